@@ -1,0 +1,31 @@
+# Everything runs in .venv, which `make setup` makes and keeps up to date.
+PYTHON ?= python3
+CONFIG ?= configs/tiny.yaml
+BIN := .venv/bin
+
+.PHONY: setup serve demo test lint bench
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+# In the foreground, on ports 8000 and 9000, until Ctrl-C.
+serve: setup
+	$(BIN)/serve run $(CONFIG)
+
+demo: setup
+	tests/loopback $(BIN)/python -m tests.demo
+
+test: setup
+	OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	tests/loopback $(BIN)/encoder-service bench serve --config $(CONFIG)
