@@ -1,0 +1,77 @@
+"""Attention within segments of one packed sequence: who sees whom is data, never a shape.
+
+An attention brings its own static inputs (`inputs`), fills them for a pack on the host (`metadata`)
+and reads them on the device (`__call__`), so that a captured graph serves any layout that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Values = Mapping[str, Tensor]
+
+
+class Attention(Protocol):
+    """One kernel. `name` appears in logs, metrics and the bench."""
+
+    name: str
+
+    def inputs(self, patches: int, segments: int) -> Shapes:
+        """Shapes and dtypes of the static inputs for a budget of so many patches."""
+
+    def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
+        """Host values of those inputs for segments of these lengths, padded to full size."""
+
+    def __call__(self, qkv: Tensor, values: Values) -> Tensor:
+        """Packed q, k, v [patches, 3, heads, head size], rotated, to [patches, heads x head size].
+
+        May write over qkv, and the result may be a view of it. Rows beyond the last segment:
+        finite if qkv is, otherwise undefined.
+        """
+
+
+class SegmentAttention:
+    """The reference: one scaled_dot_product_attention a segment. Any device and dtype.
+
+    Reads segment ends as Python numbers, so it cannot be captured by a CUDA graph.
+    """
+
+    name = "reference"
+
+    def inputs(self, patches: int, segments: int) -> Shapes:
+        """Segment ends; unused ones repeat the last: empty segments."""
+        return {"segment_ends": ((segments,), torch.int32)}
+
+    def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
+        """int32 [segments]."""
+        ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return {"segment_ends": F.pad(ends, (0, segments - len(lengths)), value=sum(lengths))}
+
+    def __call__(self, qkv: Tensor, values: Values) -> Tensor:
+        """See Attention."""
+        query, key, value = qkv.permute(1, 2, 0, 3)
+        out = torch.zeros_like(query)
+        start = 0
+        for end in dict.fromkeys(values["segment_ends"].tolist()):
+            rows = slice(start, end)
+            out[:, rows] = F.scaled_dot_product_attention(
+                query[None, :, rows], key[None, :, rows], value[None, :, rows]
+            )[0]
+            start = end
+        return out.transpose(0, 1).flatten(1)
+
+
+def choose(device: torch.device, dtype: torch.dtype, head_size: int) -> Attention:
+    """The fastest attention that this device, dtype and head size have."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        from actors.kernels.tiles import HEAD_SIZES, Tiles
+
+        if head_size in HEAD_SIZES:
+            return Tiles()
+    return SegmentAttention()

@@ -1,0 +1,200 @@
+"""Runs the bench of one tower: every workload in every mode, each output checked.
+
+Knows nothing of tables, files or the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.bench.calls import Batch, Call, EngineCall, ReferenceCall
+from actors.bench.machine import device_name
+from actors.bench.reference import Reference, relative_error
+from actors.bench.report import (
+    BudgetTime,
+    Figure,
+    Mode,
+    ModelReport,
+    Profile,
+    Times,
+    WorkloadReport,
+)
+from actors.bench.timing import kernels, synchronize, timed
+from actors.bench.workloads import Workload, floor_seconds, operations
+from actors.budgets import Capacity, capacity
+from actors.capture import choose_packing
+from actors.device import Device
+from actors.errors import ConfigError
+from actors.graphs import GraphSet, Report
+from actors.models.load import build, tensors
+from actors.models.qwen3vl_config import Architecture
+from actors.options import GraphOptions, ModelOptions, PackingOptions
+from actors.packing import Packing, smallest_first
+from actors.spec import ModelSpec, read
+from actors.types import Size
+
+SMALL = Size(320, 320)
+"""400 patches: what is replayed in every budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is measured, and how often."""
+
+    workloads: tuple[Workload, ...]
+    modes: tuple[Mode, ...]
+    repeats: int
+    warmup: int
+    every_budget: bool
+    profiled: tuple[str, ...]
+    """Names of workloads whose kernels are listed."""
+
+
+def run(
+    model: str, device: Device, settings: Settings, progress: Callable[[str], None]
+) -> ModelReport:
+    """Every figure of a preset with random weights in bf16. Raises ConfigError, CheckpointError."""
+    options = ModelOptions(id=model, load_format="dummy")
+    spec = read(options)
+    if spec.family != "qwen3_vl":
+        raise ConfigError(f"--model {model}: bench engine knows Qwen3-VL, not {spec.family}")
+    progress(f"{model}: weights")
+    bench = Bench(spec, tensors(options, spec), device, settings)
+    if "budget" in settings.modes or settings.every_budget:
+        bench.capture(
+            lambda budget, seconds: progress(f"{model}: captured {budget} in {seconds:.2f} s")
+        )
+    workloads, profiles = [], []
+    for workload in settings.workloads:
+        report, profile = bench.measure(workload)
+        workloads.append(report)
+        profiles += profile
+        found = ", ".join(f"{each.mode} {each.times.median_ms:.2f} ms" for each in report.figures)
+        progress(f"{model}: {workload.name}: {found}")
+    every = bench.every_budget() if settings.every_budget else []
+    return ModelReport(model, workloads, every, profiles)
+
+
+class Bench:
+    """One tower, and transformers' with the same weights, on one device."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Mapping[str, Tensor], device: Device, settings: Settings
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.settings = settings
+        self.tower = build(spec, weights, device.device)
+        self.limits = capacity(GraphOptions(), spec.sizing.token_range(), spec.max_frames_per_video)
+        self.budgeted = self.graphs(self.limits.budgets[0], self.limits.segments)
+        self.packing: Packing = smallest_first
+        self.truth = Reference(spec, weights, torch.float32, device.device)
+        self.theirs = (
+            Reference(spec, weights, torch.bfloat16, device.device)
+            if "transformers" in settings.modes
+            else None
+        )
+
+    def capture(self, report: Report) -> None:
+        """The service's default graphs, and the packing that it would choose for them."""
+        self.budgeted.capture(report)
+        self.packing = choose_packing(PackingOptions(), {self.budgeted.path: self.budgeted})
+
+    def measure(self, workload: Workload) -> tuple[WorkloadReport, list[Profile]]:
+        """The workload in every mode, and its profile if one was asked for."""
+        batch = self.batch(workload.sizes)
+        expected = self.truth.rows(batch.patches, batch.plans)
+        figures, profiles = [], []
+        for mode in self.settings.modes:
+            call = self.call(mode, batch)
+            figures.append(self.figure(mode, call, expected, batch))
+            if workload.name in self.settings.profiled and mode == self.settings.modes[-1]:
+                profiles.append(Profile(workload.name, mode, kernels(call, self.device)))
+        arch = Architecture.of(self.spec)
+        floor = floor_seconds(arch, batch.plans, device_name(self.device))
+        report = WorkloadReport(
+            name=workload.name,
+            images=len(batch.plans),
+            patches=sum(plan.patches for plan in batch.plans),
+            tokens=batch.tokens,
+            operations=operations(arch, batch.plans),
+            floor_ms=floor * 1e3 if floor else None,
+            figures=figures,
+        )
+        return report, profiles
+
+    def figure(self, mode: Mode, call: Call, expected: list[Tensor], batch: Batch) -> Figure:
+        """Times and error of one call."""
+        times = self.timed(call)
+        error = self.error(call, expected)
+        if not isinstance(call, EngineCall):
+            return Figure(mode, times, None, (), 0, error)
+        host = timed(call.host, self.device, self.settings.warmup, self.settings.repeats)
+        budgets = tuple(pack.budgets[0] for pack in call.packs())
+        replayed = tuple(budget for budget in budgets if budget is not None)
+        padding = 1 - batch.tokens / sum(replayed) if replayed == budgets else 0
+        return Figure(mode, times, host.median_ms, replayed, padding, error)
+
+    def every_budget(self) -> list[BudgetTime]:
+        """The small image in every budget that holds it."""
+        batch = self.batch([SMALL])
+        expected = self.truth.rows(batch.patches, batch.plans)
+        found = []
+        for budget in self.budgeted.budgets:
+            if budget >= batch.tokens:
+                call = EngineCall(self.budgeted, only(budget, 1), smallest_first, batch)
+                found.append(BudgetTime(budget, self.timed(call), self.error(call, expected)))
+        return found
+
+    def call(self, mode: Mode, batch: Batch) -> Call:
+        """The mode's way to encode the batch, captured if it needs that."""
+        items = len(batch.plans)
+        if mode == "transformers" and self.theirs:
+            pixels = self.theirs.pixels(batch.patches)
+            return ReferenceCall(self.theirs, batch, pixels, self.theirs.grid(batch.plans))
+        if mode == "exact":
+            exact = self.graphs((batch.tokens,), items)
+            exact.capture(lambda budget, seconds: None)
+            return EngineCall(exact, only(batch.tokens, items), smallest_first, batch)
+        if mode == "eager":
+            whole = Capacity(((),), (batch.tokens,), items, 0)
+            return EngineCall(self.graphs((), 0), whole, smallest_first, batch)
+        return EngineCall(self.budgeted, self.limits, self.packing, batch)
+
+    def graphs(self, budgets: tuple[int, ...], segments: int) -> GraphSet:
+        """Of the tower's only path."""
+        return GraphSet(self.tower, self.spec.paths[0], budgets, segments, self.device)
+
+    def error(self, call: Call, expected: Sequence[Tensor]) -> float:
+        """Of the worst item of one call."""
+        rows = call()
+        synchronize(self.device)  # the rows come from a stream of the device's own
+        return relative_error(rows, expected)
+
+    def timed(self, call: Call) -> Times:
+        """As often as the settings say."""
+        return timed(call, self.device, self.settings.warmup, self.settings.repeats)
+
+    def batch(self, sizes: Sequence[Size]) -> Batch:
+        """Random patches on the device, the same in every run."""
+        plans = [self.spec.sizing.plan(size) for size in sizes]
+        place = self.device.device
+        generator = torch.Generator(place).manual_seed(len(plans))
+        values = self.tower.inputs(self.spec.paths[0], 1, 1)["patches"][0][1]
+        patches = [
+            torch.randint(
+                256, (plan.patches, values), dtype=torch.uint8, device=place, generator=generator
+            )
+            for plan in plans
+        ]
+        synchronize(self.device)
+        return Batch(plans, patches)
+
+
+def only(budget: int, items: int) -> Capacity:
+    """One budget, for so many images."""
+    return Capacity(((budget,),), (budget,), items, 0)

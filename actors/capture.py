@@ -1,0 +1,64 @@
+"""Start of an actor: all graphs of all paths, with progress, and what their replays cost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from time import monotonic
+
+from actors.budgets import Capacity
+from actors.cost import monotone
+from actors.device import Device
+from actors.exact import ExactGraphSet
+from actors.graphs import GraphSet
+from actors.metrics import EncoderMetrics
+from actors.models.tower import Tower
+from actors.options import PackingOptions
+from actors.packing import Packing, least_cost, smallest_first
+
+log = logging.getLogger("ray.serve")
+
+
+def capture(
+    tower: Tower, capacity: Capacity, device: Device, metrics: EncoderMetrics
+) -> dict[str, GraphSet]:
+    """A GraphSet for each path, captured, and the metrics that say so."""
+    started, before = monotonic(), device.memory_bytes()
+    total = sum(map(len, capacity.budgets))
+    done = 0
+    graphs = {}
+    for path, budgets in zip(tower.spec.paths, capacity.budgets, strict=True):
+
+        def report(budget: int, seconds: float, path: str = path) -> None:
+            nonlocal done
+            done += 1
+            passed = monotonic() - started
+            log.info(
+                "captured %s/%d in %.2f s (%d of %d, about %.0f s left)",
+                *(path, budget, seconds, done, total, passed / done * (total - done)),
+            )
+
+        place = (tower, path, budgets, capacity.segments, device)
+        most = capacity.exact_graphs
+        graphs[path] = ExactGraphSet(*place, most) if most else GraphSet(*place)
+        graphs[path].capture(report)
+        metrics.captured_graphs.labels(path).set(graphs[path].captured())
+    metrics.graph_memory_bytes.set(device.memory_bytes() - before)
+    log.info("captured %d graphs in %.1f s", total, monotonic() - started)
+    return graphs
+
+
+def choose_packing(options: PackingOptions, graphs: Mapping[str, GraphSet]) -> Packing:
+    """The policy. `least_cost` measures each budget here, before anything has been staged.
+
+    Where no path has a choice of budgets (modes `exact` and `off`) there is nothing to weigh.
+    """
+    choice = any(len(path.budgets) > 1 for path in graphs.values())
+    if options.policy == "smallest_first" or not choice:
+        return smallest_first
+    costs = [monotone(path.replay_seconds()) for path in graphs.values()]
+    for path, seconds in zip(graphs, costs, strict=True):
+        shown = ", ".join(f"{budget} {each * 1000:.2f}" for budget, each in seconds.items())
+        log.info("milliseconds of a replay, %s: %s", path, shown)
+    return partial(least_cost, costs=costs)

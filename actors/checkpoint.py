@@ -1,0 +1,154 @@
+"""Where the files of a model are: a folder, a preset in this package, or the Hugging Face hub.
+
+Reads small JSON files and says where the weights lie. Knows nothing of torch or of towers.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+from actors.errors import CheckpointError
+from actors.options import ModelOptions
+
+Json = dict[str, Any]
+
+REACH_SECONDS = 5
+"""How long the hub may take to answer before only its cache is used."""
+
+PRESETS = resources.files("actors") / "presets"
+
+
+class Files(Protocol):
+    """The files of one model."""
+
+    def read_json(self, name: str) -> Json | None:
+        """The content of a JSON file; None: there is no such file."""
+
+    def path(self, name: str) -> Path | None:
+        """A local path of a file, fetched if need be; None: there is no such file."""
+
+
+class Folder:
+    """A checkpoint on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, name: str) -> Path | None:
+        """The file, if it is there."""
+        path = self.folder / name
+        return path if path.is_file() else None
+
+    def read_json(self, name: str) -> Json | None:
+        """The file's content."""
+        path = self.path(name)
+        return parse(path.read_bytes(), str(path)) if path else None
+
+
+class Preset:
+    """Published sizes without weights, kept in this package: actors/presets/NAME.json."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.files = parse((PRESETS / f"{name}.json").read_bytes(), f"preset {name}")
+
+    def path(self, name: str) -> Path | None:
+        """A preset has no weights."""
+        return None
+
+    def read_json(self, name: str) -> Json | None:
+        """A section of the preset."""
+        return self.files.get(name)
+
+
+class Hub:
+    """A repository on the Hugging Face hub, through its cache on disk."""
+
+    def __init__(self, repository: str, revision: str | None) -> None:
+        self.repository = repository
+        self.revision = revision
+
+    @cached_property
+    def offline(self) -> bool:
+        """Whether only the cache is there: one short question instead of the library's retries."""
+        import httpx
+        from huggingface_hub import constants
+
+        if constants.is_offline_mode():
+            return True
+        try:
+            httpx.head(constants.ENDPOINT, timeout=REACH_SECONDS)
+        except httpx.TransportError:
+            return True
+        return False
+
+    def path(self, name: str) -> Path | None:
+        """Fetches one file. Raises CheckpointError with what to do when the hub is out of reach."""
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+        from huggingface_hub.errors import LocalEntryNotFoundError as NotCached
+
+        try:
+            return Path(
+                hf_hub_download(
+                    self.repository, name, revision=self.revision, local_files_only=self.offline
+                )
+            )
+        except (NotCached, HFValidationError, HfHubHTTPError, OSError) as error:
+            if isinstance(error, EntryNotFoundError) and not isinstance(error, NotCached):
+                return None
+            raise CheckpointError(
+                f"model.id {self.repository!r}: cannot get {name} from the Hugging Face hub "
+                f"({type(error).__name__}), and it is not in the cache. Either give a local "
+                "folder as model.id, or set HF_TOKEN for a gated repository, or run once where "
+                "the hub is in reach, or take `load_format: dummy` with one of the presets "
+                f"{', '.join(preset_names())}."
+            ) from error
+
+    def read_json(self, name: str) -> Json | None:
+        """The file's content."""
+        path = self.path(name)
+        return parse(path.read_bytes(), f"{self.repository}/{name}") if path else None
+
+
+def preset_names() -> list[str]:
+    """The presets of this package."""
+    return sorted(entry.name[:-5] for entry in PRESETS.iterdir() if entry.name.endswith(".json"))
+
+
+def parse(text: bytes, where: str) -> Json:
+    """A JSON object, or a CheckpointError that names the file."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{where} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} is not a JSON object")
+    return value
+
+
+def find(options: ModelOptions) -> Files:
+    """The files that `model.id` names. A folder wins over a preset, a preset over the hub."""
+    folder = Path(options.id).expanduser()
+    local = folder.is_dir() or options.id in preset_names()
+    if local and options.revision:
+        raise CheckpointError(
+            f"model.revision is {options.revision!r}, but model.id {options.id!r} is a "
+            f"{'folder' if folder.is_dir() else 'preset'}, which has no revisions: leave it out"
+        )
+    if folder.is_dir():
+        return Folder(folder)
+    if options.id in preset_names():
+        if options.load_format != "dummy":
+            raise CheckpointError(
+                f"model.id {options.id!r} is a preset, which has no weights: "
+                "set model.load_format to dummy, or name a checkpoint"
+            )
+        return Preset(options.id)
+    if options.id.startswith(("/", "./", "../", "~")):
+        raise CheckpointError(f"model.id {options.id!r}: there is no such folder")
+    return Hub(options.id, options.revision)

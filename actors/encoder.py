@@ -1,0 +1,197 @@
+"""The encoder actor, a Serve deployment: load -> capture -> warm -> ready -> drain -> stop.
+
+One replica owns one device. Ray keeps it out of the way of requests until `__init__` returns, which
+is after the last graph is captured. Answers are values: one bad item fails only itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import Any, TypeVar
+
+import numpy as np
+import simplejpeg
+import torch
+from ray import serve
+from torch import Tensor
+
+from actors.budgets import capacity
+from actors.cache import EmbeddingCache
+from actors.capture import capture, choose_packing
+from actors.device import CpuDevice, Device
+from actors.engine import Engine
+from actors.errors import DeadlineExceeded, EncodeFailed, ServiceError, StartError, Unavailable
+from actors.metrics import EncoderMetrics
+from actors.models.load import load
+from actors.options import ActorOptions
+from actors.preprocess import decode, prepare
+from actors.types import Answer, Bytes, Dtype, Embedding, Item, Media, Source, Timings
+
+log = logging.getLogger("ray.serve")
+
+Result = TypeVar("Result")
+
+INLINE_BYTES = 2**20
+"""Rows that are copied or converted where they are; more go to a thread."""
+
+
+class Encoder:
+    """Encodes items; the router says which."""
+
+    def __init__(self, options: ActorOptions) -> None:
+        self.options = options
+        self.replica = serve.get_replica_context().replica_id.unique_id
+        self.series = EncoderMetrics()
+        self.device = open_device(options.encoder.device)
+        self.tower = load(options.model, self.device.device)
+        spec = self.tower.spec
+        self.capacity = capacity(
+            options.graphs, spec.sizing.token_range(), spec.max_frames_per_video
+        )
+        self.graphs = capture(self.tower, self.capacity, self.device, self.series)
+        packing = choose_packing(options.packing, self.graphs)
+        self._warm()
+        self.engine = Engine(
+            self.tower, self.graphs, self.capacity, self.device, self.series, packing
+        )
+        self.cache = EmbeddingCache(options.cache.max_bytes, self.series)
+        self.decoders = ThreadPoolExecutor(options.preprocess.threads, "decode")
+        self.outstanding_patches = 0
+        log.info("encoder %s is ready: %s on %s", self.replica, spec.id, self.device.backend)
+
+    def _warm(self) -> None:
+        """One small image all the way: what loads at first use loads before we are ready.
+
+        Through an engine of its own, so that the metrics count what clients sent alone.
+        """
+        grey = simplejpeg.encode_jpeg(np.full((64, 64, 3), 128, np.uint8))
+        plan, patches = self.tower.patchify(decode(grey))
+        engine = Engine(self.tower, self.graphs, self.capacity, self.device, EncoderMetrics())
+        engine.submit(Item(plan, patches)).result()
+        engine.close()
+
+    async def encode(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+    ) -> list[Answer]:
+        """An embedding or an error for each item, in order. Cancelling drops what has not begun."""
+        patches = sum(item.plan.patches for item in media)
+        self.outstanding_patches += patches
+        try:
+            return await asyncio.gather(
+                *(self._answer(item, dtype, timeout_seconds) for item in media)
+            )
+        finally:
+            self.outstanding_patches -= patches
+
+    async def _answer(self, media: Media, dtype: Dtype, timeout_seconds: float) -> Answer:
+        answer: Answer
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                answer = await self._encode(media, dtype)
+        except TimeoutError:
+            answer = DeadlineExceeded(
+                f"not encoded within the {timeout_seconds:.1f} s that were left of the request's "
+                "time: give it more, or send less at a time"
+            )
+        except ServiceError as error:
+            answer = error
+        except Exception as error:
+            log.exception("an item of grid %s failed", media.plan.grid_thw)
+            answer = EncodeFailed(f"the encoder failed on this item: {error}")
+        if isinstance(answer, Embedding):
+            self.series.items.labels(media.kind, answer.source).inc()
+        else:
+            self.series.failures.labels(type(answer).__name__).inc()
+        return answer
+
+    async def _encode(self, media: Media, dtype: Dtype) -> Embedding:
+        """Cache? Otherwise decode ahead of the device, then wait for the engine."""
+        loop = asyncio.get_running_loop()
+        rows = self.cache.get(media.digest)
+        source: Source = "cache"
+        timings = Timings(0.0, 0.0, 0.0)
+        if rows is None:
+            item, waited, preprocess_seconds = await loop.run_in_executor(
+                self.decoders, self._prepare, media, monotonic()
+            )
+            encoded = await asyncio.wrap_future(self.engine.submit(item))
+            rows, source = encoded.rows, encoded.source
+            timings = Timings(
+                waited + encoded.queue_seconds, preprocess_seconds, encoded.encode_seconds
+            )
+            await off_the_loop(rows, self.cache.put, media.digest, rows)
+        return Embedding(
+            data=await off_the_loop(rows, host_bytes, rows, dtype),
+            dtype=dtype,
+            shape=(rows.shape[0], rows.shape[1]),
+            grid_thw=media.plan.grid_thw,
+            source=source,
+            timings=timings,
+            replica=self.replica,
+        )
+
+    def _prepare(self, media: Media, since: float) -> tuple[Item, float, float]:
+        """The item, how long it waited for this thread, and how long it took."""
+        started = monotonic()
+        item = prepare(self.tower, media)
+        seconds = monotonic() - started
+        self.series.decode_queue_seconds.observe(started - since)
+        self.series.preprocess_seconds.observe(seconds)
+        return item, started - since, seconds
+
+    def scrape(self) -> tuple[str, str]:
+        """This replica's id, and its series in Prometheus' text format."""
+        return self.replica, self.series.text()
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """What the router goes by; asked once by Serve."""
+        return {"fingerprint": self.tower.spec.fingerprint}
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """The load that this replica has accepted from all routers; asked every second."""
+        return {"outstanding_patches": self.outstanding_patches}
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica that raises here."""
+        stalled = self.engine.stalled_seconds()
+        if not self.engine.alive() or stalled > self.options.encoder.max_stall_seconds:
+            raise Unavailable(f"the engine is stuck: nothing has landed for {stalled:.0f} s")
+
+    def __del__(self) -> None:
+        """Drained by Serve before: nothing is waiting any more."""
+        if hasattr(self, "decoders"):
+            self.engine.close()
+            self.decoders.shutdown()
+
+
+async def off_the_loop(rows: Tensor, work: Callable[..., Result], *args: object) -> Result:
+    """work(...), which may copy the rows: in a thread if they are many.
+
+    Not one of the decoding threads: what is done would wait behind what has not begun.
+    """
+    if rows.nbytes <= INLINE_BYTES:
+        return work(*args)
+    return await asyncio.to_thread(work, *args)
+
+
+def open_device(kind: str) -> Device:
+    """The device that this replica owns. Raises StartError where there is none."""
+    if kind == "cpu":
+        return CpuDevice()
+    if not torch.cuda.is_available():
+        raise StartError(
+            "encoder.device is cuda, but torch sees no CUDA device in this replica: check the "
+            "driver, encoder.num_gpus and that torch is a CUDA build, or set encoder.device to cpu"
+        )
+    from actors.cuda import CudaDevice
+
+    return CudaDevice()
+
+
+def host_bytes(rows: Tensor, dtype: Dtype) -> Bytes:
+    """uint8 [bytes] of the rows in the dtype asked for; no copy if they are in it already."""
+    return rows.to(getattr(torch, dtype)).view(torch.uint8).numpy().reshape(-1)

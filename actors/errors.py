@@ -1,0 +1,95 @@
+"""The one tree of exceptions. Which HTTP status and gRPC code each has: encoder_service/errors.py.
+
+    ServiceError
+      InvalidRequest           the request as a whole cannot be read
+        InvalidOption          an option is unknown or has a value that it cannot have
+        InvalidMedia           an item is not what it says: truncated, not an image, bad base64
+        UnsupportedMedia       a format or kind that this model does not take
+        TooLarge               bytes, items, pixels or aspect ratio beyond a limit
+      Unauthorized             no or a wrong token
+      NotFound                 no such thing
+      Overloaded               too many patches in flight: come back later
+      DeadlineExceeded         the caller's time is over
+      Unavailable              no replica can take it now
+      EncodeFailed             our fault
+      StartError               the service cannot start as configured
+        ConfigError            a key or value of the configuration
+        CheckpointError        weights missing, left over, misshapen, not to be had
+
+Every message says what was wrong, where, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ServiceError(Exception):
+    """Anything that this service raises on purpose. Pickles; carries one sentence for people."""
+
+    @property
+    def message(self) -> str:
+        """The sentence."""
+        return str(self.args[0]) if self.args else type(self).__name__
+
+
+class InvalidRequest(ServiceError):
+    """The request cannot be read."""
+
+
+class InvalidOption(InvalidRequest):
+    """An option is unknown, or has a value that it cannot have."""
+
+
+class InvalidMedia(InvalidRequest):
+    """An item is not what it says it is."""
+
+
+class UnsupportedMedia(InvalidRequest):
+    """A format or kind of media that this service or model does not take."""
+
+
+class TooLarge(InvalidRequest):
+    """Bytes, items, pixels or an aspect ratio beyond a limit."""
+
+
+class Unauthorized(ServiceError):
+    """No token, or a wrong one."""
+
+
+class NotFound(ServiceError):
+    """No such thing."""
+
+
+class Overloaded(ServiceError):
+    """Too many patches in flight."""
+
+    def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message, retry_after_seconds)
+
+    @property
+    def retry_after_seconds(self) -> float:
+        """When it is worth trying again."""
+        return float(self.args[1])
+
+
+class DeadlineExceeded(ServiceError):
+    """The caller's time was over before the answer was there."""
+
+
+class Unavailable(ServiceError):
+    """No replica can take the work now."""
+
+
+class EncodeFailed(ServiceError):
+    """The encoder failed on an item that seems sound."""
+
+
+class StartError(ServiceError):
+    """The service cannot start as configured."""
+
+
+class ConfigError(StartError):
+    """A key or a value of the configuration."""
+
+
+class CheckpointError(StartError):
+    """Weights that are missing, left over, misshapen or not to be had."""

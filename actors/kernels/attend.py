@@ -1,0 +1,158 @@
+"""Attention within segments of a packed sequence, over a table of query tiles built on the host.
+
+Knows the table's format (see tiles.py), not who builds it. The work of a launch is what the table
+says, whatever bounds it was launched with: programs beyond the count of tiles end at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How the kernel is cut: rows of queries and of keys at a time."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def softmax_step(
+    scores: tl.tensor, top: tl.tensor, total: tl.tensor, scale: tl.tensor
+) -> tl.tensor:
+    """One step of the running softmax: probabilities, decay of what was, maximum, total."""
+    new = tl.maximum(top, tl.max(scores, 1))
+    decay = tl.exp2((top - new) * scale)
+    weights = tl.exp2(scores * scale - (new * scale)[:, None])
+    return weights, decay, new, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def attend_kernel(
+    qkv: tl.tensor,
+    table: tl.tensor,
+    wide: tl.tensor,
+    narrow_k: tl.tensor,
+    narrow_v: tl.tensor,
+    scale: tl.tensor,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    D0: tl.constexpr,
+    K1: tl.constexpr,
+    V1: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    """A head is D0 columns and a rest, so that sizes between powers of two waste little: K1 for
+    q and k (a product's depth is at least 16), V1 for v (its width may be 8).
+    """
+    stride = 3 * HEADS * SIZE
+    dtype = qkv.dtype.element_ty
+    item = tl.program_id(0)
+    if item < tl.load(table) * HEADS:
+        entry = table + 4 * (1 + item // HEADS)
+        start, end = tl.load(entry), tl.load(entry + 1)
+        first, tiles = tl.load(entry + 2), tl.load(entry + 3)
+        head = (item - first * HEADS) // tiles
+        # All tiles of a head before the next head: its keys and values stay in the L2 cache.
+        row = start + (item - first * HEADS) % tiles * BM + tl.arange(0, BM)
+        inside = (row < end)[:, None]
+        c0 = tl.arange(0, D0)[None, :]
+        q_at = qkv + row.to(tl.int64)[:, None] * stride + head * SIZE
+        q0 = tl.load(q_at + c0, mask=inside, other=0.0)
+        acc0 = tl.zeros((BM, D0), tl.float32)
+        if V1 > 0:
+            c1 = D0 + tl.arange(0, K1)[None, :]
+            q1 = tl.load(q_at + c1, mask=inside & (c1 < SIZE), other=0.0)
+            acc1 = tl.zeros((BM, V1), tl.float32)
+            d1 = D0 + tl.arange(0, V1)[None, :]
+        top = tl.full((BM,), -1e30, tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        k_column = (HEADS + head) * SIZE
+        v_column = (2 * HEADS + head) * SIZE
+        whole = start + (end - start) // BN * BN
+        for n in range(start, whole, BN):
+            scores = tl.dot(q0, wide.load([n, k_column]).T)
+            if V1 > 0:
+                # Columns beyond the head belong to the next one; q1 is zero there.
+                scores = tl.dot(q1, narrow_k.load([n, k_column + D0]).T, scores)
+            weights, decay, top, total = softmax_step(scores, top, total, scale)
+            p = weights.to(dtype)
+            acc0 = tl.dot(p, wide.load([n, v_column]), acc0 * decay[:, None])
+            if V1 > 0:
+                acc1 = tl.dot(p, narrow_v.load([n, v_column + D0]), acc1 * decay[:, None])
+        if whole < end:
+            key = whole + tl.arange(0, BN)
+            real = key < end
+            at = qkv + key.to(tl.int64)[:, None] * stride
+            # Masked, not merely weighted with zero: the rows beyond may hold NaN.
+            k0 = tl.load(at + k_column + c0, mask=real[:, None], other=0.0)
+            v0 = tl.load(at + v_column + c0, mask=real[:, None], other=0.0)
+            scores = tl.dot(q0, k0.T)
+            if V1 > 0:
+                k1 = tl.load(at + k_column + c1, mask=real[:, None] & (c1 < SIZE), other=0.0)
+                v1 = tl.load(at + v_column + d1, mask=real[:, None] & (d1 < SIZE), other=0.0)
+                scores = tl.dot(q1, k1.T, scores)
+            scores = tl.where(real[None, :], scores, -1e30)
+            weights, decay, top, total = softmax_step(scores, top, total, scale)
+            p = weights.to(dtype)
+            acc0 = tl.dot(p, v0, acc0 * decay[:, None])
+            if V1 > 0:
+                acc1 = tl.dot(p, v1, acc1 * decay[:, None])
+        share = 1.0 / total[:, None]
+        tl.store(q_at + c0, (acc0 * share).to(dtype), mask=inside)
+        if V1 > 0:
+            tl.store(q_at + d1, (acc1 * share).to(dtype), mask=inside & (d1 < SIZE))
+
+
+def attend_(qkv: Tensor, table: Tensor, launch: Launch) -> Tensor:
+    """Attention of qkv [rows, 3, heads, head size], contiguous, 16-bit, written over its q.
+
+    Returns that q as [rows, heads x head size], a view; rows that no tile covers keep their q.
+    Head size: a multiple of 8, 64 to 96, or 128.
+    """
+    rows, _, heads, size = qkv.shape
+    d0, k1, v1 = columns(size)
+    flat = qkv.view(rows, -1)
+
+    def blocks(width: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(flat, [launch.keys, max(width, 8)])
+
+    attend_kernel[((len(table) - 1) * heads,)](
+        flat,
+        table,
+        blocks(d0),
+        blocks(k1),
+        blocks(v1),
+        size**-0.5 * 1.4426950408889634,  # log2(e)
+        HEADS=heads,
+        SIZE=size,
+        D0=d0,
+        K1=k1,
+        V1=v1,
+        BM=launch.queries,
+        BN=launch.keys,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    return flat[:, : heads * size]
+
+
+def columns(size: int) -> tuple[int, int, int]:
+    """D0, K1 and V1 of a head size; the last two are 0 where D0 is all of it."""
+    if size in (64, 128):
+        return size, 0, 0
+    if size % 8 or not 64 < size <= 96:
+        raise ValueError(
+            f"head size {size}: this kernel takes 128 and multiples of 8 from 64 to 96"
+        )
+    rest = triton.next_power_of_2(size - 64)
+    return 64, max(rest, 16), rest

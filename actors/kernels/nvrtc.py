@@ -1,0 +1,95 @@
+"""CUDA C++ compiled and launched at run time: NVRTC and the driver, both through ctypes.
+
+Knows no kernel. NVRTC comes with torch, so that no CUDA toolkit is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One function on the device that was current when it was loaded."""
+
+    function: ctypes.c_void_p
+    threads: int
+    shared_bytes: int
+
+    def launch(self, blocks: int, *tensors: Tensor) -> None:
+        """Enqueues `blocks` blocks on the current stream; the arguments are the tensors' data."""
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+        arguments = (ctypes.c_void_p * len(pointers))(*map(ctypes.addressof, pointers))
+        driver = ctypes.CDLL("libcuda.so.1")
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        grid, block = (blocks, 1, 1), (self.threads, 1, 1)
+        check(
+            "cuLaunchKernel",
+            driver.cuLaunchKernel(
+                self.function, *grid, *block, self.shared_bytes, stream, arguments, None
+            ),
+        )
+
+
+def build(source: str, name: str, architecture: str, threads: int, shared_bytes: int) -> Kernel:
+    """Compiles `source` for e.g. "sm_90a" and loads its extern "C" function `name`.
+
+    RuntimeError, with the compiler's messages, if it does not compile or load; OSError if this
+    torch brings no NVRTC.
+    """
+    image = compiled(source, architecture)
+    torch.cuda.current_stream()  # the driver needs a context
+    driver = ctypes.CDLL("libcuda.so.1")
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    check("cuModuleLoadData", driver.cuModuleLoadData(ctypes.byref(module), image))
+    check(
+        "cuModuleGetFunction",
+        driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()),
+    )
+    check(
+        "cuFuncSetAttribute",
+        driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
+    )
+    return Kernel(function, threads, shared_bytes)
+
+
+def compiled(source: str, architecture: str) -> bytes:
+    """The machine code of `source`. Needs no device."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    compiler = ctypes.CDLL(f"libnvrtc.so.{major}")
+    program = ctypes.c_void_p()
+    check(
+        "nvrtcCreateProgram",
+        compiler.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None
+        ),
+    )
+    options = (ctypes.c_char_p * 2)(f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
+    try:
+        if compiler.nvrtcCompileProgram(program, len(options), options):
+            raise RuntimeError(f"nvrtcCompileProgram: {read(compiler, program, 'ProgramLog')!r}")
+        return read(compiler, program, "CUBIN")
+    finally:
+        compiler.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def read(compiler: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    """One of the compiler's results."""
+    size = ctypes.c_size_t()
+    check(f"nvrtcGet{what}Size", compiler[f"nvrtcGet{what}Size"](program, ctypes.byref(size)))
+    result = ctypes.create_string_buffer(size.value)
+    check(f"nvrtcGet{what}", compiler[f"nvrtcGet{what}"](program, result))
+    return result.raw
+
+
+def check(call: str, code: int) -> None:
+    """RuntimeError unless the code is that of success."""
+    if code:
+        raise RuntimeError(f"{call} failed with code {code}")

@@ -1,0 +1,74 @@
+"""Attention over a table of query tiles: a captured launch serves any layout at its own cost.
+
+Builds the table on the host; the kernels are attend.py (Triton) and, for long budgets where it
+runs, hopper.cu. Knows nothing of graphs or budgets beyond the bounds that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.attention import Shapes, Values
+
+HEAD_SIZES = (64, 72, 80, 88, 96, 128)
+HOPPER_HEAD_SIZES = (72, 80)
+"""Head sizes at which hopper.cu is the faster one in long budgets. At 64 Triton wastes nothing."""
+SHORT_ROWS = 64
+LONG_ROWS = 128
+LONG_PATCHES = 1024
+"""Budgets up to this many patches use the short tiles: there are few tiles, many processors."""
+
+
+class Tiles:
+    """Triton. CUDA, bfloat16 and float16, head sizes 64 to 96 (multiples of 8) and 128."""
+
+    name = "tiles"
+
+    def inputs(self, patches: int, segments: int) -> Shapes:
+        """The table, int32: a first row with the number of tiles, then one row a tile."""
+        # The second bound keeps the table from shrinking where longer tiles begin.
+        tiles = max(patches // tile_rows(patches), min(patches, LONG_PATCHES) // SHORT_ROWS)
+        return {"attention_tiles": ((1 + tiles + segments, 4), torch.int32)}
+
+    def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
+        """Tiles of the longest segment first: what ends last starts first."""
+        shape, _ = self.inputs(patches, segments)["attention_tiles"]
+        return {"attention_tiles": tile_table(lengths, tile_rows(patches), shape[0])}
+
+    def __call__(self, qkv: Tensor, values: Values) -> Tensor:
+        """See Attention. Written over q; rows beyond the segments keep their q."""
+        from actors.kernels import hopper
+        from actors.kernels.attend import Launch, attend_  # Triton is not there without CUDA
+
+        table, rows = values["attention_tiles"], tile_rows(len(qkv))
+        if rows == hopper.ROWS and qkv.shape[-1] in HOPPER_HEAD_SIZES:
+            kernel = hopper.kernel_for(qkv)
+            if kernel:
+                return hopper.attend_(qkv, table, kernel)
+        return attend_(qkv, table, Launch(rows, 64, 4, 3))
+
+
+def tile_rows(patches: int) -> int:
+    """Queries a tile in a budget of so many patches."""
+    return SHORT_ROWS if patches <= LONG_PATCHES else LONG_ROWS
+
+
+def tile_table(lengths: Sequence[int], rows: int, size: int) -> Tensor:
+    """int32 [size, 4]: (tiles, 0, 0, 0), then for each tile of `rows` queries its segment's
+    start, end, first tile and number of tiles; unused rows are zero.
+    """
+    length = np.asarray(lengths, dtype=np.int32)
+    end = length.cumsum(dtype=np.int32)
+    longest_first = np.argsort(-length, kind="stable")
+    tiles = (-(-length // rows))[longest_first]
+    segments = np.stack(
+        [(end - length)[longest_first], end[longest_first], tiles.cumsum() - tiles, tiles], axis=1
+    )
+    table = np.zeros((size, 4), dtype=np.int32)
+    table[0, 0] = used = tiles.sum()
+    table[1 : 1 + used] = segments.repeat(tiles, axis=0)
+    return torch.from_numpy(table)

@@ -1,0 +1,1 @@
+"""One file a family: a thin static-shape forward over its weights."""

@@ -1,0 +1,172 @@
+"""The transformer block that the packed families share, in its reference form.
+
+Norm, qkv, rotary, attention, projection, norm, MLP over one packed sequence; what differs between
+families is data (`Style`). Any device and dtype; plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.attention import Attention, Values
+
+Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"]
+Norm = Literal["layer", "rms"]
+
+WINDOW = "window_"
+"""How the attention's inputs are called that describe windows instead of whole segments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What differs between the blocks of the packed families."""
+
+    heads: int
+    activation: Activation
+    epsilon: float = 1e-6
+    norm: Norm = "layer"
+    windowed: frozenset[int] = frozenset()
+    """Layers whose patches see only their window: they read the inputs that begin with WINDOW."""
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A linear layer, or the scale and shift of a norm. Without a bias: zeros."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeights:
+    """One layer. `qkv` is fused: [3 x heads x head size, width]. SwiGLU: `up` is gate, then up."""
+
+    norm1: Affine
+    qkv: Affine
+    proj: Affine
+    norm2: Affine
+    up: Affine
+    down: Affine
+    qk_norm: Tensor | None = None
+    """[2, width]: RMSNorm over all heads of q together, and of k, before they are rotated."""
+
+
+class Blocks(Protocol):
+    """All the blocks of a tower, in one of their forms."""
+
+    def __call__(
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, values: Values
+    ) -> tuple[Tensor, list[Tensor]]:
+        """x [patches, width]; cos, sin float32 [patches, head size / 2], None without rotary.
+
+        May write over x. Returns the last hidden state and those after each tapped layer (for
+        deepstack).
+        """
+
+
+BlocksForm = Callable[[Sequence[BlockWeights], Style, Attention, Sequence[int]], Blocks]
+"""Builds the blocks: weights, style, attention, and the layers that are tapped."""
+
+
+class ReferenceBlocks:
+    """Plain torch: the form that every other form is compared with."""
+
+    def __init__(
+        self,
+        weights: Sequence[BlockWeights],
+        style: Style,
+        attention: Attention,
+        taps: Sequence[int] = (),
+    ) -> None:
+        self.weights = weights
+        self.style = style
+        self.attention = attention
+        self.taps = taps
+
+    def __call__(
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, values: Values
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See Blocks."""
+        tapped = []
+        windows = {
+            name.removeprefix(WINDOW): value
+            for name, value in values.items()
+            if name.startswith(WINDOW)
+        }
+        for index, layer in enumerate(self.weights):
+            seen = windows if index in self.style.windowed else values
+            qkv = F.linear(self.norm(x, layer.norm1), layer.qkv.weight, layer.qkv.bias)
+            qkv = qkv.view(len(x), 3, self.style.heads, -1)
+            if layer.qk_norm is not None:
+                normed = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
+                qkv = torch.cat([normed, qkv[:, 2:]], dim=1)
+            if cos is not None and sin is not None:
+                qkv = torch.cat([rotate(qkv[:, :2], cos, sin), qkv[:, 2:]], dim=1)
+            x = x + F.linear(self.attention(qkv, seen), layer.proj.weight, layer.proj.bias)
+            x = x + self.mlp(self.norm(x, layer.norm2), layer)
+            if index in self.taps:
+                tapped.append(x)
+        return x, tapped
+
+    def norm(self, x: Tensor, norm: Affine) -> Tensor:
+        """Over the width."""
+        return NORMS[self.style.norm](x, norm, self.style.epsilon)
+
+    def mlp(self, x: Tensor, layer: BlockWeights) -> Tensor:
+        """Up, activation, down."""
+        up = ACTIVATIONS[self.style.activation](F.linear(x, layer.up.weight, layer.up.bias))
+        return F.linear(up, layer.down.weight, layer.down.bias)
+
+
+def layer_norm(x: Tensor, norm: Affine, epsilon: float) -> Tensor:
+    """Over the last dimension."""
+    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, epsilon)
+
+
+def rms_norm(x: Tensor, norm: Affine, epsilon: float) -> Tensor:
+    """Over the last dimension; has no shift, so that `norm.bias` is not read."""
+    return F.rms_norm(x, x.shape[-1:], norm.weight, epsilon)
+
+
+def qk_normed(qk: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """qk [patches, 2, heads, head size], normalised over heads and head size."""
+    flat = qk.flatten(2)
+    return (F.rms_norm(flat, flat.shape[-1:], eps=epsilon) * weight).view(qk.shape)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """transformers.activations.QuickGELUActivation."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """[..., 2 x width], gate before up, to [..., width]."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "quick_gelu": quick_gelu,
+    "swiglu": swiglu,
+}
+
+NORMS: dict[Norm, Callable[[Tensor, Affine, float], Tensor]] = {
+    "layer": layer_norm,
+    "rms": rms_norm,
+}
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of [patches, ..., head size], halves against halves, in float32."""
+    first, second = x.float().chunk(2, -1)
+    shape = (len(x),) + (1,) * (x.dim() - 2) + (-1,)
+    cos, sin = cos.view(shape), sin.view(shape)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

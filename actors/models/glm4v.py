@@ -1,0 +1,124 @@
+"""The vision tower of GLM-4.1V, GLM-4.5V and GLM-4.6V: RMS norms, SwiGLU, bicubic positions.
+
+Computes what transformers.models.glm4v.modeling_glm4v.Glm4vVisionModel computes for images, under
+the checkpoint's own names. Knows nothing of graphs or budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.attention import Attention
+from actors.models.block import BlocksForm, Style, layer_norm, rms_norm, swiglu
+from actors.models.packed import bicubic_taps
+from actors.models.packed_tower import PackedTower, Parts, Positions
+from actors.models.packed_weights import (
+    BlockNames,
+    Dimensions,
+    Expected,
+    Weights,
+    affine,
+    expected_blocks,
+)
+from actors.spec import ModelSpec
+
+PREFIXES = ("model.visual.", "visual.")
+"""What the tower's tensors are called in a checkpoint: as published, and in older copies."""
+
+NAMES = BlockNames(
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    unbiased=frozenset(
+        {
+            *("norm1", "norm2", "attn.qkv", "attn.proj"),
+            *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        }
+    ),
+)
+
+MERGER_EPSILON = 1e-5
+"""Of torch's LayerNorm, which the configuration says nothing about."""
+
+
+def dimensions(spec: ModelSpec) -> Dimensions:
+    """Raises CheckpointError for a key that is missing."""
+    return Dimensions.read(
+        spec,
+        depth="depth",
+        width="hidden_size",
+        # The blocks' MLP is as wide as the rows that come out; intermediate_size is the merger's.
+        mlp_width="out_hidden_size",
+        heads="num_heads",
+        patch_size="patch_size",
+        merge_size="spatial_merge_size",
+    )
+
+
+def head_size(spec: ModelSpec) -> int:
+    """Values of a head."""
+    return dimensions(spec).head_size
+
+
+def expected(spec: ModelSpec) -> Expected:
+    """Name and shape of every tensor of the tower, without the checkpoint's prefix."""
+    tower = dimensions(spec)
+    patch = (3, int(spec.vision["temporal_patch_size"]), tower.patch_size, tower.patch_size)
+    side = int(spec.vision["image_size"]) // tower.patch_size
+    inner = int(spec.vision["intermediate_size"])
+    return {
+        **affine("patch_embed.proj", (tower.width, *patch)),
+        **affine("post_conv_layernorm", (tower.width,), bias=False),
+        **affine("embeddings.position_embedding", (side**2, tower.width), bias=False),
+        **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width),
+        **affine("post_layernorm", (tower.width,), bias=False),
+        **affine("downsample", (spec.width, tower.width, tower.merge_size, tower.merge_size)),
+        **affine("merger.proj", (spec.width, spec.width), bias=False),
+        **affine("merger.post_projection_norm", (spec.width,)),
+        **affine("merger.gate_proj", (inner, spec.width), bias=False),
+        **affine("merger.up_proj", (inner, spec.width), bias=False),
+        **affine("merger.down_proj", (spec.width, inner), bias=False),
+    }
+
+
+def build(
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    attention: Attention,
+    device: torch.device,
+    blocks: BlocksForm,
+) -> PackedTower:
+    """The tower on its device. `tensors` as `expected` names them."""
+    tower = dimensions(spec)
+    weights = Weights(tensors, device, getattr(torch, spec.dtype))
+    epsilon = float(spec.vision["rms_norm_eps"])
+    first, last = weights.affine("post_conv_layernorm"), weights.affine("post_layernorm")
+    # The patches of a token lie one after the other, each with all its channels.
+    downsample = weights.place(tensors["downsample.weight"].permute(0, 2, 3, 1).flatten(1))
+    downsample_bias = weights.place(tensors["downsample.bias"])
+    proj, norm = weights.affine("merger.proj"), weights.affine("merger.post_projection_norm")
+    up = weights.affine("merger.gate_proj", "merger.up_proj")
+    down = weights.affine("merger.down_proj")
+
+    def stem(x: Tensor) -> Tensor:
+        return rms_norm(x, first, epsilon)
+
+    def head(x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        x = rms_norm(x, last, epsilon).view(-1, tower.merged)
+        x = F.linear(F.linear(x, downsample, downsample_bias), proj.weight)
+        x = F.gelu(layer_norm(x, norm, MERGER_EPSILON))
+        return F.linear(swiglu(F.linear(x, up.weight)), down.weight)
+
+    table = weights.place(tensors["embeddings.position_embedding.weight"])
+    parts = Parts(
+        embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
+        layers=weights.blocks(NAMES, tower.depth),
+        style=Style(tower.heads, "swiglu", epsilon=epsilon, norm="rms"),
+        head=head,
+        stem=stem,
+        positions=Positions(table, bicubic_taps, taps=16),
+    )
+    return PackedTower(spec, parts, attention, blocks)

@@ -1,0 +1,87 @@
+"""The vision towers of InternVL 2, 2.5, 3 and 3.5: 300M with LayerNorm, 6B with RMSNorm.
+
+Computes what transformers.models.internvl.modeling_internvl computes in InternVLVisionModel and
+InternVLMultiModalProjector, under the checkpoint's own names, of which there are two schemes. Knows
+nothing of graphs, budgets or where weights come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.attention import Attention
+from actors.models.block import Affine, BlocksForm, BlockWeights, Style
+from actors.models.internvl_config import Architecture
+from actors.models.packed_weights import Weights
+from actors.models.tiled import TileParts, TileTower, merge_order, tile_sizing
+from actors.spec import ModelSpec
+
+PROJECTOR_EPSILON = 1e-5
+"""torch.nn.LayerNorm's own: the projector's is not configured."""
+
+
+def build(
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    attention: Attention,
+    device: torch.device,
+    blocks: BlocksForm,
+) -> TileTower:
+    """The tower on its device. `tensors` as internvl_config.expected names them."""
+    arch = Architecture.of(spec)
+    weights = Weights(tensors, device, getattr(torch, spec.dtype))
+    embedding = weights.embedding(arch.names.patches, spec.mean, spec.std)
+    norm, up, down = (weights.affine(name) for name in arch.names.projector)
+
+    def head(x: Tensor) -> Tensor:
+        x = F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, PROJECTOR_EPSILON)
+        return F.linear(F.gelu(F.linear(x, up.weight, up.bias)), down.weight, down.bias)
+
+    parts = TileParts(
+        embedding=embedding.weight,
+        start=weights.place(start(spec, tensors, arch)),
+        layers=[layer(weights, arch, f"{arch.names.block}.{i}") for i in range(arch.depth)],
+        style=Style(arch.heads, "gelu", arch.epsilon, arch.norm),
+        head=head,
+        resample="bicubic",
+    )
+    return TileTower(spec, parts, attention, blocks)
+
+
+def start(spec: ModelSpec, tensors: Mapping[str, Tensor], arch: Architecture) -> Tensor:
+    """See TileParts.start, in float32."""
+    names = arch.names
+    positions = tensors[names.positions][0].float()
+    precise = Weights(tensors, positions.device, torch.float32)
+    bias = precise.embedding(names.patches, spec.mean, spec.std).bias
+    patches = merge_order(positions[1:], tile_sizing(spec)) + bias
+    return torch.cat([positions[:1] + tensors[names.class_token][0].float(), patches])
+
+
+def layer(weights: Weights, arch: Architecture, block: str) -> BlockWeights:
+    """One layer; the scales of its two branches are part of what ends them."""
+    names = arch.names
+    qk_norm = None
+    if arch.qk_norm:
+        scales = [weights.tensors[f"{block}.{name}.weight"] for name in names.qk_norm]
+        qk_norm = weights.place(torch.stack(scales))
+    return BlockWeights(
+        norm1=weights.affine(f"{block}.{names.norms[0]}"),
+        qkv=weights.affine(*(f"{block}.{name}" for name in names.qkv)),
+        proj=scaled(weights, f"{block}.{names.proj}", f"{block}.{names.scales[0]}"),
+        norm2=weights.affine(f"{block}.{names.norms[1]}"),
+        up=weights.affine(f"{block}.mlp.fc1"),
+        down=scaled(weights, f"{block}.mlp.fc2", f"{block}.{names.scales[1]}"),
+        qk_norm=qk_norm,
+    )
+
+
+def scaled(weights: Weights, linear: str, scale: str) -> Affine:
+    """A linear layer whose result is scaled, in one."""
+    scales = weights.tensors[scale].float()
+    weight, bias = (weights.tensors[f"{linear}.{part}"] for part in ("weight", "bias"))
+    return Affine(weights.place(weight * scales[:, None]), weights.place(bias * scales))

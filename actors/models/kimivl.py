@@ -1,0 +1,122 @@
+"""The vision tower of Kimi-VL (MoonViT) with its projector: LayerNorm, bicubic positions.
+
+The published rotary embedding turns neighbouring values of a head, columns before rows; ours turns
+halves, rows before columns: q and k are permuted once, at load, which no score can tell. Computes
+what transformers.models.kimi_k25.modeling_kimi_k25.Kimi_K25VisionModel and its projection compute
+for images, under the names of moonshotai/Kimi-VL-*. Knows nothing of graphs or budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from actors.attention import Attention
+from actors.models.block import Affine, BlocksForm, BlockWeights, Style, layer_norm
+from actors.models.packed import Merger, bicubic_taps
+from actors.models.packed_tower import PackedTower, Parts, Positions
+from actors.models.packed_weights import (
+    BlockNames,
+    Dimensions,
+    Expected,
+    Weights,
+    affine,
+    expected_blocks,
+)
+from actors.spec import ModelSpec
+
+PREFIXES = ("vision_tower.", "multi_modal_projector.")
+
+NAMES = BlockNames(
+    block="encoder.blocks",
+    norm1="norm0",
+    qkv="wqkv",
+    proj="wo",
+    norm2="norm1",
+    up=("mlp.fc0",),
+    down="mlp.fc1",
+)
+
+EPSILON = 1e-5
+"""Of torch's LayerNorm, which the configuration says nothing about."""
+
+
+def dimensions(spec: ModelSpec) -> Dimensions:
+    """Raises CheckpointError for a key that is missing."""
+    return Dimensions.read(
+        spec,
+        depth="num_hidden_layers",
+        width="hidden_size",
+        mlp_width="intermediate_size",
+        heads="num_attention_heads",
+        patch_size="patch_size",
+        merge_size="merge_kernel_size",
+    )
+
+
+def head_size(spec: ModelSpec) -> int:
+    """Values of a head."""
+    return dimensions(spec).head_size
+
+
+def expected(spec: ModelSpec) -> Expected:
+    """Name and shape of every tensor of the tower, without the checkpoint's prefixes."""
+    tower = dimensions(spec)
+    side = int(spec.vision["init_pos_emb_height"])
+    return {
+        **affine("patch_embed.proj", (tower.width, 3, tower.patch_size, tower.patch_size)),
+        **affine("patch_embed.pos_emb", (side, side, tower.width), bias=False),
+        **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width),
+        **affine("encoder.final_layernorm", (tower.width,)),
+        **affine("pre_norm", (tower.width,)),
+        **affine("linear_1", (tower.merged, tower.merged)),
+        **affine("linear_2", (spec.width, tower.merged)),
+    }
+
+
+def build(
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    attention: Attention,
+    device: torch.device,
+    blocks: BlocksForm,
+) -> PackedTower:
+    """The tower on its device. `tensors` as `expected` names them."""
+    tower = dimensions(spec)
+    weights = Weights(tensors, device, getattr(torch, spec.dtype))
+    final = weights.affine("encoder.final_layernorm")
+    merger = Merger(
+        norm=weights.affine("pre_norm"),
+        up=weights.affine("linear_1"),
+        down=weights.affine("linear_2"),
+        epsilon=EPSILON,
+    )
+
+    def head(x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        return merger(layer_norm(x, final, EPSILON))
+
+    table = weights.place(tensors["patch_embed.pos_emb.weight"].flatten(0, 1))
+    parts = Parts(
+        embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
+        layers=[permuted(layer, tower) for layer in weights.blocks(NAMES, tower.depth)],
+        style=Style(tower.heads, "gelu_tanh", epsilon=EPSILON),
+        head=head,
+        positions=Positions(table, bicubic_taps, taps=16),
+    )
+    return PackedTower(spec, parts, attention, blocks)
+
+
+def permuted(layer: BlockWeights, tower: Dimensions) -> BlockWeights:
+    """The layer with the values of each head of q and k in the order of our rotary embedding."""
+    pairs = torch.arange(tower.head_size, device=layer.qkv.weight.device).view(-1, 2)
+    columns, rows = pairs[0::2], pairs[1::2]
+    order = torch.cat([rows, columns]).t().flatten()
+
+    def heads(values: Tensor) -> Tensor:
+        query, key, value = values.unflatten(0, (3, tower.heads, tower.head_size))
+        return torch.stack([query[:, order], key[:, order], value]).flatten(0, 2)
+
+    return replace(layer, qkv=Affine(heads(layer.qkv.weight), heads(layer.qkv.bias)))

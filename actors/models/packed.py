@@ -1,0 +1,151 @@
+"""What the packed families share beside their blocks: patches, positions, embedding, merger.
+
+Pure functions of grids and weights. Patches lie in merge-block order: the merge_size ** 2 patches
+of one token follow each other. Knows no family, no budget and no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.models.block import NORMS, Affine, Norm
+from actors.types import Bytes, Size
+
+Rgb = tuple[float, float, float]
+
+Resample = Callable[[Tensor, int, int, int], tuple[Tensor, Tensor]]
+"""How a learned table of positions is resampled, such as bilinear_taps."""
+
+KEYS = -0.75
+"""The parameter of the bicubic kernel, as torch has it."""
+
+
+def patchify(image: Tensor, resized: Size, patch: int, merge: int) -> Bytes:
+    """uint8 [3, height, width] to uint8 [patches, 3 x patch x patch], resized, not normalised.
+
+    Zeros on the right and below where the resized image is not of whole merge blocks.
+    """
+    block = patch * merge
+    whole = F.pad(resize(image, resized), (0, -resized.width % block, 0, -resized.height % block))
+    rows, columns = whole.shape[1] // block, whole.shape[2] // block
+    blocks = whole.reshape(3, rows, merge, patch, columns, merge, patch)
+    patches: Bytes = blocks.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3 * patch**2).numpy()
+    return patches
+
+
+def resize(image: Tensor, size: Size, mode: Literal["bicubic", "bilinear"] = "bicubic") -> Tensor:
+    """uint8 [3, height, width] to another height and width, with antialiasing.
+
+    As transformers' torchvision backend does on CPU, bit for bit.
+    """
+    if image.shape[1:] == (size.height, size.width):
+        return image
+    # A batch of one in true channels-last strides takes torch's vectorised uint8 kernel.
+    batch = image.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
+    return F.interpolate(batch, size=(size.height, size.width), mode=mode, antialias=True)[0]
+
+
+def places(rows: int, columns: int, merge: int) -> Tensor:
+    """Row and column of each patch of a grid: int64 [rows x columns, 2].
+
+    Equal to transformers.vision_utils.get_vision_position_ids.
+    """
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    raster = torch.stack([row, column], -1)
+    blocks = raster.view(rows // merge, merge, columns // merge, merge, 2)
+    return blocks.transpose(1, 2).reshape(-1, 2)
+
+
+def bilinear_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
+    """Where a learned table of side x side positions is read to be resampled to a grid.
+
+    Returns int64 [patches, 4] into the flat table and float32 [patches, 4] of weights: bilinear,
+    corners aligned, as transformers.vision_utils.get_vision_interpolation_indices_and_weights.
+    """
+    spans = torch.tensor([rows - 1, columns - 1]).clamp(min=1)
+    source = places.float() * (side - 1) / spans
+    floor = source.floor()
+    below = floor.long()
+    index = torch.stack([below, (below + 1).clamp(max=side - 1)], -1)
+    share = source - floor
+    weight = torch.stack([1 - share, share], -1)
+    taps = index[:, 0, :, None] * side + index[:, 1, None, :]
+    weights = weight[:, 0, :, None] * weight[:, 1, None, :]
+    return taps.flatten(1), weights.flatten(1)
+
+
+def bicubic_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
+    """As bilinear_taps, but bicubic with pixel centres aligned: [patches, 16].
+
+    Equal to torch's interpolate and grid_sample with align_corners=False, borders repeated.
+    """
+    source = (places.float() + 0.5) * side / torch.tensor([rows, columns]) - 0.5
+    floor = source.floor()
+    offsets = torch.arange(-1, 3)
+    index = (floor.long()[..., None] + offsets).clamp(0, side - 1)
+    distance = ((source - floor)[..., None] - offsets).abs()
+    near = ((KEYS + 2) * distance - (KEYS + 3)) * distance**2 + 1
+    far = ((KEYS * distance - 5 * KEYS) * distance + 8 * KEYS) * distance - 4 * KEYS
+    weight = torch.where(distance <= 1, near, far)
+    taps = index[:, 0, :, None] * side + index[:, 1, None, :]
+    weights = weight[:, 0, :, None] * weight[:, 1, None, :]
+    return taps.flatten(1), weights.flatten(1)
+
+
+def window_order(rows: int, columns: int, window: int) -> tuple[Tensor, list[int]]:
+    """The tokens of a grid of rows x columns tokens, window after window; tokens of each window.
+
+    Windows are window x window tokens, less at the right and below. Equal to
+    transformers.vision_utils.get_vision_window_index.
+    """
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    inside = (row // window * -(-columns // window) + column // window).flatten()
+    return inside.argsort(stable=True), inside.bincount().tolist()
+
+
+def rotary_tables(length: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of one axis: float32 [length, head_size / 4]; rows and columns share them."""
+    axis = head_size // 2
+    frequencies = 1.0 / theta ** (torch.arange(0, axis, 2, dtype=torch.float32) / axis)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def folded_embedding(weight: Tensor, bias: Tensor, mean: Rgb, std: Rgb) -> Affine:
+    """The patch embedding for `uint8 - 128` instead of normalised float pixels, in float32.
+
+    weight [width, 3, frames, patch, patch] takes the same picture in each frame, so the frames are
+    summed. Centred bytes are exact in bfloat16; bytes as they are would lose bits in the product.
+    """
+    summed = weight.double().sum(2)
+    scale = torch.tensor(std, dtype=torch.float64)[:, None, None] * 255
+    shift = 128 - torch.tensor(mean, dtype=torch.float64)[:, None, None] * 255
+    folded = summed / scale
+    return Affine(
+        folded.flatten(1).float(), (bias.double() + (folded * shift).sum((1, 2, 3))).float()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Merger:
+    """One token from merge_size ** 2 patches: norm, linear, GELU, linear."""
+
+    norm: Affine
+    """Over each patch, or over the patches of a token: its size says which."""
+    up: Affine
+    down: Affine
+    kind: Norm = "layer"
+    epsilon: float = 1e-6
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[patches, width] to [tokens, out width]; transformers: Qwen3VLVisionPatchMerger."""
+        x = NORMS[self.kind](x.reshape(-1, len(self.norm.weight)), self.norm, self.epsilon)
+        x = x.view(-1, self.up.weight.shape[1])
+        x = F.gelu(F.linear(x, self.up.weight, self.up.bias))
+        return F.linear(x, self.down.weight, self.down.bias)

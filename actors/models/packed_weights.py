@@ -1,0 +1,152 @@
+"""The blocks' weights of the packed families: their names, their shapes, and how they are read.
+
+Every checkpoint has the same six parts in a block and calls them its own names (`BlockNames`).
+Knows nothing of files, nor of what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.errors import CheckpointError
+from actors.models.block import Affine, BlockWeights
+from actors.models.packed import Rgb, folded_embedding
+from actors.spec import ModelSpec
+
+Expected = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """Sizes that every tower of a packed family has."""
+
+    depth: int
+    width: int
+    mlp_width: int
+    heads: int
+    patch_size: int
+    merge_size: int
+
+    @classmethod
+    def read(cls, spec: ModelSpec, **keys: str) -> Dimensions:
+        """Each from the key of `vision_config` that is given for it. Raises CheckpointError."""
+        try:
+            return cls(**{field: integer(spec.vision[key]) for field, key in keys.items()})
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"model.id {spec.id!r}: vision_config lacks or misstates {error}"
+            ) from error
+
+    @property
+    def head_size(self) -> int:
+        """Values of a head."""
+        return self.width // self.heads
+
+    @property
+    def merged(self) -> int:
+        """Values of all the patches of a token."""
+        return self.width * self.merge_size**2
+
+
+def integer(value: Any) -> int:
+    """An integer, or both of two equal ones."""
+    if isinstance(value, list):
+        first, second = value
+        if first != second:
+            raise ValueError(f"a size of {value}: only squares are supported")
+        return int(first)
+    return int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNames:
+    """What a checkpoint calls the parts of a block, after the block's own name."""
+
+    block: str = "blocks"
+    norm1: str = "norm1"
+    qkv: str = "attn.qkv"
+    proj: str = "attn.proj"
+    norm2: str = "norm2"
+    up: tuple[str, ...] = ("mlp.linear_fc1",)
+    """SwiGLU has two: gate, then up."""
+    down: str = "mlp.linear_fc2"
+    unbiased: frozenset[str] = frozenset()
+    """Those of the names above that have a weight alone."""
+
+
+class Weights:
+    """The tensors of a tower, moved to its device and dtype as they are read."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.tensors = tensors
+        self.device = device
+        self.dtype = dtype
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """On the device, in the dtype."""
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+    def affine(self, *names: str) -> Affine:
+        """The layers of these names as one, its rows one after the other."""
+        weights = [self.tensors[f"{name}.weight"] for name in names]
+        biases = [
+            self.tensors.get(f"{name}.bias", torch.zeros(len(weight)))
+            for name, weight in zip(names, weights, strict=True)
+        ]
+        return Affine(self.place(torch.cat(weights)), self.place(torch.cat(biases)))
+
+    def embedding(self, name: str, mean: Rgb, std: Rgb) -> Affine:
+        """The patch embedding of this name for `uint8 - 128`: see packed.folded_embedding."""
+        weight = self.tensors[f"{name}.weight"]
+        bias = self.tensors.get(f"{name}.bias", torch.zeros(len(weight)))
+        folded = folded_embedding(
+            weight if weight.dim() == 5 else weight[:, :, None], bias, mean, std
+        )
+        return Affine(self.place(folded.weight), self.place(folded.bias))
+
+    def blocks(self, names: BlockNames, depth: int) -> list[BlockWeights]:
+        """Every layer."""
+        return [
+            BlockWeights(
+                norm1=self.affine(f"{block}.{names.norm1}"),
+                qkv=self.affine(f"{block}.{names.qkv}"),
+                proj=self.affine(f"{block}.{names.proj}"),
+                norm2=self.affine(f"{block}.{names.norm2}"),
+                up=self.affine(*(f"{block}.{name}" for name in names.up)),
+                down=self.affine(f"{block}.{names.down}"),
+            )
+            for block in (f"{names.block}.{layer}" for layer in range(depth))
+        ]
+
+
+def expected_blocks(names: BlockNames, depth: int, width: int, mlp_width: int) -> Expected:
+    """Name and shape of every tensor of the blocks."""
+    parts: dict[str, tuple[int, ...]] = {
+        names.norm1: (width,),
+        names.qkv: (3 * width, width),
+        names.proj: (width, width),
+        names.norm2: (width,),
+        **dict.fromkeys(names.up, (mlp_width, width)),
+        names.down: (width, mlp_width),
+    }
+    return {
+        name: shape
+        for layer in range(depth)
+        for part, weight in parts.items()
+        for name, shape in affine(
+            f"{names.block}.{layer}.{part}", weight, bias=part not in names.unbiased
+        ).items()
+    }
+
+
+def affine(name: str, weight: Sequence[int], *, bias: bool = True) -> Expected:
+    """A weight of this shape and its bias."""
+    weights = {f"{name}.weight": tuple(weight)}
+    return weights | {f"{name}.bias": (weight[0],)} if bias else weights

@@ -1,0 +1,61 @@
+"""The vision towers of Qwen3-VL and, without deepstack, of Qwen3.5; dense and MoE have the same.
+
+Computes what transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel computes for images,
+under the checkpoint's own names. Knows nothing of graphs, budgets or where weights come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from actors.attention import Attention
+from actors.models import packed
+from actors.models.block import BlocksForm, Style
+from actors.models.packed_tower import PackedTower, Parts, Positions
+from actors.models.packed_weights import BlockNames, Weights
+from actors.models.qwen3vl_config import Architecture
+from actors.spec import ModelSpec
+
+
+def build(
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    attention: Attention,
+    device: torch.device,
+    blocks: BlocksForm,
+) -> PackedTower:
+    """The tower on its device. `tensors` as qwen3vl_config.expected names them."""
+    arch = Architecture.of(spec)
+    weights = Weights(tensors, device, getattr(torch, spec.dtype))
+
+    def merger(name: str) -> packed.Merger:
+        return packed.Merger(
+            norm=weights.affine(f"{name}.norm"),
+            up=weights.affine(f"{name}.linear_fc1"),
+            down=weights.affine(f"{name}.linear_fc2"),
+        )
+
+    # Features follow each other in the order of layers, whatever the order of the mergers.
+    deepstack = (arch.taps.index(layer) for layer in sorted(arch.taps))
+    mergers = [
+        merger("merger"),
+        *(merger(f"deepstack_merger_list.{index}") for index in deepstack),
+    ]
+
+    def head(x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        rows = zip([x, *tapped], mergers, strict=True)
+        return torch.cat([merge(hidden) for hidden, merge in rows], dim=1)
+
+    parts = Parts(
+        embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
+        layers=weights.blocks(BlockNames(), arch.depth),
+        style=Style(arch.heads, arch.activation),
+        head=head,
+        taps=arch.taps,
+        positions=Positions(weights.place(tensors["pos_embed.weight"]), packed.bilinear_taps, 4),
+        theta=arch.theta,
+    )
+    return PackedTower(spec, parts, attention, blocks)

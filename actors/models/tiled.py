@@ -1,0 +1,143 @@
+"""The tower that the tile families share: every tile is one attention segment of fixed length.
+
+A family gives its parts (`TileParts`), most of which are weights. The patches of a tile lie in
+merge-block order and follow its class token, wherever the model has them: attention does not ask,
+and the pixel shuffle is a view. Knows no family, no graphs and not where weights come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.attention import Attention, Shapes, Values
+from actors.errors import CheckpointError, ConfigError
+from actors.models import packed
+from actors.models.block import BlocksForm, BlockWeights, Style
+from actors.spec import ModelSpec
+from actors.tiling import TileSizing, with_overview
+from actors.types import Bytes, ItemPlan, Size
+
+Resample = Literal["bicubic", "bilinear"]
+
+
+@dataclass(frozen=True, slots=True)
+class TileParts:
+    """What differs between the towers of the tile families, on the tower's device."""
+
+    embedding: Tensor
+    """[width, 3 x patch x patch], for `uint8 - 128`; its bias is part of `start`."""
+    start: Tensor
+    """[1 + patches of a tile, width]: what is added to the embedded patches; the class token."""
+    layers: Sequence[BlockWeights]
+    style: Style
+    head: Callable[[Tensor], Tensor]
+    """[tokens, merge_size ** 2 x width], a token's patches side by side, to [tokens, out width]."""
+    resample: Resample
+    """How images are resized."""
+    stem: Callable[[Tensor], Tensor] | None = None
+    """What happens to the rows before the blocks."""
+    rotary: tuple[Tensor, Tensor] | None = None
+    """cos, sin: float32 [1 + patches of a tile, head size / 2]."""
+
+
+class TileTower:
+    """See Tower. One path; no item needs more metadata than the number of its tiles."""
+
+    def __init__(
+        self, spec: ModelSpec, parts: TileParts, attention: Attention, blocks: BlocksForm
+    ) -> None:
+        self.spec = spec
+        self.sizing = tile_sizing(spec)
+        self.parts = parts
+        self.attention = attention
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.blocks = blocks(parts.layers, parts.style, attention, ())
+
+    def patchify(self, image: Tensor) -> tuple[ItemPlan, Bytes]:
+        """See Tower: tiles in raster order, the one that shows the whole image last."""
+        size = Size(width=image.shape[2], height=image.shape[1])
+        return self.sizing.plan(size), patchify(image, self.sizing, self.parts.resample)
+
+    def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
+        """See Tower. Raises ConfigError for a budget that is not whole tiles."""
+        tiles, rest = divmod(tokens, self.sizing.tile_tokens)
+        if rest:
+            raise ConfigError(
+                f"graphs.token_budgets: {tokens} is no multiple of {self.sizing.tile_tokens}, "
+                f"the tokens of a tile of {self.spec.id}"
+            )
+        patches = tiles * self.sizing.side_patches**2
+        return {
+            "patches": ((patches, 3 * self.sizing.patch_size**2), torch.uint8),
+            **self.attention.inputs(tiles * len(self.parts.start), tiles),
+        }
+
+    def metadata(
+        self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
+    ) -> dict[str, Tensor]:
+        """See Tower."""
+        rows, tile_tokens = len(self.parts.start), self.sizing.tile_tokens
+        used, tiles = sum(plan.tokens for plan in plans) // tile_tokens, tokens // tile_tokens
+        return self.attention.metadata([rows] * used, tiles * rows, tiles)
+
+    def forward(self, path: str, values: Values) -> Tensor:
+        """See Tower. Rows beyond the last segment: finite, otherwise undefined."""
+        rows, width = self.parts.start.shape
+        x = F.linear(values["patches"].to(self.dtype) - 128, self.parts.embedding)
+        x = F.pad(x.view(-1, rows - 1, width), (0, 0, 1, 0)) + self.parts.start
+        if self.parts.stem:
+            x = self.parts.stem(x)
+        cos, sin = None, None
+        if self.parts.rotary:
+            cos, sin = (table.repeat(len(x), 1) for table in self.parts.rotary)
+        x, _ = self.blocks(x.flatten(0, 1), cos, sin, values)
+        x = x.view(-1, rows, width)[:, 1:]
+        return self.parts.head(x.reshape(-1, width * self.sizing.merge_size**2))
+
+    def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
+        """See Tower."""
+        return outputs[0][: sum(plan.tokens for plan in plans)]
+
+
+def patchify(image: Tensor, sizing: TileSizing, mode: Resample) -> Bytes:
+    """uint8 [3, height, width] to uint8 [patches of all tiles, 3 x patch x patch]."""
+    size = Size(width=image.shape[2], height=image.shape[1])
+    rows, columns = sizing.layout(size)
+    picture = packed.resize(image, sizing.resized(size), mode)
+    right = columns * sizing.tile_pixels - picture.shape[2]
+    below = rows * sizing.tile_pixels - picture.shape[1]
+    patches = cut(F.pad(picture, (0, right, 0, below)), sizing)
+    if with_overview(rows * columns) > 1:
+        overview = packed.resize(image, Size(sizing.tile_pixels, sizing.tile_pixels), mode)
+        patches = torch.cat([patches, cut(overview, sizing)])
+    pixels: Bytes = patches.numpy()
+    return pixels
+
+
+def cut(canvas: Tensor, sizing: TileSizing) -> Tensor:
+    """uint8 [3, height, width] of whole tiles to [patches, 3 x patch x patch], tile after tile."""
+    patch, merge = sizing.patch_size, sizing.merge_size
+    side = (sizing.side_patches // merge, merge, patch)
+    parts = canvas.unflatten(2, (-1, *side)).unflatten(1, (-1, *side))
+    # Tile, block, patch of a block: each a row, then a column; then channel, row, column of pixels.
+    patches: Tensor = parts.permute(1, 5, 2, 6, 3, 7, 0, 4, 8).reshape(-1, 3 * patch**2)
+    return patches
+
+
+def merge_order(raster: Tensor, sizing: TileSizing) -> Tensor:
+    """A table with a row for each patch of a tile, row by row, in merge-block order."""
+    places = packed.places(sizing.side_patches, sizing.side_patches, sizing.merge_size)
+    return raster[places[:, 0] * sizing.side_patches + places[:, 1]]
+
+
+def tile_sizing(spec: ModelSpec) -> TileSizing:
+    """The spec's. Raises CheckpointError if it is of another kind."""
+    if not isinstance(spec.sizing, TileSizing):
+        raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in tiles")
+    return spec.sizing

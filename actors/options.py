@@ -1,0 +1,110 @@
+"""What an encoder can be told, as frozen configuration. A key that is not here is an error."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+
+from actors.types import Dtype
+
+
+class Options(BaseModel):
+    """Frozen, and refuses what it does not know: keys, true for 1, "1" for 1, infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelOptions(Options):
+    """Which tower, from where, in which precision."""
+
+    id: str
+    """A folder, a Hugging Face repository, or (with dummy weights) the name of a preset."""
+    revision: str | None = None
+    """Of a repository; a folder or a preset has none."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """`dummy` gives random weights, and says so in every response. `auto` is safetensors."""
+    dtype: Dtype = "bfloat16"
+    trust: Literal["never"] = "never"
+    """Code from a repository is never run; there is no other value."""
+
+
+class GraphOptions(Options):
+    """Which graphs are captured. Names as in vLLM's compilation config."""
+
+    mode: Literal["budget", "exact", "off"] = "budget"
+    """`budget` captures every budget at start; `exact` captures a pack's layout (the grids of its
+    items) when it comes for the second time, up to the largest budget; `off` runs everything
+    eagerly."""
+    token_budgets: tuple[PositiveInt, ...] = Field((), strict=False)
+    """Output tokens. Empty: powers of two over the model's range, its maximum included."""
+    max_vision_items_per_batch: int = Field(0, ge=0)
+    """0: largest budget // smallest budget, or // the model's smallest if that is lower."""
+    max_frames_per_batch: int | None = Field(None, ge=0)
+    """None: items x the model's frames per video. 0: images only, as for a model without video."""
+    max_exact_graphs: PositiveInt = 64
+    """Layouts that `mode: exact` keeps; the one unused for longest makes room."""
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def off_is_a_word(cls, value: Any) -> Any:
+        """YAML 1.1 reads a bare `off` as false."""
+        return "off" if value is False else value
+
+
+class PackingOptions(Options):
+    """Which waiting items share a graph."""
+
+    policy: Literal["least_cost", "smallest_first"] = "least_cost"
+    """`least_cost` measures each budget's replay at start and cuts where all that waits takes the
+    least time. `smallest_first` fills packs up to the largest budget, as both do without budgets
+    to choose from (`graphs.mode: exact` and `off`)."""
+
+
+class CacheOptions(Options):
+    """Embeddings kept in the actor's host memory."""
+
+    max_bytes: int = Field(0, ge=0)
+    """0 keeps none."""
+
+
+class PreprocessOptions(Options):
+    """From bytes to patches."""
+
+    threads: PositiveInt = 2
+    """Images decoded at the same time, ahead of the device."""
+
+
+class EncoderOptions(Options):
+    """The deployment of encoder actors: one replica owns one device."""
+
+    replicas: PositiveInt = 1
+    num_gpus: float = Field(1, ge=0, le=1)
+    """GPUs that Ray reserves for a replica: 0 with `device: cpu`; below 1, replicas share one."""
+    num_cpus: float = Field(1, ge=0)
+    device: Literal["cuda", "cpu"] = "cuda"
+    drain_timeout_seconds: float = Field(30, gt=0)
+    """How long a replica that is being stopped may take to finish what it accepted."""
+    health_check_period_seconds: float = Field(5, gt=0)
+    max_stall_seconds: float = Field(60, gt=0)
+    """A replica with work that finishes nothing for so long reports itself unhealthy."""
+
+    @model_validator(mode="after")
+    def device_is_reserved(self) -> Self:
+        """A replica on the GPU would otherwise use one that Ray gives to others."""
+        if self.device == "cpu" and self.num_gpus:
+            raise ValueError("device is cpu: set num_gpus to 0")
+        if self.device == "cuda" and not self.num_gpus:
+            raise ValueError("device is cuda: set num_gpus to 1, or device to cpu")
+        return self
+
+
+class ActorOptions(Options):
+    """Everything that one encoder actor needs to know."""
+
+    model: ModelOptions
+    encoder: EncoderOptions = EncoderOptions()
+    graphs: GraphOptions = GraphOptions()
+    packing: PackingOptions = PackingOptions()
+    cache: CacheOptions = CacheOptions()
+    preprocess: PreprocessOptions = PreprocessOptions()

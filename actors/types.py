@@ -1,0 +1,119 @@
+"""The nouns that travel: one type for each stage of an item's way through the service.
+
+    bytes -> Media -> Shard -> Item -> Pack -> Embedding
+
+Knows nothing of Ray, torch, HTTP or gRPC; everything here pickles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.errors import ServiceError
+
+Kind = Literal["image", "video"]
+Dtype = Literal["bfloat16", "float16", "float32"]
+Source = Literal["graph", "eager", "cache"]
+Grid = tuple[int, int, int]
+Bytes = npt.NDArray[np.uint8]
+
+DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Pixels of an upright image: EXIF rotation is already applied."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPlan:
+    """What an item will cost, known from its size in pixels alone."""
+
+    grid_thw: Grid
+    """Temporal groups, rows and columns, in patches. Tile families: the rows and columns of all
+    tiles of the canvas, without the tile that shows the whole image once more."""
+    patches: int
+    tokens: int
+    """Rows of the embedding."""
+    path_tokens: tuple[int, ...]
+    """Tokens that each path of the model computes, in the order of `ModelSpec.paths`."""
+    frames: int = 0
+    """Frames of a video; 0 for an image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """One item as the client sent it, still compressed, with what its header told."""
+
+    kind: Kind
+    data: bytes
+    plan: ItemPlan
+    digest: str
+    """Hexadecimal SHA-256 of `data`."""
+    notice: str = ""
+    """What the client should know, such as "animated GIF: the first of 12 frames"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The items of one request that go to one replica."""
+
+    replica: str
+    items: tuple[int, ...]
+    """Positions in the request."""
+    patches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One decoded item: pixels of its patches, in the tower's order."""
+
+    plan: ItemPlan
+    patches: Bytes
+    """uint8 [plan.patches, channels * patch_size ** 2], one frame, not normalised. Tile families:
+    tile after tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Items that share one forward pass."""
+
+    items: tuple[int, ...]
+    """Positions in the list that was packed."""
+    budgets: tuple[int | None, ...]
+    """The budget of each path; None: beyond every budget, to be run eagerly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds that an item spent in each stage of the actor."""
+
+    queue_seconds: float
+    preprocess_seconds: float
+    encode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """One item's rows, in the order that the model's own processor gives."""
+
+    data: Bytes
+    """uint8 [tokens * width * bytes of dtype], row-major, little-endian."""
+    dtype: Dtype
+    shape: tuple[int, int]
+    """Tokens, width. Deepstack models: width is hidden x (1 + n), main features first."""
+    grid_thw: Grid
+    source: Source
+    timings: Timings
+    replica: str = ""
+
+
+Answer = Embedding | ServiceError
+"""What becomes of one item. Errors are values here: one bad item fails only itself."""
