@@ -1,0 +1,1 @@
+"""Which replica encodes which item. Imports actors, never encoder_service."""

@@ -1,0 +1,280 @@
+"""From the items of a request to their answers: admit, plan, send, plan again what was lost.
+
+Knows a fleet as something that takes shards and may lose them; Ray is router.py's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from asyncio import FIRST_COMPLETED
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextvars import Context
+from functools import partial
+from typing import Protocol
+
+from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceError, Unavailable
+from actors.types import Answer, Dtype, Embedding, Media
+from router.balance import Plan
+from router.coalesce import Carrier, Flight, Flights
+from router.ledger import Ledger
+from router.metrics import RouterMetrics
+from router.options import RouterOptions
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.02
+BACKOFF_SECONDS = 0.1
+"""Before a full replica is tried again. Before replicas that all failed: doubles with each loss."""
+MARGIN_SECONDS = 0.05
+"""How much earlier a replica gives late items up, so that the others of the call are in time."""
+MARGIN_PART = 0.1
+"""Of the time that is left: the most that the margin may be."""
+LONE_DEATHS = 2
+"""Replicas that may die of an item in a call of its own before it is given up."""
+
+
+class ReplicaFull(Exception):
+    """The replica has no room for one more call now."""
+
+
+class ShardLost(Exception):
+    """The replica is gone, or gave the call up."""
+
+
+class ReplicaDied(ShardLost):
+    """It took the call and died, perhaps of one of the items."""
+
+
+class Fleet(Protocol):
+    """The replicas."""
+
+    def reports(self) -> tuple[int, Mapping[str, int]]:
+        """A number that changes with every report, and what each replica reports to carry.
+
+        Outstanding patches by replica, in the order of their ids.
+        """
+
+    async def encode(
+        self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float
+    ) -> list[Answer]:
+        """The answers of one replica, in order.
+
+        Raises ReplicaFull, ShardLost, or a ServiceError for all.
+        """
+
+
+class Dispatcher:
+    """Everything that one router has on its way."""
+
+    def __init__(
+        self, fleet: Fleet, options: RouterOptions, plan: Plan, metrics: RouterMetrics
+    ) -> None:
+        self._fleet = fleet
+        self._options = options
+        self._plan = plan
+        self._metrics = metrics
+        self._version = -1
+        self._flights = Flights(self._landed)
+        self.ledger = Ledger(options.max_outstanding_patches, options.exclude_seconds)
+
+    async def answers(
+        self,
+        media: Sequence[Media],
+        dtype: Dtype,
+        timeout_seconds: float,
+        *,
+        singly: bool = False,
+    ) -> AsyncGenerator[tuple[int, Answer]]:
+        """(Position, answer) of every item once, as they come. Close it when you stop early.
+
+        The items of a replica come together, in one call; `singly`: each as soon as it is done.
+        Items that fail are answered with their error. Raises Overloaded, TooLarge, or Unavailable
+        where there is no replica: then nothing was begun.
+        """
+        deadline = now() + timeout_seconds
+        replicas = await self._replicas(deadline)
+        flights, opened = self._board(media, dtype, deadline)
+        self._launch(opened, replicas, singly=singly)
+        try:
+            waiting: dict[asyncio.Future[Answer], list[int]] = {}
+            for position, flight in enumerate(flights):
+                waiting.setdefault(flight.answer, []).append(position)
+            while waiting:
+                done, _ = await asyncio.wait(
+                    waiting, timeout=max(0.0, deadline - now()), return_when=FIRST_COMPLETED
+                )
+                late = DeadlineExceeded(
+                    f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
+                )
+                for future in done or list(waiting):
+                    for position in waiting.pop(future):
+                        yield position, future.result() if future.done() else late
+        finally:
+            for flight in flights:
+                self._flights.leave(flight)
+
+    def refresh(self) -> Mapping[str, int]:
+        """Takes the latest reports to the ledger; gives those of the replicas that there are."""
+        version, reports = self._fleet.reports()
+        if version != self._version:
+            self._version = version
+            self.ledger.report(reports)
+        return reports
+
+    async def _replicas(self, deadline: float) -> list[str]:
+        """Those to plan for. Waits a little for the first; then raises Unavailable."""
+        give_up = min(deadline, now() + self._options.replica_wait_seconds)
+        while not (reports := self.refresh()):
+            if now() >= give_up:
+                raise Unavailable("no encoder replica is ready; try again later")
+            await asyncio.sleep(POLL_SECONDS)
+        sound = [replica for replica in reports if not self.ledger.excluded(replica, now())]
+        return sound or list(reports)
+
+    def _board(
+        self, media: Sequence[Media], dtype: Dtype, deadline: float
+    ) -> tuple[list[Flight], list[Flight]]:
+        """A flight for each item, joined; and those of them that are new. All or nothing."""
+        fresh: dict[object, Media] = {}
+        for position, item in enumerate(media):
+            if not self._options.coalesce:
+                fresh[position] = item
+            elif self._flights.get(item, dtype) is None:
+                fresh.setdefault((item.digest, item.kind), item)
+        try:
+            costs = [item.plan.patches for item in fresh.values()]
+            reservations = self.ledger.admit(costs, now())
+        except Overloaded:
+            self._metrics.rejections.inc()
+            raise
+        opened = [
+            Flight(item, dtype, reservation, asyncio.Future(), deadline)
+            for item, reservation in zip(fresh.values(), reservations, strict=True)
+        ]
+        flights = opened
+        if self._options.coalesce:
+            for flight in opened:
+                self._flights.open(flight)
+            found = [self._flights.get(item, dtype) for item in media]
+            flights = [flight for flight in found if flight is not None]
+            self._metrics.coalesced.inc(len(media) - len(opened))
+        for flight in flights:
+            self._flights.join(flight, deadline)
+        return flights, opened
+
+    def _launch(self, flights: Sequence[Flight], replicas: Sequence[str], *, singly: bool) -> None:
+        """Plans the items over these replicas and sends the shards, or their items one by one."""
+        costs = [flight.media.plan.patches for flight in flights]
+        for shard in self._plan(costs, self.ledger.loads(replicas, now())):
+            part = [flights[item] for item in shard.items]
+            for together in [[flight] for flight in part] if singly else [part]:
+                self._send(shard.replica, together)
+
+    def _send(self, replica: str, flights: list[Flight]) -> None:
+        """One call."""
+        # An empty context: in a request's own, Serve would cancel the call with the request.
+        task = asyncio.get_running_loop().create_task(
+            self._carry(replica, flights), context=Context()
+        )
+        carrier = Carrier(flights, task)
+        for flight in flights:
+            flight.carrier = carrier
+            self.ledger.assign(flight.reservation, replica)
+        self._metrics.sent(replica, sum(flight.media.plan.patches for flight in flights))
+        # Not in `_carry`: a task that is cancelled before its first step runs none of it.
+        task.add_done_callback(partial(self._arrived, carrier))
+
+    async def _carry(self, replica: str, flights: Sequence[Flight]) -> None:
+        """One call. What it does not settle is planned again."""
+        deadline = max(flight.deadline for flight in flights)
+        left = max(0.0, deadline - now())
+        left -= min(MARGIN_SECONDS, MARGIN_PART * left)
+        media = [flight.media for flight in flights]
+        singly = False
+        try:
+            answers = await self._fleet.encode(replica, media, flights[0].dtype, left)
+        except ReplicaFull:
+            await asyncio.sleep(BACKOFF_SECONDS)
+        except ShardLost as error:
+            singly = isinstance(error, ReplicaDied)
+            self._lose(replica, flights, error)
+        except ServiceError as error:
+            self._deliver(replica, flights, [error] * len(flights), deadline)
+        else:
+            self._deliver(replica, flights, answers, deadline)
+            del answers  # embeddings are large; this frame may now wait for a replica
+        if wanted := self._wanted(flights):
+            await self._again(wanted, singly=singly)
+
+    def _deliver(
+        self, replica: str, flights: Sequence[Flight], answers: list[Answer], deadline: float
+    ) -> None:
+        """Lands all but items that another replica, or a more patient caller's time, may help."""
+        refused = []
+        for flight, answer in zip(flights, answers, strict=True):
+            if isinstance(answer, Unavailable):
+                refused.append((flight, answer))
+            elif not isinstance(answer, DeadlineExceeded) or flight.deadline <= deadline:
+                self._flights.land(flight, answer)
+        if refused:
+            self._lose(replica, [flight for flight, _ in refused], refused[0][1])
+
+    def _lose(self, replica: str, flights: Sequence[Flight], error: Exception) -> None:
+        """Counts a loss; ends those that have had enough of them."""
+        logger.warning("replica %s lost %d items: %s", replica, len(flights), error)
+        self.ledger.exclude(replica, now())
+        alone = len(flights) == 1 and isinstance(error, ReplicaDied)
+        for flight in flights:
+            flight.losses += 1
+            flight.lone_deaths += alone
+            if flight.lone_deaths >= LONE_DEATHS:
+                failed = "its replica died twice while it was encoded; do not send it again"
+                self._flights.land(flight, EncodeFailed(failed))
+            elif flight.losses >= self._options.max_attempts:
+                reason = f"given up after {flight.losses} attempts; last replica {replica}: {error}"
+                self._flights.land(flight, Unavailable(reason))
+
+    async def _again(self, flights: Sequence[Flight], *, singly: bool) -> None:
+        """Plans them once more, over the replicas that there are by now."""
+        for flight in flights:
+            self.ledger.assign(flight.reservation, None)
+        deadline = max(flight.deadline for flight in flights)
+        try:
+            replicas = await self._replicas(deadline)
+            if all(self.ledger.excluded(replica, now()) for replica in replicas):
+                await asyncio.sleep(BACKOFF_SECONDS * 2 ** flights[0].losses)
+                replicas = await self._replicas(deadline)
+        except Unavailable as error:
+            for flight in flights:
+                self._flights.land(flight, error)
+            return
+        wanted = self._wanted(flights)
+        self._metrics.replans.inc(len(wanted))
+        self._launch(wanted, replicas, singly=singly)
+
+    def _wanted(self, flights: Sequence[Flight]) -> list[Flight]:
+        """Those without an answer that somebody waits for; the others end here."""
+        for flight in flights:
+            if not flight.waiting:
+                self._flights.land(flight, None)
+        return [flight for flight in flights if not flight.answer.done()]
+
+    def _arrived(self, carrier: Carrier, task: asyncio.Task[None]) -> None:
+        """Leaves nothing without an answer, whatever ended the task."""
+        error: ServiceError = Unavailable("the router is stopping; try again")
+        if not task.cancelled() and (failure := task.exception()):
+            logger.error("a shard failed", exc_info=failure)
+            error = EncodeFailed(f"the encoder failed: {failure}")
+        for flight in carrier.flights:
+            if flight.carrier is carrier:
+                self._flights.land(flight, error)
+
+    def _landed(self, flight: Flight) -> None:
+        done = not flight.answer.cancelled() and isinstance(flight.answer.result(), Embedding)
+        self.ledger.release(flight.reservation, now(), done=done)
+
+
+def now() -> float:
+    """Seconds of the running loop's clock."""
+    return asyncio.get_running_loop().time()

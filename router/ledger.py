@@ -1,0 +1,154 @@
+"""Who carries how many patches, and whether there is room for more. Pure.
+
+Knows neither Ray nor asyncio nor clocks: time is an argument, in seconds of any steady clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from actors.errors import Overloaded, TooLarge
+
+DRAIN_SECONDS = 5.0
+"""Over how long the drain rate looks back."""
+REPORT_AGE_SECONDS = 1.5
+"""How old a report may be: the period of reports, and their way through Serve's controller."""
+RETRY_AFTER_SECONDS = (1.0, 30.0)
+"""The least and the most that a refused caller is told to wait."""
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """The patches of one item, from admission to release."""
+
+    patches: int
+    replica: str | None = None
+    """Who carries them; None between two replicas."""
+    released: bool = False
+
+
+@dataclass(slots=True)
+class Account:
+    """One replica, as this router knows it."""
+
+    own: int = 0
+    """Patches that this router has there."""
+    reported: int = 0
+    """Patches that the replica says it has, from every router."""
+    peaks: list[int] = field(default_factory=lambda: [0, 0])
+    """The most that `own` was since `peaks_since_seconds`, and in the time before."""
+    peaks_since_seconds: float = -math.inf
+    excluded_until_seconds: float = -math.inf
+
+
+class Ledger:
+    """Outstanding patches of one router."""
+
+    def __init__(self, limit_patches: int, exclude_seconds: float) -> None:
+        self._limit = limit_patches
+        self._exclude_seconds = exclude_seconds
+        self._accounts: dict[str, Account] = {}
+        self._drained = 0.0
+        self._drained_at = -math.inf
+        self._outstanding = 0
+
+    @property
+    def outstanding(self) -> int:
+        """Patches admitted and not yet released."""
+        return self._outstanding
+
+    def own(self, replica: str) -> int:
+        """Patches that this router has on a replica."""
+        account = self._accounts.get(replica)
+        return account.own if account else 0
+
+    def admit(self, costs: Sequence[int], now: float) -> list[Reservation]:
+        """One reservation an item, all or none.
+
+        Raises TooLarge for what could never be admitted, even with nothing in flight: waiting for
+        an empty ledger would starve it under load. Raises Overloaded when there is no room now,
+        with the time that the recent drain rate needs to make it.
+        """
+        patches = sum(costs)
+        if patches > self._limit:
+            raise TooLarge(
+                f"the request has {patches} patches and the router takes {self._limit} at a time; "
+                "send fewer or smaller items, or raise router.max_outstanding_patches"
+            )
+        excess = self._outstanding + patches - self._limit
+        if excess > 0:
+            raise Overloaded(
+                f"{self._outstanding} of {self._limit} patches are in flight, so that {patches} "
+                "more find no room; try again later",
+                self._retry_after(excess, now),
+            )
+        self._outstanding += patches
+        return [Reservation(cost) for cost in costs]
+
+    def assign(self, reservation: Reservation, replica: str | None) -> None:
+        """Moves the patches to a replica, or away from one. Nothing once released."""
+        if reservation.released:
+            return
+        if reservation.replica is not None:
+            self._accounts[reservation.replica].own -= reservation.patches
+        reservation.replica = replica
+        if replica is not None:
+            account = self._accounts.setdefault(replica, Account())
+            account.own += reservation.patches
+            account.peaks[0] = max(account.peaks[0], account.own)
+
+    def release(self, reservation: Reservation, now: float, *, done: bool) -> None:
+        """Gives the patches back, once: again is nothing. `done`: encoded, so the rate counts."""
+        if reservation.released:
+            return
+        self.assign(reservation, None)
+        reservation.released = True
+        self._outstanding -= reservation.patches
+        if done:
+            self._drained = self._rate(now) * DRAIN_SECONDS + reservation.patches
+            self._drained_at = now
+
+    def report(self, reported: Mapping[str, int]) -> None:
+        """What the replicas say they carry. Forgets replicas that are gone and carry nothing."""
+        for replica, patches in reported.items():
+            self._accounts.setdefault(replica, Account()).reported = patches
+        for replica in [r for r, a in self._accounts.items() if r not in reported and not a.own]:
+            del self._accounts[replica]
+
+    def loads(self, replicas: Iterable[str], now: float) -> dict[str, int]:
+        """Outstanding patches, own ones and those of other routers, in the order given.
+
+        A report is as old as the way it came: what it says is compared with the most that this
+        router had there meanwhile, or its own finished work would count as that of others.
+        """
+        loads = {}
+        for replica in replicas:
+            account = self._accounts.setdefault(replica, Account())
+            if now >= account.peaks_since_seconds + REPORT_AGE_SECONDS:
+                account.peaks = [account.own, account.peaks[0]]
+                account.peaks_since_seconds = now
+            others = max(0, account.reported - max(account.peaks))
+            loads[replica] = account.own + others
+        return loads
+
+    def exclude(self, replica: str, now: float) -> None:
+        """No new work for a replica that just failed."""
+        account = self._accounts.setdefault(replica, Account())
+        account.excluded_until_seconds = now + self._exclude_seconds
+
+    def excluded(self, replica: str, now: float) -> bool:
+        """Whether it failed recently."""
+        account = self._accounts.get(replica)
+        return account is not None and now < account.excluded_until_seconds
+
+    def _rate(self, now: float) -> float:
+        """Patches a second, recent ones weighing more."""
+        return self._drained * math.exp((self._drained_at - now) / DRAIN_SECONDS) / DRAIN_SECONDS
+
+    def _retry_after(self, excess: int, now: float) -> float:
+        least, most = RETRY_AFTER_SECONDS
+        if not self._drained:
+            return least
+        return min(most, max(least, excess / max(self._rate(now), 1e-9)))

@@ -1,0 +1,66 @@
+"""Metrics of one router process.
+
+Series of replicas that are gone are removed: labels must not grow as replicas come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+
+class RouterMetrics:
+    """A registry of its own, so that processes can be merged and tests do not share state."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.outstanding_patches = Gauge(
+            "encoder_router_outstanding_patches",
+            "Patches that this router has on a replica.",
+            ["replica"],
+            registry=self.registry,
+        )
+        self.patches = Counter(
+            "encoder_router_patches_total",
+            "Patches that this router sent to a replica.",
+            ["replica"],
+            registry=self.registry,
+        )
+        self.shards = Counter(
+            "encoder_router_shards_total", "Calls to replicas.", registry=self.registry
+        )
+        self.replans = Counter(
+            "encoder_router_replans_total",
+            "Items that were planned again: a replica was lost, refused or full, or time grew.",
+            registry=self.registry,
+        )
+        self.coalesced = Counter(
+            "encoder_router_coalesced_total",
+            "Items that joined an identical one in flight.",
+            registry=self.registry,
+        )
+        self.rejections = Counter(
+            "encoder_router_rejections_total",
+            "Requests refused because too many patches were in flight.",
+            registry=self.registry,
+        )
+        self._seen: set[str] = set()
+
+    def sent(self, replica: str, patches: int) -> None:
+        """One shard went to a replica."""
+        self._seen.add(replica)
+        self.shards.inc()
+        self.patches.labels(replica).inc(patches)
+
+    def render(self, own: Iterable[tuple[str, int]]) -> str:
+        """Prometheus text. `own`: patches on each replica that there is; others are forgotten."""
+        present = dict(own)
+        for replica in self._seen - present.keys():
+            self.patches.remove(replica)
+            self.outstanding_patches.remove(replica)
+        self._seen = set(present)
+        for replica, patches in present.items():
+            self.patches.labels(replica)
+            self.outstanding_patches.labels(replica).set(patches)
+        return generate_latest(self.registry).decode()

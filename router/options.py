@@ -1,0 +1,30 @@
+"""What the router can be told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from actors.options import Options
+
+Policy = Literal["largest_first", "round_robin", "power_of_two"]
+
+
+class RouterOptions(Options):
+    """Balancing and admission."""
+
+    replicas: PositiveInt = 1
+    num_cpus: float = Field(0.5, ge=0)
+    policy: Policy = "largest_first"
+    max_outstanding_patches: PositiveInt = 1_000_000
+    """Patches in flight through one router; beyond it requests are refused with Overloaded."""
+    max_attempts: PositiveInt = 4
+    """How many replicas may be lost, or refuse, under an item before it is Unavailable. One that
+    is full does not count: it is tried again until the request's time is over."""
+    exclude_seconds: float = Field(5, ge=0)
+    """How long a replica that was lost, or refused a call, gets no new work from this router."""
+    replica_wait_seconds: float = Field(5, ge=0)
+    """How long work waits for a replica when there is none, before it is Unavailable."""
+    coalesce: bool = True
+    """Identical items in flight are encoded once."""
