@@ -1,0 +1,86 @@
+"""From what a request says to what may be encoded: limits, URLs, image headers. Never decodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from actors.errors import InvalidRequest, ServiceError, TooLarge
+from actors.spec import ModelSpec
+from actors.types import Media
+from encoder_service.config import FetchOptions, LimitOptions
+from encoder_service.fetch import Fetcher
+from encoder_service.media import probe
+from encoder_service.schema import RequestOptions
+from encoder_service.tensors import WIDTHS
+from encoder_service.wire import RequestItem
+
+MOST_FLOAT_BYTES = 16 * 2**20
+"""Of tensors as lists of numbers: some ten characters and half a microsecond a value."""
+
+
+class Admission:
+    """What one service lets in."""
+
+    def __init__(self, spec: ModelSpec, limits: LimitOptions, fetch: FetchOptions) -> None:
+        self.spec = spec
+        self.limits = limits
+        self.fetcher = Fetcher(fetch)
+
+    async def admit(self, items: Sequence[RequestItem]) -> list[Media | ServiceError]:
+        """Each item's media, or why it is refused.
+
+        Raises InvalidRequest or TooLarge where the request as a whole is.
+        """
+        if not items:
+            raise InvalidRequest("the request has no items: send at least one image")
+        if len(items) > self.limits.max_items:
+            raise TooLarge(
+                f"{len(items)} items in one request; limits.max_items is {self.limits.max_items}: "
+                "send several requests"
+            )
+        found = await asyncio.gather(*(self.data(item) for item in items))
+        # Always in a thread: a PNG of a few KB may have MB of metadata to decompress.
+        return await asyncio.to_thread(self.probe_all, items, found)
+
+    async def data(self, item: RequestItem) -> bytes | ServiceError:
+        """The item's bytes, fetched if it is a URL."""
+        if item.data is not None:
+            return item.data
+        try:
+            if item.url is None:
+                raise InvalidRequest("the item has neither data nor url: give one of them")
+            return await self.fetcher.get(item.url)
+        except ServiceError as error:
+            return error
+
+    def probe_all(
+        self, items: Sequence[RequestItem], found: Sequence[bytes | ServiceError]
+    ) -> list[Media | ServiceError]:
+        """Headers and digests: CPU work."""
+        return [
+            data if isinstance(data, ServiceError) else self.probe(item, data)
+            for item, data in zip(items, found, strict=True)
+        ]
+
+    def probe(self, item: RequestItem, data: bytes) -> Media | ServiceError:
+        """One item's media, or why it is refused."""
+        try:
+            return probe(data, item.type, self.spec, self.limits)
+        except ServiceError as error:
+            return error
+
+
+def check_answer(
+    media: Sequence[Media], options: RequestOptions, spec: ModelSpec, limits: LimitOptions
+) -> None:
+    """Raises TooLarge where the tensors of one answer would be too many bytes."""
+    most, name = limits.max_response_bytes, "limits.max_response_bytes"
+    advice = "send fewer items at a time, or take EncodeStream over gRPC"
+    if options.encoding == "float" and most > MOST_FLOAT_BYTES:
+        most, name = MOST_FLOAT_BYTES, "the most for lists of numbers"
+        advice = "send fewer items at a time, or leave options.encoding out"
+    tokens = sum(one.plan.tokens for one in media)
+    size_bytes = tokens * spec.width * WIDTHS[options.dtype]
+    if size_bytes > most:
+        raise TooLarge(f"the answer would be {size_bytes} bytes, over {most} ({name}): {advice}")

@@ -1,0 +1,126 @@
+"""All the wiring, on one page. A Serve configuration names it: `encoder_service.app:build`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import LoggingConfig
+
+from actors.encoder import Encoder
+from actors.errors import ConfigError, StartError
+from actors.options import ActorOptions
+from actors.spec import ModelSpec, read
+from encoder_service.config import ServiceOptions, fit, parse
+from encoder_service.ingress import Ingress
+from router.router import Router
+
+log = logging.getLogger("ray.serve")
+
+DUMMY = """
+######################################################################
+#  model.load_format is dummy: THE WEIGHTS ARE RANDOM NUMBERS.       #
+#  The embeddings mean nothing. Good for trying out and for tests.   #
+######################################################################"""
+
+QUIET = LoggingConfig(enable_access_log=False)
+"""The ingress logs each request; a line for every inner call would only cost time."""
+
+
+ENDLESS = 100_000
+"""Calls that an encoder takes at a time: the router bounds its load, in patches, not in calls."""
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application, from `args` of the configuration. What is wrong with them is one sentence.
+
+    Raises RayServeException, the only one that Serve reports without a traceback.
+    """
+    try:
+        options = parse(args)
+        check_resources(options, ray.cluster_resources())
+        spec = read(options.model)
+        # Here as a sentence, not as a traceback in every replica.
+        fit(options, spec)
+    except StartError as error:
+        raise RayServeException(f"{type(error).__name__}: {error}") from None
+    if spec.dummy:
+        log.warning(DUMMY)
+    return wire(options, spec)
+
+
+def wire(options: ServiceOptions, spec: ModelSpec) -> serve.Application:
+    """Encoder <- Router <- Ingress. Each gets what it reads alone: Serve restarts what changed.
+
+    The ingress routes in its own process; the Router deployment is the same for callers in Ray.
+    """
+    actor = ActorOptions(**{name: getattr(options, name) for name in ActorOptions.model_fields})
+    encoder = serve.deployment(
+        Encoder,
+        name="Encoder",
+        num_replicas=options.encoder.replicas,
+        ray_actor_options={
+            "num_gpus": options.encoder.num_gpus,
+            "num_cpus": options.encoder.num_cpus,
+        },
+        max_ongoing_requests=ENDLESS,
+        health_check_period_s=options.encoder.health_check_period_seconds,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
+        request_router_config=RequestRouterConfig(
+            request_router_class="router.pinned:PinnedRequestRouter",
+            request_routing_stats_period_s=1.0,
+        ),
+        logging_config=QUIET,
+    ).bind(actor)
+    router = serve.deployment(
+        Router,
+        name="Router",
+        num_replicas=options.router.replicas,
+        ray_actor_options={"num_cpus": options.router.num_cpus},
+        max_ongoing_requests=options.ingress.max_ongoing_requests,
+        graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
+        logging_config=QUIET,
+    ).bind(encoder, options.router, spec.fingerprint)
+    return serve.deployment(
+        Ingress,
+        name="Ingress",
+        num_replicas=options.ingress.replicas,
+        ray_actor_options={"num_cpus": options.ingress.num_cpus},
+        max_ongoing_requests=options.ingress.max_ongoing_requests,
+        graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
+    ).bind(options, spec, encoder, router)
+
+
+def check_resources(options: ServiceOptions, cluster: Mapping[str, float]) -> None:
+    """Whether the cluster has what the replicas ask for. Raises ConfigError."""
+    encoder, router, ingress = options.encoder, options.router, options.ingress
+    needed = {
+        "GPU": encoder.replicas * encoder.num_gpus,
+        "CPU": encoder.replicas * encoder.num_cpus
+        + router.replicas * router.num_cpus
+        + ingress.replicas * ingress.num_cpus,
+    }
+    lacking = [
+        f"{count:g} {name} asked for, {cluster.get(name, 0):g} there"
+        for name, count in needed.items()
+        if count > cluster.get(name, 0)
+    ]
+    if not lacking:
+        return
+    message = (
+        f"the Ray cluster cannot hold this configuration: {'; '.join(lacking)}. "
+        "Add nodes, or lower encoder.replicas, encoder.num_gpus and num_cpus; without a GPU take "
+        "configs/tiny.yaml, or set encoder.device to cpu and encoder.num_gpus to 0."
+    )
+    # There nodes may still come up: the autoscaler answers to what is pending.
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        log.warning(message)
+        return
+    raise ConfigError(message)

@@ -1,0 +1,122 @@
+"""The client, for code with an event loop. The same for code without one: client.py."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from io import BytesIO
+from mimetypes import guess_type
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, overload
+
+from PIL import Image
+
+from encoder_service.embedding import Embedding, ServiceError, read_items
+from encoder_service.transports import Transport, connect
+from encoder_service.wire import RequestItem
+
+Source = str | Path | bytes | Image.Image
+"""A path, an https URL, the bytes of a file, or an image (which travels as PNG)."""
+Result = TypeVar("Result")
+
+
+class AsyncClient:
+    """For one event loop. Safe to share among its tasks."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        timeout_seconds: float = 60,
+        retries: int = 4,
+        transport: Transport | None = None,
+    ) -> None:
+        """`url`: http://, https://, grpc:// or grpcs:// with host and port.
+
+        What the service calls retryable is tried again, up to `retries` times within
+        `timeout_seconds`, waiting as long as the service asks.
+        """
+        self.transport = transport or connect(url, token, timeout_seconds)
+        self.timeout_seconds = timeout_seconds
+        self.retries = retries
+
+    @overload
+    async def encode(
+        self, sources: Sequence[Source], dtype: str = ..., on_error: Literal["fail"] = ...
+    ) -> list[Embedding]: ...
+    @overload
+    async def encode(
+        self, sources: Sequence[Source], dtype: str = ..., *, on_error: Literal["return"]
+    ) -> list[Embedding | ServiceError]: ...
+    async def encode(
+        self,
+        sources: Sequence[Source],
+        dtype: str = "bfloat16",
+        on_error: Literal["fail", "return"] = "fail",
+    ) -> list[Embedding] | list[Embedding | ServiceError]:
+        """An embedding for each source, in order. Raises ServiceError, or OSError for a path.
+
+        With on_error "return" the error of an item stands in its place.
+        """
+        items = await asyncio.to_thread(lambda: [request_item(source) for source in sources])
+        options = {"dtype": dtype, "on_error": on_error}
+        document = await self.persist(lambda: self.transport.encode(items, options))
+        return read_items(document)
+
+    async def model(self) -> dict[str, Any]:
+        """What is served: spec, budgets, limits, versions."""
+        return await self.persist(self.transport.model)
+
+    async def ready(self) -> bool:
+        """Whether the service would encode now. False also when nobody answers."""
+        return await self.transport.ready()
+
+    async def close(self) -> None:
+        """Gives the connections back."""
+        await self.transport.close()
+
+    async def persist(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        """The result, after as many attempts as are worth it."""
+        end = time.monotonic() + self.timeout_seconds
+        for attempt in range(self.retries + 1):
+            try:
+                return await call()
+            except ServiceError as error:
+                # Apart from each other, so that clients refused together do not return together.
+                wait = (error.retry_after_seconds or 0.1 * 2**attempt) * random.uniform(1, 1.25)
+                late = time.monotonic() + wait > end
+                if not error.retryable or late or attempt == self.retries:
+                    raise
+            await asyncio.sleep(wait)
+        raise AssertionError("unreachable")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+def request_item(source: Source) -> RequestItem:
+    """What is sent for a source. Raises OSError."""
+    if isinstance(source, bytes):
+        return RequestItem("image", source, None)
+    if isinstance(source, Image.Image):
+        file = BytesIO()
+        source.save(file, "PNG", compress_level=1)
+        return RequestItem("image", file.getvalue(), None)
+    name = str(source)
+    kind: Literal["image", "video"] = (
+        "video" if (guess_type(name)[0] or "").startswith("video/") else "image"
+    )
+    if name.startswith("https://"):
+        return RequestItem(kind, None, name)
+    return RequestItem(kind, Path(name).read_bytes(), None)

@@ -1,0 +1,1 @@
+"""Measures a whole service on a private Ray cluster of its own."""

@@ -1,0 +1,108 @@
+"""A private Ray cluster on this machine, with Serve on free ports, for as long as a block lasts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from actors.errors import StartError
+from encoder_service.config import ServiceOptions
+
+SERVICERS = (
+    "encoder_service.encoder_pb2_grpc.add_EncoderServicer_to_server",
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+)
+SPARE_CPUS = 4
+"""For Serve's own actors and whatever else is run beside the service."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where it listens."""
+
+    http: str
+    grpc: str
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, all different."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [int(listener.getsockname()[1]) for listener in listeners]
+
+
+def logical_cpus(options: ServiceOptions) -> int:
+    """What Ray must be told, for all replicas to be placed."""
+    asked = (
+        options.encoder.replicas * options.encoder.num_cpus
+        + options.router.replicas * options.router.num_cpus
+        + options.ingress.replicas * options.ingress.num_cpus
+    )
+    return max(os.cpu_count() or 1, round(asked + 0.5) + SPARE_CPUS)
+
+
+@contextmanager
+def cluster(
+    num_cpus: int,
+    servicers: Sequence[str] = SERVICERS,
+    object_store_bytes: int | None = None,
+    logs: bool = False,
+) -> Iterator[Cluster]:
+    """Starts it, gives its addresses, ends it with everything that runs on it."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # nobody else comes; leaves no token in $HOME
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
+    import ray  # reads its environment when it is imported
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    home = tempfile.mkdtemp(prefix="es")  # short: the paths of sockets have a limit
+    http_port, grpc_port = free_ports(2)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            object_store_memory=object_store_bytes,
+            _temp_dir=home,
+            log_to_driver=logs,
+            logging_level="WARNING",
+            namespace="serve",
+        )
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": "127.0.0.1", "port": http_port},
+            grpc_options={"port": grpc_port, "grpc_servicer_functions": list(servicers)},
+        )
+        yield Cluster(f"http://127.0.0.1:{http_port}", f"grpc://127.0.0.1:{grpc_port}")
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@contextmanager
+def service(options: ServiceOptions) -> Iterator[None]:
+    """The whole service of a configuration at `/`, ready to encode."""
+    from ray import serve
+
+    from encoder_service.app import build
+
+    try:
+        serve.run(build(options.model_dump()), name="encoder", route_prefix="/")
+    except RuntimeError as error:  # says which deployment failed, not why
+        found = serve.status().applications["encoder"].deployments.values()
+        why = "\n".join(each.message for each in found if each.message)
+        raise StartError(f"{error}\n{why}") from None
+    try:
+        yield
+    finally:
+        serve.delete("encoder")

@@ -1,0 +1,63 @@
+"""What is sent: JPEGs of given sizes, each request unlike all others, so that no cache helps."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import struct
+from collections.abc import Iterator
+from io import BytesIO
+
+import numpy as np
+from PIL import Image
+
+VARIANTS = 8
+"""Different pictures of each size."""
+
+Shape = tuple[int, int]
+
+
+def parse_mix(text: str) -> list[list[Shape]]:
+    """The images of each kind of request: "336x336*8+1024x1024,64x64" are two kinds in turn.
+
+    Raises ValueError.
+    """
+    kinds = []
+    for kind in text.split(","):
+        sizes: list[Shape] = []
+        for term in kind.split("+"):
+            match = re.fullmatch(r"\s*(\d+)x(\d+)(?:\*(\d+))?\s*", term)
+            if not match or "0" in match.groups():
+                raise ValueError(f"{term!r} is not WIDTHxHEIGHT or WIDTHxHEIGHT*COUNT")
+            width, height, count = match.groups()
+            sizes += [(int(width), int(height))] * int(count or 1)
+        kinds.append(sizes)
+    return kinds
+
+
+def picture(width: int, height: int, seed: int) -> bytes:
+    """A JPEG as large as a photograph of that size: soft shapes under a little grain."""
+    random = np.random.default_rng(seed)
+    soft = Image.fromarray(random.integers(0, 256, (9, 9, 3), dtype=np.uint8))
+    pixels = np.asarray(soft.resize((width, height), Image.Resampling.BICUBIC), np.int16)
+    pixels = pixels + random.integers(-12, 13, (height, width, 1), dtype=np.int16)
+    file = BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=85)
+    return file.getvalue()
+
+
+def stamped(jpeg: bytes, number: int) -> bytes:
+    """The same picture as a different file: with a number in a comment."""
+    return jpeg[:2] + struct.pack(">BBHQ", 0xFF, 0xFE, 10, number) + jpeg[2:]
+
+
+def requests(kinds: list[list[Shape]]) -> Iterator[list[bytes]]:
+    """The images of one request after another, without end."""
+    shapes = {shape for kind in kinds for shape in kind}
+    made = {
+        shape: itertools.cycle([picture(*shape, seed) for seed in range(VARIANTS)])
+        for shape in sorted(shapes)
+    }
+    numbers = itertools.count()
+    for kind in itertools.cycle(kinds):
+        yield [stamped(next(made[shape]), next(numbers)) for shape in kind]

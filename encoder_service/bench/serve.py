@@ -1,0 +1,156 @@
+"""`encoder-service bench serve`: the whole service of a configuration under load, policy by policy.
+
+Each policy gets a fresh service on one private cluster, and the same requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from actors.spec import read
+from actors.types import DTYPE_BYTES, Size
+from encoder_service.bench.cluster import Cluster, cluster, logical_cpus, service
+from encoder_service.bench.load import Load, Result, send
+from encoder_service.bench.mix import Shape, requests
+from encoder_service.bench.scrape import Work, scrape, work_between
+from encoder_service.config import ServiceOptions
+from router.options import Policy
+
+SINGLES = 60
+"""Requests of one small image, one at a time, that overheads are taken from."""
+SMALL: list[list[Shape]] = [[(336, 336)]]
+WARM_UPS = 4
+"""Requests of each kind before anything is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured."""
+
+    kinds: list[list[Shape]]
+    """Sizes of the images of a request; requests of each kind take turns."""
+    load: Load
+    policies: list[Policy]
+    protocol: str
+
+
+def run(options: ServiceOptions, plan: Plan, console: Console) -> dict[str, Any]:
+    """All figures, as they are written to JSON."""
+    with cluster(logical_cpus(options)) as where:
+        console.print("measuring Ray Serve's own two hops ...")
+        empty_ms, carrying_ms = measure_noop(where, options, plan)
+        runs = [run_policy(options, plan, policy, where, console) for policy in plan.policies]
+    for one in runs:
+        one["overhead_ratio"] = one["overhead_ms"] / carrying_ms
+        one["overhead_ratio_empty"] = one["overhead_ms"] / empty_ms
+    noop = {"noop_ms": carrying_ms, "empty_noop_ms": empty_ms}
+    return {"model": options.model.id} | noop | {"runs": runs}
+
+
+def measure_noop(where: Cluster, options: ServiceOptions, plan: Plan) -> tuple[float, float]:
+    """Median milliseconds of two hops that do nothing: empty, and with the bytes of one image."""
+    from encoder_service.bench.noop import measure, noop
+
+    image = next(requests(SMALL))[0]
+    spec = read(options.model)
+    tokens = spec.sizing.plan(Size(*SMALL[0][0])).tokens
+    answer_bytes = tokens * spec.width * DTYPE_BYTES["bfloat16"]
+    timeout_seconds = plan.load.timeout_seconds
+    with noop():
+        empty = measure(where.http, b"", 0, SINGLES, timeout_seconds)
+        carrying = measure(where.http, image, answer_bytes, SINGLES, timeout_seconds)
+    return statistics.median(empty) * 1e3, statistics.median(carrying) * 1e3
+
+
+def run_policy(
+    options: ServiceOptions, plan: Plan, policy: Policy, where: Cluster, console: Console
+) -> dict[str, Any]:
+    """Figures of one policy."""
+    console.print(f"starting the service with policy {policy} ...")
+    router = options.router.model_copy(update={"policy": policy})
+    url = where.grpc if plan.protocol == "grpc" else where.http
+    single = Load(1, SINGLES, plan.load.seconds, plan.load.timeout_seconds, plan.load.dtype)
+    warm = Load(1, WARM_UPS * len(plan.kinds), plan.load.seconds, 300, plan.load.dtype)
+    with service(options.model_copy(update={"router": router})):
+        asyncio.run(send(url, warm, requests(SMALL), int))
+        asyncio.run(send(url, warm, requests(plan.kinds), int))
+        alone = asyncio.run(send(url, single, requests(SMALL), int))
+        before = scrape(where.http)
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task(policy, total=plan.load.requests)
+            result = asyncio.run(
+                send(url, plan.load, requests(plan.kinds), lambda: progress.advance(task))
+            )
+        work = work_between(before, scrape(where.http))
+    return {"policy": policy, "protocol": plan.protocol} | figures(result, work, alone)
+
+
+def figures(result: Result, work: Work, alone: Result) -> dict[str, Any]:
+    """Numbers with units in their names."""
+    if not result.latencies_seconds or not alone.overheads_seconds:
+        raise RuntimeError(f"nothing was answered: {dict(result.errors + alone.errors)}")
+    p50, p95, p99 = np.percentile(result.latencies_seconds, [50, 95, 99]) * 1e3
+    seconds = result.wall_seconds
+    return {
+        "requests": len(result.latencies_seconds),
+        "errors": dict(result.errors),
+        "p50_ms": float(p50),
+        "p95_ms": float(p95),
+        "p99_ms": float(p99),
+        "requests_per_second": len(result.latencies_seconds) / seconds,
+        "images_per_second": result.images / seconds,
+        "patches_per_second": work.patches / seconds,
+        "sent_bytes_per_second": result.sent_bytes / seconds,
+        "received_bytes_per_second": result.received_bytes / seconds,
+        "graph_hit_rate": work.hit_rate,
+        "padding_ratio": work.padding,
+        "balance": work.balance,
+        "replica_patches": dict(work.replica_patches),
+        "single_image_p50_ms": statistics.median(alone.latencies_seconds) * 1e3,
+        "overhead_ms": statistics.median(alone.overheads_seconds) * 1e3,
+    }
+
+
+ROWS = (
+    ("requests", "requests answered", "{:d}"),
+    ("p50_ms", "p50, ms", "{:.1f}"),
+    ("p95_ms", "p95, ms", "{:.1f}"),
+    ("p99_ms", "p99, ms", "{:.1f}"),
+    ("requests_per_second", "requests/s", "{:.1f}"),
+    ("images_per_second", "images/s", "{:.1f}"),
+    ("patches_per_second", "patches/s", "{:,.0f}"),
+    ("sent_bytes_per_second", "bytes/s sent", "{:,.0f}"),
+    ("received_bytes_per_second", "bytes/s received", "{:,.0f}"),
+    ("graph_hit_rate", "graph hit rate", "{:.1%}"),
+    ("padding_ratio", "padding ratio", "{:.1%}"),
+    ("balance", "balance, max/mean patches", "{:.2f}"),
+    ("single_image_p50_ms", "one 336x336 alone, p50, ms", "{:.1f}"),
+    ("overhead_ms", "of that not decoding or encoding, ms", "{:.1f}"),
+    ("overhead_ratio", "over two hops of Ray Serve with the same bytes", "{:.2f}x"),
+    ("overhead_ratio_empty", "over two empty hops", "{:.2f}x"),
+)
+
+
+def table(report: dict[str, Any]) -> Table:
+    """The figures side by side, for people."""
+    title = (
+        f"{report['model']}; two hops of Ray Serve: {report['noop_ms']:.1f} ms, "
+        f"empty {report['empty_noop_ms']:.1f} ms"
+    )
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("")
+    for run in report["runs"]:
+        shown.add_column(f"{run['policy']} ({run['protocol']})", justify="right")
+    for key, label, pattern in ROWS:
+        shown.add_row(label, *(pattern.format(run[key]) for run in report["runs"]))
+    if any(run["errors"] for run in report["runs"]):
+        shown.add_row("errors", *(str(run["errors"] or "none") for run in report["runs"]))
+    return shown

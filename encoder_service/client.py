@@ -1,0 +1,106 @@
+"""A client of the service, over HTTP or gRPC.
+
+    with Client("http://localhost:8000") as client:
+        for embedding in client.encode(["cat.jpg", "dog.png"]):
+            print(embedding.grid_thw, embedding.numpy().shape)
+
+Needs neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, overload
+
+from encoder_service.async_client import AsyncClient, Source
+from encoder_service.embedding import Embedding, ServiceError
+
+__all__ = ["AsyncClient", "Client", "Embedding", "ServiceError", "Source"]
+
+Result = TypeVar("Result")
+
+
+class Client:
+    """The same for code without an event loop, or in a notebook: one runs in a thread of its own.
+
+    Safe to share among threads.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        timeout_seconds: float = 60,
+        retries: int = 4,
+    ) -> None:
+        """See AsyncClient."""
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+        async def connected() -> AsyncClient:
+            return AsyncClient(url, token, timeout_seconds, retries)
+
+        try:
+            self.client = self.run(connected())
+        except BaseException:
+            self.stop()
+            raise
+
+    @overload
+    def encode(
+        self, sources: Sequence[Source], dtype: str = ..., on_error: Literal["fail"] = ...
+    ) -> list[Embedding]: ...
+    @overload
+    def encode(
+        self, sources: Sequence[Source], dtype: str = ..., *, on_error: Literal["return"]
+    ) -> list[Embedding | ServiceError]: ...
+    def encode(
+        self,
+        sources: Sequence[Source],
+        dtype: str = "bfloat16",
+        on_error: Literal["fail", "return"] = "fail",
+    ) -> list[Embedding] | list[Embedding | ServiceError]:
+        """See AsyncClient."""
+        call: Any = self.client.encode  # the overloads take one of the two words, not either
+        embeddings: list[Embedding] = self.run(call(sources, dtype, on_error=on_error))
+        return embeddings
+
+    def model(self) -> dict[str, Any]:
+        """See AsyncClient."""
+        return self.run(self.client.model())
+
+    def ready(self) -> bool:
+        """See AsyncClient."""
+        return self.run(self.client.ready())
+
+    def close(self) -> None:
+        """Gives the connections back and ends the thread."""
+        if self.loop.is_closed():
+            return
+        self.run(self.client.close())
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    def run(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """The result of a call in the other thread."""
+        return asyncio.run_coroutine_threadsafe(call, self.loop).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""The subcommands of `encoder-service`: one small module each."""

@@ -1,0 +1,86 @@
+"""`encoder-service bench serve | engine`: reads the options of `serve`; bench/ measures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+
+from actors.types import Dtype
+from encoder_service.bench.load import Load
+from encoder_service.bench.mix import parse_mix
+from encoder_service.commands import bench_engine
+from encoder_service.config import load
+from router.options import Policy
+
+
+def add(subcommands: Any) -> None:
+    """The subcommand and its own."""
+    bench = subcommands.add_parser("bench", help="measure")
+    kinds = bench.add_subparsers(metavar="WHAT", required=True)
+    bench_engine.add(kinds)
+    parser = kinds.add_parser("serve", help="the whole service, on a private cluster of its own")
+    parser.add_argument("--config", type=Path, required=True, help="such as configs/tiny.yaml")
+    parser.add_argument(
+        "--mix",
+        type=mix,
+        default="336x336*8+1024x1024",
+        help="sizes of the images of a request; after a comma, of the next (%(default)s)",
+    )
+    parser.add_argument("--concurrency", type=int, default=4, help="requests in flight")
+    parser.add_argument("--protocol", choices=("http", "grpc"), default="http")
+    parser.add_argument("--requests", type=int, help="how many (200, unless --seconds)")
+    parser.add_argument("--seconds", type=float, help="how long")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds for one request")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16")
+    parser.add_argument(
+        "--policy",
+        type=policies,
+        default=None,
+        help="one or several, such as largest_first,round_robin",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Prints a table. Raises StartError for a configuration that cannot be served."""
+    from encoder_service.bench.serve import Plan, table
+    from encoder_service.bench.serve import run as measure
+
+    service = load(options.config)
+    unbounded = options.requests is None and options.seconds is None
+    bench_load = Load(
+        concurrency=options.concurrency,
+        requests=options.requests or (200 if unbounded else 2**31),
+        seconds=options.seconds or math.inf,
+        timeout_seconds=options.timeout,
+        dtype=options.dtype,
+    )
+    chosen = options.policy or [service.router.policy]
+    report = measure(service, Plan(options.mix, bench_load, chosen, options.protocol), console)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    console.print(table(report))
+    return 1 if any(run["errors"] for run in report["runs"]) else 0
+
+
+def mix(text: str) -> list[list[tuple[int, int]]]:
+    """For argparse, which prints the message of this error alone."""
+    try:
+        return parse_mix(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def policies(text: str) -> list[Policy]:
+    """Names that the router knows."""
+    names = text.split(",")
+    known = get_args(Policy)
+    if set(names) - set(known):
+        raise argparse.ArgumentTypeError(f"{text!r}: policies are {', '.join(known)}")
+    return [policy for name in names for policy in known if policy == name]

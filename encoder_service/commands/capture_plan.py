@@ -1,0 +1,162 @@
+"""`encoder-service capture-plan`: budgets that suit the traffic, from a histogram of it.
+
+Reads the histogram and prints; which budgets are best is actors/ladder.py's to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from actors.budgets import Capacity, capacity, powers_of_two
+from actors.errors import ConfigError
+from actors.ladder import best_ladder, padding_ratio, rounded_up, simulated_loads
+from actors.sizing import Sizing
+from actors.spec import read
+from actors.types import DTYPE_BYTES, Size
+from encoder_service.config import load
+
+
+def add(subcommands: Any) -> None:
+    """The subcommand."""
+    parser = subcommands.add_parser("capture-plan", help="token budgets that suit your traffic")
+    parser.add_argument(
+        "histogram",
+        type=Path,
+        help="lines `WIDTHxHEIGHT COUNT` (images) or `TOKENS COUNT` (packs), commas will do; "
+        'or JSON: {"336x336": 120, ...}',
+    )
+    parser.add_argument("--config", type=Path, required=True, help="such as configs/qwen3vl.yaml")
+    parser.add_argument("--graphs", type=positive, default=9, help="most budgets (%(default)s)")
+    parser.add_argument(
+        "--memory-bytes", type=positive, help="most device memory for the outputs of the graphs"
+    )
+    parser.add_argument(
+        "--waiting-items",
+        type=at_least_one,
+        default=2.0,
+        help="images that share a pack, on average (%(default)s); keep it low with `least_cost` "
+        "packing, which cuts deep queues to fit small budgets",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Prints a table and the line to paste. Raises StartError, TooLarge."""
+    service = load(options.config)
+    spec = read(service.model)
+    if len(spec.paths) > 1:
+        raise ConfigError(f"{options.config}: capture-plan plans one path, {spec.id} has several")
+    room = capacity(service.graphs, spec.sizing.token_range(), spec.max_frames_per_video)
+    largest = room.tokens[0]
+    counts = histogram(options.histogram)
+    loads = pack_loads(counts, spec.sizing, room, options.waiting_items)
+    if not loads:
+        raise ConfigError(f"{options.histogram}: nothing in it fits the largest budget, {largest}")
+    token_bytes = spec.width * DTYPE_BYTES[spec.dtype]
+    planned = within(loads, options.graphs, largest, options.memory_bytes, token_bytes)
+    doubled = powers_of_two(-(-largest // 2 ** (len(planned) - 1)), largest)
+    console.print(table({"powers of two": doubled, "planned": planned}, loads, token_bytes))
+    saved = 1 - (1 + padding_ratio(loads, planned)) / (1 + padding_ratio(loads, doubled))
+    console.print(f"{saved:.1%} fewer tokens computed. Under `graphs:` in {options.config}:")
+    console.print(f"token_budgets: {list(planned)}", soft_wrap=True, highlight=False)
+    console.print(f"max_vision_items_per_batch: {room.items}", highlight=False)
+    return 0
+
+
+def within(
+    loads: Mapping[int, float],
+    graphs: int,
+    largest: int,
+    memory_bytes: int | None,
+    token_bytes: int,
+) -> tuple[int, ...]:
+    """The best ladder whose outputs, the one thing that graphs do not share, fit the memory."""
+    for count in range(graphs, 0, -1):
+        ladder = best_ladder(rounded_up(loads, largest), count, largest)
+        if memory_bytes is None or sum(ladder) * token_bytes <= memory_bytes:
+            return ladder
+    raise ConfigError(
+        f"--memory-bytes {memory_bytes}: the output of the largest budget alone, {largest} tokens, "
+        f"takes {largest * token_bytes}: give more, or a lower graphs.token_budgets"
+    )
+
+
+def pack_loads(
+    counts: Mapping[str, float], sizing: Sizing, room: Capacity, waiting_items: float
+) -> dict[int, float]:
+    """How often a pack holds so many tokens: as counted, or from images as they would wait."""
+    largest = room.tokens[0]
+    if all(key.isdecimal() for key in counts):
+        return {int(key): times for key, times in counts.items() if int(key) <= largest}
+    item_tokens: dict[int, float] = {}
+    for key, times in counts.items():
+        width, height = map(int, key.split("x"))
+        tokens = sizing.plan(Size(width, height)).tokens
+        item_tokens[tokens] = item_tokens.get(tokens, 0.0) + times
+    one_graph = Capacity(((largest,),), (largest,), room.items, room.frames)
+    return simulated_loads(item_tokens, waiting_items, one_graph)
+
+
+def histogram(path: Path) -> dict[str, float]:
+    """`WIDTHxHEIGHT` or tokens, in decimal, to how often. Raises ConfigError, OSError."""
+    text = path.read_text()
+    pairs: Iterable[tuple[str, Any]]
+    if path.suffix == ".json":
+        try:
+            pairs = json.loads(text).items()
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{path}: not a JSON object of counts: {error}") from None
+    else:
+        lines = [line.replace(",", " ").split() for line in text.splitlines()]
+        pairs = [(line[0], " ".join(line[1:])) for line in lines if line]
+    counts: dict[str, float] = {}
+    for key, count in pairs:
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", key) or not re.fullmatch(
+            r"\d+(\.\d+)?", str(count)
+        ):
+            raise ConfigError(
+                f"{path}: {key!r} {count!r} is not WIDTHxHEIGHT or TOKENS, and a count"
+            )
+        counts[key] = counts.get(key, 0.0) + float(count)
+    if not sum(counts.values()):
+        raise ConfigError(f"{path}: it counts nothing")
+    if len({"x" in key for key in counts}) > 1:
+        raise ConfigError(f"{path}: image sizes and tokens of packs do not mix: use two files")
+    return counts
+
+
+def table(
+    ladders: Mapping[str, tuple[int, ...]], loads: Mapping[int, float], token_bytes: int
+) -> Table:
+    """What each ladder costs."""
+    shown = Table("", "budgets", "padded tokens a token", "bytes of outputs")
+    for name, budgets in ladders.items():
+        shown.add_row(
+            name,
+            " ".join(map(str, budgets)),
+            f"{padding_ratio(loads, budgets):.3f}",
+            f"{sum(budgets) * token_bytes:,}",
+        )
+    return shown
+
+
+def positive(text: str) -> int:
+    """For argparse: a whole number above 0."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def at_least_one(text: str) -> float:
+    """For argparse: a finite number from 1 up."""
+    if not re.fullmatch(r"[1-9]\d*(\.\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
+    return float(text)

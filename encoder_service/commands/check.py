@@ -1,0 +1,58 @@
+"""`encoder-service check CONFIG`: what a configuration would serve, without a cluster.
+
+`serve run` keeps trying a configuration that cannot work; this says so at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from actors.budgets import Capacity
+from actors.spec import ModelSpec, read
+from encoder_service.config import ServiceOptions, fit, load_all, read_document
+
+
+def add(subcommands: Any) -> None:
+    """The subcommand."""
+    parser = subcommands.add_parser("check", help="what a configuration would serve")
+    parser.add_argument("config", type=Path, help="such as configs/tiny.yaml")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Prints a table for each application of ours. Raises StartError, with the offending key."""
+    # Ray takes seconds to import: not for every subcommand.
+    from encoder_service.serve_file import check_serve, check_timeouts
+
+    document = read_document(options.config)
+    check_serve(document, str(options.config))
+    for service in load_all(options.config):
+        check_timeouts(document, service.limits.timeout_seconds, str(options.config))
+        spec = read(service.model)
+        console.print(table(service, spec, fit(service, spec)))
+        if spec.dummy:
+            console.print("[bold yellow]dummy weights: the embeddings will be random numbers[/]")
+    return 0
+
+
+def table(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Table:
+    """What would be served."""
+    shown = Table(show_header=False)
+    shown.add_row("model", spec.id + (f" at {spec.revision}" if spec.revision else ""))
+    shown.add_row("family", f"{spec.family}, {spec.dtype}, {spec.weights} weights")
+    shown.add_row("takes", " and ".join(f"{kind}s" for kind in spec.kinds))
+    shown.add_row("gives", f"rows of {spec.width} values")
+    for path, budgets in zip(spec.paths, room.budgets, strict=True):
+        shown.add_row(f"budgets, {path}", " ".join(map(str, budgets)) or "none: all eagerly")
+    shown.add_row("a pack", f"up to {room.items} items, {room.frames} frames of videos")
+    encoder = service.encoder
+    each = f"{encoder.num_gpus:g} GPU, {encoder.num_cpus:g} CPU each, on {encoder.device}"
+    shown.add_row("encoders", f"{encoder.replicas}: {each}")
+    shown.add_row("routers", f"{service.router.replicas}: {service.router.policy}")
+    shown.add_row("ingresses", f"{service.ingress.replicas}")
+    return shown

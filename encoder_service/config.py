@@ -1,0 +1,169 @@
+"""The whole configuration: `args` of encoder_service.app:build in a YAML file.
+
+Each layer declares its own options; this file adds those of the front door and reads the YAML.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import yaml
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from actors.budgets import Capacity, capacity
+from actors.errors import ConfigError
+from actors.options import ActorOptions, Options
+from actors.spec import ModelSpec
+from actors.types import Size
+from router.options import RouterOptions
+
+BUILD = "encoder_service.app:build"
+"""The `import_path` of an application of ours."""
+
+Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
+
+
+class IngressOptions(Options):
+    """The deployment of the front door."""
+
+    replicas: PositiveInt = 1
+    num_cpus: float = Field(0.5, ge=0)
+    max_ongoing_requests: PositiveInt = 1000
+
+
+class LimitOptions(Options):
+    """What is refused before anything is decoded."""
+
+    max_body_bytes: PositiveInt = 128 * 2**20
+    max_buffered_bytes: PositiveInt = 2 * 2**30
+    """Of all requests together that one ingress replica holds; beyond it Overloaded."""
+    max_response_bytes: int = Field(2**30, gt=0, le=2_000_000_000)
+    """Of an answer's tensors; base64 adds a third. A gRPC message holds less than 2 GiB."""
+    max_items: int = Field(64, gt=0, le=1000)
+    max_pixels: int = Field(40_000_000, gt=0, le=178_000_000)
+    """Of one image, as its header declares them. Decoding takes up to 16 bytes of memory for each,
+    however small the file: raise it for maps and scans. Beyond the most, Pillow refuses."""
+    timeout_seconds: PositiveFloat = 60
+    """Of a request that names none; also the most that one may name, and of reading a body."""
+
+    @model_validator(mode="after")
+    def one_body_fits(self) -> Self:
+        """Otherwise the largest bodies would be refused for ever, as if for a moment."""
+        if self.max_buffered_bytes < self.max_body_bytes:
+            raise ValueError("max_buffered_bytes is less than max_body_bytes: raise it")
+        return self
+
+
+class FetchOptions(Options):
+    """Items given as URLs: refused unless the host is named here."""
+
+    allow_hosts: tuple[Host, ...] = Field((), strict=False)
+    """Names alone: no scheme, port or path."""
+    max_bytes: PositiveInt = 32 * 2**20
+    timeout_seconds: PositiveFloat = 10
+
+
+class AuthOptions(Options):
+    """Bearer tokens. Empty: everybody may."""
+
+    token_sha256: tuple[Sha256, ...] = Field((), strict=False)
+    """Hexadecimal SHA-256 of each token; the tokens themselves are nowhere in the configuration."""
+
+
+class ServiceOptions(ActorOptions):
+    """All of it."""
+
+    router: RouterOptions = RouterOptions()
+    ingress: IngressOptions = IngressOptions()
+    limits: LimitOptions = LimitOptions()
+    fetch: FetchOptions = FetchOptions()
+    auth: AuthOptions = AuthOptions()
+
+
+def parse(args: Mapping[str, Any]) -> ServiceOptions:
+    """The options, or a ConfigError that names every offending key."""
+    try:
+        return ServiceOptions.model_validate(args)
+    except ValidationError as error:
+        raise ConfigError("; ".join(map(sentence, error.errors()))) from None
+
+
+def sentence(problem: Mapping[str, Any]) -> str:
+    """One of pydantic's problems. Without what may be a secret: unknown keys', and under `auth`."""
+    keys = [str(part) for part in problem["loc"]]
+    if problem["type"] == "extra_forbidden":
+        return f"{'.'.join(keys)}: no such key; known are {', '.join(known(keys[:-1]))}"
+    said = f"{'.'.join(keys)}: {problem['msg']}"
+    # The input of a section's own validator, or of a missing key, is the whole section.
+    if "auth" in keys or problem["type"] in ("missing", "value_error"):
+        return said
+    return f"{said} (got {problem['input']!r})"
+
+
+def known(section: Sequence[str]) -> list[str]:
+    """The keys of a section."""
+    options: Any = ServiceOptions
+    for key in section:
+        options = options.model_fields[key].annotation
+    return sorted(options.model_fields)
+
+
+def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
+    """What one pack holds. Raises ConfigError for options that do not suit the model."""
+    room = capacity(options.graphs, spec.sizing.token_range(), spec.max_frames_per_video)
+    side = math.isqrt(options.limits.max_pixels)
+    plan = spec.sizing.plan(Size(side, side))
+    patches = spec.sizing.token_range()[1] * plan.patches // plan.tokens
+    most = options.router.max_outstanding_patches
+    if most < patches:
+        raise ConfigError(
+            f"router.max_outstanding_patches is {most}, less than the "
+            f"{patches} patches of one largest image: raise it"
+        )
+    return room
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """A Serve configuration file, with its list of applications. Raises ConfigError."""
+    try:
+        document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    applications = document.get("applications") if isinstance(document, dict) else None
+    if not isinstance(applications, list) or not all(isinstance(one, dict) for one in applications):
+        raise ConfigError(f"{path}: needs `applications:` with a list of applications")
+    return document
+
+
+def load_all(path: Path) -> list[ServiceOptions]:
+    """The options of each application of ours, of which there is at least one."""
+    found = []
+    for index, application in enumerate(read_document(path)["applications"]):
+        if str(application.get("import_path")).replace(":", ".") != BUILD.replace(":", "."):
+            continue
+        args = application.get("args", {})
+        if not isinstance(args, Mapping):
+            raise ConfigError(f"{path}: applications[{index}].args is not a mapping")
+        try:
+            found.append(parse(args))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: applications[{index}].args: {error}") from None
+    if not found:
+        raise ConfigError(f"{path}: no application has `import_path: {BUILD}`")
+    return found
+
+
+def load(path: Path) -> ServiceOptions:
+    """The options of the first application of ours."""
+    return load_all(path)[0]

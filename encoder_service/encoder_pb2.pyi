@@ -1,0 +1,121 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Item(_message.Message):
+    __slots__ = ("type", "data", "url")
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    type: str
+    data: bytes
+    url: str
+    def __init__(self, type: _Optional[str] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ...) -> None: ...
+
+class Options(_message.Message):
+    __slots__ = ("dtype", "timeout_s", "on_error")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    ON_ERROR_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    timeout_s: float
+    on_error: str
+    def __init__(self, dtype: _Optional[str] = ..., timeout_s: _Optional[float] = ..., on_error: _Optional[str] = ...) -> None: ...
+
+class EncodeRequest(_message.Message):
+    __slots__ = ("items", "options")
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[Item]
+    options: Options
+    def __init__(self, items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., options: _Optional[_Union[Options, _Mapping]] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("type", "message", "item", "retryable")
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    type: str
+    message: str
+    item: int
+    retryable: bool
+    def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., item: _Optional[int] = ..., retryable: _Optional[bool] = ...) -> None: ...
+
+class Embedding(_message.Message):
+    __slots__ = ("index", "type", "grid_thw", "tokens", "dtype", "shape", "data", "digest", "source", "deepstack", "notice", "error")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    GRID_THW_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DEEPSTACK_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    type: str
+    grid_thw: _containers.RepeatedScalarFieldContainer[int]
+    tokens: int
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    digest: str
+    source: str
+    deepstack: int
+    notice: str
+    error: Error
+    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., digest: _Optional[str] = ..., source: _Optional[str] = ..., deepstack: _Optional[int] = ..., notice: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class Timings(_message.Message):
+    __slots__ = ("queue_ms", "preprocess_ms", "encode_ms", "total_ms")
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREPROCESS_MS_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_MS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    queue_ms: float
+    preprocess_ms: float
+    encode_ms: float
+    total_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., preprocess_ms: _Optional[float] = ..., encode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
+
+class EncodeResponse(_message.Message):
+    __slots__ = ("model", "weights", "items", "timings")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    weights: str
+    items: _containers.RepeatedCompositeFieldContainer[Embedding]
+    timings: Timings
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., items: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+
+class EncodeChunk(_message.Message):
+    __slots__ = ("model", "weights", "embedding", "last")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    weights: str
+    embedding: Embedding
+    last: bool
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., embedding: _Optional[_Union[Embedding, _Mapping]] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class GetModelRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetModelResponse(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...

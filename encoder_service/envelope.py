@@ -1,0 +1,85 @@
+"""What every HTTP exchange has: a request id, errors in one shape, and a place in the metrics."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from encoder_service.errors import Fault, fault, row_of_status
+from encoder_service.metrics import ServiceMetrics
+from encoder_service.request_id import request_id_of
+
+CLIENT_GONE = 499
+"""nginx's code for a client that hung up: only metrics see it."""
+
+
+class Envelope:
+    """Middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp, metrics: ServiceMetrics, counted: str) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.counted = counted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers every exception of the application; only a cancelled request goes on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id")
+        request_id = request_id_of(given)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status, started = CLIENT_GONE, time.perf_counter()
+
+        async def received() -> Message:
+            try:
+                return await receive()
+            except Exception as error:  # Serve raises where a server says http.disconnect
+                raise ClientDisconnect from error
+
+        async def observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                # Serve's proxy adds the header as it was sent: only one that is not fit, or not
+                # there, is told here, ahead of it.
+                if request_id != given:
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self.app(scope, received, observed)
+        except ClientDisconnect:
+            pass  # while its body was read: there is nobody to answer
+        except Exception as error:
+            if status != CLIENT_GONE:
+                raise  # the answer has begun: all that is left is to break it off
+            await response(fault(error, request_id))(scope, receive, observed)
+        finally:
+            if scope["path"] == self.counted:
+                self.metrics.record("http", str(status), time.perf_counter() - started)
+
+
+def response(problem: Fault) -> Response:
+    """An error as an HTTP response."""
+    headers = {}
+    if problem.retry_after_seconds is not None:
+        headers["retry-after"] = str(max(1, math.ceil(problem.retry_after_seconds)))
+    if problem.row.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse({"error": problem.document()}, problem.row.status, headers)
+
+
+async def http_exception(request: Request, error: HTTPException) -> Response:
+    """Routes that are not there, methods that are not allowed: the framework's own errors."""
+    row = row_of_status(error.status_code)
+    answer = response(Fault(row, f"{request.method} {request.url.path}: {error.detail}"))
+    answer.headers.update(error.headers or {})
+    return answer

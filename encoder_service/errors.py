@@ -1,0 +1,118 @@
+"""The one table: exception -> type on the wire, HTTP status, gRPC code, whether to try again.
+
+Knows nothing of Ray, but unwraps what it wraps. The tree itself: actors/errors.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from actors.errors import (
+    DeadlineExceeded,
+    EncodeFailed,
+    InvalidOption,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    ServiceError,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+    UnsupportedMedia,
+)
+
+log = logging.getLogger("ray.serve")
+
+MOST_CHARACTERS = 1000
+"""Of a message: it may quote the request, and gRPC carries it in a header."""
+
+Code = grpc.StatusCode
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How a class of errors looks from outside."""
+
+    type: str
+    status: int
+    code: grpc.StatusCode
+    retryable: bool
+
+
+INTERNAL = Row("internal_error", 500, Code.INTERNAL, False)
+
+TABLE: dict[type[ServiceError], Row] = {
+    InvalidRequest: Row("invalid_request", 400, Code.INVALID_ARGUMENT, False),
+    InvalidOption: Row("invalid_option", 422, Code.INVALID_ARGUMENT, False),
+    UnsupportedMedia: Row("unsupported_media", 415, Code.INVALID_ARGUMENT, False),
+    TooLarge: Row("too_large", 413, Code.INVALID_ARGUMENT, False),
+    Unauthorized: Row("unauthorized", 401, Code.UNAUTHENTICATED, False),
+    NotFound: Row("not_found", 404, Code.NOT_FOUND, False),
+    Overloaded: Row("overloaded", 429, Code.RESOURCE_EXHAUSTED, True),
+    DeadlineExceeded: Row("deadline_exceeded", 504, Code.DEADLINE_EXCEEDED, True),
+    Unavailable: Row("unavailable", 503, Code.UNAVAILABLE, True),
+    EncodeFailed: Row("encode_failed", 500, Code.INTERNAL, False),
+}
+"""The most specific class wins: a class without a row has that of its nearest ancestor."""
+
+
+class AtItem(Exception):
+    """An error that one item of a request caused, with the item's position."""
+
+    def __init__(self, item: int, error: ServiceError) -> None:
+        super().__init__(item, error)
+        self.item = item
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error as the client sees it."""
+
+    row: Row
+    message: str
+    item: int | None = None
+    """Position of the item that caused it; None: the request as a whole."""
+    retry_after_seconds: float | None = None
+
+    def document(self) -> dict[str, Any]:
+        """{"type", "message", "item", "retryable"}: the same words in HTTP and gRPC."""
+        return {
+            "type": self.row.type,
+            "message": self.message,
+            "item": self.item,
+            "retryable": self.row.retryable,
+        }
+
+
+def fault(error: BaseException, request_id: str) -> Fault:
+    """What the client is told. Anything unforeseen is logged, and is "internal_error" outside."""
+    if isinstance(error, AtItem):
+        inner = fault(error.error, request_id)
+        return Fault(inner.row, inner.message, error.item, inner.retry_after_seconds)
+    # Ray wraps what a deployment raised; `cause` is the original.
+    cause = getattr(error, "cause", None)
+    original = cause if isinstance(cause, ServiceError) else error
+    row = row_of(type(original))
+    if row is INTERNAL or not isinstance(original, ServiceError):
+        log.error("request %s failed", request_id, exc_info=error)
+        return Fault(INTERNAL, f"something went wrong here; request {request_id} is in the logs")
+    wait = original.retry_after_seconds if isinstance(original, Overloaded) else None
+    return Fault(row, original.message[:MOST_CHARACTERS], retry_after_seconds=wait)
+
+
+def row_of(kind: type[BaseException]) -> Row:
+    """The row of a class or of its nearest ancestor that has one."""
+    return next((TABLE[cls] for cls in kind.__mro__ if cls in TABLE), INTERNAL)
+
+
+def row_of_status(status: int) -> Row:
+    """The row of an error that the HTTP framework raised."""
+    if status == 405:
+        return Row("method_not_allowed", 405, Code.UNIMPLEMENTED, False)
+    rows = (row for row in TABLE.values() if row.status == status)
+    return next(rows, Row("invalid_request", status, Code.INVALID_ARGUMENT, False))

@@ -1,0 +1,90 @@
+"""The API over HTTP: a FastAPI application around one Service.
+
+Knows nothing of Ray. Health, metrics and the documentation are open; all else asks for the token,
+if there is one: scrapers, probes and browsers send none, and those pages tell nothing of content.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from actors.errors import InvalidOption, UnsupportedMedia
+from encoder_service.envelope import Envelope, http_exception
+from encoder_service.formats import JSON, WireError
+from encoder_service.metrics import CONTENT_TYPE, merge
+from encoder_service.offload import offload
+from encoder_service.openapi import DESCRIPTION, ENCODE, ERRORS, describe
+from encoder_service.schema import request_options
+from encoder_service.service import Service
+from encoder_service.upload import read
+from encoder_service.wire import choose, render
+
+ENCODE_PATH = "/v1/encode"
+
+
+def build(service: Service) -> FastAPI:
+    """The application."""
+    app = FastAPI(
+        title="Encoder Service",
+        description=DESCRIPTION,
+        version=service.card["versions"]["encoder-service"],
+        redoc_url=None,
+        exception_handlers={HTTPException: http_exception},
+    )
+    app.add_middleware(Envelope, metrics=service.metrics, counted=ENCODE_PATH)
+
+    @app.post(ENCODE_PATH, responses=ERRORS, openapi_extra=ENCODE, response_class=Response)
+    async def encode(request: Request) -> Response:
+        """Embeddings of images, in the order of the request."""
+        service.authorize(request.headers.get("authorization"))
+        if request.query_params:
+            raise InvalidOption("options stand in the body's `options`, not in the query")
+        accept = answer_format(request.headers.get("accept", ""))
+        with service.buffered.hold() as take:
+            items, values = await read(request, service.limits, take)
+            options = request_options(values)
+            if options.encoding and accept != JSON:
+                raise InvalidOption(f"options.encoding: only with `Accept: {JSON}`, not {accept}")
+            document = await service.encode(items, options, request.state.request_id)
+        size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
+        body, content_type = await offload(
+            size_bytes, render, document, accept, options.encoding or "base64"
+        )
+        return Response(body, media_type=content_type)
+
+    @app.get("/v1/model", responses=ERRORS)
+    async def model(request: Request) -> dict[str, Any]:
+        """What is served: the model, its budgets and limits, versions."""
+        service.authorize(request.headers.get("authorization"))
+        return service.card
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """The process answers."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", responses={503: ERRORS[503]})
+    async def readyz() -> dict[str, int]:
+        """Encoders that are ready: every path captured. 503 while there is none."""
+        return {"ready_replicas": await service.backend.ready_replicas()}
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """The series of all replicas, for Prometheus: scrape one address, not each replica."""
+        page = await asyncio.to_thread(merge, await service.backend.scrape())
+        return Response(page, headers={"content-type": CONTENT_TYPE})
+
+    describe(app)
+    return app
+
+
+def answer_format(accept: str) -> str:
+    """The response's content type. Raises UnsupportedMedia before any work is done."""
+    try:
+        return choose(accept)
+    except WireError as error:
+        raise UnsupportedMedia(str(error)) from None

@@ -1,0 +1,121 @@
+"""The front door's deployment: one Service behind FastAPI and gRPC, with a router of its own.
+
+The only file between the API and Ray. What Ray raises is router/router.py's to translate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from actors.errors import Unavailable
+from actors.spec import ModelSpec
+from actors.types import Answer, Dtype, Media
+from encoder_service import http
+from encoder_service.config import ServiceOptions
+from encoder_service.health import HealthCalls
+from encoder_service.metrics import Page, Scrape
+from encoder_service.rpc import EncoderCalls
+from encoder_service.service import Service
+from router.router import Router
+
+SCRAPE_SECONDS = 2.0
+
+
+@serve.ingress()
+class Ingress(EncoderCalls, HealthCalls):
+    """HTTP and gRPC on one class: Serve calls gRPC methods by their names."""
+
+    def __init__(
+        self,
+        options: ServiceOptions,
+        spec: ModelSpec,
+        encoder: DeploymentHandle,
+        router: DeploymentHandle,
+    ) -> None:
+        context = serve.get_replica_context()
+        own = serve.get_deployment_handle(context.deployment, context.app_name)
+        self.replica = context.replica_id.unique_id
+        self.router = Router(encoder, options.router, spec.fingerprint)
+        self.service = Service(options, spec, Fleet(self.router, [encoder, router, own]))
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Asked for by Serve, once, after the constructor."""
+        return http.build(self.service)
+
+    def scrape(self) -> tuple[str, str]:
+        """This replica's id, and its own series in Prometheus' text format."""
+        return self.replica, self.service.metrics.text() + self.router.metrics()
+
+
+class Fleet:
+    """service.Backend over a router of this process, which spares each request a hop."""
+
+    def __init__(self, router: Router, scraped: list[DeploymentHandle]) -> None:
+        self.router = router
+        self.scraped = scraped
+
+    async def encode(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+    ) -> list[Answer]:
+        """An answer for each item, in order."""
+        return await self.router.encode(media, dtype, timeout_seconds)
+
+    def stream(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+    ) -> AsyncGenerator[tuple[int, Answer]]:
+        """Position and answer, as they come."""
+        return self.router.encode_stream(media, dtype, timeout_seconds)
+
+    async def ready_replicas(self) -> int:
+        """Encoders that may be given work. Raises Unavailable if there is none."""
+        status = await self.router.status()
+        if not status.ready:
+            raise Unavailable("no encoder is ready yet: weights are loaded and graphs captured")
+        return len(status.replicas)
+
+    async def scrape(self) -> Scrape:
+        """The series of all replicas of all deployments, as far as they answer in time."""
+        names = [handle.deployment_name for handle in self.scraped]
+        found = await asyncio.gather(*(ask_all(handle, "scrape") for handle in self.scraped))
+        return Scrape(
+            pages=tuple(
+                Page(name, *page)
+                for name, pages in zip(names, found, strict=True)
+                for page in pages
+                if page is not None
+            ),
+            missing={
+                name: sum(page is None for page in pages)
+                for name, pages in zip(names, found, strict=True)
+            },
+        )
+
+
+async def ask_all(handle: DeploymentHandle, method: str) -> list[tuple[str, str] | None]:
+    """What each replica gives; None for one that fails or takes too long.
+
+    The public `results_async` loses all results when one hangs, hence the private call.
+    """
+    try:
+        async with asyncio.timeout(SCRAPE_SECONDS / 2):
+            calls = await handle.broadcast(method)._fetch_replica_results_async()
+    except Exception:
+        return [None]
+    return list(await asyncio.gather(*(ask_one(call) for call in calls)))
+
+
+async def ask_one(call: Any) -> tuple[str, str] | None:
+    """One replica's result, if it comes in time."""
+    try:
+        async with asyncio.timeout(SCRAPE_SECONDS / 2):
+            page: tuple[str, str] = await call.get_async()
+            return page
+    except Exception:
+        call.cancel()
+        return None

@@ -1,0 +1,93 @@
+"""A client's calls over gRPC; the answers are the same documents as over HTTP."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from encoder_service import encoder_pb2 as pb
+from encoder_service.embedding import ServiceError, service_error
+from encoder_service.encoder_pb2_grpc import EncoderStub
+from encoder_service.formats import Document
+from encoder_service.wire import RequestItem
+
+
+class GrpcTransport:
+    """Over one grpc.aio channel."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, token: str | None, timeout_seconds: float
+    ) -> None:
+        self.channel = channel
+        self.stub = EncoderStub(channel)
+        self.health = health_pb2_grpc.HealthStub(channel)
+        self.settings: dict[str, Any] = {
+            "timeout": timeout_seconds,
+            "metadata": (("authorization", f"Bearer {token}"),) if token else (),
+        }
+
+    async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
+        """Encoder.Encode."""
+        parts = [pb.Item(**item.document()) for item in items]
+        request = pb.EncodeRequest(items=parts, options=pb.Options(**options))
+        answer = await self.call(self.stub.Encode, request)
+        return {
+            "model": answer.model,
+            "weights": answer.weights,
+            "items": [item_document(item) for item in answer.items],
+            "timings": document_of(answer.timings),
+        }
+
+    async def model(self) -> Document:
+        """Encoder.GetModel."""
+        answer = await self.call(self.stub.GetModel, pb.GetModelRequest())
+        document: Document = json.loads(answer.json)
+        return document
+
+    async def ready(self) -> bool:
+        """The standard health service."""
+        try:
+            answer = await self.call(self.health.Check, health_pb2.HealthCheckRequest())
+        except ServiceError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def close(self) -> None:
+        """See Transport."""
+        await self.channel.close()
+
+    async def call(self, method: Any, request: Any) -> Any:
+        """The answer. The details of a status of ours are JSON."""
+        try:
+            return await method(request, **self.settings)
+        except grpc.aio.AioRpcError as error:
+            code, details = error.code(), error.details() or ""
+            try:
+                document = dict(json.loads(details))
+            except (ValueError, TypeError):
+                document = {
+                    "type": code.name.lower(),
+                    "message": details,
+                    "retryable": code is grpc.StatusCode.UNAVAILABLE,
+                }
+            wait = document.get("retry_after_s")
+            raise service_error(document, code.name, wait) from error
+
+
+def item_document(item: Any) -> Document:
+    """A message as the same item over HTTP."""
+    if item.HasField("error"):
+        return {"index": item.index, "type": item.type, "error": document_of(item.error)}
+    return document_of(item) | {"grid_thw": list(item.grid_thw), "shape": list(item.shape)}
+
+
+def document_of(message: Any) -> Document:
+    """Every plain field of a message, also those that are zero."""
+    return {
+        field.name: getattr(message, field.name)
+        for field in message.DESCRIPTOR.fields
+        if field.message_type is None
+    }

@@ -1,0 +1,124 @@
+"""What a request may say and what a response says: the words of the API, and its OpenAPI document.
+
+Knows nothing of transport. Items of a request are `wire.RequestItem`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from actors.errors import InvalidOption
+from actors.types import Dtype, Grid, Kind, Source
+
+
+class RequestOptions(BaseModel):
+    """`options` of a request. One that is not here is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: Dtype = "bfloat16"
+    timeout_s: float | None = Field(
+        None, gt=0, strict=True, description="None: the service's default."
+    )
+    on_error: Literal["fail", "return"] = Field(
+        "fail", description="fail: the first error is the answer; return: it stands in its item."
+    )
+    encoding: Literal["base64", "float"] | None = Field(
+        None, description="Of the tensors of a JSON response, base64 if not given."
+    )
+
+
+class ErrorBody(BaseModel):
+    """An error, of the request or of one item."""
+
+    type: str
+    message: str
+    item: int | None
+    retryable: bool
+
+
+class ErrorDocument(BaseModel):
+    """The body of every response that is not 2xx."""
+
+    error: ErrorBody
+
+
+class ItemDocument(BaseModel):
+    """One item's embedding."""
+
+    index: int
+    type: Kind
+    grid_thw: Grid = Field(
+        description="Temporal groups, rows, columns, in patches. Models that cut tiles: "
+        "those of the tiles side by side, without the one that shows the whole image."
+    )
+    tokens: int
+    dtype: Dtype
+    shape: tuple[int, int] = Field(description="Tokens, width.")
+    data: str = Field(description="Row-major, little-endian; base64 in JSON, bytes in msgpack.")
+    digest: str = Field(description="SHA-256 of the item's bytes.")
+    source: Source
+    deepstack: int = Field(description="Deepstack features that follow the main ones in a row.")
+    notice: str | None = None
+
+
+class FailedItem(BaseModel):
+    """What stands in an item's place with `on_error: return`."""
+
+    index: int
+    type: Kind
+    error: ErrorBody
+
+
+class Timings(BaseModel):
+    """Milliseconds; all but the total are the largest over the items."""
+
+    queue_ms: float
+    preprocess_ms: float
+    encode_ms: float
+    total_ms: float
+
+
+class EncodeDocument(BaseModel):
+    """The answer to POST /v1/encode."""
+
+    model: str
+    weights: Literal["checkpoint", "dummy"]
+    items: list[ItemDocument | FailedItem]
+    timings: Timings
+
+
+class BodyItem(BaseModel):
+    """An item of a JSON or msgpack request: `data` or `url`."""
+
+    type: Kind = "image"
+    data: str | None = Field(None, description="base64 in JSON, bytes in msgpack.")
+    url: str | None = Field(None, description="Refused unless the service allows the host.")
+
+
+class EncodeBody(BaseModel):
+    """The body of POST /v1/encode in JSON or msgpack."""
+
+    items: list[BodyItem]
+    options: RequestOptions = RequestOptions()
+
+
+def request_options(values: dict[str, Any]) -> RequestOptions:
+    """The options of a request. Raises InvalidOption, which names every offending one."""
+    try:
+        return RequestOptions.model_validate(values)
+    except ValidationError as error:
+        known = ", ".join(RequestOptions.model_fields)
+        problems = (
+            f"options.{'.'.join(map(str, problem['loc']))}: "
+            + (f"unknown; known are {known}" if unknown(problem["type"]) else problem["msg"])
+            for problem in error.errors()
+        )
+        raise InvalidOption("; ".join(problems)) from None
+
+
+def unknown(problem: str) -> bool:
+    """Whether pydantic complains of a key rather than of a value."""
+    return problem == "extra_forbidden"

@@ -1,0 +1,147 @@
+"""The calls of the API, once for both protocols: authorize, admit, encode, shape the answer.
+
+Knows nothing of Ray, HTTP or gRPC: the fleet is a `Backend`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from actors.errors import InvalidOption, ServiceError, Unauthorized
+from actors.spec import ModelSpec
+from actors.types import Answer, Dtype, Media
+from encoder_service.admission import Admission, check_answer
+from encoder_service.answer import Entry, Json, document
+from encoder_service.buffered import Buffered
+from encoder_service.config import ServiceOptions
+from encoder_service.deadline import Deadline
+from encoder_service.errors import AtItem
+from encoder_service.metrics import Scrape, ServiceMetrics
+from encoder_service.model_card import card
+from encoder_service.schema import RequestOptions
+from encoder_service.wire import RequestItem
+
+
+class Backend(Protocol):
+    """The fleet behind the front door. Raises only errors of this service."""
+
+    async def encode(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+    ) -> list[Answer]:
+        """An answer for each item, in order."""
+
+    def stream(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+    ) -> AsyncGenerator[tuple[int, Answer]]:
+        """Position and answer, as they come."""
+
+    async def ready_replicas(self) -> int:
+        """Encoders that may be given work. Raises Unavailable if there is none."""
+
+    async def scrape(self) -> Scrape:
+        """The metrics of all replicas, as far as they answer in time."""
+
+
+class Service:
+    """One front door: what HTTP and gRPC call."""
+
+    def __init__(self, options: ServiceOptions, spec: ModelSpec, backend: Backend) -> None:
+        self.spec = spec
+        self.limits = options.limits
+        self.tokens = options.auth.token_sha256
+        self.admission = Admission(spec, options.limits, options.fetch)
+        self.buffered = Buffered(options.limits.max_buffered_bytes)
+        self.backend = backend
+        self.metrics = ServiceMetrics()
+        self.card = card(options, spec)
+
+    def authorize(self, authorization: str | None) -> None:
+        """Takes the value of the header. Raises Unauthorized."""
+        if not self.tokens:
+            return
+        scheme, _, token = (authorization or "").partition(" ")
+        digest = hashlib.sha256(token.strip().encode(errors="replace")).hexdigest()
+        # Every token is compared, so that the time tells nothing.
+        matches = [hmac.compare_digest(digest, known) for known in self.tokens]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise Unauthorized("this service asks for a token: send `Authorization: Bearer ...`")
+
+    async def encode(
+        self, items: Sequence[RequestItem], options: RequestOptions, request_id: str
+    ) -> Json:
+        """The response document. Raises ServiceError, or AtItem for the first item that failed."""
+        started = time.perf_counter()
+        deadline = self.deadline(options)
+        admitted = await deadline.keep(self.admit(items, options))
+        media = [one for one in admitted if isinstance(one, Media)]
+        check_answer(media, options, self.spec, self.limits)
+        found: list[Answer] = []
+        if media:
+            work = self.backend.encode(media, options.dtype, deadline.left())
+            found = await deadline.keep(work)
+        answers, entries = iter(found), []
+        for index, (item, one) in enumerate(zip(items, admitted, strict=True)):
+            entries.append(entry(index, item, one, answers, options))
+        return document(self.spec, entries, time.perf_counter() - started, request_id)
+
+    async def stream(
+        self, items: Sequence[RequestItem], options: RequestOptions
+    ) -> AsyncGenerator[Entry]:
+        """Each item as soon as it is ready. Raises as `encode` does.
+
+        The deadline is around what is waited for here, never around what the consumer does.
+        """
+        deadline = self.deadline(options)
+        admitted = await deadline.keep(self.admit(items, options))
+        positions = [i for i, one in enumerate(admitted) if isinstance(one, Media)]
+        for index, one in enumerate(admitted):
+            if not isinstance(one, Media):
+                yield entry(index, items[index], one, iter(()), options)
+        media = [one for one in admitted if isinstance(one, Media)]
+        if not media:
+            return
+        answers = self.backend.stream(media, options.dtype, deadline.left())
+        async with aclosing(answers):  # a client that goes away ends the work at once
+            for _ in media:
+                place, answer = await deadline.keep(anext(answers))
+                index = positions[place]
+                yield entry(index, items[index], media[place], iter([answer]), options)
+
+    async def admit(
+        self, items: Sequence[RequestItem], options: RequestOptions
+    ) -> list[Media | ServiceError]:
+        """Each item's media, or its error. With on_error `fail` the first error is raised."""
+        admitted = await self.admission.admit(items)
+        if options.on_error == "fail":
+            for index, one in enumerate(admitted):
+                if isinstance(one, ServiceError):
+                    raise AtItem(index, one)
+        return admitted
+
+    def deadline(self, options: RequestOptions) -> Deadline:
+        """The caller's. Raises InvalidOption."""
+        most = self.limits.timeout_seconds
+        seconds = most if options.timeout_s is None else options.timeout_s
+        if seconds > most:
+            raise InvalidOption(f"options.timeout_s: {seconds:g} is over the limit of {most:g}")
+        return Deadline(seconds)
+
+
+def entry(
+    index: int,
+    item: RequestItem,
+    admitted: Media | ServiceError,
+    answers: Iterator[Answer],
+    options: RequestOptions,
+) -> Entry:
+    """An admitted item takes the next answer. With on_error `fail` an error is raised."""
+    media = admitted if isinstance(admitted, Media) else None
+    answer = next(answers) if isinstance(admitted, Media) else admitted
+    if isinstance(answer, ServiceError) and options.on_error == "fail":
+        raise AtItem(index, answer)
+    return Entry(index, item.type, media, answer)

@@ -1,0 +1,45 @@
+"""How a client reaches a service: the scheme of a URL names the transport."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import grpc
+
+from encoder_service.formats import Document
+from encoder_service.over_grpc import GrpcTransport
+from encoder_service.over_http import HttpTransport
+from encoder_service.wire import RequestItem
+
+GRPC_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+class Transport(Protocol):
+    """One service, reached in one way. Raises ServiceError, also when there is no answer."""
+
+    async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
+        """The response document."""
+
+    async def model(self) -> Document:
+        """What is served."""
+
+    async def ready(self) -> bool:
+        """Whether an encoder is."""
+
+    async def close(self) -> None:
+        """Gives the connections back."""
+
+
+def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
+    """The transport that the scheme of a URL names. Raises ValueError."""
+    scheme, address = urlsplit(url).scheme, urlsplit(url).netloc
+    if scheme in ("http", "https"):
+        return HttpTransport(url, token, timeout_seconds)
+    if scheme == "grpc":
+        channel = grpc.aio.insecure_channel(address, GRPC_OPTIONS)
+    elif scheme == "grpcs":
+        channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(), GRPC_OPTIONS)
+    else:
+        raise ValueError(f"{url!r}: the scheme must be http, https, grpc or grpcs")
+    return GrpcTransport(channel, token, timeout_seconds)
