@@ -1,0 +1,163 @@
+"""Small random checkpoints, written by transformers itself, whose import takes seconds.
+
+transformers saves a tower under the names in which its family is published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import moonvit
+
+LAYERS = {"depth": 5, "num_heads": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+VISION = LAYERS | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "patch_size": 16,
+    "out_hidden_size": 96,
+    "num_position_embeddings": 2304,
+}
+TEXT = {
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "vocab_size": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 4, 4]},
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+TOKENS = {
+    "image_token_id": 2000,
+    "video_token_id": 2001,
+    "vision_start_token_id": 2002,
+    "vision_end_token_id": 2003,
+}
+PROCESSOR = {
+    "size": {"shortest_edge": 4096, "longest_edge": 1048576},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.4, 0.6],
+    "image_std": [0.5, 0.3, 0.25],
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What transformers needs to make one."""
+
+    name: str
+    """Of transformers' classes, before Config and ForConditionalGeneration."""
+    vision: Mapping[str, Any]
+    text: Mapping[str, Any] = field(default_factory=dict)
+    processor: Mapping[str, Any] = field(default_factory=lambda: PROCESSOR)
+    image_processor: str = "qwen2_vl.Qwen2VL"
+    """transformers' own: its folder, and its class before ImageProcessorPil."""
+
+
+SMALL = VISION | {"patch_size": 14, "intermediate_size": 120}
+CLIP = PROCESSOR | {
+    "patch_size": 14,
+    "min_pixels": 3136,
+    "max_pixels": 1003520,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+GLM = LAYERS | {
+    "hidden_size": 64,
+    "out_hidden_size": 96,
+    "intermediate_size": 120,
+    "patch_size": 14,
+    "image_size": 336,
+}
+GLM_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+}
+GLM_PROCESSOR = PROCESSOR | {
+    "patch_size": 14,
+    "size": {"shortest_edge": 12544, "longest_edge": 2000000},
+}
+DEEPSTACK = VISION | {"deepstack_visual_indexes": [1, 2, 3]}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+
+CHECKPOINTS = {
+    "qwen3_vl": Checkpoint("Qwen3VL", DEEPSTACK),
+    "qwen3_vl_moe": Checkpoint("Qwen3VLMoe", DEEPSTACK, EXPERTS),
+    "qwen3_5": Checkpoint("Qwen3_5", VISION, LINEAR),
+    "qwen3_5_moe": Checkpoint("Qwen3_5Moe", VISION, LINEAR | EXPERTS),
+    "qwen2_vl": Checkpoint(
+        "Qwen2VL",
+        LAYERS | {"embed_dim": 64, "mlp_ratio": 2, "hidden_size": 96, "patch_size": 14},
+        processor=CLIP,
+    ),
+    "qwen2_5_vl": Checkpoint(
+        "Qwen2_5_VL", SMALL | {"window_size": 112, "fullatt_block_indexes": [1, 4]}, processor=CLIP
+    ),
+    "glm4v": Checkpoint("Glm4v", GLM, {}, GLM_PROCESSOR, "glm4v.Glm4v"),
+    "glm4v_moe": Checkpoint("Glm4vMoe", GLM, GLM_EXPERTS, GLM_PROCESSOR, "glm4v.Glm4v"),
+    "glm46v": Checkpoint(
+        "Glm46V",
+        GLM | {"model_type": "glm4v_vision"},
+        {"model_type": "glm4v_text"},
+        GLM_PROCESSOR,
+        "glm46v.Glm46V",
+    ),
+}
+
+KIMI = "kimi_vl"
+"""Not in transformers."""
+
+MODEL_TYPES = (*CHECKPOINTS, KIMI)
+
+
+def write(folder: Path, model_type: str, *, max_shard_size: str = "300KB") -> Any:
+    """Writes a whole model in float32 with a random tower; returns the original of it."""
+    if model_type == KIMI:
+        return moonvit.write(folder)
+    import transformers
+
+    made = CHECKPOINTS[model_type]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{made.name}Config")(
+        vision_config=dict(made.vision), text_config=TEXT | dict(made.text), **TOKENS
+    )
+    model = getattr(transformers, f"{made.name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for values in model.model.visual.parameters():
+            # Far from how they are initialised, so that a swap of any two shows.
+            values.normal_(0, 0.08) if values.dim() > 1 else values.add_(
+                torch.randn_like(values) * 0.1
+            )
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    (folder / "preprocessor_config.json").write_text(json.dumps(made.processor))
+    return model
+
+
+def write_qwen3vl(folder: Path, *, moe: bool = False, max_shard_size: str = "300KB") -> Any:
+    """Qwen3-VL, dense or MoE: see write."""
+    return write(folder, "qwen3_vl_moe" if moe else "qwen3_vl", max_shard_size=max_shard_size)
+
+
+def processor(model_type: str) -> Any:
+    """The family's own image processor, with the settings of the checkpoint."""
+    if model_type == KIMI:
+        return moonvit.processor
+    made = CHECKPOINTS[model_type]
+    package, name = made.image_processor.split(".")
+    module = import_module(f"transformers.models.{package}.image_processing_pil_{package}")
+    return getattr(module, f"{name}ImageProcessorPil")(**made.processor)

@@ -1,0 +1,102 @@
+"""`make demo`: the tiny service, real photographs over HTTP and gRPC, what its metrics say.
+
+Exits with 1 if anything is not as it should be. Needs no GPU, no weights, no network.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from encoder_service.bench.cluster import cluster, logical_cpus, service
+from encoder_service.bench.scrape import Work, scrape, work_between
+from encoder_service.client import Client, Embedding
+from encoder_service.config import load
+from tests.images import PHOTOGRAPHS, jpeg, photograph
+
+CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
+TOLERANCE = 1e-3
+"""Between two runs in float32: the items may have shared other packs."""
+
+
+def main() -> int:
+    """Starts, shows, stops."""
+    console = Console()
+    options = load(CONFIG)
+    pictures = {name: photograph(name) for name in PHOTOGRAPHS}
+    pictures["coffee, small JPEG"] = jpeg(160, 240)
+    started = time.perf_counter()
+    with cluster(logical_cpus(options), object_store_bytes=400_000_000) as where:
+        console.print(f"starting {CONFIG.name}: {options.encoder.replicas} encoders ...")
+        with service(options):
+            console.print(f"ready after {time.perf_counter() - started:.0f} s\n")
+            before = scrape(where.http)
+            over_http = encode(console, where.http, pictures)
+            over_grpc = encode(console, where.grpc, pictures)
+            work = work_between(before, scrape(where.http))
+    console.print(metrics(work))
+    return judge(console, over_http, over_grpc, work, options.encoder.replicas)
+
+
+def encode(console: Console, url: str, pictures: dict[str, bytes]) -> list[Embedding]:
+    """All pictures in one request, and a table of what came."""
+    with Client(url) as client:
+        client.model()  # the connection is made before the time is taken
+        started = time.perf_counter()
+        embeddings = client.encode(list(pictures.values()), dtype="float32")
+        taken = time.perf_counter() - started
+    title = f"{url}: {len(pictures)} photographs in {taken * 1e3:.0f} ms"
+    shown = Table("photograph", "grid", "tokens", "shape", "source", title=title)
+    for name, one in zip(pictures, embeddings, strict=True):
+        grid, shape = (" x ".join(map(str, numbers)) for numbers in (one.grid_thw, one.shape))
+        shown.add_row(name, grid, str(one.tokens), shape, one.source)
+    console.print(shown)
+    timings = embeddings[0].timings.items()
+    console.print(", ".join(f"{name[:-3]} {value:.1f} ms" for name, value in timings), "\n")
+    return embeddings
+
+
+def metrics(work: Work) -> Table:
+    """What /metrics say of both requests."""
+    shown = Table(title="from /metrics, both requests", show_header=False)
+    shown.add_row("graph hits, misses", f"{work.hits:g}, {work.misses:g} ({work.hit_rate:.0%} hit)")
+    shown.add_row("padding", f"{work.padded_tokens:g} tokens, {work.padding:.0%} of all computed")
+    for replica, patches in sorted(work.replica_patches.items()):
+        shown.add_row(f"patches, encoder {replica}", f"{patches:g}")
+    shown.add_row("balance, max/mean", f"{work.balance:.2f}")
+    return shown
+
+
+def judge(
+    console: Console,
+    over_http: list[Embedding],
+    over_grpc: list[Embedding],
+    work: Work,
+    replicas: int,
+) -> int:
+    """0 if everything is as it should be."""
+    equal = all(
+        np.allclose(one.numpy(), other.numpy(), atol=TOLERANCE)
+        and (one.grid_thw, one.digest) == (other.grid_thw, other.digest)
+        for one, other in zip(over_http, over_grpc, strict=True)
+    )
+    checks = {
+        "HTTP and gRPC gave the same": equal,
+        "all numbers are finite": all(np.isfinite(one.numpy()).all() for one in over_http),
+        "every photograph was seen by /metrics": work.hits + work.misses == 2 * len(over_http),
+        "every encoder worked": len(work.replica_patches) == replicas
+        and min(work.replica_patches.values()) > 0,
+        "the weights say that they are random": over_http[0].weights == "dummy",
+    }
+    for name, good in checks.items():
+        console.print(f"[{'green' if good else 'red'}]{'yes' if good else 'NO '}[/] {name}")
+    return 0 if all(checks.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

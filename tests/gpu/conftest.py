@@ -1,0 +1,51 @@
+"""Towers at their published sizes with random weights, captured once for all these tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from actors.budgets import Capacity, capacity
+from actors.capture import capture
+from actors.device import Device
+from actors.graphs import GraphSet
+from actors.metrics import EncoderMetrics
+from actors.models.load import load
+from actors.models.tower import Tower
+from actors.options import GraphOptions, ModelOptions
+
+PRESETS = ("qwen3vl-2b", "qwen3vl-8b")
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A tower with all its graphs."""
+
+    tower: Tower
+    reference: Tower
+    capacity: Capacity
+    graphs: dict[str, GraphSet]
+    device: Device
+    metrics: EncoderMetrics
+
+
+@pytest.fixture(scope="session", params=PRESETS)
+def captured(request: pytest.FixtureRequest) -> Iterator[Captured]:
+    """bfloat16 on the GPU, and the same weights in float32 in the reference form."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from actors.cuda import CudaDevice
+
+    device = CudaDevice()
+    metrics = EncoderMetrics()
+    options = ModelOptions(id=request.param, load_format="dummy", dtype="bfloat16")
+    tower = load(options, device.device)
+    limits = capacity(GraphOptions(), tower.spec.sizing.token_range(), 0)
+    graphs = capture(tower, limits, device, metrics)
+    reference = load(options.model_copy(update={"dtype": "float32"}), device.device)
+    yield Captured(tower, reference, limits, graphs, device, metrics)
+    graphs.clear()
+    torch.cuda.empty_cache()

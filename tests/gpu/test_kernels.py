@@ -1,0 +1,197 @@
+"""The Triton kernels and the fast blocks against plain torch in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.attention import SegmentAttention, Values
+from actors.models.block import (
+    Activation,
+    Affine,
+    BlockWeights,
+    ReferenceBlocks,
+    Style,
+    rotate,
+)
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+
+from actors.kernels import hopper  # noqa: E402
+from actors.kernels.layernorm import layer_norm  # noqa: E402
+from actors.kernels.positions import add_positions_  # noqa: E402
+from actors.kernels.rotary import rotate_  # noqa: E402
+from actors.kernels.tiles import HEAD_SIZES, Tiles, tile_table  # noqa: E402
+from actors.models.fast import FastBlocks  # noqa: E402
+
+LAYOUTS = [[400], [1], [63, 64, 65], [1, 127, 128, 129, 400], [1100, 4, 2048]]
+
+
+@pytest.fixture(autouse=True)
+def on_device() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        yield
+
+
+def difference(value: Tensor, expected: Tensor) -> float:
+    """Relative; not a number if either holds one."""
+    return float((value.float() - expected.float()).norm() / expected.float().norm())
+
+
+def on_gpu(values: Values) -> dict[str, Tensor]:
+    return {name: value.cuda() for name, value in values.items()}
+
+
+def expected_attention(qkv: Tensor, lengths: list[int]) -> Tensor:
+    reference = SegmentAttention()
+    return reference(qkv.float(), reference.metadata(lengths, len(qkv), len(lengths)))
+
+
+@pytest.mark.parametrize("lengths", LAYOUTS, ids=str)
+@pytest.mark.parametrize("size", HEAD_SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_in_every_head_size_and_budget(
+    size: int, lengths: list[int], dtype: torch.dtype
+) -> None:
+    used, tiles = sum(lengths), Tiles()
+    for patches in (used, used + 37, 8192):
+        qkv = torch.randn(patches, 3, 4, size, dtype=dtype)
+        qkv[used:] = float("nan")
+        values = on_gpu(tiles.metadata(lengths, patches, 16))
+        out = tiles(qkv.clone(), values)[:used]
+        assert difference(out, expected_attention(qkv[:used], lengths)) < 4e-3
+
+
+@pytest.mark.parametrize("patches", [600, 4096])
+def test_a_poisoned_neighbour_stays_alone(patches: int) -> None:
+    lengths, tiles = [100, 200, 300], Tiles()
+    qkv = torch.randn(patches, 3, 2, 72, dtype=torch.bfloat16)
+    values = on_gpu(tiles.metadata(lengths, patches, 3))
+    clean = tiles(qkv.clone(), values).clone()
+    qkv[100:300] = float("nan")
+    out = tiles(qkv.clone(), values)
+    assert torch.equal(out[:100], clean[:100])
+    assert torch.equal(out[300:600], clean[300:600])
+
+
+@pytest.mark.parametrize("lengths", [[1], [95, 96, 97, 193], [2048, 1, 128, 129], [300] * 40])
+@pytest.mark.parametrize("size", [64, 72, 80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hopper_equals_plain_attention_and_leaves_keys_and_values(
+    size: int, lengths: list[int], dtype: torch.dtype
+) -> None:
+    if torch.cuda.get_device_capability() != hopper.CAPABILITY:
+        pytest.skip("not compute capability 9.0")
+    used = sum(lengths)
+    qkv = torch.randn(used + 200, 3, 16, size, dtype=dtype)
+    qkv[used:] = float("nan")
+    table = tile_table(lengths, hopper.ROWS, len(qkv) // hopper.ROWS + len(lengths) + 1).cuda()
+    kernel = hopper.kernel_for(qkv)
+    assert kernel, "hopper.cu does not compile"
+    written = qkv.clone()
+    out = hopper.attend_(written, table, kernel)[:used]
+    assert difference(out, expected_attention(qkv[:used], lengths)) < 4e-3
+    assert torch.equal(written[:used, 1:], qkv[:used, 1:])
+    assert written[used:].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 399, 4097])
+@pytest.mark.parametrize("width", [1024, 1152])
+def test_layer_norm(rows: int, width: int) -> None:
+    x, weight, bias = (
+        torch.randn(shape, dtype=torch.bfloat16) for shape in ((rows, width), width, width)
+    )
+    shift = torch.randn(width)
+    expected = F.layer_norm(x.float() + shift, (width,), weight.float(), bias.float(), 1e-6)
+    assert difference(layer_norm(x, shift, weight, bias, 1e-6), expected) < 4e-3
+
+
+@pytest.mark.parametrize("size", [64, 72])
+def test_rotary_is_the_reference_and_leaves_v(size: int) -> None:
+    qkv = torch.randn(401, 3, 16, size, dtype=torch.bfloat16)
+    cos, sin = torch.randn(401, size // 2), torch.randn(401, size // 2)
+    expected, value = rotate(qkv[:, :2], cos, sin), qkv[:, 2].clone()
+    rotate_(qkv, cos, sin)
+    assert difference(qkv[:, :2], expected) < 1e-3
+    assert torch.equal(qkv[:, 2], value)
+
+
+@pytest.mark.parametrize("width", [1024, 1152])
+def test_positions(width: int) -> None:
+    x, table = torch.randn(301, width).bfloat16(), torch.randn(2304, width).bfloat16()
+    taps, weights = torch.randint(2304, (301, 4), dtype=torch.int32), torch.rand(301, 4)
+    expected = x.float() + (table.float()[taps.long()] * weights[..., None]).sum(1)
+    add_positions_(x, table, taps, weights)
+    assert difference(x, expected) < 4e-3
+
+
+def random_blocks(layers: int, width: int, inner: int) -> list[BlockWeights]:
+    def linear(rows: int, columns: int) -> Affine:
+        return Affine(torch.randn(rows, columns) / columns**0.5, torch.randn(rows) / 10)
+
+    def norm() -> Affine:
+        return Affine(1 + torch.randn(width) / 10, torch.randn(width) / 10)
+
+    return [
+        BlockWeights(
+            norm1=norm(),
+            qkv=linear(3 * width, width),
+            proj=linear(width, width),
+            norm2=norm(),
+            up=linear(inner, width),
+            down=linear(width, inner),
+        )
+        for _ in range(layers)
+    ]
+
+
+def cast(layer: BlockWeights, dtype: torch.dtype) -> BlockWeights:
+    def part(affine: Affine) -> Affine:
+        return Affine(affine.weight.to(dtype), affine.bias.to(dtype))
+
+    return BlockWeights(
+        norm1=part(layer.norm1),
+        qkv=part(layer.qkv),
+        proj=part(layer.proj),
+        norm2=part(layer.norm2),
+        up=part(layer.up),
+        down=part(layer.down),
+    )
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
+def test_fast_blocks_round_no_worse_than_the_reference(activation: Activation) -> None:
+    lengths, patches, style = [400, 100, 148], 1024, Style(16, activation)
+    exact = random_blocks(4, 1152, 4304)
+    half = [cast(layer, torch.bfloat16) for layer in exact]
+    whole = [cast(layer, torch.float32) for layer in half]
+    x = torch.randn(patches, 1152, dtype=torch.bfloat16)
+    angle = torch.rand(patches, 36) * 6
+    cos, sin = angle.cos(), angle.sin()
+    segments, tiles = SegmentAttention(), Tiles()
+    plain = segments.metadata(lengths, patches, 4)
+    last, taps = ReferenceBlocks(whole, style, segments, [1])(x.float(), cos, sin, plain)
+    half_last, half_taps = ReferenceBlocks(half, style, segments, [1])(x, cos, sin, plain)
+    fast = FastBlocks(half, style, tiles, [1])
+    values = on_gpu(tiles.metadata(lengths, patches, 4))
+    fast_last, fast_taps = fast(x.clone(), cos, sin, values)
+    used = sum(lengths)
+    for ours, theirs, true in ((fast_last, half_last, last), (fast_taps[0], half_taps[0], taps[0])):
+        assert difference(ours[:used], true[:used]) < 1.2 * difference(theirs[:used], true[:used])
+    assert fast_last.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = fast(x.clone(), cos, sin, values)
+    graph.replay()
+    assert torch.equal(captured[:used], fast_last[:used])
+    x[used:] = float("nan")
+    graph.replay()
+    assert torch.equal(captured[:used], fast_last[:used])

@@ -1,0 +1,77 @@
+"""Real photographs in several formats and sizes, and files made to hurt. For tests and the demo."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+
+import skimage
+from PIL import ExifTags, Image
+
+FOLDER = Path(skimage.__file__).parent / "data"
+
+PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "hubble_deep_field.jpg")
+"""512x512, 451x300, 600x400, 640x427, 1000x872: all RGB, shipped inside scikit-image."""
+
+
+def photograph(name: str) -> bytes:
+    """A file as it was published."""
+    return (FOLDER / name).read_bytes()
+
+
+def opened(name: str = "coffee.png") -> Image.Image:
+    """The same, decoded."""
+    return Image.open(FOLDER / name).convert("RGB")
+
+
+def encoded(image: Image.Image, format: str, orientation: int = 0, **options: object) -> bytes:
+    """An image as a file; with an EXIF orientation, if it is not 0."""
+    if orientation:
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        options["exif"] = exif
+    file = BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def jpeg(width: int, height: int, name: str = "coffee.png") -> bytes:
+    """A photograph scaled to a size, as JPEG."""
+    return encoded(opened(name).resize((width, height)), "JPEG", quality=90)
+
+
+def animated(format: str, frames: int) -> bytes:
+    """GIF, WEBP or PNG with frames that differ."""
+    image = opened().resize((60, 40))
+    turned = [image.rotate(5 * i) for i in range(frames)]
+    return encoded(turned[0], format, save_all=True, append_images=turned[1:])
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """One chunk of a PNG."""
+    return struct.pack(">I4s", len(data), kind) + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, *chunks: bytes) -> bytes:
+    """A grey PNG that declares a size and has a few bytes of pixels, with chunks after them."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    pixels = chunk(b"IDAT", zlib.compress(bytes(64)))
+    return b"\x89PNG\r\n\x1a\n" + header + pixels + b"".join(chunks) + chunk(b"IEND", b"")
+
+
+def exif_with(entries: Sequence[tuple[int, int, int, int]]) -> bytes:
+    """An EXIF block of (tag, type, count, value) entries."""
+    table = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + table + bytes(4)
+
+
+def jpeg_segments(data: bytes, *segments: tuple[int, bytes]) -> bytes:
+    """A JPEG with segments of (marker, content) put right after its start."""
+    extra = b"".join(
+        struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
+        for marker, content in segments
+    )
+    return data[:2] + extra + data[2:]

@@ -1,0 +1,112 @@
+"""Towers at their published sizes: parameters, and tokens as the family's own processor counts.
+
+The same tokens stand in the README's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from actors.models.load import FAMILIES
+from actors.options import ModelOptions
+from actors.spec import read
+from actors.types import Size
+from tests import llama4
+
+README = Path(__file__).parents[2] / "README.md"
+
+SIZES = (Size(336, 336), Size(1920, 1080), Size(1654, 2339))
+"""The last is an A4 page at 200 dpi."""
+
+Count = Callable[[Size], int]
+
+
+def qwen(factor: int, smallest: int, largest: int) -> Count:
+    """Tokens as transformers' image processor of the Qwen-VL families resizes."""
+    module = import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+
+    def count(size: Size) -> int:
+        sides = module.smart_resize(size.height, size.width, factor, smallest, largest)
+        return int(prod(sides)) // factor**2
+
+    return count
+
+
+def glm(size: Size) -> int:
+    """Tokens as transformers' image processor of GLM-V resizes, with the published settings."""
+    module = import_module("transformers.models.glm4v.image_processing_pil_glm4v")
+    limits = {"min_pixels": 12544, "max_pixels": 9633792}
+    return int(prod(module.smart_resize(2, size.height, size.width, **limits))) // 28**2
+
+
+def kimi(size: Size) -> int:
+    """Tokens by the published rule: at most 4096 whole patches, then padded to blocks of 28."""
+    scale = min(1.0, (4096 / (size.width // 14 * (size.height // 14))) ** 0.5)
+    down, across = (-(-int(pixels * scale) // 28) for pixels in (size.height, size.width))
+    return down * across
+
+
+def internvl(size: Size) -> int:
+    """Tokens as transformers' image processor of InternVL cuts tiles."""
+    module = import_module("transformers.models.got_ocr2.image_processing_pil_got_ocr2")
+    processor = module.GotOcr2ImageProcessorPil(size={"height": 448, "width": 448})
+    settings = {"crop_to_patches": True}
+    tiles: int = processor.get_number_of_image_patches(size.height, size.width, settings)
+    return 256 * tiles
+
+
+def llama_4(size: Size) -> int:
+    """Tokens as transformers' image processor of Llama 4 cuts tiles."""
+    tiles = prod(llama4.canvas(size.width, size.height, 16)) // 336**2
+    return 144 * (tiles + 1 if tiles > 1 else 1)
+
+
+@dataclass(frozen=True)
+class Published:
+    """One preset."""
+
+    preset: str
+    row: str
+    """How the rows of its family in the README's table begin."""
+    million_parameters: int
+    tokens: Count
+
+
+PUBLISHED = [
+    Published("qwen3vl-8b", "Qwen3-VL ", 576, qwen(32, 65536, 16777216)),
+    Published("qwen3vl-8b", "Qwen3-VL-MoE", 576, qwen(32, 65536, 16777216)),
+    Published("qwen35-27b", "Qwen3.5", 461, qwen(32, 65536, 16777216)),
+    Published("qwen2vl-7b", "Qwen2-VL", 676, qwen(28, 3136, 12845056)),
+    Published("qwen25vl-7b", "Qwen2.5-VL", 677, qwen(28, 3136, 12845056)),
+    Published("glm41v-9b", "GLM-4.1V", 892, glm),
+    Published("kimivl-a3b", "Kimi-VL", 448, kimi),
+    Published("internvl3-8b", "InternVL", 332, internvl),
+    Published("internvl3-78b", "InternVL", 5709, internvl),
+    Published("llama4-scout", "Llama 4", 872, llama_4),
+]
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.row)
+def test_tokens_are_the_processors_and_the_readmes(published: Published) -> None:
+    model = read(ModelOptions(id=published.preset, load_format="dummy"))
+    tokens = [model.sizing.plan(size).tokens for size in SIZES]
+    assert tokens == [published.tokens(size) for size in SIZES]
+    rows = [
+        line
+        for line in README.read_text().splitlines()
+        if line.startswith(f"| {published.row}".rstrip())
+    ]
+    assert any(f"| {', '.join(map(str, tokens))} |" in row for row in rows)
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.row)
+def test_parameters(published: Published) -> None:
+    model = read(ModelOptions(id=published.preset, load_format="dummy"))
+    shapes = FAMILIES[model.family].expected(model).values()
+    assert round(sum(prod(shape) for shape in shapes) / 1e6) == published.million_parameters

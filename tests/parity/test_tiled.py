@@ -1,0 +1,188 @@
+"""The towers of the tile families against transformers' modules, through graphs and eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from actors.budgets import capacity
+from actors.capture import capture
+from actors.device import CpuDevice
+from actors.engine import Engine
+from actors.errors import ConfigError
+from actors.graphs import GraphSet
+from actors.metrics import EncoderMetrics
+from actors.models.load import load
+from actors.models.tiled import TileTower
+from actors.options import GraphOptions, ModelOptions
+from actors.preprocess import decode
+from actors.types import Item, ItemPlan, Size
+from tests.checkpoints_tiles import write_internvl, write_internvl_chat, write_llama4
+from tests.images import PHOTOGRAPHS, photograph
+
+TOLERANCE = 1e-4
+"""float32; values are about 1."""
+
+PACKS = [
+    [Size(84, 84)],
+    [Size(300, 300), Size(80, 50), Size(640, 480)],
+    [Size(40 + 50 * i, 400 - 40 * i) for i in range(9)],
+]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights in transformers' model and in our tower."""
+
+    model: Any
+    features: Callable[[Any, Tensor], Tensor]
+    """transformers' model and normalised tiles [tiles, 3, side, side] to [tokens, width]."""
+    tower: TileTower
+    folder: Path
+
+
+def internvl(model: Any, pixels: Tensor) -> Tensor:
+    rows: Tensor = model.model.get_image_features(pixels, return_dict=True).pooler_output
+    return rows.flatten(0, 1)
+
+
+def llama4(model: Any, pixels: Tensor) -> Tensor:
+    hidden: Tensor = model.vision_model(pixels, return_dict=True).last_hidden_state
+    rows: Tensor = model.multi_modal_projector(hidden.flatten(0, 1))
+    return rows
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tensor]]] = {
+    "internvl-300M": (lambda folder: write_internvl(folder, "300M"), internvl),
+    "internvl-6B": (lambda folder: write_internvl(folder, "6B"), internvl),
+    "internvl_chat-300M": (lambda folder: write_internvl_chat(folder, "300M"), internvl),
+    "internvl_chat-6B": (lambda folder: write_internvl_chat(folder, "6B"), internvl),
+    "llama4": (write_llama4, llama4),
+}
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """float32 on the CPU."""
+    folder = tmp_path_factory.mktemp("tiles")
+    write, features = CHECKPOINTS[request.param]
+    model = write(folder)
+    return Pair(model, features, loaded(folder, "float32"), folder)
+
+
+def loaded(folder: Path, dtype: str) -> TileTower:
+    options = ModelOptions.model_validate({"id": str(folder), "dtype": dtype})
+    tower = load(options, torch.device("cpu"))
+    assert isinstance(tower, TileTower)
+    return tower
+
+
+@pytest.mark.parametrize("spare", [None, 0, 1, 8], ids=["eager", "exact", "spare-1", "spare-8"])
+@pytest.mark.parametrize("sizes", PACKS, ids=["one", "three", "nine"])
+def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | None) -> None:
+    tower = pair.tower
+    plans = [tower.sizing.plan(size) for size in sizes]
+    patches = [random_patches(tower, plan) for plan in plans]
+    tokens = sum(plan.tokens for plan in plans)
+    budget = None if spare is None else tokens + spare * tower.sizing.tile_tokens
+    ours = encode(tower, plans, patches, budget)
+    assert ours.shape == (tokens, tower.spec.width)
+    assert (ours - theirs(pair, torch.cat(patches))).abs().max() < TOLERANCE
+
+
+def test_the_tokens_of_a_plan_are_those_of_its_tiles(pair: Pair) -> None:
+    image = torch.zeros(3, 200, 300, dtype=torch.uint8)
+    plan, patches = pair.tower.patchify(image)
+    assert len(patches) == plan.patches
+    assert len(theirs(pair, torch.from_numpy(patches))) == plan.tokens
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
+    plan = pair.tower.sizing.plan(Size(300, 300))
+    patches = random_patches(pair.tower, plan)
+    exact = theirs(pair, patches)
+    ours = encode(loaded(pair.folder, "bfloat16"), [plan], [patches], None)
+    model = deepcopy(pair.model).bfloat16()
+    rounded = pair.features(model, pixels(pair.tower, patches).bfloat16()).detach()
+    assert (ours.float() - exact).norm() <= 1.1 * (rounded.float() - exact).norm()
+
+
+def test_names_that_begin_with_model(tmp_path: Path) -> None:
+    model = write_internvl(tmp_path, "300M")
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert any(name.startswith("model.vision_tower.") for name in weights)
+    for shard in tmp_path.glob("*.safetensors*"):
+        shard.unlink()
+    save_file(weights, tmp_path / "model.safetensors")
+    pair = Pair(model, internvl, loaded(tmp_path, "float32"), tmp_path)
+    plan = pair.tower.sizing.plan(Size(84, 84))
+    patches = random_patches(pair.tower, plan)
+    ours = encode(pair.tower, [plan], [patches], None)
+    assert (ours - theirs(pair, patches)).abs().max() < TOLERANCE
+
+
+def test_photographs_through_the_engine(pair: Pair) -> None:
+    tower, device, metrics = pair.tower, CpuDevice(), EncoderMetrics()
+    limits = capacity(GraphOptions(), tower.spec.sizing.token_range(), 0)
+    engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
+    items = [Item(*tower.patchify(decode(photograph(name)))) for name in PHOTOGRAPHS]
+    answers = [engine.submit(item) for item in items]
+    for item, answer in zip(items, answers, strict=True):
+        encoded = answer.result(60)
+        assert encoded.source == "graph"
+        exact = theirs(pair, torch.from_numpy(item.patches))
+        assert (encoded.rows - exact).abs().max() < TOLERANCE
+    engine.close()
+
+
+def test_a_budget_that_is_not_whole_tiles(pair: Pair) -> None:
+    tile = pair.tower.sizing.tile_tokens
+    with pytest.raises(ConfigError, match=f"token_budgets: {tile + 1} is no multiple of {tile}"):
+        pair.tower.inputs("default", tile + 1, 1)
+
+
+def encode(
+    tower: TileTower, plans: Sequence[ItemPlan], patches: Sequence[Tensor], budget: int | None
+) -> Tensor:
+    """Through the graph of a budget, whose patches hold random bytes at first; None: eagerly."""
+    budgets = () if budget is None else (tower.sizing.tile_tokens, budget)
+    graphs = GraphSet(tower, "default", sorted(set(budgets)), 4, CpuDevice())
+    graphs.capture(lambda budget, seconds: None)
+    if budget is not None:
+        graphs.inputs.tensors["patches"].random_(0, 256)
+        assert graphs.replays[budget]().isfinite().all()
+    return graphs.encode(budget, plans, patches)
+
+
+def random_patches(tower: TileTower, plan: ItemPlan) -> Tensor:
+    """uint8 [patches, bytes of a patch]."""
+    (_, row_bytes), _ = tower.inputs("default", tower.sizing.tile_tokens, 1)["patches"]
+    generator = torch.Generator().manual_seed(plan.patches)
+    shape = (plan.patches, row_bytes)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+
+def pixels(tower: TileTower, patches: Tensor) -> Tensor:
+    """Patches of whole tiles as normalised pixels: float32 [tiles, 3, side, side]."""
+    sizing = tower.sizing
+    merge, patch = sizing.merge_size, sizing.patch_size
+    blocks = sizing.side_patches // merge
+    parts = patches.view(-1, blocks, blocks, merge, merge, 3, patch, patch)
+    side = sizing.tile_pixels
+    tiles = parts.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(-1, 3, side, side)
+    mean, std = (torch.tensor(v)[:, None, None] for v in (tower.spec.mean, tower.spec.std))
+    return (tiles / 255 - mean) / std
+
+
+@torch.no_grad()
+def theirs(pair: Pair, patches: Tensor) -> Tensor:
+    """Rows of all tiles."""
+    return pair.features(pair.model, pixels(pair.tower, patches))

@@ -1,0 +1,85 @@
+"""Tiles of photographs against transformers' processors.
+
+InternVL: transformers' Pillow backend, tile by tile. Llama 4's processor has no Pillow backend: its
+published steps, written here with Pillow. Pillow rounds between its two passes, hence a tolerance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from actors.models.tiled import cut, patchify
+from actors.tiling import PaddedTiles, StretchedTiles, TileSizing
+from actors.types import Size
+from tests.images import opened
+
+INTERNVL = StretchedTiles(tile_pixels=448, patch_size=14, merge_size=2, max_tiles=12, min_tiles=1)
+LLAMA4 = PaddedTiles(tile_pixels=336, patch_size=14, merge_size=2, max_tiles=16)
+
+SIZES = [(600, 400), (1920, 1080), (300, 1100), (90, 70), (448, 448), (2000, 120)]
+
+Pixels = npt.NDArray[np.uint8]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_internvl_gives_the_tiles_of_the_processor(size: tuple[int, int]) -> None:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    image = opened().resize(size)
+    settings: dict[str, Any] = {"size": {"height": 448, "width": 448}, "do_normalize": False}
+    processor = GotOcr2ImageProcessorPil(**settings, crop_to_patches=True)
+    theirs = processor(image, return_tensors="np")
+    tiles = [(tile * 255).round().astype(np.uint8) for tile in theirs["pixel_values"]]
+    compare(image, INTERNVL, tiles, "bicubic")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_llama4_gives_tiles_then_the_whole(size: tuple[int, int]) -> None:
+    image, side = opened().resize(size), LLAMA4.tile_pixels
+    rows, columns = LLAMA4.layout(Size(*size))
+    resized = LLAMA4.resized(Size(*size))
+    canvas = Image.new("RGB", (columns * side, rows * side))
+    canvas.paste(bilinear(image, resized.width, resized.height), (0, 0))
+    tiles = [
+        canvas.crop((x * side, y * side, (x + 1) * side, (y + 1) * side))
+        for y in range(rows)
+        for x in range(columns)
+    ]
+    if len(tiles) > 1:
+        tiles.append(bilinear(image, side, side))
+    compare(image, LLAMA4, [np.asarray(tile).transpose(2, 0, 1) for tile in tiles], "bilinear")
+
+
+def bilinear(image: Image.Image, width: int, height: int) -> Image.Image:
+    return image.resize((width, height), Image.Resampling.BILINEAR)
+
+
+def compare(image: Image.Image, sizing: TileSizing, tiles: list[Pixels], mode: Any) -> None:
+    """All patches, to single pixels that Pillow rounds otherwise."""
+    ours = patchify(torch.from_numpy(np.array(image)).permute(2, 0, 1), sizing, mode)
+    assert len(ours) == sizing.plan(Size(image.width, image.height)).patches
+    theirs = np.concatenate([cut(tensor(tile), sizing).numpy() for tile in tiles])
+    difference = np.abs(ours.astype(np.int64) - theirs.astype(np.int64))
+    assert difference.mean() < 0.05
+    assert difference.max() <= 3
+
+
+def tensor(tile: Pixels) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(tile))
+
+
+def test_patches_lie_tile_after_tile_in_merge_blocks() -> None:
+    sizing = StretchedTiles(tile_pixels=8, patch_size=2, merge_size=2, max_tiles=4, min_tiles=1)
+    canvas = torch.arange(3 * 8 * 16).view(3, 8, 16)
+    patches = cut(canvas, sizing)
+    assert patches.shape == (32, 12)
+    for index, (x, y) in enumerate([(0, 0), (2, 0), (0, 2), (2, 2), (4, 0), (6, 0), (4, 2)]):
+        assert patches[index].equal(canvas[:, y : y + 2, x : x + 2].flatten())
+    assert patches[16].equal(canvas[:, :2, 8:10].flatten())

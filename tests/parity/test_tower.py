@@ -1,0 +1,170 @@
+"""The tower against transformers' get_image_features, packed and padded as the engine does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.vision_utils import get_vision_window_index
+
+from actors.models.load import load
+from actors.models.tower import Tower
+from actors.options import ModelOptions
+from actors.types import ItemPlan, Size
+from tests.checkpoints import KIMI
+from tests.parity.conftest import Pair
+
+TOLERANCE = 1e-4
+"""float32; values are about 1, of GLM-V about 0.1."""
+
+SIZES = [
+    [Size(224, 224)],
+    [Size(640, 480), Size(96, 300)],
+    [Size(32 * (1 + i % 7), 32 * (1 + i % 5)) for i in range(20)],
+    [Size(3000, 15), Size(64, 64), Size(15, 3000)],
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=["one", "two", "twenty", "aspect-200"])
+@pytest.mark.parametrize("spare", [0, 1, 300], ids=["exact", "spare-1", "spare-300"])
+def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int) -> None:
+    plans = [pair.tower.spec.sizing.plan(size) for size in sizes]
+    patches = random_patches(pair.tower, plans)
+    budget = sum(plan.tokens for plan in plans) + spare
+    ours = encode(pair.tower, plans, patches, budget, segments=24)
+    assert ours.shape == (sum(plan.tokens for plan in plans), pair.tower.spec.width)
+    assert (ours - theirs(pair, plans, patches)).abs().max() < TOLERANCE
+
+
+def test_temporal_groups_are_segments_of_their_own(pair: Pair) -> None:
+    if not pair.model_type.startswith("qwen"):
+        pytest.skip("transformers has another entry for this family's videos")
+    plan = ItemPlan((3, 4, 6), 72, 18, (18,), frames=6)
+    patches = random_patches(pair.tower, [plan])
+    ours = encode(pair.tower, [plan], patches, 32, segments=8)
+    assert (ours - theirs(pair, [plan], patches)).abs().max() < TOLERANCE
+
+
+def test_a_buffer_full_of_an_earlier_pack_changes_nothing(pair: Pair) -> None:
+    big, small = (pair.tower.spec.sizing.plan(Size(side, side)) for side in (320, 96))
+    buffers = static(pair.tower, 160, 8)
+    stage(pair.tower, buffers, [big], random_patches(pair.tower, [big]), 8)
+    pair.tower.forward("default", buffers)
+    shapes = pair.tower.inputs("default", small.tokens + 3, 8)
+    first = {name: buffers[name][: shape[0]] for name, (shape, _) in shapes.items()}
+    patches = random_patches(pair.tower, [small])
+    for smaller in (buffers, first):
+        stage(pair.tower, smaller, [small], patches, 8)
+        ours = pair.tower.forward("default", smaller)
+        assert ours.isfinite().all()
+        assert (ours[: small.tokens] - theirs(pair, [small], patches)).abs().max() < TOLERANCE
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
+    plans = [pair.tower.spec.sizing.plan(Size(320, 240))]
+    patches = random_patches(pair.tower, plans)
+    exact = theirs(pair, plans, patches)
+    options = ModelOptions(id=str(pair.folder), dtype="bfloat16")
+    rounded = load(options, torch.device("cpu"))
+    ours = encode(rounded, plans, patches, plans[0].tokens + 5, segments=2).float()
+    reference = replace(pair, reference=deepcopy(pair.reference))
+    original = reference.reference.model
+    getattr(original, "visual", original).bfloat16()
+    theirs_rounded = theirs(reference, plans, patches).float()
+    assert (ours - exact).norm() <= 1.1 * (theirs_rounded - exact).norm()
+
+
+def random_patches(tower: Tower, plans: Sequence[ItemPlan]) -> Tensor:
+    """uint8 [patches of all, bytes of a patch]."""
+    generator = torch.Generator().manual_seed(len(plans))
+    rows = sum(plan.patches for plan in plans)
+    (_, row_bytes), _ = tower.inputs("default", 1, 1)["patches"]
+    return torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, generator=generator)
+
+
+def static(tower: Tower, budget: int, segments: int) -> dict[str, Tensor]:
+    """Inputs of a budget, with random bytes where pixels will lie."""
+    shapes = tower.inputs("default", budget, segments)
+    buffers = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    buffers["patches"].random_()
+    return buffers
+
+
+def stage(
+    tower: Tower,
+    buffers: dict[str, Tensor],
+    plans: Sequence[ItemPlan],
+    patches: Tensor,
+    segments: int,
+) -> None:
+    """Writes a pack into the first rows of the inputs."""
+    budget = len(buffers["patches"]) // 4
+    values = tower.metadata("default", plans, budget, segments) | {"patches": patches}
+    assert values.keys() == buffers.keys()
+    for name, value in values.items():
+        buffers[name][: len(value)] = value
+
+
+def encode(
+    tower: Tower, plans: Sequence[ItemPlan], patches: Tensor, budget: int, segments: int
+) -> Tensor:
+    """Rows of all items."""
+    buffers = static(tower, budget, segments)
+    stage(tower, buffers, plans, patches, segments)
+    output = tower.forward("default", buffers)
+    assert output.shape == (budget, tower.spec.width)
+    assert output.isfinite().all()
+    return tower.postprocess([output], plans)
+
+
+def theirs(pair: Pair, plans: Sequence[ItemPlan], patches: Tensor) -> Tensor:
+    """get_image_features: main features, then deepstack features, side by side."""
+    spec = pair.tower.spec
+    mean, std = (torch.tensor(values)[:, None] for values in (spec.mean, spec.std))
+    patches = as_published(pair, plans, patches)
+    pixels = (patches.unflatten(1, (3, -1)) / 255 - mean) / std
+    frames = spec.vision.get("temporal_patch_size", 1)
+    pixels = pixels[:, :, None].expand(-1, -1, frames, -1).flatten(1)
+    with torch.no_grad():
+        grid = torch.tensor([plan.grid_thw for plan in plans])
+        features = pair.reference.model.get_image_features(pixels, grid, return_dict=True)
+    return rows_of(features)
+
+
+def as_published(pair: Pair, plans: Sequence[ItemPlan], patches: Tensor) -> Tensor:
+    """Patches in the order of the family's own processor."""
+    vision = pair.tower.spec.vision
+    grids = torch.tensor([plan.grid_thw for plan in plans])
+    if "window_size" in vision:
+        order, _ = get_vision_window_index(grids, 2, vision["window_size"], vision["patch_size"])
+        order = (4 * order[:, None] + torch.arange(4)).flatten()
+    elif pair.model_type == KIMI:  # raster order
+        starts = (grids.prod(1).cumsum(0) - grids.prod(1)).tolist()
+        order = torch.cat(
+            [
+                start + raster_in_blocks(rows, columns)
+                for start, (_, rows, columns) in zip(starts, grids.tolist(), strict=True)
+            ]
+        )
+    else:
+        return patches
+    published = torch.empty_like(patches)
+    published[order] = patches
+    return published
+
+
+def raster_in_blocks(rows: int, columns: int) -> Tensor:
+    """Where in raster order the patches of a grid lie that follow each other block after block."""
+    raster = torch.arange(rows * columns).view(rows // 2, 2, columns // 2, 2)
+    return raster.transpose(1, 2).flatten()
+
+
+def rows_of(features: Any) -> Tensor:
+    """What get_image_features gives, as rows: deepstack features beside the main ones."""
+    columns = [features.pooler_output, *getattr(features, "deepstack_features", ())]
+    return torch.cat([torch.cat(list(items)) for items in columns], dim=1)

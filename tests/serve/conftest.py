@@ -1,0 +1,62 @@
+"""One real Ray cluster for all the modules of this folder; each module runs one application."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
+
+import pytest
+import ray
+from ray import serve
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where the cluster listens."""
+
+    http: str
+    grpc: str
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Ray and Serve, started once and stopped at the end."""
+    home = tempfile.mkdtemp(prefix="es")  # short: socket paths have a limit
+    http_port, grpc_port = free_port(), free_port()
+    ray.init(
+        address="local",
+        num_cpus=32,  # logical: replicas ask for a tenth
+        include_dashboard=False,
+        object_store_memory=400_000_000,
+        _temp_dir=home,
+        log_to_driver=bool(os.environ.get("TEST_LOG")),
+        namespace="serve",
+    )
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options={"host": "127.0.0.1", "port": http_port},
+        grpc_options={
+            "port": grpc_port,
+            "grpc_servicer_functions": [
+                "encoder_service.encoder_pb2_grpc.add_EncoderServicer_to_server",
+                "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+            ],
+        },
+    )
+    yield Cluster(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
+    serve.shutdown()
+    ray.shutdown()
+    shutil.rmtree(home, ignore_errors=True)

@@ -1,0 +1,119 @@
+"""An encoder without a model: it sleeps by patches, one shard at a time, and answers with digests.
+
+Runs in Serve replicas, beside the real Router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from typing import Any
+
+import numpy as np
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from actors.errors import DeadlineExceeded, InvalidMedia
+from actors.types import Answer, Dtype, Embedding, ItemPlan, Media, Timings
+from router.options import RouterOptions
+from router.router import Router
+
+SECONDS_PER_PATCH = 10e-6
+MAX_CALLS = 256
+"""That one encoder takes at a time."""
+BAD = b"bad"
+"""Items that begin so are answered with an error."""
+
+
+class StandIn:
+    """The methods of actors.encoder.Encoder that a router and Serve use."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.replica = serve.get_replica_context().replica_id.unique_id
+        self.outstanding_patches = 0
+        self.encoded: list[str] = []
+        self.sick = False
+        self._device = asyncio.Lock()
+
+    async def encode(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+    ) -> list[Answer]:
+        """Data is the digest of each item, as bytes."""
+        patches = sum(item.plan.patches for item in media)
+        self.outstanding_patches += patches
+        try:
+            async with asyncio.timeout(timeout_seconds), self._device:
+                await asyncio.sleep(patches * SECONDS_PER_PATCH)
+        except TimeoutError:
+            return [DeadlineExceeded("too slow")] * len(media)
+        finally:
+            self.outstanding_patches -= patches
+        self.encoded += [item.digest for item in media]
+        return [self._answer(item, dtype) for item in media]
+
+    def _answer(self, item: Media, dtype: Dtype) -> Answer:
+        if item.data.startswith(BAD):
+            return InvalidMedia("not an image")
+        data = np.frombuffer(bytes.fromhex(item.digest), np.uint8)
+        nothing = Timings(0, 0, 0)
+        return Embedding(data, dtype, (1, 16), (1, 2, 2), "graph", nothing, self.replica)
+
+    async def log(self) -> tuple[str, list[str]]:
+        """Id, and the digests of all items encoded so far."""
+        return self.replica, self.encoded
+
+    async def sicken(self) -> None:
+        """From now on the health check fails."""
+        self.sick = True
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        return {"replica": self.replica, "version": self.version, "process": os.getpid()}
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        return {"outstanding_patches": self.outstanding_patches}
+
+    async def check_health(self) -> None:
+        if self.sick:
+            raise RuntimeError("sick")
+
+
+def item(number: int, patches: int, data: bytes = b"") -> Media:
+    """An item like no other number's."""
+    data = data or b"item %d" % number
+    plan = ItemPlan((1, 2, patches // 2), patches, patches // 4, (patches // 4,))
+    return Media("image", data, plan, hashlib.sha256(data).hexdigest())
+
+
+def right(media: list[Media], answers: list[Answer]) -> bool:
+    """Whether every answer is that of its item."""
+    return len(media) == len(answers) and all(
+        isinstance(answer, Embedding) and answer.data.tobytes().hex() == item.digest
+        for item, answer in zip(media, answers, strict=True)
+    )
+
+
+def application(options: RouterOptions, version: int = 1) -> serve.Application:
+    """Three encoders, as many routers as `options` says. Another version: a rolling update."""
+    encoder = serve.deployment(
+        StandIn,
+        name="Encoder",
+        num_replicas=3,
+        ray_actor_options={"num_cpus": 0.1},
+        max_ongoing_requests=MAX_CALLS,
+        health_check_period_s=0.5,
+        graceful_shutdown_timeout_s=3,
+        request_router_config=RequestRouterConfig(
+            request_router_class="router.pinned:PinnedRequestRouter",
+            request_routing_stats_period_s=0.5,
+        ),
+    ).bind(version)
+    return serve.deployment(
+        Router,
+        name="Router",
+        num_replicas=options.replicas,
+        ray_actor_options={"num_cpus": 0.1},
+        max_ongoing_requests=1000,
+        graceful_shutdown_timeout_s=3,
+    ).bind(encoder, options)

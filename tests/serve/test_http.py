@@ -1,0 +1,262 @@
+"""The contract over HTTP: formats, limits, errors, headers, endpoints, on the real tiny service."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgpack
+import numpy as np
+import pytest
+
+from encoder_service.wire import parse_response
+from tests.images import encoded, jpeg, opened
+from tests.serve.conftest import Cluster
+from tests.serve.tiny import BEARER, MAX_BODY_BYTES, MAX_ITEMS, WIDTH, running
+
+JSON = {"accept": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[httpx.Client]:
+    headers = {"authorization": BEARER}
+    with running("http"), httpx.Client(base_url=cluster.http, headers=headers, timeout=30) as one:
+        yield one
+
+
+def encode(client: httpx.Client, *files: bytes, **options: Any) -> httpx.Response:
+    """As a form, which is what most clients send."""
+    parts: list[Any] = [("image", ("a.jpg", one)) for one in files]
+    return client.post("/v1/encode", files=parts, data={"options": json.dumps(options)})
+
+
+def post(client: httpx.Client, document: Any) -> httpx.Response:
+    return client.post("/v1/encode", json=document, headers=JSON)
+
+
+def items(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    found: list[dict[str, Any]] = parse_response(
+        response.content, response.headers["content-type"]
+    )["items"]
+    return found
+
+
+def error(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body: dict[str, Any] = response.json()["error"]
+    assert set(body) == {"type", "message", "item", "retryable"}
+    assert "Traceback" not in body["message"]
+    return body
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def test_a_form_is_answered_in_msgpack(client: httpx.Client) -> None:
+    response = encode(client, jpeg(96, 64), jpeg(64, 64), dtype="float32")
+    document = parse_response(response.content, response.headers["content-type"])
+    assert response.headers["content-type"] == "application/msgpack"
+    assert (document["model"], document["weights"]) == ("qwen3vl-tiny", "dummy")
+    assert set(document["timings"]) == {"queue_ms", "preprocess_ms", "encode_ms", "total_ms"}
+    assert document["timings"]["total_ms"] >= document["timings"]["encode_ms"] > 0
+    first, second = document["items"]
+    assert (first["index"], first["grid_thw"], first["tokens"]) == (0, [1, 4, 6], 6)
+    assert (second["index"], second["shape"]) == (1, [4, WIDTH])
+    assert (first["type"], first["dtype"], first["deepstack"]) == ("image", "float32", 2)
+    assert first["source"] in ("graph", "eager")
+    assert len(first["digest"]) == 64
+    rows = np.frombuffer(first["data"], np.float32).reshape(first["shape"])
+    assert np.isfinite(rows).all()
+    assert rows.std() > 0
+
+
+def test_every_way_in_gives_the_same_rows(client: httpx.Client) -> None:
+    image = jpeg(128, 96)
+    entries = [{"type": "image", "data": image}]
+    packed = msgpack.packb({"items": entries, "options": {"dtype": "float32"}})
+    ways = [
+        encode(client, image, dtype="float32"),
+        post(client, {"items": [{"data": b64(image)}], "options": {"dtype": "float32"}}),
+        client.post("/v1/encode", content=packed, headers={"content-type": "application/msgpack"}),
+    ]
+    first, *others = [items(way)[0] for way in ways]
+    assert all(other["data"] == first["data"] for other in others)
+    bare = client.post("/v1/encode", content=image, headers={"content-type": "image/jpeg"})
+    assert items(bare)[0]["dtype"] == "bfloat16"
+    assert items(bare)[0]["shape"] == first["shape"]
+
+
+def test_every_way_out_gives_the_same_rows(client: httpx.Client) -> None:
+    image = jpeg(128, 96)
+    body = {"items": [{"data": b64(image)}], "options": {"dtype": "float32"}}
+    found = {
+        accept: items(client.post("/v1/encode", json=body, headers={"accept": accept}))[0]
+        for accept in ("*/*", "application/json", "application/vnd.safetensors")
+    }
+    body["options"] = {"dtype": "float32", "encoding": "float"}
+    found["lists"] = items(post(client, body))[0]
+    reference = np.frombuffer(found.pop("*/*")["data"], np.float32)
+    for name, one in found.items():
+        np.testing.assert_array_equal(np.frombuffer(one["data"], np.float32), reference, name)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
+def test_dtypes(client: httpx.Client, dtype: str, size: int) -> None:
+    (one,) = items(encode(client, jpeg(96, 64), dtype=dtype))
+    assert one["dtype"] == dtype
+    assert len(one["data"]) == one["tokens"] * WIDTH * size
+
+
+def test_the_smallest_image(client: httpx.Client) -> None:
+    assert items(encode(client, encoded(opened().resize((1, 1)), "PNG")))[0]["tokens"] == 4
+
+
+def test_one_bad_among_good(client: httpx.Client) -> None:
+    files = (jpeg(96, 64), b"not an image", jpeg(96, 64, "chelsea.png"))
+    good, bad, other = items(encode(client, *files, on_error="return"))
+    assert good["tokens"] == other["tokens"] == 6
+    assert set(bad) == {"index", "type", "error"}
+    assert (bad["index"], bad["error"]["item"]) == (1, 1)
+    assert error(encode(client, *files), 400)["item"] == 1
+
+
+def test_nothing_but_bad(client: httpx.Client) -> None:
+    (bad,) = items(encode(client, b"not an image", on_error="return"))
+    assert bad["error"]["type"] == "invalid_request"
+
+
+def test_a_truncated_image_fails_alone(client: httpx.Client) -> None:
+    whole = jpeg(256, 256)
+    good, torn = items(encode(client, whole, whole[: len(whole) // 2], on_error="return"))
+    assert good["tokens"] == 64
+    assert torn["error"]["type"] == "invalid_request"
+    assert error(encode(client, whole, whole[: len(whole) // 2]), 400)["item"] == 1
+
+
+@pytest.mark.parametrize(
+    ("document", "status", "says"),
+    [
+        ({"items": []}, 400, "no items"),
+        ({"items": [{}]}, 400, "items[0]"),
+        ({"item": []}, 400, "item"),
+        ({"items": [{"data": "***"}]}, 400, "base64"),
+        ({"items": [{"data": b64(b"text")}]}, 400, ""),
+        ({"items": [{"type": "audio", "data": b64(jpeg(96, 64))}]}, 400, "audio"),
+        ({"items": [{"type": "video", "data": b64(jpeg(96, 64))}]}, 415, "video"),
+        ({"items": [{"url": "https://example.com/a.jpg"}]}, 400, "example.com"),
+        ({"items": [{"data": b64(encoded(opened().resize((800, 2)), "PNG"))}]}, 413, "aspect"),
+        ({"items": [{"data": b64(jpeg(96, 64))}] * (MAX_ITEMS + 1)}, 413, "max_items"),
+        ({"items": [{"data": b64(b"x" * MAX_BODY_BYTES)}]}, 413, "max_body_bytes"),
+        ({"items": [{"data": b64(jpeg(96, 64))}], "options": {"dtipe": 1}}, 422, "dtipe"),
+        ({"items": [{"data": b64(jpeg(96, 64))}], "options": {"dtype": "int8"}}, 422, "dtype"),
+        ({"items": [{"data": b64(jpeg(96, 64))}], "options": {"timeout_s": -1}}, 422, "timeout_s"),
+        ({"items": [{"data": b64(jpeg(96, 64))}], "options": {"timeout_s": 1e9}}, 422, "timeout_s"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    client: httpx.Client, document: Any, status: int, says: str
+) -> None:
+    assert says in error(post(client, document), status)["message"]
+
+
+def test_bodies_that_cannot_be_read(client: httpx.Client) -> None:
+    def send(content: bytes, content_type: str) -> httpx.Response:
+        return client.post("/v1/encode", content=content, headers={"content-type": content_type})
+
+    error(send(b"{", "application/json"), 400)
+    error(send(b"\xc1", "application/msgpack"), 400)
+    error(send(b"--x", "multipart/form-data; boundary=x"), 400)
+    error(send(b"--x", "multipart/form-data"), 400)
+    error(send(b"hello", "text/plain"), 415)
+    error(send(b"", "image/jpeg"), 400)
+    error(client.post("/v1/encode", files={"photo": jpeg(96, 64)}), 400)
+    error(client.post("/v1/encode", files={"image": jpeg(96, 64)}, data={"options": "["}), 400)
+
+
+def test_answers_that_cannot_be_given(client: httpx.Client) -> None:
+    files = {"image": jpeg(96, 64)}
+    error(client.post("/v1/encode", files=files, headers={"accept": "text/html"}), 415)
+    assert "encoding" in error(encode(client, jpeg(96, 64), encoding="float"), 422)["message"]
+    error(client.post("/v1/encode?dtype=float32", files=files), 422)
+
+
+def test_a_body_is_counted_when_its_length_is_not_declared(client: httpx.Client) -> None:
+    chunks = (b"x" * 65536 for _ in range(1 + MAX_BODY_BYTES // 65536))
+    sent = client.post("/v1/encode", content=chunks, headers={"content-type": "image/jpeg"})
+    error(sent, 413)
+
+
+def test_too_many_parts(client: httpx.Client) -> None:
+    assert error(encode(client, *[jpeg(96, 64)] * (MAX_ITEMS + 1)), 413)["retryable"] is False
+    assert error(encode(client, *[jpeg(96, 64)] * (MAX_ITEMS + 5)), 413)["retryable"] is False
+
+
+def test_tokens(client: httpx.Client, cluster: Cluster) -> None:
+    for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic bGV0IG1l"}):
+        with httpx.Client(base_url=cluster.http, headers=header) as stranger:
+            refused = stranger.get("/v1/model")
+            assert error(refused, 401)["type"] == "unauthorized"
+            assert refused.headers["www-authenticate"] == "Bearer"
+            error(stranger.post("/v1/encode", files={"image": jpeg(96, 64)}), 401)
+            for path in ("/healthz", "/readyz", "/metrics", "/docs"):
+                assert stranger.get(path).status_code == 200
+
+
+def test_routes_that_are_not_there(client: httpx.Client) -> None:
+    assert error(client.get("/v2/encode"), 404)["type"] == "not_found"
+    assert error(client.get("/v1/encode"), 405)["type"] == "method_not_allowed"
+
+
+def test_the_model(client: httpx.Client) -> None:
+    card = client.get("/v1/model").json()
+    assert (card["model"], card["weights"], card["width"]) == ("qwen3vl-tiny", "dummy", WIDTH)
+    assert card["graphs"]["token_budgets"] == {"default": [16, 64]}
+    assert card["limits"]["max_items"] == MAX_ITEMS
+    assert card["versions"]["ray"]
+
+
+def test_request_ids(client: httpx.Client) -> None:
+    assert client.get("/healthz", headers={"x-request-id": "mine"}).headers["x-request-id"] == (
+        "mine"
+    )
+    assert client.get("/healthz").headers["x-request-id"]
+    ours, sent = client.get("/healthz", headers={"x-request-id": "$(id)"}).headers.get_list(
+        "x-request-id"
+    )
+    assert (len(ours), sent) == (32, "$(id)")
+
+
+def test_health(client: httpx.Client) -> None:
+    assert client.get("/healthz").json() == {"status": "ok"}
+    assert client.get("/readyz").json() == {"ready_replicas": 2}
+
+
+def test_metrics_of_all_replicas_are_on_one_page(client: httpx.Client) -> None:
+    encode(client, jpeg(96, 64))
+    page = client.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert 'encoder_requests_total{api="http",code="200",deployment="Ingress"' in page.text
+    assert 'encoder_items_total{deployment="Encoder",replica="' in page.text
+    assert 'encoder_scraped_replicas{deployment="Encoder"} 2.0' in page.text
+    assert 'encoder_missing_replicas{deployment="Encoder"} 0.0' in page.text
+
+
+def test_the_documentation_describes_bodies_and_errors(client: httpx.Client) -> None:
+    document = client.get("/openapi.json").json()
+    operation = document["paths"]["/v1/encode"]["post"]
+    assert set(operation["requestBody"]["content"]) == {
+        "multipart/form-data",
+        "application/json",
+        "application/msgpack",
+        "image/*",
+    }
+    assert {"200", "400", "413", "415", "422", "429", "503", "504"} <= set(operation["responses"])
+    references = {
+        part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]
+    }
+    assert references <= set(document["components"]["schemas"])

@@ -1,0 +1,123 @@
+"""Encoders die, sicken and are replaced under load: no request fails, no answer is another's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+
+import pytest
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from actors.types import Media
+from router.options import RouterOptions
+from router.router import RouterStatus
+from tests.serve.conftest import Cluster
+from tests.serve.stand_in import application, item, right
+
+CALLERS = 4
+OPTIONS = RouterOptions(replicas=1, exclude_seconds=2)
+
+
+@pytest.fixture(scope="module")
+def router(cluster: Cluster) -> Iterator[DeploymentHandle]:
+    yield serve.run(application(OPTIONS), name="killing", route_prefix=None)
+    serve.delete("killing")
+
+
+@pytest.fixture(autouse=True)
+def _three_encoders(router: DeploymentHandle) -> None:
+    within(20, lambda: len(status(router).replicas) == 3)
+
+
+def test_sigkill(router: DeploymentHandle) -> None:
+    with load(router):
+        victim = status(router).replicas[0]
+        os.kill(victim.metadata["process"], signal.SIGKILL)
+        within(20, lambda: replaced(router, victim.replica))
+
+
+def test_ray_kill(router: DeploymentHandle) -> None:
+    with load(router):
+        victim = status(router).replicas[0].replica
+        ray.kill(ray.get_actor(f"SERVE_REPLICA::killing#Encoder#{victim}", namespace="serve"))
+        within(20, lambda: replaced(router, victim))
+
+
+def test_failing_health_check(router: DeploymentHandle) -> None:
+    with load(router):
+        victim = status(router).replicas[0].replica
+        encoder = serve.get_deployment_handle("Encoder", "killing")
+        encoder.options(session_id=f"pin:{victim}").sicken.remote().result(timeout_s=5)
+        within(30, lambda: replaced(router, victim))
+
+
+def test_rolling_update(router: DeploymentHandle) -> None:
+    with load(router):
+        serve.run(application(OPTIONS, version=2), name="killing", route_prefix=None)
+        versions = [replica.metadata["version"] for replica in status(router).replicas]
+    assert versions == [2, 2, 2]
+
+
+@contextmanager
+def load(router: DeploymentHandle) -> Iterator[None]:
+    """Callers that never pause, before, while and after the block runs. All must succeed."""
+    stop = threading.Event()
+    outcomes: list[str] = []
+    callers = [
+        threading.Thread(target=call, args=(router, Random(seed), stop, outcomes))
+        for seed in range(CALLERS)
+    ]
+    for caller in callers:
+        caller.start()
+    try:
+        within(10, lambda: len(outcomes) > 2 * CALLERS)
+        yield
+        after = len(outcomes) + 2 * CALLERS
+        within(10, lambda: len(outcomes) > after)
+    finally:
+        stop.set()
+        for caller in callers:
+            caller.join(timeout=30)
+    assert set(outcomes) == {"right"}
+    within(5, lambda: status(router).outstanding_patches == 0)
+
+
+def call(
+    router: DeploymentHandle, random: Random, stop: threading.Event, outcomes: list[str]
+) -> None:
+    """One caller: what became of each of its requests."""
+    while not stop.is_set():
+        media: list[Media] = [
+            item(random.randrange(10**9), random.choice([100, 400, 1000, 4000]))
+            for _ in range(random.randint(1, 8))
+        ]
+        try:
+            answers = router.encode.remote(media, "bfloat16", 30.0).result(timeout_s=30)
+            outcomes.append("right" if right(media, answers) else repr(answers)[:500])
+        except Exception as error:
+            outcomes.append(repr(error)[:500])
+
+
+def replaced(router: DeploymentHandle, victim: str) -> bool:
+    names = [replica.replica for replica in status(router).replicas]
+    return len(names) == 3 and victim not in names
+
+
+def status(router: DeploymentHandle) -> RouterStatus:
+    found: RouterStatus = router.status.remote().result(timeout_s=5)
+    return found
+
+
+def within(seconds: float, true: Callable[[], bool]) -> None:
+    """Fails unless it becomes true in time."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "not in time"
+        time.sleep(0.05)

@@ -1,0 +1,107 @@
+"""The whole way: a checkpoint on disk, JPEG bytes over HTTP, embeddings equal to transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import BytesIO
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from PIL import Image
+from ray import serve
+
+from actors.models.load import load
+from actors.options import ModelOptions
+from actors.preprocess import decode
+from encoder_service import Client
+from encoder_service.app import build
+from tests.checkpoints import PROCESSOR, write_qwen3vl
+from tests.images import PHOTOGRAPHS, jpeg, photograph
+from tests.parity.conftest import Pair
+from tests.parity.test_tower import TOLERANCE, theirs
+from tests.serve.conftest import Cluster
+
+BUDGETS = (16, 64, 256)
+SIDES = (40, 64, 96, 130, 200, 256, 320, 400, 480)
+"""The largest gives 225 tokens; photographs beyond 256 tokens run eagerly."""
+
+
+@pytest.fixture(scope="module")
+def served(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two replicas of a small random Qwen3-VL, and transformers' model of the same folder."""
+    folder = tmp_path_factory.mktemp("served")
+    reference = write_qwen3vl(folder)
+    model = {"id": str(folder), "dtype": "float32"}
+    args: dict[str, Any] = {
+        "model": model,
+        "encoder": {"replicas": 2, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
+        "graphs": {"token_budgets": BUDGETS},
+        "router": {"num_cpus": 0.1},
+        "ingress": {"num_cpus": 0.1},
+    }
+    serve.run(build(args), name="parity", route_prefix="/")
+    yield Pair(reference, load(ModelOptions.model_validate(model), torch.device("cpu")), folder)
+    serve.delete("parity")
+
+
+def expected(pair: Pair, files: list[bytes]) -> list[torch.Tensor]:
+    """transformers' rows of each file, after our preprocessing."""
+    plans, patches = zip(*(pair.tower.patchify(decode(file)) for file in files), strict=True)
+    rows = theirs(pair, plans, torch.cat([torch.from_numpy(each) for each in patches]))
+    return list(rows.split([plan.tokens for plan in plans]))
+
+
+def assert_equal(pair: Pair, url: str, files: list[bytes]) -> list[str]:
+    """Encodes all in one request and compares; gives the sources."""
+    with Client(url) as client:
+        embeddings = client.encode(files, dtype="float32")
+    for embedding, rows in zip(embeddings, expected(pair, files), strict=True):
+        difference = (embedding.torch() - rows).abs().max()
+        assert difference < TOLERANCE, (embedding.index, embedding.grid_thw)
+    return [embedding.source for embedding in embeddings]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13, 20])
+def test_mixed_sizes_packed_together(served: Pair, cluster: Cluster, count: int) -> None:
+    files = [
+        jpeg(SIDES[(count + i) % len(SIDES)], SIDES[(count + 4 * i) % len(SIDES)])
+        for i in range(count)
+    ]
+    assert set(assert_equal(served, cluster.http, files)) == {"graph"}
+
+
+def test_photographs_through_graphs_and_beyond_them(served: Pair, cluster: Cluster) -> None:
+    files = [jpeg(100, 100), *(photograph(name) for name in PHOTOGRAPHS)]
+    sources = assert_equal(served, cluster.http, files)
+    tokens = [len(rows) for rows in expected(served, files)]
+    assert sources == ["eager" if each > BUDGETS[-1] else "graph" for each in tokens]
+    assert set(sources) == {"eager", "graph"}
+
+
+def test_every_budget_was_replayed(served: Pair, cluster: Cluster) -> None:
+    for side in (64, 200, 400):  # 4, 36 and 144 tokens: one for each budget
+        assert_equal(served, cluster.http, [jpeg(side, side)])
+    page = httpx.get(f"{cluster.http}/metrics").text
+    for budget in BUDGETS:
+        assert f'budget="{budget}"' in page
+    assert 'reason="beyond_budgets"' in page
+
+
+def test_from_jpeg_bytes_the_direction_is_that_of_transformers(
+    served: Pair, cluster: Cluster
+) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    processor = Qwen2VLImageProcessorPil(**PROCESSOR)
+    file = jpeg(500, 330)
+    inputs = processor(Image.open(BytesIO(file)), return_tensors="pt")
+    with torch.no_grad():
+        features = served.reference.model.get_image_features(**inputs, return_dict=True)
+    columns = [features.pooler_output, *features.deepstack_features]
+    rows = torch.cat([torch.cat(list(items)) for items in columns], dim=1)
+    with Client(cluster.http) as client:
+        (embedding,) = client.encode([file], dtype="float32")
+    ours = embedding.torch()
+    assert torch.cosine_similarity(ours, rows, dim=1).min() > 0.9999

@@ -1,0 +1,93 @@
+"""The README's examples, run as they stand against the tiny service."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray import serve
+
+from encoder_service.app import build
+from tests.images import jpeg, photograph
+from tests.serve.conftest import Cluster
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str, word: str) -> list[str]:
+    """The README's blocks of a language that hold a word."""
+    found = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return [block for block in found if word in block]
+
+
+@pytest.fixture(scope="module")
+def folder(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the files that the examples name, and configs/tiny.yaml served."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "photo.jpg").write_bytes(jpeg(320, 240))
+    (folder / "chart.png").write_bytes(photograph("coffee.png"))
+    document = yaml.safe_load((ROOT / "configs/tiny.yaml").read_text())
+    args: dict[str, Any] = document["applications"][0]["args"]
+    args["encoder"]["replicas"] = 1
+    serve.run(build(args), name="encoder", route_prefix="/")
+    yield folder
+    serve.delete("encoder")
+
+
+def here(block: str, cluster: Cluster) -> str:
+    """The example with the ports of this run."""
+    return block.replace("http://127.0.0.1:8000", cluster.http).replace(
+        "127.0.0.1:9000", cluster.grpc
+    )
+
+
+def test_curl(folder: Path, cluster: Cluster) -> None:
+    (block,) = blocks("sh", "curl")
+    ran = subprocess.run(
+        ["sh", "-c", here(block, cluster)], cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert '"tokens":' in ran.stdout
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_python(folder: Path, cluster: Cluster, number: int) -> None:
+    examples = [block for block in blocks("python", "") if "ray" not in block]
+    assert len(examples) == 2
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore::ResourceWarning", "-c",
+         here(examples[number], cluster)],
+        cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout
+
+
+def test_python_inside_ray(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = blocks("python", "get_deployment_handle")
+    monkeypatch.chdir(folder)
+    exec(block, {})
+    assert capsys.readouterr().out.startswith("(")
+
+
+def test_commands_exist() -> None:
+    for target in re.findall(r"make (\w+)", README):
+        assert f"\n{target}:" in (ROOT / "Makefile").read_text()
+    for path in re.findall(r"\]\(([\w/.]+)\)", README):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_series_in_the_readme_exists() -> None:
+    code = "".join(
+        path.read_text() for p in ("actors", "router") for path in (ROOT / p).glob("*.py")
+    )
+    for name in re.findall(r"`encoder_(\w+)`", README):
+        assert name in code

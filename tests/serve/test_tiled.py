@@ -1,0 +1,41 @@
+"""Tile families, the whole way: a checkpoint on disk, JPEG bytes in, transformers' rows out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray import serve
+
+from actors.preprocess import decode
+from encoder_service import Client
+from encoder_service.app import build
+from tests.images import PHOTOGRAPHS, jpeg, photograph
+from tests.parity.test_tiled import CHECKPOINTS, TOLERANCE, Pair, loaded, theirs
+from tests.serve.conftest import Cluster
+
+
+@pytest.mark.parametrize("name", ["internvl_chat-300M", "llama4"])
+def test_rows_of_photographs(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    write, features = CHECKPOINTS[name]
+    pair = Pair(write(tmp_path), features, loaded(tmp_path, "float32"), tmp_path)
+    args: dict[str, Any] = {
+        "model": {"id": str(tmp_path), "dtype": "float32"},
+        "encoder": {"replicas": 2, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
+        "router": {"num_cpus": 0.1},
+        "ingress": {"num_cpus": 0.1},
+    }
+    serve.run(build(args), name="tiled", route_prefix="/")
+    try:
+        files = [jpeg(84, 60), *map(photograph, PHOTOGRAPHS)]
+        with Client(cluster.http) as client:
+            embeddings = client.encode(files, dtype="float32")
+    finally:
+        serve.delete("tiled")
+    for embedding, file in zip(embeddings, files, strict=True):
+        plan, patches = pair.tower.patchify(decode(file))
+        assert (embedding.grid_thw, embedding.source) == (plan.grid_thw, "graph")
+        exact = theirs(pair, torch.from_numpy(patches))
+        assert (embedding.torch() - exact).abs().max() < TOLERANCE

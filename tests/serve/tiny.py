@@ -1,0 +1,45 @@
+"""The tiny service that the modules of this folder run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray import serve
+
+from encoder_service.app import build
+
+TOKEN = "let me in"
+BEARER = f"Bearer {TOKEN}"
+MAX_ITEMS = 4
+MAX_BODY_BYTES = 300_000
+WIDTH = 192
+"""Of a row: hidden 64 x (1 + 2 deepstack features)."""
+
+ARGS: dict[str, Any] = {
+    "model": {"id": "qwen3vl-tiny", "load_format": "dummy", "dtype": "float32"},
+    "encoder": {
+        "replicas": 2,
+        "num_gpus": 0,
+        "num_cpus": 0.1,
+        "device": "cpu",
+        "drain_timeout_seconds": 2,
+    },
+    "graphs": {"token_budgets": [16, 64]},
+    "router": {"num_cpus": 0.1},
+    "ingress": {"num_cpus": 0.1},
+    "limits": {"max_items": MAX_ITEMS, "max_body_bytes": MAX_BODY_BYTES},
+    "auth": {"token_sha256": [hashlib.sha256(TOKEN.encode()).hexdigest()]},
+}
+
+
+@contextmanager
+def running(name: str) -> Iterator[None]:
+    """The service, until the block ends."""
+    serve.run(build(ARGS), name=name, route_prefix="/")
+    try:
+        yield
+    finally:
+        serve.delete(name)

@@ -1,0 +1,102 @@
+"""A fleet in memory: replicas that answer, hang or are lost as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from actors.types import Answer, Dtype, Embedding, ItemPlan, Media, Timings
+from router.balance import POLICIES
+from router.dispatch import Dispatcher
+from router.metrics import RouterMetrics
+from router.options import RouterOptions
+
+Behaviour = Callable[[str, list[Media], float], Awaitable[list[Answer]]]
+
+
+class MemoryFleet:
+    """dispatch.Fleet. `calls` lists replica and digests of every shard that came."""
+
+    def __init__(self, replicas: Sequence[str], behaviour: Behaviour) -> None:
+        self.replicas = list(replicas)
+        self.behaviour = behaviour
+        self.calls: list[tuple[str, list[str]]] = []
+        self.cancelled = 0
+
+    def reports(self) -> tuple[int, Mapping[str, int]]:
+        return 0, dict.fromkeys(self.replicas, 0)
+
+    async def encode(
+        self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float
+    ) -> list[Answer]:
+        self.calls.append((replica, [item.digest for item in media]))
+        try:
+            return await self.behaviour(replica, media, timeout_seconds)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+def item(number: int, patches: int = 100) -> Media:
+    """Equal numbers: identical items."""
+    data = b"item %d" % number
+    plan = ItemPlan((1, 2, patches // 2), patches, patches // 4, (patches // 4,))
+    return Media("image", data, plan, hashlib.sha256(data).hexdigest())
+
+
+def embedding(media: Media, replica: str) -> Embedding:
+    """Its data is the digest."""
+    data = np.frombuffer(bytes.fromhex(media.digest), np.uint8)
+    return Embedding(data, "bfloat16", (1, 16), (1, 2, 2), "graph", Timings(0, 0, 0), replica)
+
+
+async def well(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+    """The behaviour of a sound replica."""
+    await asyncio.sleep(0)
+    return [embedding(one, replica) for one in media]
+
+
+def dispatcher(fleet: MemoryFleet, **options: Any) -> tuple[Dispatcher, RouterMetrics]:
+    """Largest first over the fleet."""
+    chosen = RouterOptions(**{"replica_wait_seconds": 0.05, "exclude_seconds": 60, **options})
+    metrics = RouterMetrics()
+    plan = POLICIES[chosen.policy](Random(0))
+    return Dispatcher(fleet, chosen, plan, metrics), metrics
+
+
+async def collect(
+    router: Dispatcher, media: Sequence[Media], timeout_seconds: float = 5
+) -> list[Answer]:
+    """All answers, in order; each position must come once."""
+    answers: dict[int, Answer] = {}
+    async for position, answer in router.answers(media, "bfloat16", timeout_seconds):
+        assert position not in answers
+        answers[position] = answer
+    return [answers[position] for position in range(len(media))]
+
+
+def right(media: Sequence[Media], answers: Sequence[Answer]) -> bool:
+    """Whether every answer is that of its item."""
+    return len(media) == len(answers) and all(
+        isinstance(answer, Embedding) and answer.data.tobytes().hex() == one.digest
+        for one, answer in zip(media, answers, strict=True)
+    )
+
+
+def settled(test: Coroutine[Any, Any, Dispatcher]) -> None:
+    """Runs a test that gives its dispatcher, and sees that it carries nothing in the end."""
+
+    async def run() -> None:
+        router = await test
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert router.ledger.outstanding == 0
+        assert not any(router.ledger.own(replica) for replica in router.refresh())
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())

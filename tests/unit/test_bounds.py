@@ -1,0 +1,84 @@
+"""A body that would become very many values is refused before they are built."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoder_service.bounds import MOST_VALUES, check_json, check_msgpack
+from encoder_service.formats import JSON, MSGPACK, WireError
+from encoder_service.wire import parse_request
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.binary(), st.text()
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20
+)
+
+
+def values(document: Any) -> int:
+    """How many there are, the document itself among them."""
+    if isinstance(document, dict):
+        return 1 + sum(1 + values(one) for one in document.values())
+    return 1 + (sum(map(values, document)) if isinstance(document, list) else 0)
+
+
+@given(VALUES)
+def test_the_count_of_msgpack_is_exact(document: Any) -> None:
+    room = MOST_VALUES - values(document) - 1
+    check_msgpack(msgpack.packb([document] + [0] * room))
+    with pytest.raises(WireError, match="more than 8192 values"):
+        check_msgpack(msgpack.packb([document] + [0] * (room + 1)))
+
+
+@given(VALUES)
+def test_small_json_passes(document: Any) -> None:
+    check_json(json.dumps(document, default=repr).encode())
+
+
+@pytest.mark.parametrize("size", [40, 70_000])
+@pytest.mark.parametrize("kind", [bytes, str])
+def test_content_is_not_walked(size: int, kind: type) -> None:
+    content = b"\x9f" * size if kind is bytes else "[" * size
+    check_msgpack(msgpack.packb({"items": [content] * 3, "n": [1.5, -(2**40), 2**60]}))
+
+
+def bombs() -> dict[str, tuple[bytes, str]]:
+    """Bodies that took seconds and gigabytes to parse."""
+    inner = b"\xdc\xff\xff" + b"\x90" * 65_535
+    wide = b"\x82\xa5items\xdc" + struct.pack(">H", 300) + inner * 300 + b"\xa7options\x80"
+    return {
+        "empty lists": (wide, MSGPACK),
+        "declared, not there": (b"\x81\xa5items" + b"\xdc\xff\xff" * 1000, MSGPACK),
+        "empty lists of JSON": (b'{"items":[' + b",".join([b"[]"] * 6_000_000) + b"]}", JSON),
+    }
+
+
+@pytest.mark.parametrize("name", list(bombs()))
+def test_bombs_are_refused_soon(name: str) -> None:
+    body, content_type = bombs()[name]
+    started = time.process_time()
+    with pytest.raises(WireError, match="values"):
+        parse_request(body, content_type)
+    assert time.process_time() - started < 0.3
+
+
+def test_a_message_says_what_is_wrong_with_depth() -> None:
+    with pytest.raises(WireError, match="nested too deeply"):
+        parse_request(b"\x91" * 5000, MSGPACK)
+
+
+@pytest.mark.parametrize("options", [[], False, 0, ""])
+def test_options_are_a_map(options: Any) -> None:
+    body = {"items": [], "options": options}
+    with pytest.raises(WireError, match='"options" must be a map'):
+        parse_request(msgpack.packb(body), MSGPACK)
+    assert parse_request(json.dumps(body | {"options": None}).encode(), JSON) == ([], {})

@@ -1,0 +1,171 @@
+"""The command line: exit codes, the offending key, files written."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from encoder_service import cli
+from encoder_service.client import Client, Embedding, ServiceError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def changed(tmp_path: Path, old: str, new: str) -> str:
+    """tiny.yaml with one change."""
+    text = (CONFIGS / "tiny.yaml").read_text()
+    assert old in text
+    path = tmp_path / "changed.yaml"
+    path.write_text(text.replace(old, new))
+    return str(path)
+
+
+def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", str(CONFIGS / "tiny.yaml")]) == 0
+    shown = capsys.readouterr().out
+    for word in ("qwen3vl-tiny", "64 128 256 512 1024", "largest_first", "random numbers"):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("replicas: 3", "replica: 3", "encoder.replica: no such key; known are"),
+        ("id: qwen3vl-tiny", "id: ./nowhere", "there is no such folder"),
+        ("add_EncoderServicer", "add_DecoderServicer", "grpc_options.grpc_servicer_functions"),
+        ("app:build", "app:built", "applications[0].import_path"),
+        ("http_options:", "http_option:", "http_option: Serve knows no such key"),
+        ("applications:", "application:", "needs `applications:`"),
+        ("proxy_location: HeadOnly", "{", "changed.yaml"),
+        ("port: 8000", "prt: 8000", "http_options: prt: Serve knows no such key"),
+        ("port: 9000", "reflect: true", "grpc_options: reflect: Serve knows no such key"),
+        ("- encoder_service", "- 5\n    - encoder_service", "grpc_servicer_functions.0: Input"),
+        ("http_options: {", "http_options: [1] #", "http_options: Input should be"),
+        ("route_prefix: /", "route_prefx: /", "applications[0]: route_prefx: Serve knows"),
+        ("encoder_service.app:build", "os:path", "no application has `import_path"),
+        ("id: qwen3vl-tiny", "revision: abc, id: qwen3vl-tiny", "model.revision is 'abc'"),
+        ("router: {", "limits: {timeout_seconds: 121}\n      router: {", "request_timeout_s, 120"),
+        ("router: {", "router: {max_outstanding_patches: 4095, ", "4096 patches of one largest"),
+        ("num_gpus: 0, ", "", "device is cpu: set num_gpus to 0"),
+    ],
+)
+def test_check_names_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+) -> None:
+    assert cli.main(["check", changed(tmp_path, old, new)]) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err + printed.out
+
+
+def test_check_looks_at_every_application_of_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (CONFIGS / "tiny.yaml").read_text()
+    head, application = text.split("applications:\n")
+    other = "  - {name: other, route_prefix: /other, import_path: somewhere.else:app}\n"
+    second = application.replace("name: encoder", "name: second").replace("prefix: /", "prefix: /2")
+    path = tmp_path / "several.yaml"
+    path.write_text(f"{head}applications:\n{other}{application}{second}")
+    assert cli.main(["check", str(path)]) == 0
+    assert capsys.readouterr().out.count("largest_first") == 2
+    path.write_text(path.read_text()[::-1].replace("replicas"[::-1], "replica"[::-1], 1)[::-1])
+    assert cli.main(["check", str(path)]) == 1
+    assert "applications[2].args: encoder.replica: no such key" in capsys.readouterr().err
+
+
+def test_check_of_a_file_that_is_no_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"# caf\xe9\n")
+    assert cli.main(["check", str(tmp_path / "latin.yaml")]) == 1
+    assert "latin.yaml" in capsys.readouterr().err
+
+
+def test_check_of_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "nowhere.yaml"]) == 1
+    assert "nowhere.yaml" in capsys.readouterr().err
+
+
+def fake_answers(self: Client, sources: list[str], **_: Any) -> list[Embedding | ServiceError]:
+    """An embedding for all but the files named bad."""
+    rows = torch.arange(4, dtype=torch.float32).to(torch.bfloat16)
+    data = rows.view(torch.uint8).numpy().tobytes()
+    return [
+        ServiceError("invalid_media", "items[0] is [bold]no[/] image", item=index)
+        if "bad" in source
+        else Embedding(
+            index, "image", (1, 4, 2), 2, "bfloat16", (2, 2), data, "ab", "graph", 0, "m", "dummy"
+        )
+        for index, source in enumerate(sources)
+    ]
+
+
+def test_encode_writes_what_it_got(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Client, "encode", fake_answers)
+    arguments = ["encode", "a/cat.jpg", "a/bad.jpg", "--out", str(tmp_path / "out")]
+    assert cli.main(arguments) == 1
+    with safe_open(tmp_path / "out" / "cat.safetensors", "pt") as file:
+        expected = torch.tensor([[0, 1], [2, 3]], dtype=torch.bfloat16)
+        assert torch.equal(file.get_tensor("embedding"), expected)
+        assert file.metadata()["weights"] == "dummy"
+        assert file.metadata()["grid_thw"] == "[1, 4, 2]"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["cat.safetensors"]
+    shown = capsys.readouterr().out
+    assert "random numbers" in shown
+    assert "[bold]no[/] image" in shown
+    assert "1 of 2" in shown
+    assert cli.main(["encode", "a/cat.jpg"]) == 0
+
+
+def test_encode_does_not_overwrite_its_own_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["encode", "a/cat.jpg", "b/cat.png", "--out", str(tmp_path)]) == 1
+    assert "several files are named cat" in capsys.readouterr().err
+
+
+def test_encode_when_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cat.jpg"
+    path.write_bytes(b"x")
+    arguments = ["encode", str(path), "--url", "http://127.0.0.1:9", "--timeout", "0.05"]
+    assert cli.main(arguments) == 1
+    assert "unavailable" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://[::1", "http://a:b:c"])
+def test_encode_to_an_address_that_is_none(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["encode", "cat.jpg", "--url", url]) == 1
+    assert "--url" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["bench"],
+        ["bench", "serve", "--config", "x", "--mix", "336"],
+        ["bench", "serve", "--config", "x", "--policy", "best"],
+    ],
+)
+def test_wrong_command_lines(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        cli.main(arguments)
+    assert refused.value.code == 2
+
+
+def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    subcommands = parser.add_subparsers()
+    for command in cli.COMMANDS:
+        command.add(subcommands)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["bench", "serve", "--help"])
+    assert "--mix" in capsys.readouterr().out

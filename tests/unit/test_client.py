@@ -1,0 +1,249 @@
+"""Both clients against small real servers that speak the contract, over HTTP and over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+import torch
+from fastapi import FastAPI, Request, Response
+
+import encoder_service
+from encoder_service import encoder_pb2 as pb
+from encoder_service import encoder_pb2_grpc as pb_grpc
+from encoder_service import wire
+from encoder_service.client import AsyncClient, Client, Embedding, ServiceError, Source
+from encoder_service.over_http import HttpTransport
+from tests import images
+
+ROWS = torch.arange(8, dtype=torch.float32).view(4, 2) / 3
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TIMINGS = {"queue_ms": 0.0, "preprocess_ms": 2.0, "encode_ms": 3.0, "total_ms": 9.0}
+OVERLOADED = {"type": "overloaded", "message": "later", "item": None, "retryable": True}
+
+
+def answer(index: int, data: bytes, dtype: str) -> dict[str, Any]:
+    """An item of a response; b"bad" fails."""
+    if data == b"bad":
+        error = {"type": "invalid_media", "message": "no", "item": index, "retryable": False}
+        return {"index": index, "type": "image", "error": error}
+    rows = ROWS.to(DTYPES[dtype])
+    return {
+        "index": index,
+        "type": "image",
+        "grid_thw": [1, 4, 4],
+        "tokens": 4,
+        "dtype": dtype,
+        "shape": [4, 2],
+        "data": rows.view(torch.uint8).numpy().tobytes(),
+        "digest": str(len(data)),
+        "source": "graph",
+        "deepstack": 1,
+        "notice": "seen",
+    }
+
+
+class Server:
+    """What both protocols answer; refuses the first `refusals` calls."""
+
+    def __init__(self, refusals: int = 0) -> None:
+        self.refusals = refusals
+        self.calls = 0
+
+    def refuses(self) -> bool:
+        self.calls += 1
+        return self.calls <= self.refusals
+
+    def http(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.post("/v1/encode")
+        async def encode(request: Request) -> Response:
+            if self.refuses():
+                body = json.dumps({"error": OVERLOADED})
+                return Response(body, 429, {"retry-after": "0"})
+            items, options = wire.parse_request(
+                await request.body(), request.headers["content-type"]
+            )
+            answers = [answer(i, x.data or b"", options["dtype"]) for i, x in enumerate(items)]
+            errors = [item["error"] for item in answers if "error" in item]
+            if errors and options["on_error"] == "fail":
+                return Response(json.dumps({"error": errors[0]}), 400)
+            document = {"model": "m", "weights": "dummy", "items": answers, "timings": TIMINGS}
+            body_bytes, content_type = wire.render(document, request.headers["accept"])
+            return Response(body_bytes, media_type=content_type)
+
+        @app.get("/v1/model")
+        async def model(request: Request) -> dict[str, str | None]:
+            return {"token": request.headers.get("authorization")}
+
+        @app.get("/readyz")
+        async def readyz() -> Response:
+            return Response(json.dumps({"error": OVERLOADED}), 503 if self.refuses() else 200)
+
+        return app
+
+
+class Servicer(pb_grpc.EncoderServicer):  # type: ignore[misc]
+    """The same over gRPC."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def Encode(self, request: Any, context: Any) -> Any:
+        if self.server.refuses():
+            details = json.dumps(OVERLOADED | {"retry_after_s": 0.01})
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
+        items = []
+        for index, item in enumerate(request.items):
+            one = answer(index, item.data, request.options.dtype)
+            if "error" in one:
+                if request.options.on_error == "fail":
+                    context.abort(grpc.StatusCode.INVALID_ARGUMENT, json.dumps(one["error"]))
+                one["error"] = pb.Error(**one["error"])
+            items.append(pb.Embedding(**one))
+        timings = pb.Timings(**TIMINGS)
+        return pb.EncodeResponse(model="m", weights="dummy", items=items, timings=timings)
+
+    def GetModel(self, request: Any, context: Any) -> Any:
+        token = dict(context.invocation_metadata()).get("authorization")
+        return pb.GetModelResponse(json=json.dumps({"token": token}))
+
+
+@pytest.fixture(params=["http", "grpc"])
+def protocol(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def client(protocol: str, server: Server) -> Iterator[Client]:
+    if protocol == "http":
+        with Client("http://test", token="secret") as client:
+            client.client.transport = HttpTransport(
+                "http://test", "secret", 5, httpx.ASGITransport(server.http())
+            )
+            yield client
+        return
+    with ThreadPoolExecutor(2) as pool:
+        grpc_server = grpc.server(pool)
+        pb_grpc.add_EncoderServicer_to_server(Servicer(server), grpc_server)
+        port = grpc_server.add_insecure_port("127.0.0.1:0")
+        grpc_server.start()
+        with Client(f"grpc://127.0.0.1:{port}", token="secret") as client:
+            yield client
+        grpc_server.stop(None).wait()
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_sources_and_dtypes(client: Client, tmp_path: Path, dtype: str) -> None:
+    photo = images.photograph("rocket.jpg")
+    path = tmp_path / "rocket.jpg"
+    path.write_bytes(photo)
+    sources: list[Source] = [photo, path, str(path), images.opened()]
+    embeddings = client.encode(sources, dtype=dtype)
+    assert [one.index for one in embeddings] == [0, 1, 2, 3]
+    assert [one.digest for one in embeddings[:3]] == [str(len(photo))] * 3
+    assert int(embeddings[3].digest) > 100_000, "an image travels as PNG"
+    for one in embeddings:
+        assert torch.equal(one.torch(), ROWS.to(DTYPES[dtype]))
+        assert np.array_equal(one.numpy(), ROWS.to(DTYPES[dtype]).float().numpy())
+        assert (one.grid_thw, one.tokens, one.shape) == ((1, 4, 4), 4, (4, 2))
+        assert (one.source, one.deepstack, one.notice) == ("graph", 1, "seen")
+        assert (one.model, one.weights, one.dtype) == ("m", "dummy", dtype)
+        assert one.timings == TIMINGS
+
+
+def test_errors(client: Client, protocol: str) -> None:
+    with pytest.raises(ServiceError, match="no") as refused:
+        client.encode([b"good", b"bad"])
+    error = refused.value
+    assert (error.type, error.item, error.retryable) == ("invalid_media", 1, False)
+    assert error.status == (400 if protocol == "http" else "INVALID_ARGUMENT")
+    good, bad = client.encode([b"good", b"bad"], on_error="return")
+    assert isinstance(good, Embedding)
+    assert isinstance(bad, ServiceError)
+    assert (bad.type, bad.item, bad.status) == ("invalid_media", 1, None)
+
+
+def test_refusals_are_tried_again(client: Client, server: Server) -> None:
+    server.refusals = 2
+    assert len(client.encode([b"x"])) == 1
+    assert server.calls == 3
+
+
+def test_attempts_are_bounded(client: Client, server: Server, protocol: str) -> None:
+    server.refusals = 100
+    client.client.retries = 2
+    with pytest.raises(ServiceError) as refused:
+        client.encode([b"x"])
+    assert server.calls == 3
+    assert (refused.value.type, refused.value.retryable) == ("overloaded", True)
+    assert refused.value.status == (429 if protocol == "http" else "RESOURCE_EXHAUSTED")
+    client.client.timeout_seconds = 0
+    with pytest.raises(ServiceError):
+        client.encode([b"x"])
+    assert server.calls == 4
+
+
+def test_the_token_travels(client: Client) -> None:
+    assert client.model() == {"token": "Bearer secret"}
+
+
+def test_readiness_over_http() -> None:
+    async def ask() -> list[bool]:
+        transport = HttpTransport("http://test", None, 5, httpx.ASGITransport(Server(1).http()))
+        async with AsyncClient("http://test", transport=transport) as client:
+            return [await client.ready(), await client.ready()]
+
+    assert asyncio.run(ask()) == [False, True]
+
+
+def test_a_proxy_without_the_service_is_not_ready() -> None:
+    async def ask() -> bool:
+        transport = HttpTransport("http://test", None, 5, httpx.ASGITransport(FastAPI()))
+        async with AsyncClient("http://test", transport=transport) as client:
+            with pytest.raises(ServiceError, match="404"):
+                await client.encode([b"x"])
+            return await client.ready()
+
+    assert not asyncio.run(ask())
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_nobody_there(scheme: str) -> None:
+    with Client(f"{scheme}://127.0.0.1:9", retries=0, timeout_seconds=5) as client:
+        assert not client.ready()
+        with pytest.raises(ServiceError) as refused:
+            client.encode([b"x"])
+    assert (refused.value.type, refused.value.retryable) == ("unavailable", True)
+
+
+def test_unknown_schemes() -> None:
+    with pytest.raises(ValueError, match="must be http, https, grpc or grpcs"):
+        Client("ftp://127.0.0.1")
+
+
+def test_the_package_offers_the_client_and_loads_nothing_heavy() -> None:
+    assert encoder_service.Client is Client
+    with pytest.raises(AttributeError, match="nothing"):
+        encoder_service.nothing  # noqa: B018
+    code = "import sys, encoder_service; encoder_service.Client; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"torch", "ray", "router", "actors"} & set(loaded)

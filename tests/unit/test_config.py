@@ -1,0 +1,74 @@
+"""What a configuration may say, and that its errors do not repeat secrets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from actors.errors import ConfigError
+from encoder_service.config import parse
+
+DIGEST = "Ab" * 32
+
+
+def options(text: str) -> dict[str, Any]:
+    """`args` of an otherwise good configuration."""
+    changed: dict[str, Any] = yaml.safe_load(text)
+    return {"model": {"id": "m"}} | changed
+
+
+def test_a_bare_off_in_yaml_is_a_word() -> None:
+    assert parse(options("graphs: {mode: off}")).graphs.mode == "off"
+
+
+def test_lists_and_digests_are_taken() -> None:
+    made = parse(
+        options(
+            f"graphs: {{token_budgets: [64, 128]}}\n"
+            f"auth: {{token_sha256: [{DIGEST}]}}\n"
+            f"fetch: {{allow_hosts: [images.example.com]}}"
+        )
+    )
+    assert made.graphs.token_budgets == (64, 128)
+    assert made.auth.token_sha256 == (DIGEST.lower(),)
+    assert made.fetch.allow_hosts == ("images.example.com",)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("graphs: {mode: on}", "graphs.mode"),
+        ("graphs: {token_budgets: [true]}", "graphs.token_budgets.0"),
+        ("encoder: {replicas: true}", "encoder.replicas"),
+        ("encoder: {replicas: '2'}", "encoder.replicas"),
+        ("encoder: {drain_timeout_seconds: .inf}", "encoder.drain_timeout_seconds"),
+        ("limits: {timeout_seconds: .nan}", "limits.timeout_seconds"),
+        ("encoder: {device: cpu}", "set num_gpus to 0"),
+        ("encoder: {num_gpus: 0}", "set num_gpus to 1, or device to cpu"),
+        ("encoder: {num_gpus: 2}", "encoder.num_gpus"),
+        ("auth: {token_sha256: [abc]}", "auth.token_sha256.0"),
+        ("fetch: {allow_hosts: ['https://example.com']}", "fetch.allow_hosts.0"),
+        ("fetch: {allow_hosts: ['example.com/images']}", "fetch.allow_hosts.0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(text: str, where: str) -> None:
+    with pytest.raises(ConfigError, match=where):
+        parse(options(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "auth: {token: hunter2}",
+        "auth: {token_sha256: [hunter2]}",
+        "auth: {token_sha256: hunter2}",
+        "auth: hunter2",
+        "token: hunter2",
+    ],
+)
+def test_errors_do_not_repeat_secrets(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(options(text))
+    assert "hunter2" not in refused.value.message

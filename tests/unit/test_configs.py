@@ -1,0 +1,36 @@
+"""Every file of configs/ can be served: its keys are known and what it names can be imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from actors.checkpoint import preset_names
+from actors.options import ModelOptions
+from actors.spec import read
+from encoder_service.config import ServiceOptions, fit, load
+from encoder_service.serve_file import check_serve
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_parses_and_its_serve_part_is_sound(path: Path) -> None:
+    service = load(path)
+    check_serve(yaml.safe_load(path.read_text()), str(path))
+    # A preset has no weights: beside the one that says so, a config names a repository.
+    assert service.model.id in preset_names() or service.model.id.count("/") == 1
+    if service.model.load_format == "dummy":
+        assert read(service.model).dummy
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_defaults_suit_every_preset(name: str) -> None:
+    options = ServiceOptions(model=ModelOptions(id=name, load_format="dummy"))
+    assert fit(options, read(options.model)).items > 0
+
+
+def test_there_are_configs() -> None:
+    assert {"qwen3vl", "tiny"} <= {path.stem for path in CONFIGS}

@@ -1,0 +1,232 @@
+"""Shards that are lost, replicas that fail, callers that go: what becomes of items."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from contextlib import suppress
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.errors import (
+    DeadlineExceeded,
+    EncodeFailed,
+    InvalidMedia,
+    Overloaded,
+    ServiceError,
+    Unavailable,
+)
+from actors.types import Answer, Embedding, Media
+from router.dispatch import Dispatcher, ReplicaDied, ReplicaFull, ShardLost
+from tests.unit.fleet import MemoryFleet, collect, dispatcher, embedding, item, right, settled, well
+
+
+def test_only_the_items_of_a_lost_shard_are_planned_again_and_elsewhere() -> None:
+    async def a_is_gone(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        if replica == "a":
+            raise ShardLost("killed")
+        return await well(replica, media, timeout_seconds)
+
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("abc", a_is_gone)
+        router, metrics = dispatcher(fleet)
+        media = [item(0, 600), item(1, 300), item(2, 200), item(3, 104)]
+        assert right(media, await collect(router, media))
+        digests = [one.digest for one in media]
+        assert fleet.calls == [
+            ("a", digests[:1]),
+            ("b", digests[1:2]),
+            ("c", digests[2:]),
+            ("b", digests[:1]),
+        ]
+        assert metrics.registry.get_sample_value("encoder_router_replans_total") == 1
+        assert right(media, await collect(router, media))
+        assert "a" not in {replica for replica, _ in fleet.calls[4:]}
+        return router
+
+    settled(test())
+
+
+def test_attempts_are_bounded() -> None:
+    async def lost(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        raise ShardLost("killed")
+
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("abcdef", lost)
+        router, _ = dispatcher(fleet, max_attempts=3)
+        [answer] = await collect(router, [item(0)])
+        assert isinstance(answer, Unavailable)
+        assert "3 attempts" in answer.message
+        assert [replica for replica, _ in fleet.calls] == ["a", "b", "c"]
+        return router
+
+    settled(test())
+
+
+def test_the_only_replica_is_tried_again() -> None:
+    async def test() -> Dispatcher:
+        failures = iter([ShardLost("not reached")])
+
+        async def once(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+            for failure in failures:
+                raise failure
+            return await well(replica, media, timeout_seconds)
+
+        router, _ = dispatcher(MemoryFleet("a", once))
+        assert right([item(0)], await collect(router, [item(0)]))
+        return router
+
+    settled(test())
+
+
+def test_without_a_replica_the_request_is_refused_after_a_while() -> None:
+    async def test() -> Dispatcher:
+        router, _ = dispatcher(MemoryFleet([], well))
+        with pytest.raises(Unavailable, match="no encoder replica"):
+            await collect(router, [item(0)])
+        return router
+
+    settled(test())
+
+
+def test_a_replica_that_comes_in_time_is_waited_for() -> None:
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet([], well)
+        router, _ = dispatcher(fleet, replica_wait_seconds=5)
+        request = asyncio.create_task(collect(router, [item(0)]))
+        await asyncio.sleep(0.03)
+        fleet.replicas = ["a"]
+        assert right([item(0)], await request)
+        return router
+
+    settled(test())
+
+
+def test_an_error_for_all_is_an_answer_for_each() -> None:
+    async def refuse(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        raise InvalidMedia("no")
+
+    async def crash(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        raise RuntimeError("boom")
+
+    async def forget(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        return []
+
+    async def test(fleet: MemoryFleet, kind: type[Exception]) -> Dispatcher:
+        router, _ = dispatcher(fleet)
+        answers = await collect(router, [item(0), item(1), item(2)])
+        assert [type(answer) for answer in answers] == [kind] * 3
+        return router
+
+    settled(test(MemoryFleet("ab", refuse), InvalidMedia))
+    settled(test(MemoryFleet("ab", crash), EncodeFailed))
+    settled(test(MemoryFleet("ab", forget), EncodeFailed))
+
+
+def test_the_deadline_holds_even_if_a_replica_hangs() -> None:
+    async def b_hangs(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        if replica == "b":
+            await asyncio.Event().wait()
+        return await well(replica, media, timeout_seconds)
+
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("ab", b_hangs)
+        router, _ = dispatcher(fleet)
+        quick, late = await collect(router, [item(0, 200), item(1)], timeout_seconds=0.05)
+        assert right([item(0)], [quick])
+        assert isinstance(late, DeadlineExceeded)
+        await asyncio.sleep(0)
+        assert fleet.cancelled == 1
+        return router
+
+    settled(test())
+
+
+def test_embeddings_are_let_go_of_with_their_last_reader() -> None:
+    async def test() -> Dispatcher:
+        router, _ = dispatcher(MemoryFleet("ab", well))
+        answers = await collect(router, [item(0), item(1), item(2)])
+        data = [weakref.ref(answer.data) for answer in answers if isinstance(answer, Embedding)]
+        del answers
+        await asyncio.sleep(0)
+        assert len(data) == 3
+        assert all(reference() is None for reference in data)
+        return router
+
+    gc.disable()  # they are large: waiting for the collector would fill the object store
+    try:
+        settled(test())
+    finally:
+        gc.enable()
+
+
+callers = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 5), max_size=5),
+        st.sampled_from([0.0, 0.001, 5.0]),
+        st.sampled_from([None, None, 0, 1, 3]),
+    ),
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(callers=callers, seed=st.integers(0, 10**6), coalesce=st.booleans())
+def test_whatever_happens_nothing_is_left(
+    callers: list[tuple[list[int], float, int | None]], seed: int, coalesce: bool
+) -> None:
+    async def test() -> Dispatcher:
+        random = Random(seed)
+
+        async def any_fate(
+            replica: str, media: list[Media], timeout_seconds: float
+        ) -> list[Answer]:
+            for _ in range(random.randrange(4)):
+                await asyncio.sleep(0)
+            match random.randrange(9):
+                case 0 | 1:
+                    raise ShardLost("killed")
+                case 2:
+                    raise RuntimeError("boom")
+                case 3:
+                    fleet.replicas = random.sample("abc", random.randrange(4))
+                case 4:
+                    return [DeadlineExceeded("late") for _ in media]
+                case 5:
+                    return [random.choice([embedding(m, replica), broken]) for m in media]
+                case 6:
+                    raise random.choice([ReplicaDied("killed"), ReplicaFull("no room")])
+            return [embedding(one, replica) for one in media]
+
+        async def caller(numbers: list[int], timeout_seconds: float) -> None:
+            media = [item(number) for number in numbers]
+            with suppress(Overloaded, Unavailable):
+                answers = await collect(router, media, timeout_seconds)
+                for one, answer in zip(media, answers, strict=True):
+                    assert isinstance(answer, ServiceError) or right([one], [answer])
+
+        broken: Answer = Unavailable("broken")
+        fleet = MemoryFleet("abc", any_fate)
+        router, _ = dispatcher(
+            fleet,
+            coalesce=coalesce,
+            exclude_seconds=0,
+            replica_wait_seconds=0.005,
+            max_outstanding_patches=1000,
+        )
+        tasks = []
+        for numbers, timeout_seconds, patience in callers:
+            tasks.append(asyncio.create_task(caller(numbers, timeout_seconds)))
+            if patience is not None:
+                for _ in range(patience):
+                    await asyncio.sleep(0)
+                tasks[-1].cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert outcome is None or isinstance(outcome, asyncio.CancelledError), outcome
+        return router
+
+    settled(test())

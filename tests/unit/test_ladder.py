@@ -1,0 +1,155 @@
+"""Ladders of budgets: the best there are, and what they save on heavy-tailed traffic."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.budgets import Capacity, powers_of_two
+from actors.ladder import best_ladder, padding_ratio, rounded_up, simulated_loads
+from actors.sizing import PackedSizing
+from actors.spec import read
+from actors.types import Size
+from encoder_service import cli
+from encoder_service.config import load
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+LARGEST = 16384
+SIZING = PackedSizing(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=16777216)
+"""Qwen3-VL's."""
+
+small_loads = st.dictionaries(st.integers(1, 40), st.integers(1, 9), min_size=1, max_size=7)
+
+
+@given(small_loads, st.integers(1, 5))
+def test_no_other_ladder_pads_less(loads: dict[int, int], graphs: int) -> None:
+    ladder = best_ladder(loads, graphs, 40)
+    assert list(ladder) == sorted(set(ladder))
+    assert ladder[-1] == 40
+    assert len(ladder) <= graphs
+    others = (
+        padding_ratio(loads, (*rungs, 40))
+        for count in range(graphs)
+        for rungs in combinations(range(1, 40) if count < 2 else sorted(loads.keys() - {40}), count)
+    )
+    assert padding_ratio(loads, ladder) == pytest.approx(min(others), abs=1e-9)
+
+
+@given(small_loads)
+def test_a_budget_for_each_load_pads_nothing(loads: dict[int, int]) -> None:
+    ladder = best_ladder(loads, len(loads) + 1, 40)
+    assert set(ladder) == {*loads, 40}
+    assert padding_ratio(loads, ladder) == 0
+
+
+@given(small_loads)
+def test_rounding_keeps_packs_and_never_shrinks_them(loads: dict[int, int]) -> None:
+    rounded = rounded_up(loads, 40)
+    assert sum(rounded.values()) == sum(loads.values())
+    assert all(load % 16 == 0 or load == 40 for load in rounded)
+    assert max(rounded) >= max(loads)
+
+
+def heavy_tailed(seed: int) -> list[tuple[int, int]]:
+    """Sizes of photographs: most small, some very large."""
+    random = Random(seed)
+    sizes = []
+    for _ in range(2000):
+        side = min(6000.0, random.lognormvariate(6.3, 0.7))
+        aspect = random.lognormvariate(0, 0.3)
+        sizes.append((max(16, round(side * aspect)), max(16, round(side / aspect))))
+    return sizes
+
+
+def heavy_tailed_loads(seed: int, waiting_items: float) -> dict[int, float]:
+    item_tokens: dict[int, float] = {}
+    for width, height in heavy_tailed(seed):
+        tokens = SIZING.plan(Size(width, height)).tokens
+        item_tokens[tokens] = item_tokens.get(tokens, 0.0) + 1
+    capacity = Capacity(((LARGEST,),), (LARGEST,), 256, 0)
+    return simulated_loads(item_tokens, waiting_items, capacity)
+
+
+@pytest.mark.parametrize("waiting_items", [1, 2, 16])
+def test_a_planned_ladder_saves_padding_on_traffic_it_has_not_seen(waiting_items: float) -> None:
+    doubled = powers_of_two(64, LARGEST)
+    ladder = best_ladder(
+        rounded_up(heavy_tailed_loads(0, waiting_items), LARGEST), len(doubled), LARGEST
+    )
+    unseen = heavy_tailed_loads(1, waiting_items)
+    planned, before = padding_ratio(unseen, ladder), padding_ratio(unseen, doubled)
+    print(f"{waiting_items} waiting: {before:.3f} -> {planned:.3f} with {ladder}")
+    assert planned < 0.85 * before
+
+
+def test_the_same_traffic_gives_the_same_plan() -> None:
+    assert heavy_tailed_loads(3, 4) == heavy_tailed_loads(3, 4)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["capture-plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".txt", ".json"])
+def test_the_command_prints_a_line_to_paste(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    counts = {"320x320": 50, "640x480": 30, "1024x768": 5, "4000x3000": 1}
+    path = tmp_path / f"sizes{suffix}"
+    separator = "," if suffix == ".csv" else "  "
+    lines = [f"{size}{separator}{count}\n" for size, count in counts.items()]
+    path.write_text(json.dumps(counts) if suffix == ".json" else "".join(lines))
+    shown = plan(capsys, str(path), "--config", str(CONFIGS / "tiny.yaml"), "--graphs", "4")
+    (line,) = (line for line in shown.splitlines() if line.startswith("token_budgets: ["))
+    budgets = json.loads(line.removeprefix("token_budgets: "))
+    assert len(budgets) == 4
+    assert budgets[-1] == 1024
+
+
+def test_packs_as_counted_and_a_limit_of_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "packs"
+    path.write_text("100 10\n112 10\n600 10\n2000 3\n")
+    config = ("--config", str(CONFIGS / "tiny.yaml"))
+    assert "token_budgets: [112, 608, 1024]" in plan(capsys, str(path), *config, "--graphs", "5")
+    spec = read(load(CONFIGS / "tiny.yaml").model)
+    for tokens, budgets in ((1744, "[112, 608, 1024]"), (1743, "[112, 1024]"), (1135, "[1024]")):
+        limit = ("--memory-bytes", str(tokens * spec.width * 4))  # float32
+        assert f"token_budgets: {budgets}" in plan(capsys, str(path), *config, *limit)
+    assert cli.main(["capture-plan", str(path), *config, "--memory-bytes", "9"]) == 1
+    assert "the output of the largest budget alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("336by336 3", "'336by336' '3' is not WIDTHxHEIGHT"),
+        ("336x336", "is not WIDTHxHEIGHT or TOKENS, and a count"),
+        ("336x336 many", "'many'"),
+        ("336x336 3\n800 3", "do not mix"),
+        ("", "counts nothing"),
+        ("5000 3", "nothing in it fits"),
+        ("1x1000 3", "aspect ratio"),
+    ],
+)
+def test_what_is_wrong_with_a_histogram(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    path = tmp_path / "h"
+    path.write_text(text)
+    assert cli.main(["capture-plan", str(path), "--config", str(CONFIGS / "tiny.yaml")]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--graphs=0", "--memory-bytes=-1", "--waiting-items=0.5"])
+def test_wrong_options(option: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["capture-plan", "h", "--config", "c", option])

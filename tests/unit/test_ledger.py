@@ -1,0 +1,146 @@
+"""Who carries how many patches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+
+from actors.errors import Overloaded, TooLarge
+from router.ledger import Ledger, Reservation
+
+LIMIT = 1000
+REPLICAS = ["a", "b", "c"]
+
+
+def ledger() -> Ledger:
+    return Ledger(LIMIT, exclude_seconds=5)
+
+
+def test_all_of_a_request_is_admitted_or_nothing() -> None:
+    book = ledger()
+    book.admit([400, 500], now=0)
+    with pytest.raises(Overloaded, match="900 of 1000"):
+        book.admit([50, 51], now=0)
+    assert book.outstanding == 900
+    book.admit([100], now=0)
+
+
+def test_what_could_never_be_admitted_is_too_large() -> None:
+    with pytest.raises(TooLarge, match=r"1001 patches.*max_outstanding_patches"):
+        ledger().admit([1, 1000], now=0)
+
+
+def test_retry_after_follows_the_drain_rate() -> None:
+    book = ledger()
+    for second in range(60):
+        [reservation] = book.admit([100], now=second)
+        book.release(reservation, now=second, done=True)
+    book.admit([1000], now=60)
+    with pytest.raises(Overloaded) as refused:
+        book.admit([800], now=60)
+    assert refused.value.retry_after_seconds == pytest.approx(8, rel=0.25)
+
+
+def test_retry_after_has_bounds() -> None:
+    book = ledger()
+    [first, _] = book.admit([1, 999], now=0)
+    with pytest.raises(Overloaded) as refused:
+        book.admit([1], now=0)
+    assert refused.value.retry_after_seconds == 1
+    book.release(first, now=0, done=True)
+    with pytest.raises(Overloaded) as refused:
+        book.admit([900], now=10_000)
+    assert refused.value.retry_after_seconds == 30
+
+
+def test_patches_of_other_routers_count() -> None:
+    book = ledger()
+    [mine] = book.admit([100], now=0)
+    book.assign(mine, "a")
+    book.report({"a": 700, "b": 30})
+    assert book.loads(["a", "b", "c"], now=0) == {"a": 700, "b": 30, "c": 0}
+
+
+def test_own_patches_in_an_old_report_do_not_count_as_those_of_others() -> None:
+    book = ledger()
+    [mine] = book.admit([100], now=0)
+    book.assign(mine, "a")
+    assert book.loads(["a"], now=0) == {"a": 100}
+    book.release(mine, now=0.5, done=True)
+    book.report({"a": 100})
+    assert book.loads(["a"], now=0.6) == {"a": 0}
+    assert book.loads(["a"], now=1.5) == {"a": 0}
+    assert book.loads(["a"], now=3.0) == {"a": 100}, "by now it cannot be ours"
+
+
+def test_a_failed_replica_is_excluded_for_a_while() -> None:
+    book = ledger()
+    book.exclude("a", now=10)
+    assert book.excluded("a", now=14.9)
+    assert not book.excluded("a", now=15)
+    assert not book.excluded("b", now=10)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order, the books balance, and close at zero."""
+
+    live = Bundle("live")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = ledger()
+        self.now = 0.0
+        self.open: set[Reservation] = set()
+
+    @rule(target=live, costs=st.lists(st.integers(1, 400), max_size=4))
+    def admit(self, costs: list[int]) -> object:
+        before = sum(reservation.patches for reservation in self.open)
+        try:
+            admitted = self.book.admit(costs, self.now)
+        except Overloaded:
+            assert before + sum(costs) > LIMIT
+            return multiple()
+        except TooLarge:
+            assert sum(costs) > LIMIT
+            return multiple()
+        self.open |= set(admitted)
+        return multiple(*admitted)
+
+    @rule(reservation=live, replica=st.sampled_from([*REPLICAS, None]))
+    def assign(self, reservation: Reservation, replica: str | None) -> None:
+        self.book.assign(reservation, replica)
+
+    @rule(reservation=live, done=st.booleans(), seconds=st.floats(0, 3))
+    def end(self, reservation: Reservation, done: bool, seconds: float) -> None:
+        self.now += seconds
+        self.book.release(reservation, self.now, done=done)
+        self.open.discard(reservation)
+
+    @rule(there=st.sets(st.sampled_from(REPLICAS)), patches=st.integers(0, 2000))
+    def report(self, there: set[str], patches: int) -> None:
+        self.book.report(dict.fromkeys(there, patches))
+
+    @rule(replica=st.sampled_from(REPLICAS))
+    def die(self, replica: str) -> None:
+        self.book.exclude(replica, self.now)
+        for reservation in self.open:
+            if reservation.replica == replica:
+                self.book.assign(reservation, None)
+
+    @invariant()
+    def balances(self) -> None:
+        assert self.book.outstanding == sum(r.patches for r in self.open) <= LIMIT
+        for replica in REPLICAS:
+            own = sum(r.patches for r in self.open if r.replica == replica)
+            assert self.book.own(replica) == own
+            assert self.book.loads([replica], self.now)[replica] >= own
+
+    def teardown(self) -> None:
+        for reservation in self.open:
+            self.book.release(reservation, self.now, done=False)
+        assert self.book.outstanding == 0
+        assert not any(self.book.own(replica) for replica in REPLICAS)
+
+
+TestAnyOrder = AnyOrder.TestCase

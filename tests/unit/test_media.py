@@ -1,0 +1,200 @@
+"""What headers tell is what decoding gives, and what is made to hurt is refused cheaply."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from contextlib import suppress
+from io import BytesIO
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from actors import spec
+from actors.errors import InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
+from actors.options import ModelOptions
+from actors.types import Media
+from encoder_service.config import LimitOptions
+from encoder_service.frames import count_gif_frames
+from encoder_service.header import MOST_READS, read_header
+from encoder_service.media import probe
+from tests import images
+
+MODEL = spec.read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
+FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
+
+
+def look(data: bytes) -> Media:
+    """An image under the default limits."""
+    return probe(data, "image", MODEL, LimitOptions())
+
+
+@pytest.mark.parametrize("name", images.PHOTOGRAPHS)
+def test_photographs(name: str) -> None:
+    data = images.photograph(name)
+    media = look(data)
+    size = Image.open(BytesIO(data)).size
+    grid = MODEL.sizing.plan(read_header(data).size).grid_thw
+    assert (read_header(data).size.width, read_header(data).size.height) == size
+    assert media.plan.grid_thw == grid
+    assert media.digest == hashlib.sha256(data).hexdigest()
+    assert (media.kind, media.data, media.notice) == ("image", data, "")
+
+
+@pytest.mark.parametrize(
+    ("format", "orientation"),
+    [("GIF", 0), ("BMP", 0), *product(["JPEG", "PNG", "WEBP", "TIFF"], range(9))],
+)
+def test_size_is_that_of_the_upright_image(format: str, orientation: int) -> None:
+    data = images.encoded(images.opened().resize((60, 40)), format, orientation)
+    upright = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+    size = read_header(data).size
+    assert (size.width, size.height) == upright.size
+    assert read_header(data).format.upper() == format
+
+
+def test_orientation_after_the_pixels_of_a_png_counts() -> None:
+    exif = images.exif_with([(0x0112, 3, 1, 6)]).removeprefix(b"Exif\0\0")
+    data = images.png(60, 40, images.chunk(b"eXIf", exif))
+    size = read_header(data).size
+    assert (size.width, size.height) == (40, 60)
+
+
+@pytest.mark.parametrize(("format", "name"), [("GIF", "GIF"), ("WEBP", "WebP"), ("PNG", "PNG")])
+def test_animations_say_that_one_frame_is_taken(format: str, name: str) -> None:
+    assert look(images.animated(format, 5)).notice == f"animated {name}: the first of 5 frames"
+    assert look(images.animated(format, 1)).notice == ""
+
+
+def test_long_animations_are_not_counted_to_the_end() -> None:
+    frame = b"\x2c" + bytes(8) + b"\0\x02\x01\x00\x00"
+    head = b"GIF89a\x01\0\x01\0\0\0\0"
+    assert count_gif_frames(head + frame * 50 + b";") == (50, False)
+    frames, more = count_gif_frames(head + frame * 500_000)
+    assert more
+    assert 0 < frames < 500_000
+    assert count_gif_frames((head + frame * 50)[:-3]) == (50, False)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        images.png(30_000, 30_000),
+        images.png(2**31 - 1, 2**31 - 1),
+        images.png(60_000, 100),
+        images.png(201, 1),
+        b"BM" + bytes(12) + b"\x28\0\0\0" + b"\x30\x75\0\0" * 2 + b"\1\0\x18\0" + bytes(24),
+        b"GIF89a\xff\xff\xff\xff\0\0\0" + b",\0\0\0\0\xff\xff\xff\xff\0\x02\x01\0\0;",
+        b"RIFF\x16\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + b"\xfe\x3f\0\xfe\x3f\0",
+    ],
+)
+def test_declared_sizes_beyond_the_limits(data: bytes) -> None:
+    with pytest.raises(TooLarge):
+        look(data)
+
+
+def test_the_limit_of_pixels_is_the_configured_one() -> None:
+    data = images.jpeg(100, 100)
+    probe(data, "image", MODEL, LimitOptions(max_pixels=10_000))
+    with pytest.raises(TooLarge, match="100 x 100 pixels, over the limit of 9999"):
+        probe(data, "image", MODEL, LimitOptions(max_pixels=9_999))
+    # Over the size that makes Pillow warn, but under our limit.
+    probe(images.png(13_000, 13_000), "image", MODEL, LimitOptions(max_pixels=170_000_000))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 100, b"hello", b"\xff\xd8\xff", b"GIF89a", b"BM", b"\x89PNG\r\n\x1a\n"]
+)
+def test_what_is_no_image_is_invalid(data: bytes) -> None:
+    with pytest.raises(InvalidMedia):
+        look(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (b"%PDF-1.7\n", "PDF"),
+        (b"\0\0\0\x20ftypisom", "MP4"),
+        (b"\0\0\0\x1cftypavif", "AVIF"),
+        (b"\0\0\0\x18ftypheic", "HEIC"),
+        (b'<?xml version="1.0"?>\n<svg xmlns="">', "SVG"),
+        (b"\0\0\1\0\1\0", "ICO"),
+    ],
+)
+def test_other_formats_are_named(data: bytes, name: str) -> None:
+    with pytest.raises(UnsupportedMedia, match=f"{name}.*send JPEG"):
+        look(data)
+
+
+def test_models_without_video_refuse_it() -> None:
+    with pytest.raises(UnsupportedMedia, match="takes images only"):
+        probe(b"", "video", MODEL, LimitOptions())
+
+
+def test_truncated_files_pass_when_their_header_is_whole() -> None:
+    data = images.photograph("rocket.jpg")
+    assert look(data[: len(data) // 2]).plan == look(data).plan
+    with pytest.raises(InvalidMedia):
+        look(data[:100])
+
+
+def scanned(scans: int, after: bytes = b"") -> bytes:
+    """A progressive JPEG with its last scan again and again, and something behind it."""
+    data = images.encoded(images.opened().resize((64, 48)), "JPEG", progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + last * scans + data[-2:] + after
+
+
+def test_jpegs_of_hundreds_of_scans_are_refused() -> None:
+    with pytest.raises(InvalidMedia, match="more than 50 scans: save it again"):
+        look(scanned(300))
+    look(scanned(30))
+
+
+def test_what_only_looks_like_scans_is_not_counted() -> None:
+    profile = images.jpeg_segments(scanned(1), (0xE2, b"\xff\xda" * 200))
+    look(profile)
+    look(scanned(1, after=b"\xff\xda" * 200))
+
+
+def floods() -> dict[str, bytes]:
+    """Headers that take very long or very much, if one lets them."""
+    small = images.jpeg(60, 40)
+    overlapping = images.exif_with([(0x9286, 7, 60_000, 0)] * 5_000)
+    return {
+        "segments between scans": images.jpeg_segments(
+            scanned(0), *[(0xFE, b"")] * 500_000, (0xFE, b"\xff\xda" * 200)
+        ),
+        "fill bytes": b"\xff\xd8" + b"\xff" * 2**22 + b"\0" + b"\xff\xda" * 200,
+        "segments": images.jpeg_segments(small, *[(0xE1, b"")] * 500_000),
+        "chunks": images.png(60, 40, *[images.chunk(b"tEXt", b"a\0")] * 500_000),
+        "exif": images.jpeg_segments(small, (0xE1, overlapping)),
+        "tags": b"II*\0\x08\0\0\0\xff\xff"
+        + b"\x86\x92\x07\0\0\0\x10\0\0\0\0\0" * 65_535
+        + bytes(2**20),
+    }
+
+
+@pytest.mark.parametrize("name", list(floods()))
+def test_floods_are_refused_soon(name: str) -> None:
+    data = floods()[name]
+    started = time.process_time()
+    with pytest.raises(InvalidMedia):
+        look(data)
+    assert time.process_time() - started < 1, f"{MOST_READS} reads should take far less"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(FORMATS), st.data())
+def test_damaged_headers_give_media_or_an_error(format: str, draw: st.DataObject) -> None:
+    image = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
+    data = bytearray(images.encoded(image, format))
+    for at in draw.draw(st.lists(st.integers(0, len(data) - 1), max_size=4)):
+        data[at] = draw.draw(st.integers(0, 255))
+    del data[draw.draw(st.integers(0, len(data))) :]
+    with suppress(ServiceError):
+        look(bytes(data))

@@ -1,0 +1,73 @@
+"""What the JSON files of the packed families say, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors import spec
+from actors.checkpoint import Preset
+from actors.errors import CheckpointError
+from actors.options import ModelOptions
+from actors.sizing import CappedSizing, EnlargingSizing, PackedSizing
+
+CONFIG, VISION, PROCESSOR = "config.json", "vision_config", "preprocessor_config.json"
+
+
+def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> ModelOptions:
+    """A preset as a folder; `change` goes into the vision configuration or into the processor."""
+    files = dict(Preset(preset).files)
+    if file == VISION:
+        files[CONFIG] |= {VISION: files[CONFIG][VISION] | change}
+    else:
+        files[file] |= change
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return ModelOptions(id=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("preset", "family", "sizing", "width"),
+    [
+        ("qwen35-27b", "qwen3_5", PackedSizing(16, 2, 65536, 16777216), 5120),
+        ("qwen2vl-7b", "qwen2_vl", PackedSizing(14, 2, 3136, 12845056), 3584),
+        ("qwen25vl-7b", "qwen2_5_vl", PackedSizing(14, 2, 3136, 12845056), 3584),
+        ("glm41v-9b", "glm4v", EnlargingSizing(14, 2, 6272, 4816896), 4096),
+        ("kimivl-a3b", "kimi_vl", CappedSizing(14, 2, 4096, 512), 2048),
+    ],
+)
+def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
+    model = spec.read(ModelOptions(id=preset, load_format="dummy"))
+    assert (model.family, model.sizing, model.width, model.deepstack) == (family, sizing, width, 0)
+
+
+def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
+    size = {"size": {"shortest_edge": 1, "longest_edge": 2}}
+    model = spec.read(changed(tmp_path, "qwen2vl-7b", PROCESSOR, size))
+    assert model.sizing == PackedSizing(14, 2, 3136, 12845056)  # min_pixels and max_pixels win
+    model = spec.read(
+        changed(tmp_path, "qwen2vl-7b", PROCESSOR, size | {"min_pixels": None, "max_pixels": None})
+    )
+    assert model.sizing == PackedSizing(14, 2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("preset", "file", "change"),
+    [
+        ("qwen2vl-7b", VISION, {"hidden_act": "relu"}),
+        ("qwen25vl-7b", VISION, {"hidden_act": "gelu"}),
+        ("glm41v-9b", VISION, {"attention_bias": True}),
+        ("kimivl-a3b", VISION, {"merge_kernel_size": [2, 1]}),
+        ("kimivl-a3b", VISION, {"init_pos_emb_height": 32}),
+        ("kimivl-a3b", PROCESSOR, {"pad_input": False}),
+        ("kimivl-a3b", PROCESSOR, {"resample": 2}),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    tmp_path: Path, preset: str, file: str, change: dict[str, Any]
+) -> None:
+    with pytest.raises(CheckpointError, match=f"{next(iter(change))}.*supported"):
+        spec.read(changed(tmp_path, preset, file, change))

@@ -1,0 +1,59 @@
+"""The hooks of Ray that calls to a named replica rest on."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+from ray.serve._private.common import RequestMetadata
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from router.pinned import PinnedRequestRouter
+from router.registry import PinnedReplicaUnavailable, Registry, Replica
+
+
+def test_ray_has_the_hooks() -> None:
+    assert issubclass(PinnedRequestRouter, RequestRouter)
+    for name in vars(PinnedRequestRouter).keys() & vars(RequestRouter).keys() - {"__module__"}:
+        ours = getattr(PinnedRequestRouter, name)
+        theirs = getattr(RequestRouter, name)
+        if inspect.isfunction(theirs):
+            assert list(inspect.signature(ours).parameters) == list(
+                inspect.signature(theirs).parameters
+            ), name
+    assert inspect.iscoroutinefunction(RequestRouter._choose_replica_for_request)
+    assert {
+        "initialize_state",
+        "update_replicas",
+        "on_replica_actor_died",
+        "_choose_replica_for_request",
+    } <= vars(RequestRouter).keys()
+
+
+def test_ray_has_the_fields() -> None:
+    assert "session_id" in inspect.signature(RequestMetadata).parameters
+    assert "metadata" in inspect.signature(PendingRequest).parameters
+    assert isinstance(RunningReplica.routing_stats, property)
+    assert isinstance(RunningReplica.replica_metadata, property)
+
+
+def test_serve_finds_the_class_by_its_name_and_pickles_it() -> None:
+    config = RequestRouterConfig(request_router_class="router.pinned:PinnedRequestRouter")
+    assert config.get_request_router_class().__name__ == "PinnedRequestRouter"
+
+
+def test_the_refusal_pickles() -> None:
+    error = pickle.loads(pickle.dumps(PinnedReplicaUnavailable("replica x is gone")))
+    assert isinstance(error, PinnedReplicaUnavailable)
+    assert str(error) == "replica x is gone"
+
+
+def test_a_registry_gives_the_last_word_in_order() -> None:
+    registry = Registry()
+    assert not registry.fleet(("app", "Encoder")).replicas
+    registry.publish(("app", "Encoder"), {"b": Replica({}, 1), "a": Replica({}, 2)})
+    registry.publish(("other", "Encoder"), {"c": Replica({}, 3)})
+    fleet = registry.fleet(("app", "Encoder"))
+    assert list(fleet.replicas) == ["a", "b"]
+    assert fleet.version == 1

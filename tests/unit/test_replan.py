@@ -1,0 +1,146 @@
+"""Replicas that die of an item, break down, are full or nearly late: who pays for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from actors.errors import DeadlineExceeded, EncodeFailed, Unavailable
+from actors.types import Answer, Media
+from router.dispatch import Dispatcher, ReplicaDied, ReplicaFull, ShardLost
+from tests.unit.fleet import MemoryFleet, collect, dispatcher, embedding, item, right, settled, well
+
+
+def test_an_item_that_kills_is_given_up_after_two_replicas() -> None:
+    poison, *others = media = [item(number) for number in range(20)]
+    dead: set[str] = set()
+
+    async def dies_of_it(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        if replica in dead:
+            raise ShardLost("gone")
+        await asyncio.sleep(0)
+        if poison in media:
+            dead.add(replica)
+            raise ReplicaDied("the process exited")
+        return await well(replica, media, timeout_seconds)
+
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("abcd", dies_of_it)
+        router, _ = dispatcher(fleet)
+        failed, *answers = await collect(router, media)
+        assert isinstance(failed, EncodeFailed)
+        assert "died twice" in failed.message
+        assert right(others, answers)
+        sizes = [len(digests) for _, digests in fleet.calls]
+        assert sizes == [5] * 4 + [1] * 6
+        assert len(dead) == 3, "one with companions, two alone"
+        return router
+
+    settled(test())
+
+
+def test_replicas_that_were_gone_before_they_had_the_item_do_not_speak_against_it() -> None:
+    async def only_d(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        if replica != "d":
+            raise ShardLost("gone")
+        return await well(replica, media, timeout_seconds)
+
+    async def test() -> Dispatcher:
+        router, _ = dispatcher(MemoryFleet("abcd", only_d))
+        assert right([item(0)], await collect(router, [item(0)]))
+        return router
+
+    settled(test())
+
+
+def test_a_replica_that_refuses_at_once_attracts_nothing() -> None:
+    items: Counter[str] = Counter()
+
+    async def a_is_broken(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        items[replica] += len(media)
+        if replica == "a":
+            return [Unavailable("the encoder broke down") for _ in media]
+        await asyncio.sleep(0.01)
+        return await well(replica, media, timeout_seconds)
+
+    async def test() -> Dispatcher:
+        router, _ = dispatcher(MemoryFleet("ab", a_is_broken))
+
+        async def caller(number: int) -> None:
+            for each in range(5):
+                media = [item(10 * number + each)]
+                assert right(media, await collect(router, media))
+
+        await asyncio.gather(*(caller(number) for number in range(8)))
+        assert items["a"] <= 8, "nothing once it is known"
+        assert items["b"] == 40
+        return router
+
+    settled(test())
+
+
+def test_those_that_all_refuse_are_given_up() -> None:
+    async def refuse(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        return [Unavailable("stopping") for _ in media]
+
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("abc", refuse)
+        router, _ = dispatcher(fleet, max_attempts=3)
+        [answer] = await collect(router, [item(0)])
+        assert isinstance(answer, Unavailable)
+        assert "3 attempts; last replica c: stopping" in answer.message
+        return router
+
+    settled(test())
+
+
+def test_a_full_replica_is_waited_for_as_long_as_there_is_time() -> None:
+    tries = Counter[str]()
+
+    async def full(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        tries[media[0].digest] += 1
+        if media == [item(1)] or tries[media[0].digest] < 4:
+            raise ReplicaFull("no room")
+        return await well(replica, media, timeout_seconds)
+
+    async def test() -> Dispatcher:
+        router, _ = dispatcher(MemoryFleet("a", full), max_attempts=2)
+        assert right([item(0)], await collect(router, [item(0)]))
+        assert not router.ledger.excluded("a", asyncio.get_running_loop().time())
+        [late] = await collect(router, [item(1)], timeout_seconds=0.15)
+        assert isinstance(late, DeadlineExceeded)
+        return router
+
+    settled(test())
+
+
+def test_a_late_item_does_not_take_its_companions_with_it() -> None:
+    async def half(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        await asyncio.sleep(timeout_seconds + 0.01)  # the way back
+        return [embedding(media[0], replica), DeadlineExceeded("late")]
+
+    async def test() -> Dispatcher:
+        router, _ = dispatcher(MemoryFleet("a", half))
+        quick, late = await collect(router, [item(0), item(1)], timeout_seconds=0.3)
+        assert right([item(0)], [quick])
+        assert isinstance(late, DeadlineExceeded)
+        return router
+
+    settled(test())
+
+
+def test_items_of_one_replica_come_singly_if_asked() -> None:
+    async def by_size(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        await asyncio.sleep(sum(one.plan.patches for one in media) * 1e-5)
+        return await well(replica, media, timeout_seconds)
+
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("a", by_size)
+        router, _ = dispatcher(fleet)
+        media = [item(0, 6000), item(1, 200), item(2, 3000), item(1, 200)]
+        came = [p async for p, _ in router.answers(media, "bfloat16", 5, singly=True)]
+        assert came == [1, 3, 2, 0]
+        assert len(fleet.calls) == 3
+        return router
+
+    settled(test())

@@ -1,0 +1,192 @@
+"""gRPC statuses around a fleet in memory: what a real one cannot be made to do on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import string
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from actors.errors import Overloaded, Unavailable
+from encoder_service import encoder_pb2 as pb
+from encoder_service.health import MOST_WATCHES, HealthCalls
+from encoder_service.rpc import CHUNK_BYTES, EncoderCalls, Refused, chunks, response
+from tests.images import jpeg, png
+from tests.unit.test_service import Fleet, service
+
+PRINTABLE = string.ascii_letters + string.digits + string.punctuation.replace("%", "") + " "
+
+
+class Calls(EncoderCalls, HealthCalls):
+    """The methods without Serve."""
+
+    def __init__(self, fleet: Fleet, **limits: Any) -> None:
+        self.service = service(fleet, **limits)
+
+
+class Context:
+    """What Serve keeps of a call."""
+
+    def __init__(self, request_id: str = "r-1") -> None:
+        self.code = grpc.StatusCode.OK
+        self.details = ""
+        self.request_id = ("request_id", request_id)
+        self.trailing: list[tuple[str, str]] = []
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str]]:
+        return [self.request_id]
+
+    def trailing_metadata(self) -> Sequence[tuple[str, str]]:
+        return [self.request_id, *self.trailing]
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+    def set_trailing_metadata(self, metadata: list[tuple[str, str]]) -> None:
+        self.trailing = metadata
+
+
+def request(**options: Any) -> pb.EncodeRequest:
+    return pb.EncodeRequest(items=[pb.Item(data=jpeg(64, 64))], options=pb.Options(**options))
+
+
+def call(
+    fleet: Fleet, sent: pb.EncodeRequest, request_id: str = "r-1", **limits: Any
+) -> tuple[Context, Calls]:
+    context, calls = Context(request_id), Calls(fleet, **limits)
+    asyncio.run(calls.Encode(sent, context))
+    return context, calls
+
+
+def test_overload_says_when_to_come_back() -> None:
+    context, calls = call(Fleet(Overloaded("full", 2.5)), request())
+    assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert json.loads(context.details) == {
+        "type": "overloaded",
+        "message": "full",
+        "item": None,
+        "retryable": True,
+        "retry_after_s": 2.5,
+    }
+    assert context.trailing == [("retry-after", "2.5")]
+    counted = 'encoder_requests_total{api="grpc",code="RESOURCE_EXHAUSTED"} 1.0'
+    assert counted in calls.service.metrics.text()
+
+
+def test_the_unforeseen_is_not_told() -> None:
+    context, _ = call(Fleet(KeyError("secret")), request())
+    assert context.code is grpc.StatusCode.INTERNAL
+    assert "secret" not in context.details
+    assert "r-1" in context.details
+
+
+@pytest.mark.parametrize("text", ["x", "😀", "é", "%", "\n", '"', "\0"])
+def test_details_fit_in_a_header_whatever_was_sent(text: str) -> None:
+    sent = pb.EncodeRequest(items=[pb.Item(type=text * 100_000, data=b"x")])
+    context, _ = call(Fleet(), sent)
+    assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert json.loads(context.details)["message"].startswith("items[0].type must be")
+    # As gRPC writes grpc-message: printable ASCII as it is, all else as %XX a byte.
+    assert len(quote(context.details, safe=PRINTABLE)) < 7000
+
+
+def test_items_are_counted_before_they_are_built() -> None:
+    sent = pb.EncodeRequest.FromString(b"\x0a\x02\x12\x00" * 1_000_000)
+    started = time.process_time()
+    context, _ = call(Fleet(), sent)
+    assert json.loads(context.details)["type"] == "too_large"
+    assert time.process_time() - started < 0.5
+
+
+def test_all_of_a_request_is_counted() -> None:
+    sent = pb.EncodeRequest(items=[pb.Item(url="x" * 2000)])
+    context, _ = call(Fleet(), sent, max_body_bytes=1000)
+    assert json.loads(context.details)["type"] == "too_large"
+
+
+def test_a_request_id_that_is_not_fit_for_a_log_is_replaced() -> None:
+    context, _ = call(Fleet(KeyError()), request(), "$(id) ")
+    ((name, new),) = context.trailing
+    assert name == "request_id"
+    assert f"request {new} " in json.loads(context.details)["message"]
+    assert "$" not in context.details
+
+
+def test_a_big_answer_is_put_together_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def seen(document: Any) -> pb.EncodeResponse:
+        threads.append(threading.current_thread().name)
+        return response(document)
+
+    monkeypatch.setattr("encoder_service.rpc.response", seen)
+    for side in (64, 2048):
+        sent = pb.EncodeRequest(items=[pb.Item(data=png(side, side))])
+        call(Fleet(), sent)
+    small, big = threads
+    assert small == "MainThread"
+    assert big != "MainThread"
+
+
+def watch(calls: Calls, name: str = "") -> tuple[Context, Any]:
+    context = Context()
+    return context, calls.Watch(health_pb2.HealthCheckRequest(service=name), context)
+
+
+def test_only_a_few_may_watch_at_a_time() -> None:
+    async def run() -> None:
+        calls = Calls(Fleet())
+        watching = [watch(calls)[1] for _ in range(MOST_WATCHES)]
+        for one in watching:
+            assert (await anext(one)).status == health_pb2.HealthCheckResponse.SERVING
+        context, refused = watch(calls)
+        with pytest.raises(Refused):
+            await anext(refused)
+        assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for one in watching:
+            await one.aclose()
+        await anext(watch(calls)[1])
+
+    asyncio.run(run())
+
+
+def test_watching_what_is_not_here_ends() -> None:
+    async def run() -> list[int]:
+        return [one.status async for one in watch(Calls(Fleet()), "other")[1]]
+
+    assert asyncio.run(run()) == [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN]
+
+
+def test_a_stream_ends_with_its_status() -> None:
+    context = Context()
+
+    async def read() -> None:
+        async for _ in Calls(Fleet(Unavailable("none"))).EncodeStream(request(), context):
+            pass
+
+    with pytest.raises(Refused):
+        asyncio.run(read())
+    assert context.code is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
+def test_chunks_put_together_are_the_whole(size: int) -> None:
+    data = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    document = {"index": 3, "type": "image", "tokens": 9, "data": memoryview(data)}
+    pieces = list(chunks({"model": "m", "weights": "dummy"}, document))
+    assert b"".join(piece.embedding.data for piece in pieces) == data
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert {piece.embedding.index for piece in pieces} == {3}
+    assert (pieces[0].model, pieces[0].embedding.tokens) == ("m", 9)
+    assert all(len(piece.embedding.data) <= CHUNK_BYTES for piece in pieces)

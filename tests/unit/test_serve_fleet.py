@@ -1,0 +1,75 @@
+"""What the router makes of the replicas that Serve tells it of, and of what Ray raises."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, TaskCancelledError
+
+from actors.errors import InvalidMedia
+from actors.types import Answer, Dtype, Media
+from router import router
+from router.dispatch import ReplicaDied, ReplicaFull, ShardLost
+from router.registry import REGISTRY, PinnedReplicaFull, PinnedReplicaUnavailable, Replica
+from router.router import ServeFleet
+
+
+class Handle:
+    """Of a deployment; calls raise `failure`."""
+
+    app_name = "fleet"
+    deployment_name = "Encoder"
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure = failure
+
+    def options(self, **_: str) -> Handle:
+        return self
+
+    async def remote(self, media: list[Media], dtype: Dtype, left_seconds: float) -> list[Answer]:
+        if self.failure:
+            raise self.failure
+        return []
+
+
+@pytest.fixture
+def replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models in one deployment, as in a rollout, and one that does not say."""
+    monkeypatch.setattr(router, "is_local_testing", lambda: False)
+    said = {"a": {"fingerprint": "old"}, "b": {"fingerprint": "new"}, "c": {}}
+    named = {name: Replica(metadata, 7) for name, metadata in said.items()}
+    REGISTRY.publish((Handle.app_name, Handle.deployment_name), named)
+
+
+@pytest.mark.usefixtures("replicas")
+@pytest.mark.parametrize(
+    ("fingerprint", "names"), [(None, "abc"), ("old", "ac"), ("new", "bc"), ("other", "c")]
+)
+def test_only_replicas_of_the_own_model_are_planned_for(
+    fingerprint: str | None, names: str
+) -> None:
+    fleet = ServeFleet(Handle(), fingerprint)
+    assert fleet.reports()[1] == dict.fromkeys(names, 7)
+    assert list(fleet.replicas()) == list(names)
+
+
+@pytest.mark.usefixtures("replicas")
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (PinnedReplicaFull("x"), ReplicaFull),
+        (PinnedReplicaUnavailable("x"), ShardLost),
+        (TaskCancelledError(), ShardLost),
+        (ActorDiedError(), ReplicaDied),
+        (ActorUnavailableError("x", b"x" * 16), ReplicaDied),
+        (RayTaskError("encode", "", ActorDiedError()), ShardLost),
+        (RayTaskError("encode", "", InvalidMedia("x")), InvalidMedia),
+        (RayTaskError("encode", "", ValueError("x")), RayTaskError),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.__name__,
+)
+def test_failures_are_told_apart(failure: Exception, told: type[Exception]) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        asyncio.run(ServeFleet(Handle(failure), None).encode("a", [], "bfloat16", 5))
+    assert type(raised.value) is told

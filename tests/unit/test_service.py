@@ -1,0 +1,261 @@
+"""The front door around a fleet in memory: what a real one cannot be made to do on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from base64 import b64encode
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from actors.errors import DeadlineExceeded, InvalidOption, Overloaded, ServiceError, Unavailable
+from actors.options import ModelOptions
+from actors.spec import read
+from actors.types import Answer, Dtype, Embedding, Media, Timings
+from encoder_service.config import LimitOptions, ServiceOptions
+from encoder_service.http import build
+from encoder_service.media import probe
+from encoder_service.metrics import Page, Scrape
+from encoder_service.schema import RequestOptions, request_options
+from encoder_service.service import Service
+from encoder_service.wire import RequestItem
+from tests.images import jpeg
+
+MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
+JSON = {"accept": "application/json"}
+
+
+class Fleet:
+    """Answers with zeros, after `seconds`, or raises `error`."""
+
+    def __init__(self, error: Exception | None = None, seconds: float = 0) -> None:
+        self.error = error
+        self.seconds = seconds
+        self.calls: list[tuple[Dtype, float]] = []
+        self.cancelled = False
+
+    async def encode(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+    ) -> list[Answer]:
+        self.calls.append((dtype, timeout_seconds))
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        if self.error:
+            raise self.error
+        return [zeros(one) for one in media]
+
+    async def stream(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+    ) -> AsyncGenerator[tuple[int, Answer]]:
+        for place, answer in reversed(
+            list(enumerate(await self.encode(media, dtype, timeout_seconds)))
+        ):
+            yield place, answer
+
+    async def ready_replicas(self) -> int:
+        if self.error:
+            raise self.error
+        return 1
+
+    async def scrape(self) -> Scrape:
+        return Scrape((Page("Encoder", "e", "# TYPE x gauge\nx 1\n"),), {"Router": 1})
+
+
+def zeros(media: Media) -> Embedding:
+    tokens = media.plan.tokens
+    return Embedding(
+        data=np.zeros(tokens * 192 * 2, np.uint8),
+        dtype="bfloat16",
+        shape=(tokens, 192),
+        grid_thw=media.plan.grid_thw,
+        source="graph",
+        timings=Timings(0.001, 0.002, 0.003),
+    )
+
+
+def service(fleet: Fleet, **limits: Any) -> Service:
+    options = ServiceOptions(model=MODEL, limits=LimitOptions(**limits))
+    return Service(options, read(MODEL), fleet)
+
+
+def client(fleet: Fleet, **limits: Any) -> TestClient:
+    return TestClient(build(service(fleet, **limits)), raise_server_exceptions=False)
+
+
+def post(http: TestClient, **headers: str) -> Any:
+    return http.post("/v1/encode", files={"image": jpeg(64, 64)}, headers=JSON | headers)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "name"),
+    [
+        (Overloaded("full", 1.2), 429, "overloaded"),
+        (Unavailable("no replica"), 503, "unavailable"),
+        (KeyError("secret"), 500, "internal_error"),
+        (TypeError("secret"), 500, "internal_error"),
+    ],
+)
+def test_errors_of_the_fleet(error: Exception, status: int, name: str) -> None:
+    http = client(Fleet(error))
+    response = post(http)
+    assert (response.status_code, response.json()["error"]["type"]) == (status, name)
+    assert response.headers.get("retry-after") == ("2" if status == 429 else None)
+    assert "secret" not in response.text
+
+
+def test_requests_are_counted_by_status() -> None:
+    one = service(Fleet())
+    with TestClient(build(one)) as http:
+        post(http)
+        http.post("/v1/encode", content=b"", headers={"content-type": "text/plain"})
+        http.get("/v1/model")
+    for code in ("200", "415"):
+        assert f'encoder_requests_total{{api="http",code="{code}"}} 1.0' in one.metrics.text()
+
+
+def test_readiness_is_the_fleets() -> None:
+    assert client(Fleet()).get("/readyz").json() == {"ready_replicas": 1}
+    assert client(Fleet(Unavailable("capturing"))).get("/readyz").status_code == 503
+    assert client(Fleet(Unavailable("capturing"))).get("/healthz").status_code == 200
+
+
+def test_a_fleet_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encoder_service.deadline.GRACE_SECONDS", 0.0)
+    fleet = Fleet(seconds=60)
+    response = post(client(fleet, timeout_seconds=0.1))
+    assert response.status_code == 504
+    assert response.json()["error"]["retryable"] is True
+    assert fleet.cancelled
+
+
+def test_the_fleet_is_told_what_is_left_of_the_time() -> None:
+    fleet = Fleet()
+    http = client(fleet, timeout_seconds=9)
+    post(http)
+    http.post("/v1/encode", files={"image": jpeg(64, 64)}, data={"options": '{"timeout_s": 3}'})
+    (_, first), (_, second) = fleet.calls
+    assert 8 < first <= 9
+    assert 2 < second <= 3
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("r-1.a:b_c", True),
+        ("a b", False),
+        ("x" * 200, False),
+        ("../../etc", False),
+        ("$(id)", False),
+    ],
+)
+def test_a_request_id_that_is_fit_for_a_log_is_told(given: str, kept: bool) -> None:
+    response = post(client(Fleet(KeyError())), **{"x-request-id": given})
+    assert (given in response.json()["error"]["message"]) == kept
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, True), ("r-1", False), ("$(id)", True)])
+def test_a_request_id_that_is_ours_is_in_the_header(given: str | None, told: bool) -> None:
+    """One that is the client's own is added by Serve's proxy."""
+    response = post(client(Fleet(KeyError())), **({"x-request-id": given} if given else {}))
+    if not told:
+        assert "x-request-id" not in response.headers
+        return
+    (new,) = response.headers.get_list("x-request-id")
+    assert f"request {new} " in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", [True, "5", float("nan"), 0, -1])
+def test_times_are_numbers(value: Any) -> None:
+    with pytest.raises(InvalidOption, match=r"options\.timeout_s"):
+        request_options({"timeout_s": value})
+    assert request_options({"timeout_s": 5}).timeout_s == 5.0
+
+
+@pytest.mark.parametrize("encoding", ["base64", "float"])
+def test_answers_that_would_be_too_big_are_refused(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encoder_service.admission.MOST_FLOAT_BYTES", 10_000)
+    fleet = Fleet()  # 64 x 64: 4 rows of 192 values of 2 bytes
+    http = client(fleet, max_response_bytes=10_000 if encoding == "base64" else 20_000)
+
+    def send(items: int) -> Any:
+        document = {"items": [{"data": b64encode(jpeg(64, 64)).decode()}] * items}
+        sent = document | {"options": {"encoding": encoding}}
+        return http.post("/v1/encode", json=sent, headers=JSON)
+
+    assert send(6).status_code == 200
+    refused = send(7)
+    assert refused.status_code == 413
+    assert "the answer would be 10752 bytes, over 10000" in refused.json()["error"]["message"]
+    assert len(fleet.calls) == 1
+
+
+def test_headers_are_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def seen(*args: Any) -> Media:
+        threads.append(threading.current_thread().name)
+        return probe(*args)
+
+    monkeypatch.setattr("encoder_service.admission.probe", seen)
+    assert post(client(Fleet())).status_code == 200
+    assert [name.startswith("asyncio_") for name in threads] == [True]
+
+
+def test_a_slow_reader_of_a_stream_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encoder_service.deadline.GRACE_SECONDS", 0.0)
+
+    async def collect() -> list[int]:
+        items, found = [RequestItem("image", jpeg(64, 64), None)] * 3, []
+        async for entry in service(Fleet()).stream(items, RequestOptions(timeout_s=0.2)):
+            await asyncio.sleep(0.2)
+            found.append(entry.index)
+        return found
+
+    assert asyncio.run(collect()) == [2, 1, 0]
+
+
+def test_a_stream_that_stops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encoder_service.deadline.GRACE_SECONDS", 0.0)
+
+    async def first() -> None:
+        item = RequestItem("image", jpeg(64, 64), None)
+        await anext(service(Fleet(seconds=60)).stream([item], RequestOptions(timeout_s=0.1)))
+
+    with pytest.raises(DeadlineExceeded, match=r"not answered within 0\.1 s"):
+        asyncio.run(first())
+
+
+def test_a_cancelled_request_cancels_the_work() -> None:
+    async def hang_up() -> bool:
+        fleet = Fleet(seconds=60)
+        item = RequestItem("image", jpeg(64, 64), None)
+        work = asyncio.create_task(service(fleet).encode([item], RequestOptions(), "r"))
+        while not fleet.calls:
+            await asyncio.sleep(0.01)
+        work.cancel()
+        await asyncio.wait([work])
+        return fleet.cancelled
+
+    assert asyncio.run(hang_up())
+
+
+def test_a_stream_keeps_positions_over_items_that_were_refused() -> None:
+    async def collect(files: Sequence[bytes]) -> dict[int, Any]:
+        items = [RequestItem("image", data, None) for data in files]
+        options = RequestOptions(on_error="return")
+        stream = service(Fleet()).stream(items, options)
+        return {entry.index: entry.answer async for entry in stream}
+
+    found = asyncio.run(collect([b"no", jpeg(64, 64), b"no", jpeg(96, 64)]))
+    assert isinstance(found[0], ServiceError)
+    assert isinstance(found[2], ServiceError)
+    assert (found[1].shape[0], found[3].shape[0]) == (4, 6)

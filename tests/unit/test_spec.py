@@ -1,0 +1,107 @@
+"""What a model is, from its JSON files alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors import spec
+from actors.checkpoint import Preset
+from actors.errors import CheckpointError
+from actors.options import ModelOptions
+from actors.sizing import PackedSizing
+
+
+def write(
+    folder: Path,
+    config: dict[str, Any] | None = None,
+    processor: dict[str, Any] | None = None,
+    *,
+    name: str = "preprocessor_config.json",
+) -> ModelOptions:
+    """The tiny preset as a folder, changed."""
+    files = Preset("qwen3vl-tiny").files
+    (folder / "config.json").write_text(json.dumps(files["config.json"] | (config or {})))
+    (folder / name).write_text(json.dumps(processor or {}))
+    return ModelOptions(id=str(folder))
+
+
+def test_the_presets_are_the_published_models() -> None:
+    model = spec.read(ModelOptions(id="qwen3vl-8b", load_format="dummy"))
+    assert (model.width, model.deepstack, model.weights) == (4096 * 4, 3, "dummy")
+    assert model.sizing == PackedSizing(16, 2, 65536, 16777216)
+    assert model.kinds == ("image",)
+    assert model.paths == ("default",)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_vl", "qwen3_vl_moe"])
+def test_dense_and_moe_are_one_family(tmp_path: Path, architecture: str) -> None:
+    model = spec.read(write(tmp_path, {"model_type": architecture}))
+    assert (model.family, model.weights) == ("qwen3_vl", "checkpoint")
+
+
+def test_defaults_without_a_processor(tmp_path: Path) -> None:
+    model = spec.read(write(tmp_path))
+    assert (model.mean, model.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert model.sizing == PackedSizing(16, 2, 65536, 16777216)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_processors_settings_are_read(tmp_path: Path, nested: bool) -> None:
+    settings = {
+        "size": {"shortest_edge": 1024, "longest_edge": 2048},
+        "image_mean": [0.1, 0.2, 0.3],
+        "image_std": 0.25,
+        "do_resize": True,
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+    }
+    name = "processor_config.json" if nested else "preprocessor_config.json"
+    processor = {"image_processor": settings} if nested else settings
+    model = spec.read(write(tmp_path, processor=processor, name=name))
+    assert model.sizing == PackedSizing(16, 2, 1024, 2048)
+    assert (model.mean, model.std) == ((0.1, 0.2, 0.3), (0.25, 0.25, 0.25))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"do_resize": False}, {"do_normalize": False}, {"resample": 2}, {"rescale_factor": 1.0}],
+)
+def test_other_preprocessing_is_refused(tmp_path: Path, setting: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=f"{next(iter(setting))} of the image processor"):
+        spec.read(write(tmp_path, processor=setting))
+
+
+def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'llama'.*qwen3_vl"):
+        spec.read(write(tmp_path, {"model_type": "llama"}))
+
+
+def test_a_key_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="lacks or misstates 'patch_size'"):
+        spec.read(write(tmp_path, {"vision_config": {"deepstack_visual_indexes": []}}))
+
+
+def test_no_config_at_all(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config.json"):
+        spec.read(ModelOptions(id=str(tmp_path)))
+
+
+def test_whatever_changes_the_embeddings_changes_the_fingerprint(tmp_path: Path) -> None:
+    plain = write(tmp_path)
+    models = [
+        plain,
+        plain.model_copy(update={"dtype": "float32"}),
+        plain.model_copy(update={"load_format": "dummy"}),
+        ModelOptions(id="qwen3vl-tiny", load_format="dummy"),
+        ModelOptions(id="qwen3vl-8b", load_format="dummy"),
+    ]
+    fingerprints = [spec.read(model).fingerprint for model in models]
+    fingerprints.append(
+        spec.read(write(tmp_path, processor={"image_mean": [0.4, 0.4, 0.4]})).fingerprint
+    )
+    assert len(set(fingerprints)) == len(fingerprints)
+    assert spec.read(write(tmp_path)).fingerprint == fingerprints[0]

@@ -1,0 +1,124 @@
+"""Reading a tower out of a checkpoint: what is opened, and what every fault is called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from actors.checkpoint import Folder
+from actors.errors import CheckpointError
+from actors.weights import INDEX, SINGLE, dummy, load
+
+PREFIXES = ("model.visual.", "visual.")
+EXPECTED = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (4,)}
+
+
+def tower(prefix: str = "model.visual.") -> dict[str, Tensor]:
+    """The expected tensors under the names of a checkpoint."""
+    return {prefix + name: torch.randn(shape) for name, shape in EXPECTED.items()}
+
+
+def write(folder: Path, shards: Mapping[str, Mapping[str, Tensor]]) -> Folder:
+    """A sharded checkpoint with its index."""
+    for name, tensors in shards.items():
+        save_file(dict(tensors), folder / name)
+    weight_map = {key: shard for shard, tensors in shards.items() for key in tensors}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return Folder(folder)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_only_shards_with_the_tower_are_needed(tmp_path: Path, prefix: str) -> None:
+    tensors = tower(prefix)
+    language = {"model.language_model.w": torch.zeros(5), "lm_head.weight": torch.zeros(5)}
+    first = {name: tensors[name] for name in list(tensors)[:1]} | {"model.norm": torch.zeros(1)}
+    second = {name: tensors[name] for name in list(tensors)[1:]}
+    files = write(tmp_path, {"1.safetensors": first, "2.safetensors": second, "3": language})
+    (tmp_path / "3").unlink()
+    weights = load(files, PREFIXES, EXPECTED)
+    assert weights.keys() == EXPECTED.keys()
+    assert all(torch.equal(weights[name], tensors[prefix + name]) for name in EXPECTED)
+
+
+def test_one_file_without_an_index(tmp_path: Path) -> None:
+    tensors = tower("visual.")
+    save_file(tensors | {"lm_head.weight": torch.zeros(5)}, tmp_path / SINGLE)
+    weights = load(Folder(tmp_path), PREFIXES, EXPECTED)
+    assert all(torch.equal(weights[name], tensors["visual." + name]) for name in EXPECTED)
+
+
+def test_precision_stays_the_checkpoints_own(tmp_path: Path) -> None:
+    save_file({name: values.bfloat16() for name, values in tower().items()}, tmp_path / SINGLE)
+    weights = load(Folder(tmp_path), PREFIXES, EXPECTED)
+    assert {values.dtype for values in weights.values()} == {torch.bfloat16}
+
+
+def faulty(tensors: dict[str, Tensor], change: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """With tensors added or replaced; None takes one away."""
+    changed = {**tensors, **change}
+    return {name: values for name, values in changed.items() if values is not None}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.visual.b.weight": None}, r"1 tensors are missing \(b.weight\)"),
+        ({"model.visual.c": torch.zeros(1)}, r"1 are left over \(c\)"),
+        ({"model.visual.b.weight": torch.zeros(5)}, r"b.weight \[5\] instead of \[4\]"),
+        ({"visual.b.weight": torch.zeros(4)}, "b.weight twice"),
+        ({"model.visual.a.weight_scale_inv": torch.ones(1)}, "quantised.*a.weight_scale_inv"),
+        (
+            {"model.visual.a.weight": torch.zeros(2, 3).to(torch.float8_e4m3fn)},
+            "quantised.*a.weight F8_E4M3",
+        ),
+        ({"model.visual.a.weight": torch.zeros(2, 3, dtype=torch.int8)}, "quantised.*a.weight I8"),
+    ],
+    ids=["missing", "left-over", "misshapen", "twice", "scales", "float8", "int8"],
+)
+def test_faults_are_named(
+    tmp_path: Path, change: Mapping[str, Tensor | None], message: str
+) -> None:
+    save_file(faulty(tower(), change), tmp_path / SINGLE)
+    with pytest.raises(CheckpointError, match=message):
+        load(Folder(tmp_path), PREFIXES, EXPECTED)
+
+
+def test_a_shard_that_is_not_there(tmp_path: Path) -> None:
+    files = write(tmp_path, {"1.safetensors": tower()})
+    (tmp_path / "1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"names 1.safetensors, which is not there"):
+        load(files, PREFIXES, EXPECTED)
+
+
+def test_an_index_that_promises_too_much(tmp_path: Path) -> None:
+    tensors = tower()
+    files = write(tmp_path, {"1.safetensors": tensors})
+    save_file(faulty(tensors, {"model.visual.b.weight": None}), tmp_path / "1.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks model.visual.b.weight"):
+        load(files, PREFIXES, EXPECTED)
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / SINGLE).write_bytes(b"\x00" * 40)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load(Folder(tmp_path), PREFIXES, EXPECTED)
+
+
+def test_no_safetensors_at_all(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="only safetensors"):
+        load(Folder(tmp_path), PREFIXES, EXPECTED)
+
+
+def test_dummy_weights_are_the_same_in_every_process() -> None:
+    once, again, other = dummy(EXPECTED, 0), dummy(EXPECTED, 0), dummy(EXPECTED, 1)
+    assert once.keys() == EXPECTED.keys()
+    assert all(torch.equal(once[name], again[name]) for name in EXPECTED)
+    assert not torch.equal(once["a.weight"], other["a.weight"])
+    total = float(sum(values.sum() for values in once.values()))
+    assert total == pytest.approx(2.32437, abs=1e-4)  # as another process computed it

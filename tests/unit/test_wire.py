@@ -1,0 +1,181 @@
+"""Requests and responses survive every format; what is wrong is refused with its place."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load
+
+from encoder_service import wire
+from encoder_service.formats import JSON, MSGPACK, SAFETENSORS
+from encoder_service.tensors import to_array
+from encoder_service.wire import RequestItem, WireError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def document(dtype: str = "bfloat16") -> tuple[dict[str, Any], torch.Tensor]:
+    """A response with one tensor and one error, and the tensor."""
+    rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
+    item = {
+        "index": 0,
+        "type": "image",
+        "grid_thw": [1, 4, 6],
+        "tokens": 6,
+        "dtype": dtype,
+        "shape": [6, 4],
+        "data": rows.view(torch.uint8).numpy().reshape(-1),
+        "digest": "ab",
+        "source": "graph",
+        "deepstack": 0,
+    }
+    error = {"index": 1, "type": "image", "error": {"type": "InvalidMedia", "message": "no"}}
+    answer = {"model": "m", "weights": "dummy", "items": [item, error], "timings": {"total_ms": 1}}
+    return answer, rows
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize(
+    ("accept", "encoding"),
+    [(MSGPACK, "base64"), (JSON, "base64"), (JSON, "float"), (SAFETENSORS, "base64")],
+)
+def test_responses_survive_every_format(dtype: str, accept: str, encoding: str) -> None:
+    answer, rows = document(dtype)
+    body, content_type = wire.render(answer, accept, encoding)
+    assert content_type == accept
+    read = wire.parse_response(body, content_type)
+    item = read["items"][0]
+    assert item.pop("data") == rows.view(torch.uint8).numpy().tobytes()
+    assert item == {key: value for key, value in answer["items"][0].items() if key != "data"}
+    assert read["items"][1] == answer["items"][1]
+    assert {**read, "items": 0} == {**answer, "items": 0}
+
+
+def test_safetensors_responses_are_files_for_everybody() -> None:
+    answer, rows = document()
+    tensors = load(wire.render(answer, SAFETENSORS)[0])
+    assert list(tensors) == ["0"]
+    assert torch.equal(tensors["0"], rows)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=50))
+def test_bfloat16_widens_as_torch_does(values: list[float]) -> None:
+    rows = torch.tensor([values]).to(torch.bfloat16)
+    data = rows.view(torch.uint8).numpy().tobytes()
+    assert np.array_equal(to_array(data, "bfloat16", rows.shape), rows.float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("accept", "chosen"),
+    [
+        ("", MSGPACK),
+        ("*/*", MSGPACK),
+        ("application/json, */*", JSON),
+        ("*/*;q=0.1, application/vnd.safetensors;q=0.9", SAFETENSORS),
+        ("text/html, application/*;q=0.5", MSGPACK),
+        ("application/msgpack;q=0, application/json", JSON),
+    ],
+)
+def test_accept(accept: str, chosen: str) -> None:
+    assert wire.choose(accept) == chosen
+
+
+@pytest.mark.parametrize("accept", ["text/html", "application/json;q=0"])
+def test_formats_that_nobody_offers(accept: str) -> None:
+    with pytest.raises(WireError, match="not to be had") as refused:
+        wire.choose(accept)
+    assert refused.value.kind == "unsupported"
+
+
+def test_requests() -> None:
+    expected = [RequestItem("image", b"\xff\xd8", None), RequestItem("video", None, "https://a/b")]
+    items: list[dict[str, Any]] = [
+        {"type": "image", "data": b"\xff\xd8"},
+        {"type": "video", "url": "https://a/b"},
+    ]
+    body: dict[str, Any] = {"items": items, "options": {"dtype": "float32"}}
+    assert wire.parse_request(msgpack.packb(body), MSGPACK) == (expected, body["options"])
+    items[0]["data"] = base64.b64encode(b"\xff\xd8").decode()
+    parsed = wire.parse_request(json.dumps(body).encode(), "application/json; charset=utf-8")
+    assert parsed == (expected, body["options"])
+    assert wire.parse_request(b"\xff\xd8", "image/jpeg") == (expected[:1], {})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "not JSON"),
+        (b"[" * 5_000, "not JSON"),
+        (b"[]", "must be a map"),
+        (b"{}", 'needs "items"'),
+        (b'{"items": [], "option": {}}', "unknown key 'option'"),
+        (b'{"items": [], "options": 1}', '"options" must be a map'),
+        (b'{"items": [1]}', r"items\[0\] must be a map"),
+        (b'{"items": [{"type": "audio", "data": ""}]}', "'audio'"),
+        (b'{"items": [{"data": "", "uri": ""}]}', r"items\[0\] has an unknown key 'uri'"),
+        (b'{"items": [{"type": "image"}]}', 'either "data" or "url"'),
+        (b'{"items": [{"data": "", "url": ""}]}', 'either "data" or "url"'),
+        (b'{"items": [{"data": "a"}]}', r"items\[0\].data is not base64"),
+        (b'{"items": [{"data": "YWI\\n="}]}', "not base64"),
+        (b'{"items": [{"data": [1]}]}', "must be bytes"),
+        (b'{"items": [{"url": 1}]}', "url must be a string"),
+    ],
+)
+def test_broken_requests(body: bytes, message: str) -> None:
+    with pytest.raises(WireError, match=message) as refused:
+        wire.parse_request(body, JSON)
+    assert refused.value.kind == "malformed"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x81",
+        b"\xc1",
+        b"\x91" * 100_000,
+        b"\x81\xa5items" + b"\xdd\xff\xff\xff\xff",
+        msgpack.packb({"items": [msgpack.ExtType(1, b"x")]}),
+        msgpack.packb({1: 2}),
+        msgpack.packb({"items": []}) + b"\x00",
+    ],
+)
+def test_broken_msgpack(body: bytes) -> None:
+    with pytest.raises(WireError):
+        wire.parse_request(body, MSGPACK)
+
+
+def test_unknown_content_types() -> None:
+    with pytest.raises(WireError, match="text/plain") as refused:
+        wire.parse_request(b"", "text/plain")
+    assert refused.value.kind == "unsupported"
+
+
+@given(st.binary(max_size=64), st.sampled_from([MSGPACK, JSON, SAFETENSORS]))
+def test_any_bytes_give_a_document_or_an_error(body: bytes, content_type: str) -> None:
+    try:
+        wire.parse_response(body, content_type)
+    except WireError:
+        return
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2, 3])
+def test_base64_longer_than_a_chunk(extra: int) -> None:
+    data = bytes(range(256)) * (3 * 2**12) + b"x" * extra
+    answer, _ = document()
+    answer["items"][0]["data"] = data
+    body, content_type = wire.render(answer, JSON)
+    text = json.loads(body)["items"][0]["data"]
+    assert text == base64.b64encode(data).decode()
+    assert wire.parse_response(body, content_type)["items"][0]["data"] == data
+    # Padding where one chunk ends and the next begins.
+    inner = text[: 2**22 - 4] + "YQ==" + text[2**22 :] + "YWJj"
+    with pytest.raises(WireError, match="not base64"):
+        wire.parse_request(json.dumps({"items": [{"data": inner}]}).encode(), JSON)
