@@ -24,6 +24,8 @@ MAX_CALLS = 256
 """That one encoder takes at a time."""
 BAD = b"bad"
 """Items that begin so are answered with an error."""
+HELD = b"held"
+"""Items that begin so occupy their encoder until it is told to let go."""
 
 
 class StandIn:
@@ -36,6 +38,7 @@ class StandIn:
         self.encoded: list[str] = []
         self.sick = False
         self._device = asyncio.Lock()
+        self._let_go = asyncio.Event()
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float
@@ -45,6 +48,8 @@ class StandIn:
         self.outstanding_patches += patches
         try:
             async with asyncio.timeout(timeout_seconds), self._device:
+                if any(item.data.startswith(HELD) for item in media):
+                    await self._let_go.wait()
                 await asyncio.sleep(patches * SECONDS_PER_PATCH)
         except TimeoutError:
             return [DeadlineExceeded("too slow")] * len(media)
@@ -64,6 +69,14 @@ class StandIn:
         """Id, and the digests of all items encoded so far."""
         return self.replica, self.encoded
 
+    async def hold(self) -> None:
+        """From now on held items wait."""
+        self._let_go.clear()
+
+    async def let_go(self) -> None:
+        """Held items go on, those that are to come too."""
+        self._let_go.set()
+
     async def sicken(self) -> None:
         """From now on the health check fails."""
         self.sick = True
@@ -79,9 +92,9 @@ class StandIn:
             raise RuntimeError("sick")
 
 
-def item(number: int, patches: int, data: bytes = b"") -> Media:
+def item(number: int, patches: int, kind: bytes = b"item") -> Media:
     """An item like no other number's."""
-    data = data or b"item %d" % number
+    data = b"%s %d" % (kind, number)
     plan = ItemPlan((1, 2, patches // 2), patches, patches // 4, (patches // 4,))
     return Media("image", data, plan, hashlib.sha256(data).hexdigest())
 

@@ -74,10 +74,10 @@ def load(url: str, files: dict[bytes, np.ndarray[Any, Any]]) -> Iterator[None]:
     for caller in callers:
         caller.start()
     try:
-        within(20, lambda: len(outcomes) > 2 * CALLERS)
+        within(60, lambda: len(outcomes) > 2 * CALLERS)
         yield
         after = len(outcomes) + 2 * CALLERS
-        within(20, lambda: len(outcomes) > after)
+        within(60, lambda: len(outcomes) > after)
     finally:
         stop.set()
         for caller in callers:
@@ -116,8 +116,8 @@ def test_an_encoder_dies(
             os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         else:
             ray.kill(actor)
-        within(40, lambda: len(set(encoders()) - set(before)) == 1)
-        within(40, lambda: ready_replicas(cluster.http) == 3)
+        within(60, lambda: len(set(encoders()) - set(before)) == 1)
+        within(60, lambda: ready_replicas(cluster.http) == 3)
 
 
 def test_everything_is_replaced(cluster: Cluster, files: dict[bytes, np.ndarray[Any, Any]]) -> None:

@@ -2,6 +2,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, wait
 from random import Random
+from time import monotonic
 
 import pytest
 import torch
@@ -125,10 +126,11 @@ def test_a_queue_that_moves_is_no_stall(rig: Rig) -> None:
     answers = [rig.engine.submit(toy_item(60, seed)) for seed in range(30)]
     rig.gate.clear()
     for answer in answers[:3]:
+        before = monotonic()
         rig.gate.set()
         answer.result(10)
         rig.gate.clear()
-        assert rig.engine.stalled_seconds() < 0.5
+        assert rig.engine.stalled_seconds() <= monotonic() - before
     rig.gate.set()
 
 

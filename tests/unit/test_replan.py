@@ -7,7 +7,7 @@ from collections import Counter
 
 from actors.errors import DeadlineExceeded, EncodeFailed, Unavailable
 from actors.types import Answer, Media
-from router.dispatch import Dispatcher, ReplicaDied, ReplicaFull, ShardLost
+from router.dispatch import MARGIN_PART, Dispatcher, ReplicaDied, ReplicaFull, ShardLost
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, embedding, item, right, settled, well
 
 
@@ -64,7 +64,7 @@ def test_a_replica_that_refuses_at_once_attracts_nothing() -> None:
         return await well(replica, media, timeout_seconds)
 
     async def test() -> Dispatcher:
-        router, _ = dispatcher(MemoryFleet("ab", a_is_broken))
+        router, _ = dispatcher(MemoryFleet("ab", a_is_broken), exclude_seconds=60)
 
         async def caller(number: int) -> None:
             for each in range(5):
@@ -115,8 +115,10 @@ def test_a_full_replica_is_waited_for_as_long_as_there_is_time() -> None:
 
 
 def test_a_late_item_does_not_take_its_companions_with_it() -> None:
+    given: list[float] = []
+
     async def half(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
-        await asyncio.sleep(timeout_seconds + 0.01)  # the way back
+        given.append(timeout_seconds)
         return [embedding(media[0], replica), DeadlineExceeded("late")]
 
     async def test() -> Dispatcher:
@@ -124,6 +126,7 @@ def test_a_late_item_does_not_take_its_companions_with_it() -> None:
         quick, late = await collect(router, [item(0), item(1)], timeout_seconds=0.3)
         assert right([item(0)], [quick])
         assert isinstance(late, DeadlineExceeded)
+        assert max(given) <= 0.3 * (1 - MARGIN_PART), "time for the way back"
         return router
 
     settled(test())

@@ -215,8 +215,8 @@ def test_a_slow_reader_of_a_stream_is_left_alone(monkeypatch: pytest.MonkeyPatch
 
     async def collect() -> list[int]:
         items, found = [RequestItem("image", jpeg(64, 64), None)] * 3, []
-        async for entry in service(Fleet()).stream(items, RequestOptions(timeout_s=0.2)):
-            await asyncio.sleep(0.2)
+        async for entry in service(Fleet()).stream(items, RequestOptions(timeout_s=1)):
+            await asyncio.sleep(0.4)
             found.append(entry.index)
         return found
 

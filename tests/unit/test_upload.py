@@ -105,7 +105,7 @@ async def trickle(stop: asyncio.Event) -> AsyncIterator[bytes]:
 
 
 def test_uploads_end_and_their_bytes_are_bounded() -> None:
-    limits = {"max_body_bytes": 1000, "max_buffered_bytes": 1000, "timeout_seconds": 0.5}
+    limits = {"max_body_bytes": 1000, "max_buffered_bytes": 1000, "timeout_seconds": 1.5}
 
     async def run() -> None:
         one, stop = service(Fleet(), **limits), asyncio.Event()
