@@ -20,7 +20,7 @@ from ray import serve
 from torch import Tensor
 
 from actors.budgets import capacity
-from actors.cache import EmbeddingCache
+from actors.cache import EmbeddingCache, Entry
 from actors.capture import capture, choose_packing
 from actors.device import CpuDevice, Device
 from actors.engine import Engine
@@ -29,14 +29,13 @@ from actors.metrics import EncoderMetrics
 from actors.models.load import load
 from actors.options import ActorOptions
 from actors.preprocess import decode, prepare
-from actors.types import Answer, Bytes, Dtype, Embedding, Item, Media, Source, Timings
+from actors.shared import INLINE_BYTES, read, share
+from actors.tensors import flat_tensor
+from actors.types import Answer, Dtype, Embedding, Item, Media, Source, Timings
 
 log = logging.getLogger("ray.serve")
 
 Result = TypeVar("Result")
-
-INLINE_BYTES = 2**20
-"""Rows that are copied or converted where they are; more go to a thread."""
 
 
 class Encoder:
@@ -110,29 +109,37 @@ class Encoder:
 
     async def _encode(self, media: Media, dtype: Dtype) -> Embedding:
         """Cache? Otherwise decode ahead of the device, then wait for the engine."""
-        loop = asyncio.get_running_loop()
-        rows = self.cache.get(media.digest)
+        key = (self.tower.spec.fingerprint, *media.identity)
+        entry = self.cache.get(key, media.plan.tokens)
         source: Source = "cache"
         timings = Timings(0.0, 0.0, 0.0)
-        if rows is None:
-            item, waited, preprocess_seconds = await loop.run_in_executor(
-                self.decoders, self._prepare, media, monotonic()
-            )
-            encoded = await asyncio.wrap_future(self.engine.submit(item))
-            rows, source = encoded.rows, encoded.source
-            timings = Timings(
-                waited + encoded.queue_seconds, preprocess_seconds, encoded.encode_seconds
-            )
-            await off_the_loop(rows, self.cache.put, media.digest, rows)
+        if entry is None:
+            rows, source, timings = await self._compute(media)
+            kept_as = self.tower.spec.dtype if self.cache.max_bytes else dtype
+            entry = await off_the_loop(rows.nbytes, shared_rows, rows, kept_as)
+            self.cache.put(key, entry)
+        if entry.dtype != dtype:
+            rows = flat_tensor(await read(entry.data), entry.dtype).view(entry.shape)
+            entry = await off_the_loop(rows.nbytes, shared_rows, rows, dtype)
         return Embedding(
-            data=await off_the_loop(rows, host_bytes, rows, dtype),
+            data=entry.data,
             dtype=dtype,
-            shape=(rows.shape[0], rows.shape[1]),
+            shape=entry.shape,
             grid_thw=media.plan.grid_thw,
             source=source,
             timings=timings,
             replica=self.replica,
         )
+
+    async def _compute(self, media: Media) -> tuple[Tensor, Source, Timings]:
+        """Rows [tokens, width] on the host."""
+        item, waited, preprocess_seconds = await asyncio.get_running_loop().run_in_executor(
+            self.decoders, self._prepare, media, monotonic()
+        )
+        encoded = await asyncio.wrap_future(self.engine.submit(item))
+        waited += encoded.queue_seconds
+        timings = Timings(waited, preprocess_seconds, encoded.encode_seconds)
+        return encoded.rows, encoded.source, timings
 
     def _prepare(self, media: Media, since: float) -> tuple[Item, float, float]:
         """The item, how long it waited for this thread, and how long it took."""
@@ -168,12 +175,12 @@ class Encoder:
             self.decoders.shutdown()
 
 
-async def off_the_loop(rows: Tensor, work: Callable[..., Result], *args: object) -> Result:
-    """work(...), which may copy the rows: in a thread if they are many.
+async def off_the_loop(size_bytes: int, work: Callable[..., Result], *args: object) -> Result:
+    """work(...), which copies so many bytes: in a thread if they are many.
 
     Not one of the decoding threads: what is done would wait behind what has not begun.
     """
-    if rows.nbytes <= INLINE_BYTES:
+    if size_bytes <= INLINE_BYTES:
         return work(*args)
     return await asyncio.to_thread(work, *args)
 
@@ -192,6 +199,7 @@ def open_device(kind: str) -> Device:
     return CudaDevice()
 
 
-def host_bytes(rows: Tensor, dtype: Dtype) -> Bytes:
-    """uint8 [bytes] of the rows in the dtype asked for; no copy if they are in it already."""
-    return rows.to(getattr(torch, dtype)).view(torch.uint8).numpy().reshape(-1)
+def shared_rows(rows: Tensor, dtype: Dtype) -> Entry:
+    """Rows [tokens, width] in a dtype; in shared memory if they are many."""
+    data = rows.to(getattr(torch, dtype)).view(torch.uint8).numpy().reshape(-1)
+    return Entry(share(data), dtype, (rows.shape[0], rows.shape[1]))

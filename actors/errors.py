@@ -11,6 +11,7 @@
       Overloaded               too many patches in flight: come back later
       DeadlineExceeded         the caller's time is over
       Unavailable              no replica can take it now
+        EmbeddingLost          encoded, but gone with its replica before it was read
       EncodeFailed             our fault
       StartError               the service cannot start as configured
         ConfigError            a key or value of the configuration
@@ -77,6 +78,10 @@ class DeadlineExceeded(ServiceError):
 
 class Unavailable(ServiceError):
     """No replica can take the work now."""
+
+
+class EmbeddingLost(Unavailable):
+    """It was encoded, but the process that held its bytes has ended."""
 
 
 class EncodeFailed(ServiceError):

@@ -60,6 +60,11 @@ class Media:
     notice: str = ""
     """What the client should know, such as "animated GIF: the first of 12 frames"."""
 
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """What decides its rows, beside the model. Equal ones are encoded once."""
+        return self.kind, self.digest
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -101,11 +106,22 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedBytes:
+    """Bytes in Ray's shared memory, written once; they stay while anybody holds this (shared.py).
+
+    Lost with the process that wrote them.
+    """
+
+    object_ref: object
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Embedding:
     """One item's rows, in the order that the model's own processor gives."""
 
-    data: Bytes
-    """uint8 [tokens * width * bytes of dtype], row-major, little-endian."""
+    data: Bytes | SharedBytes
+    """uint8 [tokens * width * bytes of dtype], row-major, little-endian; not to be written to."""
     dtype: Dtype
     shape: tuple[int, int]
     """Tokens, width. Deepstack models: width is hidden x (1 + n), main features first."""

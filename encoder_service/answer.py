@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from actors.spec import ModelSpec
 from actors.types import Answer, Embedding, Media
 from encoder_service.errors import fault
@@ -46,6 +48,7 @@ def item(spec: ModelSpec, entry: Entry, request_id: str) -> Json:
         return place | {"error": error | {"item": entry.index}}
     embedding, media = entry.answer, entry.media
     assert media is not None, "an embedding without its media. This is a bug."
+    assert isinstance(embedding.data, np.ndarray), "an embedding not read yet. This is a bug."
     return (
         place
         | {

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from time import monotonic
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.errors import Unavailable
+from actors.errors import EmbeddingLost, Unavailable
 from actors.spec import ModelSpec
 from actors.types import Answer, Dtype, Media
 from encoder_service import http
@@ -22,6 +24,7 @@ from encoder_service.health import HealthCalls
 from encoder_service.metrics import Page, Scrape
 from encoder_service.rpc import EncoderCalls
 from encoder_service.service import Service
+from router.here import answer_here, encode_here
 from router.router import Router
 
 SCRAPE_SECONDS = 2.0
@@ -63,14 +66,21 @@ class Fleet:
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float
     ) -> list[Answer]:
-        """An answer for each item, in order."""
-        return await self.router.encode(media, dtype, timeout_seconds)
+        """An answer for each item, in order, the data in this process."""
+        return await encode_here(self.router.encode, media, dtype, timeout_seconds)
 
-    def stream(
+    async def stream(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float
     ) -> AsyncGenerator[tuple[int, Answer]]:
-        """Position and answer, as they come."""
-        return self.router.encode_stream(media, dtype, timeout_seconds)
+        """Position and answer, as they come, the data in this process."""
+        deadline = monotonic() + timeout_seconds
+        async with aclosing(self.router.encode_stream(media, dtype, timeout_seconds)) as answers:
+            async for place, answer in answers:
+                found = await answer_here(answer)
+                if isinstance(found, EmbeddingLost):
+                    left = deadline - monotonic()
+                    (found,) = await encode_here(self.router.encode, [media[place]], dtype, left)
+                yield place, found
 
     async def ready_replicas(self) -> int:
         """Encoders that may be given work. Raises Unavailable if there is none."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from actors.types import Answer, Dtype, Media
 from router.ledger import Reservation
 
-Key = tuple[str, str, Dtype]
-"""Digest and kind of an item, dtype of the answer: what decides its embedding."""
+Key = tuple[tuple[str, ...], Dtype]
+"""Identity of an item and dtype of the answer: what decides its embedding."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +57,11 @@ class Flights:
 
     def get(self, media: Media, dtype: Dtype) -> Flight | None:
         """The flight of an identical item."""
-        return self._open.get((media.digest, media.kind, dtype))
+        return self._open.get((media.identity, dtype))
 
     def open(self, flight: Flight) -> None:
         """Lets others join."""
-        self._open[flight.media.digest, flight.media.kind, flight.dtype] = flight
+        self._open[flight.media.identity, flight.dtype] = flight
 
     def join(self, flight: Flight, deadline: float) -> None:
         """One more waits. Each `join` has its `leave`."""
@@ -92,5 +92,5 @@ class Flights:
             flight.answer.set_result(answer)
         flight.carrier = None
         if self.get(flight.media, flight.dtype) is flight:
-            del self._open[flight.media.digest, flight.media.kind, flight.dtype]
+            del self._open[flight.media.identity, flight.dtype]
         self._landed(flight)

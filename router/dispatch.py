@@ -141,7 +141,7 @@ class Dispatcher:
             if not self._options.coalesce:
                 fresh[position] = item
             elif self._flights.get(item, dtype) is None:
-                fresh.setdefault((item.digest, item.kind), item)
+                fresh.setdefault(item.identity, item)
         try:
             costs = [item.plan.patches for item in fresh.values()]
             reservations = self.ledger.admit(costs, now())

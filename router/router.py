@@ -72,7 +72,7 @@ class ServeFleet:
         self._deployment = (encoder.app_name, encoder.deployment_name)
         self._fingerprint = fingerprint
         # `options` starts the handle's request router, which fills the registry.
-        self._handle = encoder.options(method_name="encode")
+        self._handle = encoder.options(method_name="encode", _by_reference=True)
         self._pinned: dict[str, Any] = {}
         self._local = is_local_testing()
 
@@ -149,7 +149,8 @@ class Router:
     ) -> list[Answer]:
         """The answers in the order of `media`; items that fail are answered with their error.
 
-        Raises Overloaded, TooLarge or Unavailable when the request as a whole is refused.
+        Embeddings above a megabyte are references to shared memory, which here.py reads. Raises
+        Overloaded, TooLarge or Unavailable when the request as a whole is refused.
         """
         answers: dict[int, Answer] = {}
         async with aclosing(self._dispatcher.answers(media, dtype, timeout_seconds)) as stream:

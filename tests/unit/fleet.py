@@ -83,7 +83,9 @@ async def collect(
 def right(media: Sequence[Media], answers: Sequence[Answer]) -> bool:
     """Whether every answer is that of its item."""
     return len(media) == len(answers) and all(
-        isinstance(answer, Embedding) and answer.data.tobytes().hex() == one.digest
+        isinstance(answer, Embedding)
+        and isinstance(answer.data, np.ndarray)
+        and answer.data.tobytes().hex() == one.digest
         for one, answer in zip(media, answers, strict=True)
     )
 

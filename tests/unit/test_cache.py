@@ -1,13 +1,22 @@
-import torch
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.cache import EmbeddingCache
+from actors.cache import EmbeddingCache, Entry
 from actors.metrics import EncoderMetrics
+from actors.types import SharedBytes
+
+ROW_BYTES = 16
 
 
-def rows(count: int, value: float = 0.0) -> torch.Tensor:
-    return torch.full((count, 4), float(value))
+def entry(count: int, value: int = 0) -> Entry:
+    data = np.full(count * ROW_BYTES, value, np.uint8)
+    return Entry(data, "float32", (count, ROW_BYTES // 4))
+
+
+def shared(count: int) -> Entry:
+    return Entry(SharedBytes(object(), count * ROW_BYTES), "float32", (count, ROW_BYTES // 4))
 
 
 def sample(metrics: EncoderMetrics, name: str) -> float:
@@ -16,44 +25,73 @@ def sample(metrics: EncoderMetrics, name: str) -> float:
 
 def test_least_recently_used_goes_first() -> None:
     metrics = EncoderMetrics()
-    cache = EmbeddingCache(2 * rows(3).nbytes, metrics)
-    cache.put("a", rows(3, 1))
-    cache.put("b", rows(3, 2))
-    assert cache.get("a") is not None
-    cache.put("c", rows(3, 3))
-    assert cache.get("b") is None
-    assert torch.equal(cache.get("a"), rows(3, 1))  # type: ignore[arg-type]
-    assert [sample(metrics, n) for n in ("hits_total", "misses_total", "evictions_total")] == [
-        2,
-        1,
-        1,
-    ]
+    cache = EmbeddingCache(2 * 3 * ROW_BYTES, metrics)
+    cache.put(("a",), entry(3, 1))
+    cache.put(("b",), entry(3, 2))
+    assert cache.get(("a",), 3) is not None
+    cache.put(("c",), entry(3, 3))
+    assert cache.get(("b",), 3) is None
+    found = cache.get(("a",), 3)
+    assert found is not None
+    assert isinstance(found.data, np.ndarray)
+    assert (found.data == 1).all()
+    counted = [sample(metrics, n) for n in ("hits_total", "misses_total", "evictions_total")]
+    assert counted == [2, 1, 1]
 
 
-def test_an_entry_is_a_copy() -> None:
+def test_nobody_can_change_what_is_kept() -> None:
     cache = EmbeddingCache(1000, EncoderMetrics())
-    original = rows(2, 5)
-    cache.put("a", original)
-    original.zero_()
-    assert torch.equal(cache.get("a"), rows(2, 5))  # type: ignore[arg-type]
+    original = entry(2, 5)
+    cache.put(("a",), original)
+    assert isinstance(original.data, np.ndarray)
+    original.data[:] = 0
+    found = cache.get(("a",), 2)
+    assert found is not None
+    assert isinstance(found.data, np.ndarray)
+    assert (found.data == 5).all()
+    with pytest.raises(ValueError, match="read-only"):
+        found.data[:] = 0
+
+
+def test_shared_memory_is_kept_by_reference() -> None:
+    cache = EmbeddingCache(1000, EncoderMetrics())
+    original = shared(2)
+    cache.put(("a",), original)
+    assert cache.get(("a",), 2) is original
+    assert cache.bytes == 2 * ROW_BYTES
+
+
+def test_an_entry_of_another_length_is_never_given() -> None:
+    metrics = EncoderMetrics()
+    cache = EmbeddingCache(1000, metrics)
+    cache.put(("a",), entry(2))
+    assert cache.get(("a",), 3) is None
+    assert (cache.bytes, sample(metrics, "bytes"), sample(metrics, "misses_total")) == (0, 0, 1)
 
 
 def test_no_bytes_no_cache_and_no_misses_counted() -> None:
     metrics = EncoderMetrics()
     cache = EmbeddingCache(0, metrics)
-    cache.put("a", rows(1))
-    assert cache.get("a") is None
+    cache.put(("a",), entry(1))
+    assert cache.get(("a",), 1) is None
     assert sample(metrics, "misses_total") == 0
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12))), st.integers(1, 200))
-def test_the_limit_is_never_passed(puts: list[tuple[int, int]], max_bytes: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12), st.booleans())),
+    st.integers(1, 12 * ROW_BYTES * 3),
+)
+def test_the_limit_is_never_passed(puts: list[tuple[int, int, bool]], max_bytes: int) -> None:
     metrics = EncoderMetrics()
     cache = EmbeddingCache(max_bytes, metrics)
-    sizes: dict[str, int] = {}
-    for key, count in puts:
-        cache.put(str(key), rows(count))
-        sizes.setdefault(str(key), count)
-        held = [entry for k in range(10) if (entry := cache.get(str(k))) is not None]
-        assert sum(entry.nbytes for entry in held) == cache.bytes <= max_bytes
+    counts: dict[int, int] = {}
+    for key, count, in_shared_memory in puts:
+        kept = key in counts and cache.get((str(key),), counts[key])
+        cache.put((str(key),), shared(count) if in_shared_memory else entry(count))
+        if not kept:
+            counts[key] = count
+        held = [e for k, n in counts.items() if (e := cache.get((str(k),), n)) is not None]
+        assert sum(e.size_bytes for e in held) == cache.bytes <= max_bytes
         assert sample(metrics, "bytes") == cache.bytes
+        if count * ROW_BYTES <= max_bytes:
+            assert cache.get((str(key),), counts[key]) is not None

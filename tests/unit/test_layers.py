@@ -10,7 +10,7 @@ LAYERS = ("actors", "router", "encoder_service")  # each may import itself and t
 WITHOUT_TORCH = ("encoder_service", "router")
 TORCH_FREE_ACTORS = {
     "types", "errors", "options", "sizing", "spec", "checkpoint", "budgets", "packing", "metrics",
-    "cost", "ladder",
+    "cost", "ladder", "shared",
 }  # fmt: skip
 MAY_IMPORT_RAY = {
     "encoder_service/app.py",
@@ -20,6 +20,7 @@ MAY_IMPORT_RAY = {
     "router/router.py",
     "router/pinned.py",
     "actors/encoder.py",
+    "actors/shared.py",
 }
 CLIENT_HALF = ("encoder_service/client.py", "encoder_service/wire.py")
 

@@ -1,0 +1,54 @@
+"""Encode, and have the bytes in this process: what is lost on the way is encoded again.
+
+For whoever reads embeddings, as the ingress and language models do. `Router.encode` alone gives
+references, for those who hand them on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from time import monotonic
+
+from actors.errors import EmbeddingLost
+from actors.shared import here
+from actors.types import Answer, Dtype, Embedding, Media
+
+Encode = Callable[[list[Media], Dtype, float], Awaitable[list[Answer]]]
+"""`Router.encode`, or `.encode.remote` of a handle to the Router deployment."""
+
+ATTEMPTS = 3
+"""How often an item is encoded whose bytes are lost before they are read."""
+
+
+async def encode_here(
+    encode: Encode, media: Sequence[Media], dtype: Dtype, timeout_seconds: float
+) -> list[Answer]:
+    """The answers in the order of `media`; the data of embeddings are arrays, not to be written to.
+
+        answers = await encode_here(handle.encode.remote, media, "bfloat16", 60)
+
+    Raises as `Router.encode` does.
+    """
+    deadline = monotonic() + timeout_seconds
+    answers: dict[int, Answer] = {}
+    wanted = list(range(len(media)))
+    for _ in range(ATTEMPTS):
+        left = max(0.0, deadline - monotonic())
+        found = await encode([media[place] for place in wanted], dtype, left)
+        found = await asyncio.gather(*map(answer_here, found))
+        answers.update(zip(wanted, found, strict=True))
+        wanted = [place for place in wanted if isinstance(answers[place], EmbeddingLost)]
+        if not wanted:
+            break
+    return [answers[place] for place in range(len(media))]
+
+
+async def answer_here(answer: Answer) -> Answer:
+    """The same with its data in this process; EmbeddingLost in its place where it is lost."""
+    if not isinstance(answer, Embedding):
+        return answer
+    try:
+        return await here(answer)
+    except EmbeddingLost as error:
+        return error
