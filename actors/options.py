@@ -75,8 +75,8 @@ class PreprocessOptions(Options):
     """Images decoded at the same time, ahead of the device."""
 
 
-class EncoderOptions(Options):
-    """The deployment of encoder actors: one replica owns one device."""
+class DeviceOptions(Options):
+    """A deployment that computes: one replica owns one device."""
 
     replicas: PositiveInt = 1
     num_gpus: float = Field(1, ge=0, le=1)
@@ -86,8 +86,6 @@ class EncoderOptions(Options):
     drain_timeout_seconds: float = Field(30, gt=0)
     """How long a replica that is being stopped may take to finish what it accepted."""
     health_check_period_seconds: float = Field(5, gt=0)
-    max_stall_seconds: float = Field(60, gt=0)
-    """A replica with work that finishes nothing for so long reports itself unhealthy."""
 
     @model_validator(mode="after")
     def device_is_reserved(self) -> Self:
@@ -97,6 +95,13 @@ class EncoderOptions(Options):
         if self.device == "cuda" and not self.num_gpus:
             raise ValueError("device is cuda: set num_gpus to 1, or device to cpu")
         return self
+
+
+class EncoderOptions(DeviceOptions):
+    """The deployment of encoder actors."""
+
+    max_stall_seconds: float = Field(60, gt=0)
+    """A replica with work that finishes nothing for so long reports itself unhealthy."""
 
 
 class ActorOptions(Options):

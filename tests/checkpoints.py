@@ -87,6 +87,12 @@ GLM_EXPERTS = {
     "moe_intermediate_size": 64,
     "n_group": 1,
     "topk_group": 1,
+    "rope_parameters": {  # half of a head is rotated
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 2, 2],
+    },
 }
 GLM_PROCESSOR = PROCESSOR | {
     "patch_size": 14,

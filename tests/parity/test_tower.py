@@ -124,16 +124,21 @@ def encode(
 
 def theirs(pair: Pair, plans: Sequence[ItemPlan], patches: Tensor) -> Tensor:
     """get_image_features: main features, then deepstack features, side by side."""
+    with torch.no_grad():
+        grid = torch.tensor([plan.grid_thw for plan in plans])
+        pixels = pixel_values(pair, plans, patches)
+        features = pair.reference.model.get_image_features(pixels, grid, return_dict=True)
+    return rows_of(features)
+
+
+def pixel_values(pair: Pair, plans: Sequence[ItemPlan], patches: Tensor) -> Tensor:
+    """What the family's own processor makes of the patches."""
     spec = pair.tower.spec
     mean, std = (torch.tensor(values)[:, None] for values in (spec.mean, spec.std))
     patches = as_published(pair, plans, patches)
-    pixels = (patches.unflatten(1, (3, -1)) / 255 - mean) / std
+    pixels: Tensor = (patches.unflatten(1, (3, -1)) / 255 - mean) / std
     frames = spec.vision.get("temporal_patch_size", 1)
-    pixels = pixels[:, :, None].expand(-1, -1, frames, -1).flatten(1)
-    with torch.no_grad():
-        grid = torch.tensor([plan.grid_thw for plan in plans])
-        features = pair.reference.model.get_image_features(pixels, grid, return_dict=True)
-    return rows_of(features)
+    return pixels[:, :, None].expand(-1, -1, frames, -1).flatten(1)
 
 
 def as_published(pair: Pair, plans: Sequence[ItemPlan], patches: Tensor) -> Tensor:

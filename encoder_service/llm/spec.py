@@ -1,0 +1,85 @@
+"""What a language model is, read from its config.json alone. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.checkpoint import find
+from actors.errors import CheckpointError, ConfigError
+from actors.options import ModelOptions
+from actors.spec import ModelSpec
+from actors.types import Dtype
+from encoder_service.llm.options import LlmOptions
+
+FAMILIES = {
+    "qwen2_vl": "qwen2_vl",
+    "qwen2_5_vl": "qwen2_5_vl",
+    "qwen3_vl": "qwen3_vl",
+    "qwen3_vl_moe": "qwen3_vl",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5",
+    "glm4v": "glm4v",
+    "glm4v_moe": "glm4v",
+    "glm46v": "glm4v",
+}
+"""`model_type` of config.json -> the family of the tower whose embeddings it reads."""
+
+COMMON_LENGTH = 32768
+"""Tokens that a model whose config.json does not say was made for."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlmSpec:
+    """One language model."""
+
+    id: str
+    revision: str | None
+    dtype: Dtype
+    dummy: bool
+    """Random weights: what it writes means nothing."""
+    hidden_size: int
+    deepstack: int
+    """How many deepstack features follow the main ones in a row of an embedding."""
+    image_token_id: int
+    """Stands in a prompt for one row of an image's embedding."""
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+
+
+def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
+    """The spec of `llm.model`, or else `model`. Raises CheckpointError, ConfigError."""
+    own = options.model or model
+    config = find(own).read_json("config.json") or {}
+    kind = str(config.get("model_type"))
+    if FAMILIES.get(kind) != tower.family:
+        raise ConfigError(
+            f"llm: a language model of the architecture {kind!r} does not read embeddings of "
+            f"{tower.family}; there is one for {', '.join(sorted(set(FAMILIES.values())))}"
+        )
+    text = config.get("text_config", config)  # Qwen2-VL's is flat
+    try:
+        hidden_size, image_token_id = int(text["hidden_size"]), int(config["image_token_id"])
+        longest = int(text.get("max_position_embeddings", COMMON_LENGTH))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"llm: {own.id!r} has no language model: its config.json lacks or misstates {error}"
+        ) from None
+    if hidden_size * (1 + tower.deepstack) != tower.width:
+        raise ConfigError(
+            f"llm.model {own.id!r} is {hidden_size} wide and takes {tower.deepstack} deepstack "
+            f"features, but the encoders give rows of {tower.width} values: take one checkpoint"
+        )
+    if options.max_model_len and options.max_model_len > longest:
+        raise ConfigError(
+            f"llm.max_model_len is {options.max_model_len}, but {own.id!r} was made for {longest}"
+        )
+    return LlmSpec(
+        id=own.id,
+        revision=own.revision,
+        dtype=own.dtype,
+        dummy=own.load_format == "dummy",
+        hidden_size=hidden_size,
+        deepstack=tower.deepstack,
+        image_token_id=image_token_id,
+        max_model_len=options.max_model_len or longest,
+    )

@@ -1,0 +1,62 @@
+"""The nouns of a chat: one type for each stage between the request and the words of its answer.
+
+    ChatRequest -> Call -> Prompt -> Piece, Piece, ..., Finish
+
+Knows nothing of Ray, torch or HTTP; everything here pickles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from actors.types import Media
+
+Message = dict[str, Any]
+"""{"role", "content"} as chat templates read it; an image is {"type": "image"} in the content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen, and when there is no next one."""
+
+    max_tokens: int | None = None
+    """None: the service's default."""
+    temperature: float | None = None
+    """0: always the likeliest. None: as the checkpoint's generation_config.json says."""
+    top_p: float | None = None
+    """None: as the checkpoint's generation_config.json says."""
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer and are not part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, admitted."""
+
+    messages: tuple[Message, ...]
+    media: tuple[Media, ...]
+    """Of the images, in the order of the messages."""
+    sampling: Sampling
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of an answer."""
+
+    reason: Literal["stop", "length"]
+    prompt_tokens: int
+    """Those of the images included."""
+    completion_tokens: int
+
+
+Event = Piece | Finish
