@@ -23,9 +23,13 @@ log = logging.getLogger("ray.serve")
 def capture(
     tower: Tower, capacity: Capacity, device: Device, metrics: EncoderMetrics
 ) -> dict[str, GraphSet]:
-    """A GraphSet for each path, captured, and the metrics that say so."""
+    """A GraphSet for each path, captured, and the metrics that say so.
+
+    Paths are captured in the order in which a pack replays them, so that a later path's graphs
+    leave alone what an earlier path has just put out, which they were captured beside.
+    """
     started, before = monotonic(), device.memory_bytes()
-    total = sum(map(len, capacity.budgets))
+    total = sum(budget > 0 for budgets in capacity.budgets for budget in budgets)
     done = 0
     graphs = {}
     for path, budgets in zip(tower.spec.paths, capacity.budgets, strict=True):

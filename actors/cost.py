@@ -14,15 +14,12 @@ Costs = Sequence[Mapping[int, float]]
 
 
 def pack_seconds(budgets: Sequence[int | None], costs: Costs) -> float:
-    """Seconds of a pack's replays. A path without a budget counts nothing.
+    """Seconds of a pack's replays. A path without a budget, or with one of 0, counts nothing.
 
-    What is beyond every budget runs alone and eagerly, however the other items are packed.
+    What is beyond every budget runs alone and eagerly, however the other items are packed; what
+    has no tokens is skipped.
     """
-    return sum(
-        seconds[budget]
-        for budget, seconds in zip(budgets, costs, strict=True)
-        if budget is not None
-    )
+    return sum(seconds[budget] for budget, seconds in zip(budgets, costs, strict=True) if budget)
 
 
 def monotone(measured: Mapping[int, float]) -> dict[int, float]:

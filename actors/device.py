@@ -54,7 +54,7 @@ class Device(Protocol):
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Runs once to warm up, records, and gives the replay.
 
-        Its result is overwritten by later replays of any graph of this device.
+        Its result is overwritten by later replays of this graph, and of those captured before it.
         """
 
     def read_back(self, rows: Tensor) -> Rows:

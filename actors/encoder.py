@@ -19,7 +19,6 @@ import torch
 from ray import serve
 from torch import Tensor
 
-from actors.budgets import capacity
 from actors.cache import EmbeddingCache, Entry
 from actors.capture import capture, choose_packing
 from actors.device import CpuDevice, Device
@@ -31,6 +30,7 @@ from actors.options import ActorOptions
 from actors.preprocess import decode, prepare
 from actors.shared import INLINE_BYTES, read, share
 from actors.tensors import flat_tensor
+from actors.two_paths import model_capacity
 from actors.types import Answer, Dtype, Embedding, Item, Media, Source, Timings
 
 log = logging.getLogger("ray.serve")
@@ -48,9 +48,7 @@ class Encoder:
         self.device = open_device(options.encoder.device)
         self.tower = load(options.model, self.device.device)
         spec = self.tower.spec
-        self.capacity = capacity(
-            options.graphs, spec.sizing.token_range(), spec.max_frames_per_video
-        )
+        self.capacity = model_capacity(options.graphs, spec)
         self.graphs = capture(self.tower, self.capacity, self.device, self.series)
         packing = choose_packing(options.packing, self.graphs)
         self._warm()

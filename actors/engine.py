@@ -23,7 +23,7 @@ from actors.budgets import Capacity
 from actors.device import Device, Rows
 from actors.errors import EncodeFailed, Unavailable
 from actors.exact import EXACT
-from actors.graphs import GraphSet
+from actors.graphs import SKIPPED, GraphSet
 from actors.metrics import EncoderMetrics
 from actors.models.tower import Tower
 from actors.packing import Packing, oldest_first, smallest_first
@@ -36,7 +36,7 @@ FLIGHTS = 2
 
 
 Labels = Sequence[str | None]
-"""The graph that serves each path of a pack; None: it runs eagerly."""
+"""The graph that serves each path of a pack; None: it runs eagerly; SKIPPED: nothing to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,8 @@ class Engine:
                 paths = list(zip(graphs, pack.budgets, strict=True))
                 labels = [path.label(budget, plans) for path, budget in paths]
                 outputs = [path.run(budget, items) for path, budget in paths]
-                packed = self.tower.postprocess(outputs, plans)
+                with self.device.running():
+                    packed = self.tower.postprocess(outputs, plans)
                 rows = self.device.read_back(packed)
         except Exception as error:
             self._failed(tickets, error)
@@ -230,18 +231,28 @@ class Engine:
         metrics.pack_items.observe(len(tickets))
         metrics.patches.inc(sum(t.item.plan.patches for t in tickets))
         metrics.tokens.inc(sum(t.item.plan.tokens for t in tickets))
+        metrics.pack_outcomes.labels(outcome(flight.labels)).inc()
         for index, (path, budget, label) in enumerate(
             zip(self.tower.spec.paths, flight.pack.budgets, flight.labels, strict=True)
         ):
+            tokens = [t.item.plan.path_tokens[index] for t in tickets]
+            if not any(tokens):
+                continue
+            served = sum(map(bool, tokens))
             if label is None:
                 captured = self.capacity.budgets[index]
                 reason = "beyond_budgets" if captured else "off"
                 if budget is not None:
                     reason = "first_sight"
-                metrics.graph_misses.labels(path, reason).inc(len(tickets))
+                metrics.graph_misses.labels(path, reason).inc(served)
                 continue
-            metrics.graph_hits.labels(path, label, self.device.backend).inc(len(tickets))
+            metrics.graph_hits.labels(path, label, self.device.backend).inc(served)
             metrics.captured_graphs.labels(path).set(self.graphs[path].captured())
             if budget is not None and label != EXACT:
-                used = sum(t.item.plan.path_tokens[index] for t in tickets)
-                metrics.padded_tokens.labels(path).inc(budget - used)
+                metrics.padded_tokens.labels(path).inc(budget - sum(tokens))
+
+
+def outcome(labels: Labels) -> str:
+    """What ran on each path, in the model's order, such as graph/skip or eager/graph."""
+    words = {None: "eager", SKIPPED: SKIPPED}
+    return "/".join(words.get(label, "graph") for label in labels)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.device import Device
-from actors.graphs import GraphSet, Report
+from actors.graphs import SKIPPED, GraphSet, Report
 from actors.models.tower import Tower
 from actors.types import Grid, ItemPlan
 
@@ -61,6 +61,8 @@ class ExactGraphSet(GraphSet):
 
     def label(self, budget: int | None, plans: Sequence[ItemPlan]) -> str | None:
         """See GraphSet."""
+        if not self.tokens(plans):
+            return SKIPPED
         layout = self._layout(plans)
         known = layout in self.kept or layout in self.seen
         return EXACT if budget is not None and known else None
@@ -70,6 +72,8 @@ class ExactGraphSet(GraphSet):
         self, budget: int | None, plans: Sequence[ItemPlan], patches: Sequence[Tensor]
     ) -> Tensor:
         """See GraphSet; the budget only says that the pack is within what may be captured."""
+        if not self.tokens(plans):
+            return self._nothing()
         if self.label(budget, plans) is None:
             if budget is not None:
                 self._remember(self._layout(plans))

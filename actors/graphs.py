@@ -22,6 +22,9 @@ Report = Callable[[int, float], None]
 
 MEASURED_REPLAYS = 5
 
+SKIPPED = "skip"
+"""The label of a path on which a pack has no tokens."""
+
 
 class GraphSet:
     """The graphs of one path of a tower on one device."""
@@ -32,12 +35,12 @@ class GraphSet:
         self.tower = tower
         self.path = path
         self.index = tower.spec.paths.index(path)
-        self.budgets = tuple(budgets)
+        self.budgets = tuple(budget for budget in budgets if budget)
         self.segments = segments
         self.device = device
         self.replays: dict[int, Callable[[], Tensor]] = {}
-        if budgets:
-            self.inputs = device.inputs(self._shapes(budgets[-1]))
+        if self.budgets:
+            self.inputs = device.inputs(self._shapes(self.budgets[-1]))
 
     @torch.inference_mode()
     def capture(self, report: Report) -> None:
@@ -70,12 +73,17 @@ class GraphSet:
         return len(self.replays)
 
     def label(self, budget: int | None, plans: Sequence[ItemPlan]) -> str | None:
-        """The graph that such a pack would replay now, for the metrics; None: it runs eagerly."""
+        """The graph that such a pack would replay now, for the metrics; None: it runs eagerly.
+
+        SKIPPED: it has no tokens on this path, and nothing runs.
+        """
+        if not self.tokens(plans):
+            return SKIPPED
         return None if budget is None else str(budget)
 
     def run(self, budget: int | None, items: Sequence[Item]) -> Tensor:
         """See encode; the patches lie in host memory."""
-        patches = [torch.from_numpy(item.patches) for item in items]
+        patches = [torch.from_numpy(item.patches[item.plan.rows(self.index)]) for item in items]
         return self.encode(budget, [item.plan for item in items], patches)
 
     @torch.inference_mode()
@@ -84,9 +92,12 @@ class GraphSet:
     ) -> Tensor:
         """Rows [tokens of all items, width] on the device, in the order of the items.
 
-        `patches`: uint8, one tensor an item, on the host or on the device. With a budget the rows
-        lie in graph memory and last until the next replay; None runs eagerly.
+        `patches`: uint8, one tensor an item, this path's, on the host or on the device. With a
+        budget the rows lie in graph memory and last until the next replay of this path; None runs
+        eagerly. Without tokens on this path nothing runs.
         """
+        if not self.tokens(plans):
+            return self._nothing()
         values: dict[str, Sequence[Tensor]] = {
             name: [value] for name, value in self.metadata(budget, plans).items()
         }
@@ -96,6 +107,11 @@ class GraphSet:
                 return self._eager(values)
             self.inputs.stage(values)
             return self.replays[budget]()[: self.tokens(plans)]
+
+    def _nothing(self) -> Tensor:
+        spec = self.tower.spec
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        return torch.empty(0, spec.width, dtype=dtype, device=self.device.device)
 
     def metadata(self, budget: int | None, plans: Sequence[ItemPlan]) -> dict[str, Tensor]:
         """Host values of the inputs other than the patches."""

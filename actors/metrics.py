@@ -25,6 +25,9 @@ class EncoderMetrics:
         self.graph_misses = self._counter(
             "graph_misses_total", "Items that ran eagerly, and why.", "path", "reason"
         )
+        self.pack_outcomes = self._counter(
+            "pack_outcomes_total", "Packs by what ran: graph, eager or skip a path.", "outcome"
+        )
         self.tokens = self._counter("tokens_total", "Output tokens computed, padding aside.")
         self.padded_tokens = self._counter(
             "padded_tokens_total", "Tokens computed for nobody: budget less content.", "path"

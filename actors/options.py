@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from actors.types import Dtype
 
@@ -37,7 +45,13 @@ class GraphOptions(Options):
     items) when it comes for the second time, up to the largest budget; `off` runs everything
     eagerly."""
     token_budgets: tuple[PositiveInt, ...] = Field((), strict=False)
-    """Output tokens. Empty: powers of two over the model's range, its maximum included."""
+    """Output tokens. Empty: powers of two over the model's range, its maximum included. A model of
+    two paths takes the largest as the maximum of both, and generates the rest."""
+    global_token_budgets: tuple[PositiveInt, ...] = Field((), strict=False)
+    """Of the path that sees whole images. Empty: one image, doubled up to the maximum."""
+    local_token_budgets: tuple[NonNegativeInt, ...] = Field((), strict=False)
+    """Of the path that sees crops; 0, for images without crops, is always one of them. Empty: one
+    crop, doubled while the maximum holds."""
     max_vision_items_per_batch: int = Field(0, ge=0)
     """0: largest budget // smallest budget, or // the model's smallest if that is lower."""
     max_frames_per_batch: int | None = Field(None, ge=0)

@@ -26,6 +26,15 @@ class Sizing(Protocol):
 
 
 @runtime_checkable
+class ViewSizing(Sizing, Protocol):
+    """A sizing of two paths: every image as a whole (`global`), and crops of some (`local`)."""
+
+    @property
+    def view_tokens(self) -> tuple[int, int]:
+        """Tokens that a path computes of one whole image, and of one crop."""
+
+
+@runtime_checkable
 class BlockSizing(Sizing, Protocol):
     """A sizing that cuts each image into one grid of merge blocks."""
 

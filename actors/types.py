@@ -46,6 +46,15 @@ class ItemPlan:
     """Tokens that each path of the model computes, in the order of `ModelSpec.paths`."""
     frames: int = 0
     """Frames of a video; 0 for an image."""
+    path_patches: tuple[int, ...] = ()
+    """Patches of each path, whose rows follow each other in an item. Empty: one path has all."""
+
+    def rows(self, path: int) -> slice:
+        """Where in an item the patches of a path lie, by its place in `ModelSpec.paths`."""
+        if not self.path_patches:
+            return slice(0, self.patches)
+        begin = sum(self.path_patches[:path])
+        return slice(begin, begin + self.path_patches[path])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,7 @@ class Item:
     plan: ItemPlan
     patches: Bytes
     """uint8 [plan.patches, channels * patch_size ** 2], one frame, not normalised. Tile families:
-    tile after tile."""
+    tile after tile. Models of several paths: path after path."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ from pydantic import (
     model_validator,
 )
 
-from actors.budgets import Capacity, capacity
+from actors.budgets import Capacity
 from actors.errors import ConfigError
 from actors.options import ActorOptions, Options
 from actors.spec import ModelSpec
+from actors.two_paths import model_capacity
 from actors.types import Size
 from router.options import RouterOptions
 
@@ -121,7 +122,7 @@ def known(section: Sequence[str]) -> list[str]:
 
 def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
     """What one pack holds. Raises ConfigError for options that do not suit the model."""
-    room = capacity(options.graphs, spec.sizing.token_range(), spec.max_frames_per_video)
+    room = model_capacity(options.graphs, spec)
     side = math.isqrt(options.limits.max_pixels)
     plan = spec.sizing.plan(Size(side, side))
     patches = spec.sizing.token_range()[1] * plan.patches // plan.tokens

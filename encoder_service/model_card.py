@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from actors.budgets import capacity
 from actors.spec import ModelSpec
+from actors.two_paths import model_capacity
 from encoder_service import __version__
 from encoder_service.answer import Json, head
 from encoder_service.config import ServiceOptions
@@ -15,7 +15,7 @@ DEPENDENCIES = ("ray", "torch", "transformers")
 
 def card(options: ServiceOptions, spec: ModelSpec) -> Json:
     """The document; it does not change while the service runs."""
-    holds = capacity(options.graphs, spec.sizing.token_range(), spec.max_frames_per_video)
+    holds = model_capacity(options.graphs, spec)
     smallest, largest = spec.sizing.token_range()
     return head(spec) | {
         "revision": spec.revision,

@@ -25,7 +25,7 @@ from actors.bench.report import (
 )
 from actors.bench.timing import kernels, synchronize, timed
 from actors.bench.workloads import Workload, floor_seconds, operations
-from actors.budgets import Capacity, capacity
+from actors.budgets import Capacity
 from actors.capture import choose_packing
 from actors.device import Device
 from actors.errors import ConfigError
@@ -35,6 +35,7 @@ from actors.models.qwen3vl_config import Architecture
 from actors.options import GraphOptions, ModelOptions, PackingOptions
 from actors.packing import Packing, smallest_first
 from actors.spec import ModelSpec, read
+from actors.two_paths import model_capacity
 from actors.types import Size
 
 SMALL = Size(320, 320)
@@ -89,7 +90,7 @@ class Bench:
         self.device = device
         self.settings = settings
         self.tower = build(spec, weights, device.device)
-        self.limits = capacity(GraphOptions(), spec.sizing.token_range(), spec.max_frames_per_video)
+        self.limits = model_capacity(GraphOptions(), spec)
         self.budgeted = self.graphs(self.limits.budgets[0], self.limits.segments)
         self.packing: Packing = smallest_first
         self.truth = Reference(spec, weights, torch.float32, device.device)

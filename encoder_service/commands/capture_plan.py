@@ -15,11 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from actors.budgets import Capacity, capacity, powers_of_two
+from actors.budgets import Capacity, powers_of_two
 from actors.errors import ConfigError
 from actors.ladder import best_ladder, padding_ratio, rounded_up, simulated_loads
 from actors.sizing import Sizing
 from actors.spec import read
+from actors.two_paths import model_capacity
 from actors.types import DTYPE_BYTES, Size
 from encoder_service.config import load
 
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     spec = read(service.model)
     if len(spec.paths) > 1:
         raise ConfigError(f"{options.config}: capture-plan plans one path, {spec.id} has several")
-    room = capacity(service.graphs, spec.sizing.token_range(), spec.max_frames_per_video)
+    room = model_capacity(service.graphs, spec)
     largest = room.tokens[0]
     counts = histogram(options.histogram)
     loads = pack_loads(counts, spec.sizing, room, options.waiting_items)

@@ -123,13 +123,12 @@ def test_a_device_that_hangs_shows_in_the_age(rig: Rig) -> None:
 
 
 def test_a_queue_that_moves_is_no_stall(rig: Rig) -> None:
-    answers = [rig.engine.submit(toy_item(60, seed)) for seed in range(30)]
-    rig.gate.clear()
-    for answer in answers[:3]:
-        before = monotonic()
-        rig.gate.set()
-        answer.result(10)
+    for seed in range(3):
         rig.gate.clear()
+        before = monotonic()
+        answers = [rig.engine.submit(toy_item(60, seed)) for _ in range(9)]
+        rig.gate.set()
+        answers[0].result(10)
         assert rig.engine.stalled_seconds() <= monotonic() - before
     rig.gate.set()
 
