@@ -24,12 +24,15 @@ from actors.capture import capture, choose_packing
 from actors.device import CpuDevice, Device
 from actors.engine import Engine
 from actors.errors import DeadlineExceeded, EncodeFailed, ServiceError, StartError, Unavailable
+from actors.logs import name_requests
 from actors.metrics import EncoderMetrics
 from actors.models.load import load
 from actors.options import ActorOptions
+from actors.origin import NOBODY, ORIGIN, Origin
 from actors.preprocess import decode, prepare
 from actors.shared import INLINE_BYTES, read, share
 from actors.tensors import flat_tensor
+from actors.tracing import open_spans
 from actors.two_paths import model_capacity
 from actors.types import Answer, Dtype, Embedding, Item, Media, Source, Timings
 
@@ -42,7 +45,9 @@ class Encoder:
     """Encodes items; the router says which."""
 
     def __init__(self, options: ActorOptions) -> None:
+        name_requests()
         self.options = options
+        self.spans = open_spans(options.tracing, "encoder")
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.series = EncoderMetrics()
         self.device = open_device(options.encoder.device)
@@ -72,15 +77,19 @@ class Encoder:
         engine.close()
 
     async def encode(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin = NOBODY
     ) -> list[Answer]:
         """An embedding or an error for each item, in order. Cancelling drops what has not begun."""
+        ORIGIN.set(origin)
         patches = sum(item.plan.patches for item in media)
         self.outstanding_patches += patches
         try:
-            return await asyncio.gather(
-                *(self._answer(item, dtype, timeout_seconds) for item in media)
-            )
+            with self.spans.span(
+                "shard", "server", replica=self.replica, items=len(media), patches=patches
+            ):
+                return await asyncio.gather(
+                    *(self._answer(item, dtype, timeout_seconds) for item in media)
+                )
         finally:
             self.outstanding_patches -= patches
 
@@ -96,6 +105,9 @@ class Encoder:
             )
         except ServiceError as error:
             answer = error
+            # Here, as the engine's thread knows of no request.
+            level = logging.ERROR if isinstance(error, EncodeFailed) else logging.INFO
+            log.log(level, "an item of grid %s failed: %s", media.plan.grid_thw, error)
         except Exception as error:
             log.exception("an item of grid %s failed", media.plan.grid_thw)
             answer = EncodeFailed(f"the encoder failed on this item: {error}")
@@ -134,7 +146,16 @@ class Encoder:
         item, waited, preprocess_seconds = await asyncio.get_running_loop().run_in_executor(
             self.decoders, self._prepare, media, monotonic()
         )
+        self.spans.past("preprocess", preprocess_seconds, patches=item.plan.patches)
         encoded = await asyncio.wrap_future(self.engine.submit(item))
+        self.spans.past(
+            "replay",
+            encoded.encode_seconds,
+            source=encoded.source,
+            patches=item.plan.patches,
+            tokens=item.plan.tokens,
+            queue_seconds=encoded.queue_seconds,
+        )
         waited += encoded.queue_seconds
         timings = Timings(waited, preprocess_seconds, encoded.encode_seconds)
         return encoded.rows, encoded.source, timings

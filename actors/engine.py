@@ -29,7 +29,7 @@ from actors.models.tower import Tower
 from actors.packing import Packing, oldest_first, smallest_first
 from actors.types import Item, Pack, Source
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ray.serve")
 
 FLIGHTS = 2
 """Packs on the device at a time: one computes, one is on its way back."""

@@ -118,6 +118,33 @@ class EncoderOptions(DeviceOptions):
     """A replica with work that finishes nothing for so long reports itself unhealthy."""
 
 
+class TracingOptions(Options):
+    """Spans of requests, by OpenTelemetry. Needs the extra `otel`."""
+
+    export: Literal["off", "otlp", "file"] = "off"
+    """`otlp` sends them to a collector over HTTP; `file` writes lines of JSON, a file a process."""
+    endpoint: str = ""
+    """Of the collector, such as http://collector:4318/v1/traces. Empty: what OTEL_EXPORTER_OTLP_*
+    say."""
+    folder: str = ""
+    """On each node, for `export: file`."""
+    sample_ratio: float = Field(1, ge=0, le=1)
+    """Of the traces that begin here; a caller's own decision is kept."""
+
+    @field_validator("export", mode="before")
+    @classmethod
+    def off_is_a_word(cls, value: Any) -> Any:
+        """YAML 1.1 reads a bare `off` as false."""
+        return "off" if value is False else value
+
+    @model_validator(mode="after")
+    def file_has_a_folder(self) -> Self:
+        """There is no good place that we could choose."""
+        if self.export == "file" and not self.folder:
+            raise ValueError("export is file: set folder")
+        return self
+
+
 class ActorOptions(Options):
     """Everything that one encoder actor needs to know."""
 
@@ -127,3 +154,4 @@ class ActorOptions(Options):
     packing: PackingOptions = PackingOptions()
     cache: CacheOptions = CacheOptions()
     preprocess: PreprocessOptions = PreprocessOptions()
+    tracing: TracingOptions = TracingOptions()

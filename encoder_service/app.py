@@ -17,6 +17,7 @@ from actors.encoder import Encoder
 from actors.errors import ConfigError, StartError
 from actors.options import ActorOptions
 from actors.spec import ModelSpec, read
+from actors.tracing import check_tracing
 from encoder_service.config import ServiceOptions, fit, parse
 from encoder_service.ingress import Ingress
 from router.router import Router
@@ -28,9 +29,6 @@ DUMMY = """
 #  model.load_format is dummy: THE WEIGHTS ARE RANDOM NUMBERS.       #
 #  The embeddings mean nothing. Good for trying out and for tests.   #
 ######################################################################"""
-
-QUIET = LoggingConfig(enable_access_log=False)
-"""The ingress logs each request; a line for every inner call would only cost time."""
 
 
 ENDLESS = 100_000
@@ -48,6 +46,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         spec = read(options.model)
         # Here as a sentence, not as a traceback in every replica.
         fit(options, spec)
+        check_tracing(options.tracing)
     except StartError as error:
         raise RayServeException(f"{type(error).__name__}: {error}") from None
     if spec.dummy:
@@ -60,6 +59,8 @@ def wire(options: ServiceOptions, spec: ModelSpec) -> serve.Application:
 
     The ingress routes in its own process; the Router deployment is the same for callers in Ray.
     """
+    # Serve's access log would write a line of every inner call, and wait for it.
+    logs = LoggingConfig(encoding=options.logging.format.upper(), enable_access_log=False)
     actor = ActorOptions(**{name: getattr(options, name) for name in ActorOptions.model_fields})
     encoder = serve.deployment(
         Encoder,
@@ -77,7 +78,7 @@ def wire(options: ServiceOptions, spec: ModelSpec) -> serve.Application:
             request_router_class="router.pinned:PinnedRequestRouter",
             request_routing_stats_period_s=1.0,
         ),
-        logging_config=QUIET,
+        logging_config=logs,
     ).bind(actor)
     router = serve.deployment(
         Router,
@@ -86,8 +87,8 @@ def wire(options: ServiceOptions, spec: ModelSpec) -> serve.Application:
         ray_actor_options={"num_cpus": options.router.num_cpus},
         max_ongoing_requests=options.ingress.max_ongoing_requests,
         graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
-        logging_config=QUIET,
-    ).bind(encoder, options.router, spec.fingerprint)
+        logging_config=logs,
+    ).bind(encoder, options.router, spec.fingerprint, options.tracing)
     return serve.deployment(
         Ingress,
         name="Ingress",
@@ -95,6 +96,7 @@ def wire(options: ServiceOptions, spec: ModelSpec) -> serve.Application:
         ray_actor_options={"num_cpus": options.ingress.num_cpus},
         max_ongoing_requests=options.ingress.max_ongoing_requests,
         graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
+        logging_config=logs,
     ).bind(options, spec, encoder, router)
 
 

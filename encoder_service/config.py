@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -82,6 +82,15 @@ class AuthOptions(Options):
     """Hexadecimal SHA-256 of each token; the tokens themselves are nowhere in the configuration."""
 
 
+class LoggingOptions(Options):
+    """Log lines of the replicas. Serve's proxies and controller have `logging_config` of their own,
+    at the top of the file."""
+
+    format: Literal["text", "json"] = "text"
+    access_log: bool = True
+    """A line for each request to encode, written by a thread."""
+
+
 class ServiceOptions(ActorOptions):
     """All of it."""
 
@@ -90,6 +99,7 @@ class ServiceOptions(ActorOptions):
     limits: LimitOptions = LimitOptions()
     fetch: FetchOptions = FetchOptions()
     auth: AuthOptions = AuthOptions()
+    logging: LoggingOptions = LoggingOptions()
 
 
 def parse(args: Mapping[str, Any]) -> ServiceOptions:

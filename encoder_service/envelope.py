@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
@@ -12,20 +11,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from actors.origin import Origin
 from encoder_service.errors import Fault, fault, row_of_status
-from encoder_service.metrics import ServiceMetrics
+from encoder_service.exchange import Exchange, Observer
 from encoder_service.request_id import request_id_of
 
-CLIENT_GONE = 499
+CLIENT_GONE = "499"
 """nginx's code for a client that hung up: only metrics see it."""
 
 
 class Envelope:
     """Middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, metrics: ServiceMetrics, counted: str) -> None:
+    def __init__(self, app: ASGIApp, observer: Observer, counted: str) -> None:
         self.app = app
-        self.metrics = metrics
+        self.observer = observer
         self.counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,10 +33,17 @@ class Envelope:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
+        origin = Origin(request_id_of(headers.get("x-request-id")), headers.get("traceparent", ""))
+        api = "http" if scope["path"] == self.counted else None
+        with self.observer.exchange(api, origin, CLIENT_GONE) as exchange:
+            scope.setdefault("state", {})["exchange"] = exchange
+            await self.answer(exchange, scope, receive, send)
+
+    async def answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        """One exchange."""
+        request_id = exchange.request_id
         given = Headers(scope=scope).get("x-request-id")
-        request_id = request_id_of(given)
-        scope.setdefault("state", {})["request_id"] = request_id
-        status, started = CLIENT_GONE, time.perf_counter()
 
         async def received() -> Message:
             try:
@@ -45,9 +52,8 @@ class Envelope:
                 raise ClientDisconnect from error
 
         async def observed(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                exchange.code = str(message["status"])
                 # Serve's proxy adds the header as it was sent: only one that is not fit, or not
                 # there, is told here, ahead of it.
                 if request_id != given:
@@ -59,12 +65,10 @@ class Envelope:
         except ClientDisconnect:
             pass  # while its body was read: there is nobody to answer
         except Exception as error:
-            if status != CLIENT_GONE:
+            if exchange.code != CLIENT_GONE:
                 raise  # the answer has begun: all that is left is to break it off
-            await response(fault(error, request_id))(scope, receive, observed)
-        finally:
-            if scope["path"] == self.counted:
-                self.metrics.record("http", str(status), time.perf_counter() - started)
+            exchange.problem = fault(error, request_id)
+            await response(exchange.problem)(scope, receive, observed)
 
 
 def response(problem: Fault) -> Response:

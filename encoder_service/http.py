@@ -35,7 +35,7 @@ def build(service: Service) -> FastAPI:
         redoc_url=None,
         exception_handlers={HTTPException: http_exception},
     )
-    app.add_middleware(Envelope, metrics=service.metrics, counted=ENCODE_PATH)
+    app.add_middleware(Envelope, observer=service.observer, counted=ENCODE_PATH)
 
     @app.post(ENCODE_PATH, responses=ERRORS, openapi_extra=ENCODE, response_class=Response)
     async def encode(request: Request) -> Response:
@@ -49,7 +49,7 @@ def build(service: Service) -> FastAPI:
             options = request_options(values)
             if options.encoding and accept != JSON:
                 raise InvalidOption(f"options.encoding: only with `Accept: {JSON}`, not {accept}")
-            document = await service.encode(items, options, request.state.request_id)
+            document = await service.encode(items, options, request.state.exchange)
         size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
         body, content_type = await offload(
             size_bytes, render, document, accept, options.encoding or "base64"

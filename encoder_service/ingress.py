@@ -16,6 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost, Unavailable
+from actors.logs import name_requests
 from actors.spec import ModelSpec
 from actors.types import Answer, Dtype, Media
 from encoder_service import http
@@ -41,10 +42,11 @@ class Ingress(EncoderCalls, HealthCalls):
         encoder: DeploymentHandle,
         router: DeploymentHandle,
     ) -> None:
+        name_requests()
         context = serve.get_replica_context()
         own = serve.get_deployment_handle(context.deployment, context.app_name)
         self.replica = context.replica_id.unique_id
-        self.router = Router(encoder, options.router, spec.fingerprint)
+        self.router = Router(encoder, options.router, spec.fingerprint, options.tracing)
         self.service = Service(options, spec, Fleet(self.router, [encoder, router, own]))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -7,7 +7,6 @@ JSON: {"type", "message", "item", "retryable"}, and "retry_after_s" where there 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
@@ -15,17 +14,20 @@ from typing import Any, Protocol
 import grpc
 
 from actors.errors import InvalidRequest, TooLarge
+from actors.origin import Origin
 from encoder_service import encoder_pb2 as pb
 from encoder_service.answer import Json, head, item
 from encoder_service.buffered import Take
 from encoder_service.config import LimitOptions
 from encoder_service.errors import Fault, fault
+from encoder_service.exchange import Exchange
 from encoder_service.offload import offload
 from encoder_service.request_id import request_id_of
 from encoder_service.schema import RequestOptions, request_options
 from encoder_service.service import Service
 from encoder_service.wire import RequestItem
 
+CANCELLED = grpc.StatusCode.CANCELLED.name
 CHUNK_BYTES = 2**20
 MOST_DETAILS = 6000
 """Characters of a status as they travel: gRPC takes 8192 of metadata with a call."""
@@ -52,10 +54,10 @@ class EncoderCalls:
 
     async def Encode(self, request: pb.EncodeRequest, grpc_context: Context) -> pb.EncodeResponse:
         """All items at once."""
-        with self.answering("grpc", grpc_context) as request_id:
+        with self.answering("grpc", grpc_context) as exchange:
             with self.service.buffered.hold() as take:
                 items, options = read(request, self.service.limits, take)
-                document = await self.service.encode(items, options, request_id)
+                document = await self.service.encode(items, options, exchange)
             size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
             return await offload(size_bytes, response, document)
         return pb.EncodeResponse()
@@ -64,12 +66,12 @@ class EncoderCalls:
         self, request: pb.EncodeRequest, grpc_context: Context
     ) -> AsyncIterator[pb.EncodeChunk]:
         """Each item as soon as it is ready, in chunks of about a megabyte."""
-        with self.answering("grpc_stream", grpc_context) as request_id:
+        with self.answering("grpc_stream", grpc_context) as exchange:
             with self.service.buffered.hold() as take:
                 items, options = read(request, self.service.limits, take)
-                async with aclosing(self.service.stream(items, options)) as entries:
+                async with aclosing(self.service.stream(items, options, exchange)) as entries:
                     async for entry in entries:
-                        document = item(self.service.spec, entry, request_id)
+                        document = item(self.service.spec, entry, exchange.request_id)
                         for chunk in chunks(head(self.service.spec), document):
                             yield chunk
             return
@@ -85,26 +87,24 @@ class EncoderCalls:
         return pb.GetModelResponse()
 
     @contextmanager
-    def answering(self, api: str | None, context: Context) -> Iterator[str]:
-        """Asks for the token, turns exceptions into a status, counts. Gives the request id."""
+    def answering(self, api: str | None, context: Context) -> Iterator[Exchange]:
+        """Asks for the token, turns exceptions into a status, watches. `api` None: not counted."""
         metadata = dict(context.invocation_metadata())
         # Serve puts the client's id there, or one of its own.
         given = dict(context.trailing_metadata()).get("request_id")
         request_id = request_id_of(given)
         trailing = [] if request_id == given else [("request_id", request_id)]
         context.set_trailing_metadata(trailing)
-        started, code = time.perf_counter(), grpc.StatusCode.CANCELLED
-        try:
-            self.service.authorize(metadata.get("authorization"))
-            yield request_id
-            code = grpc.StatusCode.OK
-        except Exception as error:
-            problem = fault(error, request_id)
-            code = problem.row.code
-            refuse(context, problem, trailing)
-        finally:
-            if api:
-                self.service.metrics.record(api, code.name, time.perf_counter() - started)
+        origin = Origin(request_id, metadata.get("traceparent", ""))
+        with self.service.observer.exchange(api, origin, CANCELLED) as exchange:
+            try:
+                self.service.authorize(metadata.get("authorization"))
+                yield exchange
+                exchange.code = grpc.StatusCode.OK.name
+            except Exception as error:
+                exchange.problem = fault(error, request_id)
+                exchange.code = exchange.problem.row.code.name
+                refuse(context, exchange.problem, trailing)
 
 
 def refuse(context: Context, problem: Fault, trailing: list[tuple[str, str]]) -> None:

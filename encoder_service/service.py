@@ -14,6 +14,7 @@ from typing import Protocol
 
 from actors.errors import InvalidOption, ServiceError, Unauthorized
 from actors.spec import ModelSpec
+from actors.tracing import open_spans
 from actors.types import Answer, Dtype, Media
 from encoder_service.admission import Admission, check_answer
 from encoder_service.answer import Entry, Json, document
@@ -21,6 +22,7 @@ from encoder_service.buffered import Buffered
 from encoder_service.config import ServiceOptions
 from encoder_service.deadline import Deadline
 from encoder_service.errors import AtItem
+from encoder_service.exchange import Exchange, Observer
 from encoder_service.metrics import Scrape, ServiceMetrics
 from encoder_service.model_card import card
 from encoder_service.schema import RequestOptions
@@ -58,6 +60,8 @@ class Service:
         self.buffered = Buffered(options.limits.max_buffered_bytes)
         self.backend = backend
         self.metrics = ServiceMetrics()
+        access = options.logging.access_log
+        self.observer = Observer(self.metrics, open_spans(options.tracing, "ingress"), access)
         self.card = card(options, spec)
 
     def authorize(self, authorization: str | None) -> None:
@@ -72,13 +76,14 @@ class Service:
             raise Unauthorized("this service asks for a token: send `Authorization: Bearer ...`")
 
     async def encode(
-        self, items: Sequence[RequestItem], options: RequestOptions, request_id: str
+        self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
     ) -> Json:
         """The response document. Raises ServiceError, or AtItem for the first item that failed."""
         started = time.perf_counter()
         deadline = self.deadline(options)
         admitted = await deadline.keep(self.admit(items, options))
         media = [one for one in admitted if isinstance(one, Media)]
+        exchange.admitted(media)
         check_answer(media, options, self.spec, self.limits)
         found: list[Answer] = []
         if media:
@@ -87,10 +92,10 @@ class Service:
         answers, entries = iter(found), []
         for index, (item, one) in enumerate(zip(items, admitted, strict=True)):
             entries.append(entry(index, item, one, answers, options))
-        return document(self.spec, entries, time.perf_counter() - started, request_id)
+        return document(self.spec, entries, time.perf_counter() - started, exchange.request_id)
 
     async def stream(
-        self, items: Sequence[RequestItem], options: RequestOptions
+        self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
     ) -> AsyncGenerator[Entry]:
         """Each item as soon as it is ready. Raises as `encode` does.
 
@@ -99,6 +104,7 @@ class Service:
         deadline = self.deadline(options)
         admitted = await deadline.keep(self.admit(items, options))
         positions = [i for i, one in enumerate(admitted) if isinstance(one, Media)]
+        exchange.admitted([one for one in admitted if isinstance(one, Media)])
         for index, one in enumerate(admitted):
             if not isinstance(one, Media):
                 yield entry(index, items[index], one, iter(()), options)

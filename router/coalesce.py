@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from actors.origin import ORIGIN, Origin
 from actors.types import Answer, Dtype, Media
 from router.ledger import Reservation
 
@@ -32,6 +33,8 @@ class Flight:
     """Replicas that were lost under it, whoever waited."""
     lone_deaths: int = 0
     """Of these, replicas that died while they had it in a call of its own."""
+    origin: Origin = field(default_factory=ORIGIN.get)
+    """The request that was first to want it."""
     carrier: Carrier | None = None
     """Let go of on landing, or it would keep the embeddings of others alive."""
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceError, Unavailable
+from actors.origin import ORIGIN
 from actors.types import Answer, Dtype, Embedding, Media
 from router.balance import Plan
 from router.coalesce import Carrier, Flight, Flights
@@ -21,7 +22,7 @@ from router.ledger import Ledger
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")
 
 POLL_SECONDS = 0.02
 BACKOFF_SECONDS = 0.1
@@ -173,9 +174,11 @@ class Dispatcher:
 
     def _send(self, replica: str, flights: list[Flight]) -> None:
         """One call."""
-        # An empty context: in a request's own, Serve would cancel the call with the request.
+        # A context of its own: in a request's, Serve would cancel the call with the request.
+        context = Context()
+        context.run(ORIGIN.set, flights[0].origin)
         task = asyncio.get_running_loop().create_task(
-            self._carry(replica, flights), context=Context()
+            self._carry(replica, flights), context=context
         )
         carrier = Carrier(flights, task)
         for flight in flights:

@@ -19,6 +19,10 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import ServiceError
+from actors.logs import name_requests
+from actors.options import TracingOptions
+from actors.origin import ORIGIN, Origin
+from actors.tracing import NoSpans, Spans, open_spans
 from actors.types import Answer, Dtype, Media
 from router.balance import POLICIES
 from router.dispatch import Dispatcher, ReplicaDied, ReplicaFull, ShardLost, now
@@ -68,7 +72,10 @@ class RouterStatus:
 class ServeFleet:
     """The replicas of a deployment, reached through its handle (dispatch.Fleet)."""
 
-    def __init__(self, encoder: DeploymentHandle, fingerprint: str | None) -> None:
+    def __init__(
+        self, encoder: DeploymentHandle, fingerprint: str | None, spans: Spans | None = None
+    ) -> None:
+        self._spans = spans or NoSpans()
         self._deployment = (encoder.app_name, encoder.deployment_name)
         self._fingerprint = fingerprint
         # `options` starts the handle's request router, which fills the registry.
@@ -91,7 +98,16 @@ class ServeFleet:
         self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float
     ) -> list[Answer]:
         """See dispatch.Fleet. Cancelling it cancels the call."""
-        response = self._to(replica).remote(media, dtype, timeout_seconds)
+        patches = sum(item.plan.patches for item in media)
+        with self._spans.span(
+            "route", "client", replica=replica, items=len(media), patches=patches
+        ):
+            return await self._call(replica, media, dtype, timeout_seconds)
+
+    async def _call(
+        self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float
+    ) -> list[Answer]:
+        response = self._to(replica).remote(media, dtype, timeout_seconds, ORIGIN.get())
         try:
             answers: list[Answer] = await response
             return answers
@@ -136,22 +152,34 @@ class Router:
     """Serve deployment. app.py sets replicas and resources; `encoder` has the pinned router."""
 
     def __init__(
-        self, encoder: DeploymentHandle, options: RouterOptions, fingerprint: str | None = None
+        self,
+        encoder: DeploymentHandle,
+        options: RouterOptions,
+        fingerprint: str | None = None,
+        tracing: TracingOptions = TracingOptions(),  # noqa: B008, frozen
     ) -> None:
         """`fingerprint`: only replicas that say the same of themselves are used, or nothing."""
-        self._fleet = ServeFleet(encoder, fingerprint)
+        name_requests()
+        self._fleet = ServeFleet(encoder, fingerprint, open_spans(tracing, "router"))
         self._metrics = RouterMetrics()
         plan = POLICIES[options.policy](Random())
         self._dispatcher = Dispatcher(self._fleet, options, plan, self._metrics)
 
     async def encode(
-        self, media: list[Media], dtype: Dtype = "bfloat16", timeout_seconds: float = 60
+        self,
+        media: list[Media],
+        dtype: Dtype = "bfloat16",
+        timeout_seconds: float = 60,
+        origin: Origin | None = None,
     ) -> list[Answer]:
         """The answers in the order of `media`; items that fail are answered with their error.
 
-        Embeddings above a megabyte are references to shared memory, which here.py reads. Raises
+        Embeddings above a megabyte are references to shared memory, which here.py reads.
+        `origin`: whose work it is, where the caller is another process. Raises
         Overloaded, TooLarge or Unavailable when the request as a whole is refused.
         """
+        if origin is not None:
+            ORIGIN.set(origin)
         answers: dict[int, Answer] = {}
         async with aclosing(self._dispatcher.answers(media, dtype, timeout_seconds)) as stream:
             async for position, answer in stream:

@@ -8,6 +8,7 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
 
@@ -22,6 +23,8 @@ class Cluster:
 
     http: str
     grpc: str
+    logs: Path
+    """Where Serve's replicas write theirs."""
 
 
 def free_port() -> int:
@@ -56,7 +59,8 @@ def cluster() -> Iterator[Cluster]:
             ],
         },
     )
-    yield Cluster(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
+    logs = Path(home, "session_latest", "logs", "serve")
+    yield Cluster(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", logs)
     serve.shutdown()
     ray.shutdown()
     shutil.rmtree(home, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ray import serve
 
+from actors.origin import Origin
 from actors.types import Answer, Dtype, Media
 from router.options import RouterOptions
 from router.router import Router
@@ -12,7 +13,7 @@ from tests.unit.fleet import embedding, item, right
 
 class LocalEncoder:
     async def encode(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin
     ) -> list[Answer]:
         return [embedding(one, "local") for one in media]
 

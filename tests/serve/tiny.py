@@ -36,9 +36,9 @@ ARGS: dict[str, Any] = {
 
 
 @contextmanager
-def running(name: str) -> Iterator[None]:
-    """The service, until the block ends."""
-    serve.run(build(ARGS), name=name, route_prefix="/")
+def running(name: str, **sections: Any) -> Iterator[None]:
+    """The service, until the block ends. `sections` of the configuration besides."""
+    serve.run(build(ARGS | sections), name=name, route_prefix="/")
     try:
         yield
     finally:

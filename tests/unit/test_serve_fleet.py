@@ -8,6 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, TaskCancelledError
 
 from actors.errors import InvalidMedia
+from actors.origin import Origin
 from actors.types import Answer, Dtype, Media
 from router import router
 from router.dispatch import ReplicaDied, ReplicaFull, ShardLost
@@ -27,7 +28,9 @@ class Handle:
     def options(self, **_: str) -> Handle:
         return self
 
-    async def remote(self, media: list[Media], dtype: Dtype, left_seconds: float) -> list[Answer]:
+    async def remote(
+        self, media: list[Media], dtype: Dtype, left_seconds: float, origin: Origin
+    ) -> list[Answer]:
         if self.failure:
             raise self.failure
         return []

@@ -15,8 +15,10 @@ from starlette.testclient import TestClient
 from actors.errors import DeadlineExceeded, InvalidOption, Overloaded, ServiceError, Unavailable
 from actors.options import ModelOptions
 from actors.spec import read
+from actors.tracing import Silent
 from actors.types import Answer, Dtype, Embedding, Media, Timings
 from encoder_service.config import LimitOptions, ServiceOptions
+from encoder_service.exchange import Exchange
 from encoder_service.http import build
 from encoder_service.media import probe
 from encoder_service.metrics import Page, Scrape
@@ -83,6 +85,10 @@ def zeros(media: Media) -> Embedding:
 def service(fleet: Fleet, **limits: Any) -> Service:
     options = ServiceOptions(model=MODEL, limits=LimitOptions(**limits))
     return Service(options, read(MODEL), fleet)
+
+
+def exchange() -> Exchange:
+    return Exchange("http", "r", Silent(), "499")
 
 
 def client(fleet: Fleet, **limits: Any) -> TestClient:
@@ -215,7 +221,7 @@ def test_a_slow_reader_of_a_stream_is_left_alone(monkeypatch: pytest.MonkeyPatch
 
     async def collect() -> list[int]:
         items, found = [RequestItem("image", jpeg(64, 64), None)] * 3, []
-        async for entry in service(Fleet()).stream(items, RequestOptions(timeout_s=1)):
+        async for entry in service(Fleet()).stream(items, RequestOptions(timeout_s=1), exchange()):
             await asyncio.sleep(0.4)
             found.append(entry.index)
         return found
@@ -228,7 +234,9 @@ def test_a_stream_that_stops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
     async def first() -> None:
         item = RequestItem("image", jpeg(64, 64), None)
-        await anext(service(Fleet(seconds=60)).stream([item], RequestOptions(timeout_s=0.1)))
+        await anext(
+            service(Fleet(seconds=60)).stream([item], RequestOptions(timeout_s=0.1), exchange())
+        )
 
     with pytest.raises(DeadlineExceeded, match=r"not answered within 0\.1 s"):
         asyncio.run(first())
@@ -238,7 +246,7 @@ def test_a_cancelled_request_cancels_the_work() -> None:
     async def hang_up() -> bool:
         fleet = Fleet(seconds=60)
         item = RequestItem("image", jpeg(64, 64), None)
-        work = asyncio.create_task(service(fleet).encode([item], RequestOptions(), "r"))
+        work = asyncio.create_task(service(fleet).encode([item], RequestOptions(), exchange()))
         while not fleet.calls:
             await asyncio.sleep(0.01)
         work.cancel()
@@ -252,7 +260,7 @@ def test_a_stream_keeps_positions_over_items_that_were_refused() -> None:
     async def collect(files: Sequence[bytes]) -> dict[int, Any]:
         items = [RequestItem("image", data, None) for data in files]
         options = RequestOptions(on_error="return")
-        stream = service(Fleet()).stream(items, options)
+        stream = service(Fleet()).stream(items, options, exchange())
         return {entry.index: entry.answer async for entry in stream}
 
     found = asyncio.run(collect([b"no", jpeg(64, 64), b"no", jpeg(96, 64)]))

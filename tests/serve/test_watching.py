@@ -1,0 +1,121 @@
+"""Traces and logs of one request through the processes that it passes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from encoder_service import encoder_pb2 as pb
+from encoder_service import encoder_pb2_grpc
+from tests.images import jpeg
+from tests.serve.conftest import Cluster
+from tests.serve.tiny import BEARER, running
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
+SLOW = 60
+"""Seconds within which a busy machine has written what it was told."""
+
+Line = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def traces(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the spans, while the service runs."""
+    folder = tmp_path_factory.mktemp("spans")
+    tracing = {"export": "file", "folder": str(folder)}
+    with running("watched", tracing=tracing, logging={"format": "json"}):
+        yield folder
+
+
+def lines(folder: Path, pattern: str, wanted: Callable[[Line], bool], count: int) -> list[Line]:
+    """Lines of JSON like those wanted, as soon as there are so many."""
+    end = time.monotonic() + SLOW
+    while True:
+        texts = [file.read_text() for file in folder.glob(pattern)]
+        found = [
+            json.loads(line) for text in texts for line in text.splitlines() if line[:1] == "{"
+        ]
+        found = [line for line in found if wanted(line)]
+        if len(found) >= count or time.monotonic() > end:
+            assert len(found) == count, found
+            return found
+        time.sleep(0.1)
+
+
+def of_trace(trace: str) -> Callable[[Line], bool]:
+    return lambda span: bool(span["context"]["trace_id"] == "0x" + trace)
+
+
+def test_a_trace_goes_from_the_door_to_the_replay(cluster: Cluster, traces: Path) -> None:
+    headers = {"authorization": BEARER, "traceparent": TRACEPARENT, "x-request-id": "mine"}
+    files = [("image", jpeg(96, 64)), ("image", jpeg(64, 64))]
+    with httpx.Client(base_url=cluster.http, headers=headers, timeout=SLOW) as client:
+        client.post("/v1/encode", files=files).raise_for_status()
+    # Two items on two replicas: one shard each.
+    spans = lines(traces, "*.jsonl", of_trace(TRACE), 1 + 2 * 4)
+    by_id = {span["context"]["span_id"]: span for span in spans}
+
+    def way(span: Line) -> str:
+        above = by_id.get(span["parent_id"])
+        return f"{way(above) if above else span['parent_id']} {span['name']}"
+
+    door = f"0x{PARENT} encode"
+    assert Counter(way(span) for span in spans) == {
+        door: 1,
+        f"{door} route": 2,
+        f"{door} route shard": 2,
+        f"{door} route shard preprocess": 2,
+        f"{door} route shard replay": 2,
+    }
+    assert {span["attributes"]["encoder.request_id"] for span in spans} == {"mine"}
+    (first,) = [span["attributes"] for span in spans if span["name"] == "encode"]
+    assert (first["encoder.items"], first["encoder.patches"]) == (2, 40)
+    shards = [span["attributes"] for span in spans if span["name"] == "shard"]
+    assert sorted(one["encoder.patches"] for one in shards) == [16, 24]
+    assert len({one["encoder.replica"] for one in shards}) == 2
+    replays = [span["attributes"] for span in spans if span["name"] == "replay"]
+    assert {one["encoder.source"] for one in replays} == {"graph"}
+
+
+def test_grpc_metadata_carry_it_too(cluster: Cluster, traces: Path) -> None:
+    trace = TRACE[::-1]
+    metadata = [
+        ("authorization", BEARER),
+        ("traceparent", f"00-{trace}-{PARENT}-01"),
+        ("request_id", "over-grpc"),
+    ]
+    request = pb.EncodeRequest(items=[pb.Item(type="image", data=jpeg(64, 64))])
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        stub = encoder_pb2_grpc.EncoderStub(channel)
+        (chunk,) = stub.EncodeStream(request, metadata=metadata, timeout=SLOW)
+    assert chunk.last
+    spans = lines(traces, "*.jsonl", of_trace(trace), 5)
+    assert {span["name"] for span in spans} == {"encode", "route", "shard", "preprocess", "replay"}
+    assert {span["attributes"]["encoder.request_id"] for span in spans} == {"over-grpc"}
+
+
+@pytest.mark.usefixtures("traces")
+def test_the_logs_of_door_and_replica_name_the_request(cluster: Cluster) -> None:
+    headers = {"authorization": BEARER, "x-request-id": "broken-one"}
+    with httpx.Client(base_url=cluster.http, headers=headers, timeout=SLOW) as client:
+        answer = client.post("/v1/encode", files={"image": jpeg(96, 64)[:-400]})
+
+    def of_request(line: Line) -> bool:
+        return bool(line.get("request_id") == "broken-one")
+
+    (access,) = lines(cluster.logs, "*Ingress*", of_request, 1)
+    assert (access["api"], access["code"]) == ("http", str(answer.status_code))
+    assert access["items"] == 1
+    assert access["seconds"] > 0
+    (failed,) = lines(cluster.logs, "*Encoder*", of_request, 1)
+    assert failed["message"].startswith("an item of grid (1, 4, 6) failed: ")
+    assert failed["deployment"] == "watched_Encoder"
