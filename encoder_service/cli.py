@@ -1,4 +1,4 @@
-"""The command line: `encoder-service check | encode | bench | capture-plan`."""
+"""The command line: `encoder-service check | encode | bench | capture-plan | simulate`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.markup import escape
 
 from actors.errors import ServiceError
 from encoder_service import embedding
-from encoder_service.commands import bench, capture_plan, check, encode
+from encoder_service.commands import bench, capture_plan, check, encode, simulate
 
-COMMANDS = (check, encode, bench, capture_plan)
+COMMANDS = (check, encode, bench, capture_plan, simulate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -68,8 +68,35 @@ def power_of_two(random: Random) -> Plan:
     return plan
 
 
+def ties_at_random(random: Random) -> Plan:
+    """Largest first, ties to any of the equals: routers that know the same do not choose the same.
+
+    `encoder-service simulate` shows what it is worth: nothing to one router, much to several.
+    """
+
+    def plan(costs: Sequence[int], loads: Mapping[str, int]) -> list[Shard]:
+        shuffled = {name: loads[name] for name in random.sample(list(loads), len(loads))}
+        found = {shard.replica: shard for shard in largest_first(costs, shuffled)}
+        return [found[replica] for replica in loads if replica in found]
+
+    return plan
+
+
+def one_of(random: Random) -> Plan:
+    """Each item to any replica: what is there to compare with, no policy of the service."""
+
+    def plan(costs: Sequence[int], loads: Mapping[str, int]) -> list[Shard]:
+        replicas = some(loads)
+        chosen: list[list[int]] = [[] for _ in replicas]
+        for item in range(len(costs)):
+            random.choice(chosen).append(item)
+        return shards(costs, replicas, chosen)
+
+    return plan
+
+
 POLICIES: dict[Policy, Callable[[Random], Plan]] = {
-    "largest_first": lambda random: largest_first,
+    "largest_first": ties_at_random,
     "round_robin": lambda random: round_robin(),
     "power_of_two": power_of_two,
 }

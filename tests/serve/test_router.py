@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,14 +15,18 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import DeadlineExceeded, InvalidMedia, Overloaded, TooLarge
 from actors.types import Embedding
+from router.balance import ties_at_random
 from router.options import RouterOptions
 from router.registry import PinnedReplicaFull, PinnedReplicaUnavailable
 from router.router import RouterStatus
+from router.simulation import Cost, Scenario, Simulation
+from router.traffic import heavy_tailed
 from tests.serve.conftest import Cluster
 from tests.serve.stand_in import (
     BAD,
     HELD,
     MAX_CALLS,
+    SECONDS_PER_PATCH,
     application,
     item,
     right,
@@ -65,6 +70,23 @@ def test_patches_are_balanced_not_items(router: DeploymentHandle) -> None:
     for size, answer in zip(patches, answers, strict=True):
         carried[answer.replica] += size
     assert sorted(carried.values()) == [8000, 8000, 8000]
+
+
+def test_the_simulation_places_as_the_service_does(router: DeploymentHandle) -> None:
+    random, cost = Random(7), Cost(0, SECONDS_PER_PATCH, 0)
+    for request in range(4):
+        within(20, lambda: not any(reported(status) for status in ask(router, "status")))
+        patches = [heavy_tailed(random) for _ in range(9)]
+        media = [item(2100 + 10 * request + n, size) for n, size in enumerate(patches)]
+        started = time.monotonic()
+        answers = router.encode.remote(media, "bfloat16", 30.0).result(timeout_s=30)
+        taken = time.monotonic() - started
+        simulated = Simulation(Scenario(3, 1, [(0.0, patches)], cost), ties_at_random, 0).run()
+        carried: Counter[str] = Counter()
+        for size, answer in zip(patches, answers, strict=True):
+            carried[answer.replica] += size
+        assert sorted(carried.values()) == sorted(simulated.patches)
+        assert taken > simulated.makespan_seconds
 
 
 def test_a_bad_item_fails_only_itself(router: DeploymentHandle) -> None:
@@ -197,14 +219,14 @@ def test_a_full_replica_is_not_taken_for_a_lost_one(
         pinned.encode.remote([item(9600 + number, 4, HELD)], "bfloat16", 60.0)
         for number in range(MAX_CALLS)
     ]
-    within(20, lambda: reported(router) == 4 * MAX_CALLS)
+    within(20, lambda: reported(ask(router, "status")[0]) == 4 * MAX_CALLS)
     for number in range(3):
         one_more = pinned.encode.remote([item(9900 + number, 4)], "bfloat16", 60.0)
         with pytest.raises(PinnedReplicaFull):
             one_more.result(timeout_s=20)
     for call in calls:
         call.cancel()
-    within(20, lambda: reported(router) == 0)
+    within(20, lambda: reported(ask(router, "status")[0]) == 0)
     assert pinned.log.remote().result(timeout_s=20)[0] == name
 
 
@@ -222,9 +244,8 @@ def carried(router: DeploymentHandle) -> int:
     return sum(r.own_patches for status in ask(router, "status") for r in status.replicas)
 
 
-def reported(router: DeploymentHandle) -> int:
+def reported(status: RouterStatus) -> int:
     """Patches that the replicas say they have."""
-    [status, *_] = ask(router, "status")
     return sum(replica.reported_patches for replica in status.replicas)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from random import Random
 from typing import Any
 
 import numpy as np
 
 from actors.types import Answer, Dtype, Embedding, ItemPlan, Media, Timings
-from router.balance import POLICIES
+from router.balance import largest_first
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
@@ -62,11 +61,10 @@ async def well(replica: str, media: list[Media], timeout_seconds: float) -> list
 
 
 def dispatcher(fleet: MemoryFleet, **options: Any) -> tuple[Dispatcher, RouterMetrics]:
-    """Largest first over the fleet."""
+    """Largest first over the fleet, ties to the earlier replica."""
     chosen = RouterOptions(**{"replica_wait_seconds": 0.05, "exclude_seconds": 60, **options})
     metrics = RouterMetrics()
-    plan = POLICIES[chosen.policy](Random(0))
-    return Dispatcher(fleet, chosen, plan, metrics), metrics
+    return Dispatcher(fleet, chosen, largest_first, metrics), metrics
 
 
 async def collect(

@@ -1,0 +1,123 @@
+"""The simulated fleet: what can be worked out by hand, and what must hold whatever happens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_service import cli
+from router.balance import POLICIES, largest_first
+from router.options import Policy
+from router.simulation import Cost, Outcome, Scenario, Simulation
+from router.traffic import burst, heavy_tailed, steady
+
+PLAIN = Cost(launch_seconds=0, patch_seconds=1, attention_seconds=0)
+
+
+def simulate(scenario: Scenario, policy: Policy = "largest_first", seed: int = 0) -> Outcome:
+    return Simulation(scenario, POLICIES[policy], seed).run()
+
+
+def test_a_shard_costs_a_launch_its_patches_and_their_attention() -> None:
+    assert Cost(1.0, 0.5, 0.25).seconds([2, 4]) == 1 + 0.5 * 6 + 0.25 * (4 + 16)
+
+
+def test_the_published_example() -> None:
+    scenario = Scenario(2, 1, [(0.0, [1000, 100, 200, 50])], PLAIN)
+    outcome = Simulation(scenario, lambda random: largest_first, 0).run()
+    assert outcome.patches == [1000, 350]
+    assert outcome.latencies_seconds == [1000]
+    assert outcome.imbalance == 1000 / 675
+
+
+def test_a_replica_works_in_the_order_of_arrival() -> None:
+    outcome = simulate(Scenario(1, 1, [(0.0, [10]), (1.0, [1]), (20.0, [2])], PLAIN))
+    assert outcome.latencies_seconds == [10, 10, 2]
+    assert outcome.makespan_seconds == 22
+
+
+def test_what_a_dead_replica_had_is_done_by_the_others() -> None:
+    scenario = Scenario(2, 1, [(0.0, [10, 10])], PLAIN, deaths=[(4.0, 0)], restart_seconds=100)
+    outcome = simulate(scenario)
+    assert outcome.replans == 1
+    assert outcome.patches == [0, 20]
+    assert outcome.latencies_seconds == [20]
+
+
+def test_without_a_replica_work_waits_for_the_restart() -> None:
+    scenario = Scenario(1, 1, [(0.0, [10])], PLAIN, deaths=[(4.0, 0)], restart_seconds=30)
+    assert simulate(scenario).latencies_seconds == [44]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    scenario = Scenario(1, 1, [(0.0, [10]), (1.0, [10]), (11.0, [10])], PLAIN, limit_patches=15)
+    outcome = simulate(scenario)
+    assert (outcome.rejected, len(outcome.latencies_seconds)) == (1, 2)
+
+
+@given(
+    policy=st.sampled_from(list(POLICIES)),
+    replicas=st.integers(1, 6),
+    routers=st.integers(1, 3),
+    deaths=st.integers(0, 4),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=60)
+def test_every_patch_is_encoded_once_whatever_dies(
+    policy: Policy, replicas: int, routers: int, deaths: int, seed: int
+) -> None:
+    scenario = steady(
+        replicas, 40, 0.9, routers=routers, deaths=deaths, seed=seed, cost=Cost(1e-3, 2e-6, 3e-10)
+    )
+    simulation = Simulation(scenario, POLICIES[policy], seed)
+    outcome = simulation.run()
+    assert len(outcome.latencies_seconds) == 40
+    assert sum(outcome.patches) == sum(sum(items) for _, items in scenario.arrivals)
+    assert all(ledger.outstanding == 0 for ledger in simulation.ledgers)
+
+
+def test_the_same_seed_gives_the_same_outcome() -> None:
+    scenario = steady(4, 100, 0.7, routers=2, deaths=1, seed=3, cost=PLAIN)
+    assert simulate(scenario, seed=5) == simulate(scenario, seed=5)
+
+
+def test_largest_first_gains_where_sizes_are_heavy_tailed() -> None:
+    cost = Cost(1.3e-3, 2e-6, 2.6e-10)
+    for replicas in (4, 8):
+        once = burst(replicas, 4 * replicas, seed=1, cost=cost)
+        flow = steady(replicas, 1500, 0.7, routers=2, deaths=0, seed=1, cost=cost)
+        naive = simulate(once, "round_robin").makespan_seconds, p99(simulate(flow, "round_robin"))
+        assert simulate(once).makespan_seconds < 0.9 * naive[0]
+        assert p99(simulate(flow)) < 0.75 * naive[1]
+
+
+def test_ties_at_random_keep_routers_apart() -> None:
+    flow = steady(64, 2000, 0.7, routers=4, deaths=0, seed=1, cost=Cost(1.3e-3, 2e-6, 2.6e-10))
+    fixed = Simulation(flow, lambda random: largest_first, 1).run()
+    assert p99(simulate(flow, seed=1)) < p99(fixed)
+
+
+def test_sizes_stay_within_what_a_model_takes() -> None:
+    random = Random(0)
+    sizes = [heavy_tailed(random) for _ in range(5000)]
+    assert min(sizes) >= 64
+    assert max(sizes) == 16384
+    assert all(size % 4 == 0 for size in sizes)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, picture = tmp_path / "simulation.json", tmp_path / "simulation.png"
+    arguments = ["simulate", "--replicas", "2", "3", "--requests", "50", "--deaths", "1"]
+    assert cli.main([*arguments, "--json", str(report), "--plot", str(picture)]) == 0
+    assert "largest_first" in capsys.readouterr().out
+    assert [row["replicas"] for row in json.loads(report.read_text())] == [2] * 5 + [3] * 5
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def p99(outcome: Outcome) -> float:
+    return sorted(outcome.latencies_seconds)[int(0.99 * len(outcome.latencies_seconds))]
