@@ -34,7 +34,7 @@ from actors.shared import INLINE_BYTES, read, share
 from actors.tensors import flat_tensor
 from actors.tracing import open_spans
 from actors.two_paths import model_capacity
-from actors.types import Answer, Dtype, Embedding, Item, Media, Source, Timings
+from actors.types import Answer, Dtype, Embedding, Item, Media, Reply, Source, Timings
 
 log = logging.getLogger("ray.serve")
 
@@ -78,8 +78,8 @@ class Encoder:
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin = NOBODY
-    ) -> list[Answer]:
-        """An embedding or an error for each item, in order. Cancelling drops what has not begun."""
+    ) -> Reply:
+        """An embedding or an error for each item. Cancelling drops what has not begun."""
         ORIGIN.set(origin)
         patches = sum(item.plan.patches for item in media)
         self.outstanding_patches += patches
@@ -87,11 +87,12 @@ class Encoder:
             with self.spans.span(
                 "shard", "server", replica=self.replica, items=len(media), patches=patches
             ):
-                return await asyncio.gather(
+                answers = await asyncio.gather(
                     *(self._answer(item, dtype, timeout_seconds) for item in media)
                 )
         finally:
             self.outstanding_patches -= patches
+        return Reply(answers, self.outstanding_patches)
 
     async def _answer(self, media: Media, dtype: Dtype, timeout_seconds: float) -> Answer:
         answer: Answer

@@ -142,3 +142,13 @@ class Embedding:
 
 Answer = Embedding | ServiceError
 """What becomes of one item. Errors are values here: one bad item fails only itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a replica gives back for a shard."""
+
+    answers: list[Answer]
+    """One for each item, in order."""
+    outstanding_patches: int
+    """What the replica still has from all routers, these items no longer counted."""

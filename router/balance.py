@@ -68,20 +68,6 @@ def power_of_two(random: Random) -> Plan:
     return plan
 
 
-def ties_at_random(random: Random) -> Plan:
-    """Largest first, ties to any of the equals: routers that know the same do not choose the same.
-
-    `encoder-service simulate` shows what it is worth: nothing to one router, much to several.
-    """
-
-    def plan(costs: Sequence[int], loads: Mapping[str, int]) -> list[Shard]:
-        shuffled = {name: loads[name] for name in random.sample(list(loads), len(loads))}
-        found = {shard.replica: shard for shard in largest_first(costs, shuffled)}
-        return [found[replica] for replica in loads if replica in found]
-
-    return plan
-
-
 def one_of(random: Random) -> Plan:
     """Each item to any replica: what is there to compare with, no policy of the service."""
 
@@ -96,7 +82,7 @@ def one_of(random: Random) -> Plan:
 
 
 POLICIES: dict[Policy, Callable[[Random], Plan]] = {
-    "largest_first": ties_at_random,
+    "largest_first": lambda random: largest_first,
     "round_robin": lambda random: round_robin(),
     "power_of_two": power_of_two,
 }

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceError, Unavailable
 from actors.origin import ORIGIN
-from actors.types import Answer, Dtype, Embedding, Media
+from actors.types import Answer, Dtype, Embedding, Media, Reply
 from router.balance import Plan
 from router.coalesce import Carrier, Flight, Flights
 from router.ledger import Ledger
@@ -58,8 +58,8 @@ class Fleet(Protocol):
 
     async def encode(
         self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float
-    ) -> list[Answer]:
-        """The answers of one replica, in order.
+    ) -> Reply:
+        """The answers of one replica, in order, and what it still has to do.
 
         Raises ReplicaFull, ShardLost, or a ServiceError for all.
         """
@@ -196,7 +196,7 @@ class Dispatcher:
         media = [flight.media for flight in flights]
         singly = False
         try:
-            answers = await self._fleet.encode(replica, media, flights[0].dtype, left)
+            reply = await self._fleet.encode(replica, media, flights[0].dtype, left)
         except ReplicaFull:
             await asyncio.sleep(BACKOFF_SECONDS)
         except ShardLost as error:
@@ -205,8 +205,9 @@ class Dispatcher:
         except ServiceError as error:
             self._deliver(replica, flights, [error] * len(flights), deadline)
         else:
-            self._deliver(replica, flights, answers, deadline)
-            del answers  # embeddings are large; this frame may now wait for a replica
+            self._deliver(replica, flights, reply.answers, deadline)
+            self.ledger.hear(replica, reply.outstanding_patches, now())
+            del reply  # embeddings are large; this frame may now wait for a replica
         if wanted := self._wanted(flights):
             await self._again(wanted, singly=singly)
 

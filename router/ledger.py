@@ -40,6 +40,10 @@ class Account:
     peaks: list[int] = field(default_factory=lambda: [0, 0])
     """The most that `own` was since `peaks_since_seconds`, and in the time before."""
     peaks_since_seconds: float = -math.inf
+    others: int = 0
+    """Patches of other routers, when it last answered."""
+    heard_seconds: float = -math.inf
+    """When that was."""
     excluded_until_seconds: float = -math.inf
 
 
@@ -117,10 +121,21 @@ class Ledger:
         for replica in [r for r, a in self._accounts.items() if r not in reported and not a.own]:
             del self._accounts[replica]
 
+    def hear(self, replica: str, outstanding_patches: int, now: float) -> None:
+        """What a replica said that it has, of all routers, as it answered this one.
+
+        Reports alone come so late that all routers flee from the same replicas to the same others:
+        with eight routers that was worse than no balancing (`simulate --reports-alone`).
+        """
+        account = self._accounts.setdefault(replica, Account())
+        account.others = max(0, outstanding_patches - account.own)
+        account.heard_seconds = now
+
     def loads(self, replicas: Iterable[str], now: float) -> dict[str, int]:
         """Outstanding patches, own ones and those of other routers, in the order given.
 
-        A report is as old as the way it came: what it says is compared with the most that this
+        What a replica said with its last answer is the best there is. A report is as old as the way
+        it came: it counts where no answer came lately, and is compared with the most that this
         router had there meanwhile, or its own finished work would count as that of others.
         """
         loads = {}
@@ -129,7 +144,10 @@ class Ledger:
             if now >= account.peaks_since_seconds + REPORT_AGE_SECONDS:
                 account.peaks = [account.own, account.peaks[0]]
                 account.peaks_since_seconds = now
-            others = max(0, account.reported - max(account.peaks))
+            if now < account.heard_seconds + REPORT_AGE_SECONDS:
+                others = account.others
+            else:
+                others = max(0, account.reported - max(account.peaks))
             loads[replica] = account.own + others
         return loads
 

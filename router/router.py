@@ -23,7 +23,7 @@ from actors.logs import name_requests
 from actors.options import TracingOptions
 from actors.origin import ORIGIN, Origin
 from actors.tracing import NoSpans, Spans, open_spans
-from actors.types import Answer, Dtype, Media
+from actors.types import Answer, Dtype, Media, Reply
 from router.balance import POLICIES
 from router.dispatch import Dispatcher, ReplicaDied, ReplicaFull, ShardLost, now
 from router.metrics import RouterMetrics
@@ -96,7 +96,7 @@ class ServeFleet:
 
     async def encode(
         self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float
-    ) -> list[Answer]:
+    ) -> Reply:
         """See dispatch.Fleet. Cancelling it cancels the call."""
         patches = sum(item.plan.patches for item in media)
         with self._spans.span(
@@ -109,8 +109,8 @@ class ServeFleet:
     ) -> list[Answer]:
         response = self._to(replica).remote(media, dtype, timeout_seconds, ORIGIN.get())
         try:
-            answers: list[Answer] = await response
-            return answers
+            reply: Reply = await response
+            return reply
         except PinnedReplicaFull as error:
             raise ReplicaFull(brief(error)) from error
         except RayActorError as error:

@@ -50,6 +50,8 @@ class Scenario:
     report_period_seconds: float = 1.0
     report_delay_seconds: float = 0.3
     """On the way from a replica to the routers: what they know is older than it looks."""
+    answers_tell: bool = True
+    """Replicas say what they have with every answer, not only in reports."""
     deaths: Sequence[tuple[float, int]] = ()
     """Seconds at which a replica, by its number, loses all that it has."""
     restart_seconds: float = 30.0
@@ -189,10 +191,13 @@ class Simulation:
         if server.life != life:
             return
         work = server.queue.popleft()
+        ledger = self.ledgers[work.request.router]
         self.outcome.busy_seconds[replica] += seconds
         self.outcome.patches[replica] += sum(work.patches)
         for one in work.reservations:
-            self.ledgers[work.request.router].release(one, self._now, done=True)
+            ledger.release(one, self._now, done=True)
+        if self.scenario.answers_tell:
+            ledger.hear(str(replica), server.outstanding, self._now)
         work.request.left -= len(work.reservations)
         if not work.request.left:
             self.outcome.latencies_seconds.append(self._now - work.request.since)

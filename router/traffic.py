@@ -34,7 +34,15 @@ def drawn(random: Random, requests: int) -> list[list[int]]:
 
 
 def steady(
-    replicas: int, requests: int, load: float, *, routers: int, deaths: int, seed: int, cost: Cost
+    replicas: int,
+    requests: int,
+    load: float,
+    *,
+    routers: int,
+    deaths: int,
+    seed: int,
+    cost: Cost,
+    answers_tell: bool = True,
 ) -> Scenario:
     """Requests at random times that keep the replicas busy for a part `load` of the time.
 
@@ -48,6 +56,7 @@ def steady(
         routers=routers,
         arrivals=at_random(random, sizes, load * replicas / seconds),
         cost=cost,
+        answers_tell=answers_tell,
         deaths=[
             (random.uniform(0, requests * seconds / (load * replicas)), random.randrange(replicas))
             for _ in range(deaths)

@@ -20,14 +20,13 @@ from rich.table import Table
 
 from encoder_service.bench.engine_plot import require_matplotlib
 from encoder_service.bench.simulation_plot import plot
-from router.balance import POLICIES, Plan, largest_first, one_of
+from router.balance import POLICIES, Plan, one_of
 from router.simulation import Simulation
 from router.traffic import H200_8B, burst, steady
 
 COMPARED: Mapping[str, Callable[[Random], Plan]] = {
     **dict[str, Callable[[Random], Plan]](POLICIES.items()),
     "random": one_of,
-    "ties to the first": lambda random: largest_first,
 }
 BURST_REQUESTS = 4
 """For each replica, all at once."""
@@ -57,6 +56,11 @@ def add(subcommands: Any) -> None:
     parser.add_argument("--requests", type=int, default=4000, help="at least (%(default)s)")
     parser.add_argument("--load", type=float, default=0.7, help="of capacity (%(default)s)")
     parser.add_argument("--routers", type=int, default=2, help="each with stale reports of others")
+    parser.add_argument(
+        "--reports-alone",
+        action="store_true",
+        help="replicas tell their load once a second, not with every answer",
+    )
     parser.add_argument("--deaths", type=int, default=0, help="replicas that die on the way")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
@@ -94,6 +98,7 @@ def measure(policy: str, replicas: int, options: argparse.Namespace) -> Row:
         deaths=options.deaths,
         seed=seed,
         cost=H200_8B,
+        answers_tell=not options.reports_alone,
     )
     flow = Simulation(traffic, plan, seed).run()
     once = burst(replicas, BURST_REQUESTS * replicas, seed=seed, cost=H200_8B)

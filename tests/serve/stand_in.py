@@ -17,7 +17,7 @@ from ray.serve.config import RequestRouterConfig
 from actors.errors import DeadlineExceeded, InvalidMedia
 from actors.origin import Origin
 from actors.shared import share
-from actors.types import DTYPE_BYTES, Answer, Dtype, Embedding, ItemPlan, Media, Timings
+from actors.types import DTYPE_BYTES, Answer, Dtype, Embedding, ItemPlan, Media, Reply, Timings
 from router.options import RouterOptions
 from router.router import Router
 
@@ -48,7 +48,7 @@ class StandIn:
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin
-    ) -> list[Answer]:
+    ) -> Reply:
         """Data is the digest of each item, as bytes."""
         patches = sum(item.plan.patches for item in media)
         self.outstanding_patches += patches
@@ -58,11 +58,12 @@ class StandIn:
                     await self._let_go.wait()
                 await asyncio.sleep(patches * SECONDS_PER_PATCH)
         except TimeoutError:
-            return [DeadlineExceeded("too slow")] * len(media)
+            late: list[Answer] = [DeadlineExceeded("too slow")] * len(media)
+            return Reply(late, self.outstanding_patches - patches)
         finally:
             self.outstanding_patches -= patches
         self.encoded += [item.digest for item in media]
-        return [self._answer(item, dtype) for item in media]
+        return Reply([self._answer(item, dtype) for item in media], self.outstanding_patches)
 
     def _answer(self, item: Media, dtype: Dtype) -> Answer:
         if item.data.startswith(BAD):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray import serve
 
 from actors.origin import Origin
-from actors.types import Answer, Dtype, Media
+from actors.types import Dtype, Media, Reply
 from router.options import RouterOptions
 from router.router import Router
 from tests.unit.fleet import embedding, item, right
@@ -14,8 +14,8 @@ from tests.unit.fleet import embedding, item, right
 class LocalEncoder:
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin
-    ) -> list[Answer]:
-        return [embedding(one, "local") for one in media]
+    ) -> Reply:
+        return Reply([embedding(one, "local") for one in media], 0)
 
 
 def test_a_router_works_without_a_cluster() -> None:

@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import DeadlineExceeded, InvalidMedia, Overloaded, TooLarge
 from actors.types import Embedding
-from router.balance import ties_at_random
+from router.balance import POLICIES
 from router.options import RouterOptions
 from router.registry import PinnedReplicaFull, PinnedReplicaUnavailable
 from router.router import RouterStatus
@@ -81,7 +81,9 @@ def test_the_simulation_places_as_the_service_does(router: DeploymentHandle) -> 
         started = time.monotonic()
         answers = router.encode.remote(media, "bfloat16", 30.0).result(timeout_s=30)
         taken = time.monotonic() - started
-        simulated = Simulation(Scenario(3, 1, [(0.0, patches)], cost), ties_at_random, 0).run()
+        simulated = Simulation(
+            Scenario(3, 1, [(0.0, patches)], cost), POLICIES["largest_first"], 0
+        ).run()
         carried: Counter[str] = Counter()
         for size, answer in zip(patches, answers, strict=True):
             carried[answer.replica] += size

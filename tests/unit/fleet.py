@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.types import Answer, Dtype, Embedding, ItemPlan, Media, Timings
+from actors.types import Answer, Dtype, Embedding, ItemPlan, Media, Reply, Timings
 from router.balance import largest_first
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
@@ -32,10 +32,10 @@ class MemoryFleet:
 
     async def encode(
         self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float
-    ) -> list[Answer]:
+    ) -> Reply:
         self.calls.append((replica, [item.digest for item in media]))
         try:
-            return await self.behaviour(replica, media, timeout_seconds)
+            return Reply(await self.behaviour(replica, media, timeout_seconds), 0)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

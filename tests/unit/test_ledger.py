@@ -74,6 +74,20 @@ def test_own_patches_in_an_old_report_do_not_count_as_those_of_others() -> None:
     assert book.loads(["a"], now=3.0) == {"a": 100}, "by now it cannot be ours"
 
 
+def test_what_comes_with_an_answer_is_believed_before_a_report() -> None:
+    book = ledger()
+    [mine, later] = book.admit([100, 40], now=0)
+    book.assign(mine, "a")
+    book.assign(later, "a")
+    book.release(mine, now=1, done=True)
+    book.hear("a", 40 + 300, now=1)
+    book.report({"a": 900})
+    assert book.loads(["a"], now=1.2) == {"a": 40 + 300}
+    book.hear("a", 10, now=1.3)
+    assert book.loads(["a"], now=1.4) == {"a": 40}, "ours is still there, whatever it says"
+    assert book.loads(["a"], now=3) == {"a": 900}, "too long ago"
+
+
 def test_a_failed_replica_is_excluded_for_a_while() -> None:
     book = ledger()
     book.exclude("a", now=10)
@@ -120,6 +134,10 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(there=st.sets(st.sampled_from(REPLICAS)), patches=st.integers(0, 2000))
     def report(self, there: set[str], patches: int) -> None:
         self.book.report(dict.fromkeys(there, patches))
+
+    @rule(replica=st.sampled_from(REPLICAS), patches=st.integers(0, 2000))
+    def hear(self, replica: str, patches: int) -> None:
+        self.book.hear(replica, patches, self.now)
 
     @rule(replica=st.sampled_from(REPLICAS))
     def die(self, replica: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -17,6 +18,7 @@ from router.simulation import Cost, Outcome, Scenario, Simulation
 from router.traffic import burst, heavy_tailed, steady
 
 PLAIN = Cost(launch_seconds=0, patch_seconds=1, attention_seconds=0)
+TAILED = Cost(1.3e-3, 2e-6, 2.6e-10)
 
 
 def simulate(scenario: Scenario, policy: Policy = "largest_first", seed: int = 0) -> Outcome:
@@ -71,9 +73,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_every_patch_is_encoded_once_whatever_dies(
     policy: Policy, replicas: int, routers: int, deaths: int, seed: int
 ) -> None:
-    scenario = steady(
-        replicas, 40, 0.9, routers=routers, deaths=deaths, seed=seed, cost=Cost(1e-3, 2e-6, 3e-10)
-    )
+    scenario = steady(replicas, 40, 0.9, routers=routers, deaths=deaths, seed=seed, cost=TAILED)
     simulation = Simulation(scenario, POLICIES[policy], seed)
     outcome = simulation.run()
     assert len(outcome.latencies_seconds) == 40
@@ -82,24 +82,25 @@ def test_every_patch_is_encoded_once_whatever_dies(
 
 
 def test_the_same_seed_gives_the_same_outcome() -> None:
-    scenario = steady(4, 100, 0.7, routers=2, deaths=1, seed=3, cost=PLAIN)
+    scenario = steady(4, 100, 0.7, routers=2, deaths=1, seed=3, cost=TAILED)
     assert simulate(scenario, seed=5) == simulate(scenario, seed=5)
 
 
 def test_largest_first_gains_where_sizes_are_heavy_tailed() -> None:
-    cost = Cost(1.3e-3, 2e-6, 2.6e-10)
     for replicas in (4, 8):
-        once = burst(replicas, 4 * replicas, seed=1, cost=cost)
-        flow = steady(replicas, 1500, 0.7, routers=2, deaths=0, seed=1, cost=cost)
+        once = burst(replicas, 4 * replicas, seed=1, cost=TAILED)
+        flow = steady(replicas, 1500, 0.7, routers=2, deaths=0, seed=1, cost=TAILED)
         naive = simulate(once, "round_robin").makespan_seconds, p99(simulate(flow, "round_robin"))
         assert simulate(once).makespan_seconds < 0.9 * naive[0]
         assert p99(simulate(flow)) < 0.75 * naive[1]
 
 
-def test_ties_at_random_keep_routers_apart() -> None:
-    flow = steady(64, 2000, 0.7, routers=4, deaths=0, seed=1, cost=Cost(1.3e-3, 2e-6, 2.6e-10))
-    fixed = Simulation(flow, lambda random: largest_first, 1).run()
-    assert p99(simulate(flow, seed=1)) < p99(fixed)
+def test_many_routers_do_not_flee_to_the_same_replicas() -> None:
+    """With reports alone eight routers did worse than in turn; answers tell in time."""
+    flow = steady(16, 4000, 0.8, routers=8, deaths=0, seed=1, cost=TAILED)
+    told, naive = p99(simulate(flow)), p99(simulate(flow, "round_robin"))
+    alone = p99(simulate(replace(flow, answers_tell=False)))
+    assert told < 0.75 * naive < 0.75 * alone
 
 
 def test_sizes_stay_within_what_a_model_takes() -> None:
@@ -115,7 +116,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     arguments = ["simulate", "--replicas", "2", "3", "--requests", "50", "--deaths", "1"]
     assert cli.main([*arguments, "--json", str(report), "--plot", str(picture)]) == 0
     assert "largest_first" in capsys.readouterr().out
-    assert [row["replicas"] for row in json.loads(report.read_text())] == [2] * 5 + [3] * 5
+    assert [row["replicas"] for row in json.loads(report.read_text())] == [2] * 4 + [3] * 4
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
