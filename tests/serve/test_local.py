@@ -12,13 +12,9 @@ from tests.unit.fleet import embedding, item, right
 
 
 class LocalEncoder:
-<<<<<<< HEAD
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin
     ) -> Reply:
-=======
-    async def encode(self, media: list[Media], dtype: Dtype, timeout_seconds: float) -> Reply:
->>>>>>> 394830c (Format)
         return Reply([embedding(one, "local") for one in media], 0)
 
 
