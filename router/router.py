@@ -106,7 +106,7 @@ class ServeFleet:
 
     async def _call(
         self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float
-    ) -> list[Answer]:
+    ) -> Reply:
         response = self._to(replica).remote(media, dtype, timeout_seconds, ORIGIN.get())
         try:
             reply: Reply = await response
