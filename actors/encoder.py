@@ -30,6 +30,7 @@ from actors.models.load import load
 from actors.options import ActorOptions
 from actors.origin import NOBODY, ORIGIN, Origin
 from actors.preprocess import decode, prepare
+from actors.scaling import OUTSTANDING_PATCHES
 from actors.shared import INLINE_BYTES, read, share
 from actors.tensors import flat_tensor
 from actors.tracing import open_spans
@@ -180,7 +181,11 @@ class Encoder:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """The load that this replica has accepted from all routers; asked every second."""
-        return {"outstanding_patches": self.outstanding_patches}
+        return {OUTSTANDING_PATCHES: self.outstanding_patches}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The same, for the policy in scaling.py."""
+        return {OUTSTANDING_PATCHES: self.outstanding_patches}
 
     async def check_health(self) -> None:
         """Serve replaces a replica that raises here."""

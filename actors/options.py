@@ -111,11 +111,53 @@ class DeviceOptions(Options):
         return self
 
 
+class AutoscalingOptions(Options):
+    """As many replicas as the outstanding patches ask for, within bounds."""
+
+    min_replicas: PositiveInt = 1
+    max_replicas: PositiveInt
+    target_patches: PositiveInt = 100_000
+    """Outstanding ones that one replica should have, in the mean: the time that an item may wait
+    times the patches that a replica encodes in it (BENCHMARKS.md)."""
+    look_back_seconds: float = Field(10, gt=0)
+    """What the load is the mean of."""
+    upscale_delay_seconds: float = Field(10, ge=0)
+    """How long more must have been asked for before replicas are added."""
+    downscale_delay_seconds: float = Field(600, ge=0)
+    """How long fewer: a new replica has to load weights and capture graphs."""
+
+    @model_validator(mode="after")
+    def bounds_are_in_order(self) -> Self:
+        """Serve would say so as well, of names of its own."""
+        if self.min_replicas > self.max_replicas:
+            raise ValueError("min_replicas is more than max_replicas")
+        return self
+
+
 class EncoderOptions(DeviceOptions):
     """The deployment of encoder actors."""
 
+    autoscaling: AutoscalingOptions | None = None
+    """In the place of `replicas`."""
     max_stall_seconds: float = Field(60, gt=0)
     """A replica with work that finishes nothing for so long reports itself unhealthy."""
+
+    @model_validator(mode="after")
+    def one_of_both(self) -> Self:
+        """A number of replicas, or bounds of it."""
+        if self.autoscaling and "replicas" in self.model_fields_set:
+            raise ValueError("replicas and autoscaling are both given: keep one of them")
+        return self
+
+    @property
+    def least_replicas(self) -> int:
+        """Those that there are at any load."""
+        return self.autoscaling.min_replicas if self.autoscaling else self.replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """Those that there are under full load."""
+        return self.autoscaling.max_replicas if self.autoscaling else self.replicas
 
 
 class TracingOptions(Options):

@@ -9,13 +9,13 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
 from actors.encoder import Encoder
 from actors.errors import ConfigError, StartError
-from actors.options import ActorOptions
+from actors.options import ActorOptions, EncoderOptions
 from actors.spec import ModelSpec, read
 from actors.tracing import check_tracing
 from encoder_service.config import ServiceOptions, fit, parse
@@ -65,7 +65,7 @@ def wire(options: ServiceOptions, spec: ModelSpec) -> serve.Application:
     encoder = serve.deployment(
         Encoder,
         name="Encoder",
-        num_replicas=options.encoder.replicas,
+        **replicas(options.encoder),
         ray_actor_options={
             "num_gpus": options.encoder.num_gpus,
             "num_cpus": options.encoder.num_cpus,
@@ -100,12 +100,31 @@ def wire(options: ServiceOptions, spec: ModelSpec) -> serve.Application:
     ).bind(options, spec, encoder, router)
 
 
+def replicas(encoder: EncoderOptions) -> dict[str, Any]:
+    """How many encoders, in Serve's words."""
+    if (scaling := encoder.autoscaling) is None:
+        return {"num_replicas": encoder.replicas}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=scaling.min_replicas,
+            max_replicas=scaling.max_replicas,
+            look_back_period_s=scaling.look_back_seconds,
+            upscale_delay_s=scaling.upscale_delay_seconds,
+            downscale_delay_s=scaling.downscale_delay_seconds,
+            policy=AutoscalingPolicy(
+                policy_function="actors.scaling:PatchPolicy",
+                policy_kwargs={"target_patches": scaling.target_patches},
+            ),
+        )
+    }
+
+
 def check_resources(options: ServiceOptions, cluster: Mapping[str, float]) -> None:
     """Whether the cluster has what the replicas ask for. Raises ConfigError."""
     encoder, router, ingress = options.encoder, options.router, options.ingress
     needed = {
-        "GPU": encoder.replicas * encoder.num_gpus,
-        "CPU": encoder.replicas * encoder.num_cpus
+        "GPU": encoder.least_replicas * encoder.num_gpus,
+        "CPU": encoder.least_replicas * encoder.num_cpus
         + router.replicas * router.num_cpus
         + ingress.replicas * ingress.num_cpus,
     }

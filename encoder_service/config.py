@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import (
@@ -126,7 +127,8 @@ def known(section: Sequence[str]) -> list[str]:
     """The keys of a section."""
     options: Any = ServiceOptions
     for key in section:
-        options = options.model_fields[key].annotation
+        declared = options.model_fields[key].annotation
+        options = next(one for one in (*get_args(declared), declared) if one is not NoneType)
     return sorted(options.model_fields)
 
 
@@ -142,7 +144,22 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
             f"router.max_outstanding_patches is {most}, less than the "
             f"{patches} patches of one largest image: raise it"
         )
+    check_autoscaling(options)
     return room
+
+
+def check_autoscaling(options: ServiceOptions) -> None:
+    """Whether as much is admitted as asks for the last replica. Raises ConfigError."""
+    if (scaling := options.encoder.autoscaling) is None:
+        return
+    admitted = options.router.max_outstanding_patches * options.ingress.replicas
+    asked = scaling.target_patches * (scaling.max_replicas - 1)
+    if admitted <= asked:
+        raise ConfigError(
+            f"encoder.autoscaling reaches {scaling.max_replicas} replicas beyond {asked} "
+            f"outstanding patches, and the ingresses admit {admitted}: raise "
+            "router.max_outstanding_patches or ingress.replicas, or lower target_patches"
+        )
 
 
 def read_document(path: Path) -> dict[str, Any]:

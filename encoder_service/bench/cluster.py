@@ -42,7 +42,7 @@ def free_ports(count: int) -> list[int]:
 def logical_cpus(options: ServiceOptions) -> int:
     """What Ray must be told, for all replicas to be placed."""
     asked = (
-        options.encoder.replicas * options.encoder.num_cpus
+        options.encoder.most_replicas * options.encoder.num_cpus
         + options.router.replicas * options.router.num_cpus
         + options.ingress.replicas * options.ingress.num_cpus
     )

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.budgets import Capacity
+from actors.options import EncoderOptions
 from actors.spec import ModelSpec, read
 from encoder_service.config import ServiceOptions, fit, load_all, read_document
 
@@ -52,7 +53,15 @@ def table(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Table:
     shown.add_row("a pack", f"up to {room.items} items, {room.frames} frames of videos")
     encoder = service.encoder
     each = f"{encoder.num_gpus:g} GPU, {encoder.num_cpus:g} CPU each, on {encoder.device}"
-    shown.add_row("encoders", f"{encoder.replicas}: {each}")
+    shown.add_row("encoders", f"{count(encoder)}: {each}")
     shown.add_row("routers", f"{service.router.replicas}: {service.router.policy}")
     shown.add_row("ingresses", f"{service.ingress.replicas}")
     return shown
+
+
+def count(encoder: EncoderOptions) -> str:
+    """Replicas."""
+    if scaling := encoder.autoscaling:
+        least, most = scaling.min_replicas, scaling.max_replicas
+        return f"{least} to {most}, by {scaling.target_patches} outstanding patches"
+    return f"{encoder.replicas}"

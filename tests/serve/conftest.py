@@ -10,7 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
+os.environ.update(
+    RAY_AUTH_MODE="disabled",
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_DEDUP_LOGS="0",
+    RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="0.5",
+)
 
 import pytest
 import ray

@@ -52,6 +52,7 @@ def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) ->
         ("router: {", "limits: {timeout_seconds: 121}\n      router: {", "request_timeout_s, 120"),
         ("router: {", "router: {max_outstanding_patches: 4095, ", "4096 patches of one largest"),
         ("num_gpus: 0, ", "", "device is cpu: set num_gpus to 0"),
+        ("replicas: 3", "autoscaling: {max_replicas: 11}", "the ingresses admit 1000000: raise"),
     ],
 )
 def test_check_names_what_is_wrong(

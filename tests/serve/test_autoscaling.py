@@ -1,0 +1,73 @@
+"""Encoders come with outstanding patches and go with them; no request fails meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+from ray import serve
+
+from encoder_service import Client
+from encoder_service.app import build
+from tests.images import PHOTOGRAPHS, jpeg
+from tests.serve.conftest import Cluster
+from tests.serve.tiny import ARGS
+
+pytestmark = pytest.mark.slow
+
+SCALING = {
+    "max_replicas": 3,
+    "target_patches": 1000,
+    "look_back_seconds": 2,
+    "upscale_delay_seconds": 1,
+    "downscale_delay_seconds": 1,
+}
+
+
+def encoders() -> int:
+    """Replicas that are running."""
+    states = serve.status().applications["scaled"].deployments["Encoder"].replica_states
+    return int(states.get("RUNNING", 0))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 200) -> None:
+    """Until it holds; fails after so long."""
+    deadline = monotonic() + seconds
+    while not condition():
+        assert monotonic() < deadline
+        sleep(0.2)
+
+
+@pytest.mark.timeout(600)
+def test_replicas_follow_the_load(cluster: Cluster) -> None:
+    encoder = {key: value for key, value in ARGS["encoder"].items() if key != "replicas"}
+    args: dict[str, Any] = ARGS | {"encoder": encoder | {"autoscaling": SCALING}, "auth": {}}
+    serve.run(build(args), name="scaled", route_prefix="/")
+    images = [jpeg(512, 512, name) for name in PHOTOGRAPHS[:4]]  # 1024 patches each
+    stop = Event()
+
+    def load() -> int:
+        """Requests that were answered; raises what failed."""
+        answered = 0
+        with Client(cluster.http) as client:
+            while not stop.is_set():
+                assert len(client.encode(images)) == len(images)
+                answered += 1
+        return answered
+
+    try:
+        assert encoders() == 1
+        with ThreadPoolExecutor(4) as pool:
+            loads = [pool.submit(load) for _ in range(4)]
+            try:
+                wait_for(lambda: encoders() == 3 or any(one.done() for one in loads))
+            finally:
+                stop.set()
+            assert all(one.result() for one in loads)
+        wait_for(lambda: encoders() == 1)
+    finally:
+        serve.delete("scaled")
