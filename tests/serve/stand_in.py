@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from actors.errors import DeadlineExceeded, InvalidMedia
-from actors.origin import Origin
+from actors.origin import NOBODY, Origin
 from actors.shared import share
 from actors.types import DTYPE_BYTES, Answer, Dtype, Embedding, ItemPlan, Media, Reply, Timings
 from router.options import RouterOptions
@@ -47,7 +47,7 @@ class StandIn:
         self._let_go = asyncio.Event()
 
     async def encode(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin = NOBODY
     ) -> Reply:
         """Data is the digest of each item, as bytes."""
         patches = sum(item.plan.patches for item in media)
