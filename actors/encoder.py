@@ -30,6 +30,7 @@ from actors.models.load import load
 from actors.options import ActorOptions
 from actors.origin import NOBODY, ORIGIN, Origin
 from actors.preprocess import decode, prepare
+from actors.references import Kept, References
 from actors.scaling import OUTSTANDING_PATCHES
 from actors.shared import INLINE_BYTES, read, share
 from actors.tensors import flat_tensor
@@ -62,6 +63,7 @@ class Encoder:
             self.tower, self.graphs, self.capacity, self.device, self.series, packing
         )
         self.cache = EmbeddingCache(options.cache.max_bytes, self.series)
+        self.references = References(options.references, self.series)
         self.decoders = ThreadPoolExecutor(options.preprocess.threads, "decode")
         self.outstanding_patches = 0
         log.info("encoder %s is ready: %s on %s", self.replica, spec.id, self.device.backend)
@@ -171,6 +173,18 @@ class Encoder:
         self.series.preprocess_seconds.observe(seconds)
         return item, started - since, seconds
 
+    async def keep(self, kept: list[Kept]) -> list[str]:
+        """Keeps these for a while; gives the name of each. Raises TooLarge."""
+        return [self.references.keep(one, monotonic()) for one in kept]
+
+    async def fetch(self, name: str) -> Kept | None:
+        """What is kept under a name."""
+        return self.references.get(name, monotonic())
+
+    async def release(self, name: str) -> bool:
+        """Lets go of it. False: there was nothing."""
+        return self.references.release(name)
+
     def scrape(self) -> tuple[str, str]:
         """This replica's id, and its series in Prometheus' text format."""
         return self.replica, self.series.text()
@@ -181,6 +195,7 @@ class Encoder:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """The load that this replica has accepted from all routers; asked every second."""
+        self.references.expire(monotonic())
         return {OUTSTANDING_PATCHES: self.outstanding_patches}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

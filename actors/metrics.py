@@ -50,6 +50,11 @@ class EncoderMetrics:
         self.cache_misses = self._counter("cache_misses_total", "Items not found in the cache.")
         self.cache_evictions = self._counter("cache_evictions_total", "Items pushed out.")
         self.cache_bytes = self._gauge("cache_bytes", "Bytes of rows in the cache.")
+        self.references = self._gauge("references", "Embeddings kept for clients, by id.")
+        self.reference_bytes = self._gauge("reference_bytes", "Bytes of these.")
+        self.reference_evictions = self._counter(
+            "reference_evictions_total", "Of these, pushed out before their time was over."
+        )
         self.captured_graphs = self._gauge("captured_graphs", "Graphs ready to replay.", "path")
         self.graph_memory_bytes = self._gauge(
             "graph_memory_bytes", "Device memory of graphs and their static buffers."

@@ -82,6 +82,15 @@ class CacheOptions(Options):
     """0 keeps none."""
 
 
+class ReferenceOptions(Options):
+    """Embeddings that a replica keeps for clients that asked for a reference."""
+
+    ttl_seconds: float = Field(60, gt=0)
+    """How long each may be fetched."""
+    max_bytes: int = Field(2**30, ge=0)
+    """Of one replica; beyond it the one fetched longest ago makes room."""
+
+
 class PreprocessOptions(Options):
     """From bytes to patches."""
 
@@ -195,5 +204,6 @@ class ActorOptions(Options):
     graphs: GraphOptions = GraphOptions()
     packing: PackingOptions = PackingOptions()
     cache: CacheOptions = CacheOptions()
+    references: ReferenceOptions = ReferenceOptions()
     preprocess: PreprocessOptions = PreprocessOptions()
     tracing: TracingOptions = TracingOptions()

@@ -138,6 +138,8 @@ class Embedding:
     source: Source
     timings: Timings
     replica: str = ""
+    reference: str = ""
+    """Id under which its replica keeps it for a while; empty: it does not."""
 
 
 Answer = Embedding | ServiceError

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from actors.errors import InvalidRequest, ServiceError, TooLarge
+from actors.options import ReferenceOptions
 from actors.spec import ModelSpec
 from actors.types import Media
 from encoder_service.config import FetchOptions, LimitOptions
@@ -72,14 +73,21 @@ class Admission:
 
 
 def check_answer(
-    media: Sequence[Media], options: RequestOptions, spec: ModelSpec, limits: LimitOptions
+    media: Sequence[Media],
+    options: RequestOptions,
+    spec: ModelSpec,
+    limits: LimitOptions,
+    references: ReferenceOptions,
 ) -> None:
-    """Raises TooLarge where the tensors of one answer would be too many bytes."""
+    """Raises TooLarge where the tensors of one answer would be too many bytes, here or kept."""
     most, name = limits.max_response_bytes, "limits.max_response_bytes"
     advice = "send fewer items at a time, or take EncodeStream over gRPC"
     if options.encoding == "float" and most > MOST_FLOAT_BYTES:
         most, name = MOST_FLOAT_BYTES, "the most for lists of numbers"
         advice = "send fewer items at a time, or leave options.encoding out"
+    if options.reference:
+        most, name = references.max_bytes, "references.max_bytes"
+        advice = "send fewer items at a time: the first would make room for the last"
     tokens = sum(one.plan.tokens for one in media)
     size_bytes = tokens * spec.width * WIDTHS[options.dtype]
     if size_bytes > most:

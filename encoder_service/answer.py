@@ -48,7 +48,6 @@ def item(spec: ModelSpec, entry: Entry, request_id: str) -> Json:
         return place | {"error": error | {"item": entry.index}}
     embedding, media = entry.answer, entry.media
     assert media is not None, "an embedding without its media. This is a bug."
-    assert isinstance(embedding.data, np.ndarray), "an embedding not read yet. This is a bug."
     return (
         place
         | {
@@ -56,13 +55,21 @@ def item(spec: ModelSpec, entry: Entry, request_id: str) -> Json:
             "tokens": embedding.shape[0],
             "dtype": embedding.dtype,
             "shape": list(embedding.shape),
-            "data": embedding.data.data,
             "digest": media.digest,
             "source": embedding.source,
             "deepstack": spec.deepstack,
         }
+        | content(embedding)
         | ({"notice": media.notice} if media.notice else {})
     )
+
+
+def content(embedding: Embedding) -> Json:
+    """The rows, or the id to fetch them by."""
+    if embedding.reference:
+        return {"reference": embedding.reference}
+    assert isinstance(embedding.data, np.ndarray), "an embedding not read yet. This is a bug."
+    return {"data": embedding.data.data}
 
 
 def timings(embeddings: Sequence[Embedding]) -> Json:

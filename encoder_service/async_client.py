@@ -45,26 +45,49 @@ class AsyncClient:
 
     @overload
     async def encode(
-        self, sources: Sequence[Source], dtype: str = ..., on_error: Literal["fail"] = ...
+        self,
+        sources: Sequence[Source],
+        dtype: str = ...,
+        on_error: Literal["fail"] = ...,
+        *,
+        reference: bool = ...,
     ) -> list[Embedding]: ...
     @overload
     async def encode(
-        self, sources: Sequence[Source], dtype: str = ..., *, on_error: Literal["return"]
+        self,
+        sources: Sequence[Source],
+        dtype: str = ...,
+        *,
+        on_error: Literal["return"],
+        reference: bool = ...,
     ) -> list[Embedding | ServiceError]: ...
     async def encode(
         self,
         sources: Sequence[Source],
         dtype: str = "bfloat16",
         on_error: Literal["fail", "return"] = "fail",
+        *,
+        reference: bool = False,
     ) -> list[Embedding] | list[Embedding | ServiceError]:
         """An embedding for each source, in order. Raises ServiceError, or OSError for a path.
 
-        With on_error "return" the error of an item stands in its place.
+        With on_error "return" the error of an item stands in its place. With `reference` the
+        service keeps the embeddings for a while: they come without data, for `fetch`.
         """
         items = await asyncio.to_thread(lambda: [request_item(source) for source in sources])
-        options = {"dtype": dtype, "on_error": on_error}
+        options = {"dtype": dtype, "on_error": on_error, "reference": reference}
         document = await self.persist(lambda: self.transport.encode(items, options))
         return read_items(document)
+
+    async def fetch(self, reference: str) -> Embedding:
+        """What the service keeps. Raises ServiceError: "not_found" when its time is over."""
+        (found,) = read_items(await self.persist(lambda: self.transport.fetch(reference)))
+        assert isinstance(found, Embedding)
+        return found
+
+    async def release(self, reference: str) -> None:
+        """Lets the service let go of it. Raises ServiceError."""
+        await self.persist(lambda: self.transport.release(reference))
 
     async def model(self) -> dict[str, Any]:
         """What is served: spec, budgets, limits, versions."""

@@ -52,22 +52,44 @@ class Client:
 
     @overload
     def encode(
-        self, sources: Sequence[Source], dtype: str = ..., on_error: Literal["fail"] = ...
+        self,
+        sources: Sequence[Source],
+        dtype: str = ...,
+        on_error: Literal["fail"] = ...,
+        *,
+        reference: bool = ...,
     ) -> list[Embedding]: ...
     @overload
     def encode(
-        self, sources: Sequence[Source], dtype: str = ..., *, on_error: Literal["return"]
+        self,
+        sources: Sequence[Source],
+        dtype: str = ...,
+        *,
+        on_error: Literal["return"],
+        reference: bool = ...,
     ) -> list[Embedding | ServiceError]: ...
     def encode(
         self,
         sources: Sequence[Source],
         dtype: str = "bfloat16",
         on_error: Literal["fail", "return"] = "fail",
+        *,
+        reference: bool = False,
     ) -> list[Embedding] | list[Embedding | ServiceError]:
         """See AsyncClient."""
         call: Any = self.client.encode  # the overloads take one of the two words, not either
-        embeddings: list[Embedding] = self.run(call(sources, dtype, on_error=on_error))
+        embeddings: list[Embedding] = self.run(
+            call(sources, dtype, on_error=on_error, reference=reference)
+        )
         return embeddings
+
+    def fetch(self, reference: str) -> Embedding:
+        """See AsyncClient."""
+        return self.run(self.client.fetch(reference))
+
+    def release(self, reference: str) -> None:
+        """See AsyncClient."""
+        self.run(self.client.release(reference))
 
     def model(self) -> dict[str, Any]:
         """See AsyncClient."""

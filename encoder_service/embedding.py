@@ -39,19 +39,27 @@ class Embedding:
     weights: str
     """"checkpoint", or "dummy": random numbers."""
     notice: str = ""
+    reference: str = ""
+    """Id that the service keeps it under for a while; then `data` is empty: `Client.fetch`."""
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
     """Milliseconds of the request that it came with: "total_ms" and the longest of each stage."""
 
     def numpy(self) -> npt.NDArray[Any]:
         """[tokens, width], read-only unless bfloat16, which becomes float32: numpy lacks it."""
-        return to_array(self.data, self.dtype, self.shape)
+        return to_array(self.rows(), self.dtype, self.shape)
 
     def torch(self) -> torch.Tensor:
         """[tokens, width] on the CPU, in its own dtype. Needs torch."""
         import torch
 
-        memory = torch.frombuffer(bytearray(self.data), dtype=torch.uint8)
+        memory = torch.frombuffer(bytearray(self.rows()), dtype=torch.uint8)
         return memory.view(getattr(torch, self.dtype)).view(self.shape)
+
+    def rows(self) -> bytes:
+        """The data. Raises ValueError for a reference."""
+        if self.reference:
+            raise ValueError(f"a reference has no rows: Client.fetch({self.reference!r}) gets them")
+        return self.data
 
 
 class ServiceError(Exception):
@@ -104,7 +112,10 @@ def read_items(document: Mapping[str, Any]) -> list[Embedding | ServiceError]:
         service_error(item["error"])
         if "error" in item
         else Embedding(
-            **shared | item | {"grid_thw": tuple(item["grid_thw"]), "shape": tuple(item["shape"])}
+            **shared
+            | {"data": b""}
+            | item
+            | {"grid_thw": tuple(item["grid_thw"]), "shape": tuple(item["shape"])}
         )
         for item in document["items"]
     ]

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65ncoder_service/encoder.proto\x12\nencoder.v1\"=\n\x04Item\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"=\n\x07Options\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\x10\n\x08on_error\x18\x03 \x01(\t\"V\n\rEncodeRequest\x12\x1f\n\x05items\x18\x01 \x03(\x0b\x32\x10.encoder.v1.Item\x12$\n\x07options\x18\x02 \x01(\x0b\x32\x13.encoder.v1.Options\"G\n\x05\x45rror\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04item\x18\x03 \x01(\x05\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\xdb\x01\n\tEmbedding\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x10\n\x08grid_thw\x18\x03 \x03(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05shape\x18\x06 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x07 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x0e\n\x06source\x18\t \x01(\t\x12\x11\n\tdeepstack\x18\n \x01(\x05\x12\x0e\n\x06notice\x18\x0b \x01(\t\x12 \n\x05\x65rror\x18\x0c \x01(\x0b\x32\x11.encoder.v1.Error\"W\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x15\n\rpreprocess_ms\x18\x02 \x01(\x01\x12\x11\n\tencode_ms\x18\x03 \x01(\x01\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\"|\n\x0e\x45ncodeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12$\n\x05items\x18\x03 \x03(\x0b\x32\x15.encoder.v1.Embedding\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.encoder.v1.Timings\"e\n\x0b\x45ncodeChunk\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12(\n\tembedding\x18\x03 \x01(\x0b\x32\x15.encoder.v1.Embedding\x12\x0c\n\x04last\x18\x04 \x01(\x08\"\x11\n\x0fGetModelRequest\" \n\x10GetModelResponse\x12\x0c\n\x04json\x18\x01 \x01(\t2\xd7\x01\n\x07\x45ncoder\x12?\n\x06\x45ncode\x12\x19.encoder.v1.EncodeRequest\x1a\x1a.encoder.v1.EncodeResponse\x12\x44\n\x0c\x45ncodeStream\x12\x19.encoder.v1.EncodeRequest\x1a\x17.encoder.v1.EncodeChunk0\x01\x12\x45\n\x08GetModel\x12\x1b.encoder.v1.GetModelRequest\x1a\x1c.encoder.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65ncoder_service/encoder.proto\x12\nencoder.v1\"=\n\x04Item\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"P\n\x07Options\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\x10\n\x08on_error\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\x08\"!\n\x0c\x46\x65tchRequest\x12\x11\n\treference\x18\x01 \x01(\t\"#\n\x0eReleaseRequest\x12\x11\n\treference\x18\x01 \x01(\t\"\x11\n\x0fReleaseResponse\"V\n\rEncodeRequest\x12\x1f\n\x05items\x18\x01 \x03(\x0b\x32\x10.encoder.v1.Item\x12$\n\x07options\x18\x02 \x01(\x0b\x32\x13.encoder.v1.Options\"G\n\x05\x45rror\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04item\x18\x03 \x01(\x05\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\xee\x01\n\tEmbedding\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x10\n\x08grid_thw\x18\x03 \x03(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05shape\x18\x06 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x07 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x0e\n\x06source\x18\t \x01(\t\x12\x11\n\tdeepstack\x18\n \x01(\x05\x12\x0e\n\x06notice\x18\x0b \x01(\t\x12\x11\n\treference\x18\r \x01(\t\x12 \n\x05\x65rror\x18\x0c \x01(\x0b\x32\x11.encoder.v1.Error\"W\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x15\n\rpreprocess_ms\x18\x02 \x01(\x01\x12\x11\n\tencode_ms\x18\x03 \x01(\x01\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\"|\n\x0e\x45ncodeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12$\n\x05items\x18\x03 \x03(\x0b\x32\x15.encoder.v1.Embedding\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.encoder.v1.Timings\"e\n\x0b\x45ncodeChunk\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12(\n\tembedding\x18\x03 \x01(\x0b\x32\x15.encoder.v1.Embedding\x12\x0c\n\x04last\x18\x04 \x01(\x08\"\x11\n\x0fGetModelRequest\" \n\x10GetModelResponse\x12\x0c\n\x04json\x18\x01 \x01(\t2\xd9\x02\n\x07\x45ncoder\x12?\n\x06\x45ncode\x12\x19.encoder.v1.EncodeRequest\x1a\x1a.encoder.v1.EncodeResponse\x12\x44\n\x0c\x45ncodeStream\x12\x19.encoder.v1.EncodeRequest\x1a\x17.encoder.v1.EncodeChunk0\x01\x12<\n\x05\x46\x65tch\x12\x18.encoder.v1.FetchRequest\x1a\x17.encoder.v1.EncodeChunk0\x01\x12\x42\n\x07Release\x12\x1a.encoder.v1.ReleaseRequest\x1a\x1b.encoder.v1.ReleaseResponse\x12\x45\n\x08GetModel\x12\x1b.encoder.v1.GetModelRequest\x1a\x1c.encoder.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ITEM']._serialized_start=45
   _globals['_ITEM']._serialized_end=106
   _globals['_OPTIONS']._serialized_start=108
-  _globals['_OPTIONS']._serialized_end=169
-  _globals['_ENCODEREQUEST']._serialized_start=171
-  _globals['_ENCODEREQUEST']._serialized_end=257
-  _globals['_ERROR']._serialized_start=259
-  _globals['_ERROR']._serialized_end=330
-  _globals['_EMBEDDING']._serialized_start=333
-  _globals['_EMBEDDING']._serialized_end=552
-  _globals['_TIMINGS']._serialized_start=554
-  _globals['_TIMINGS']._serialized_end=641
-  _globals['_ENCODERESPONSE']._serialized_start=643
-  _globals['_ENCODERESPONSE']._serialized_end=767
-  _globals['_ENCODECHUNK']._serialized_start=769
-  _globals['_ENCODECHUNK']._serialized_end=870
-  _globals['_GETMODELREQUEST']._serialized_start=872
-  _globals['_GETMODELREQUEST']._serialized_end=889
-  _globals['_GETMODELRESPONSE']._serialized_start=891
-  _globals['_GETMODELRESPONSE']._serialized_end=923
-  _globals['_ENCODER']._serialized_start=926
-  _globals['_ENCODER']._serialized_end=1141
+  _globals['_OPTIONS']._serialized_end=188
+  _globals['_FETCHREQUEST']._serialized_start=190
+  _globals['_FETCHREQUEST']._serialized_end=223
+  _globals['_RELEASEREQUEST']._serialized_start=225
+  _globals['_RELEASEREQUEST']._serialized_end=260
+  _globals['_RELEASERESPONSE']._serialized_start=262
+  _globals['_RELEASERESPONSE']._serialized_end=279
+  _globals['_ENCODEREQUEST']._serialized_start=281
+  _globals['_ENCODEREQUEST']._serialized_end=367
+  _globals['_ERROR']._serialized_start=369
+  _globals['_ERROR']._serialized_end=440
+  _globals['_EMBEDDING']._serialized_start=443
+  _globals['_EMBEDDING']._serialized_end=681
+  _globals['_TIMINGS']._serialized_start=683
+  _globals['_TIMINGS']._serialized_end=770
+  _globals['_ENCODERESPONSE']._serialized_start=772
+  _globals['_ENCODERESPONSE']._serialized_end=896
+  _globals['_ENCODECHUNK']._serialized_start=898
+  _globals['_ENCODECHUNK']._serialized_end=999
+  _globals['_GETMODELREQUEST']._serialized_start=1001
+  _globals['_GETMODELREQUEST']._serialized_end=1018
+  _globals['_GETMODELRESPONSE']._serialized_start=1020
+  _globals['_GETMODELRESPONSE']._serialized_end=1052
+  _globals['_ENCODER']._serialized_start=1055
+  _globals['_ENCODER']._serialized_end=1400
 # @@protoc_insertion_point(module_scope)

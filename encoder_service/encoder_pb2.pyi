@@ -17,14 +17,32 @@ class Item(_message.Message):
     def __init__(self, type: _Optional[str] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ...) -> None: ...
 
 class Options(_message.Message):
-    __slots__ = ("dtype", "timeout_s", "on_error")
+    __slots__ = ("dtype", "timeout_s", "on_error", "reference")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     ON_ERROR_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     timeout_s: float
     on_error: str
-    def __init__(self, dtype: _Optional[str] = ..., timeout_s: _Optional[float] = ..., on_error: _Optional[str] = ...) -> None: ...
+    reference: bool
+    def __init__(self, dtype: _Optional[str] = ..., timeout_s: _Optional[float] = ..., on_error: _Optional[str] = ..., reference: _Optional[bool] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("reference",)
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    reference: str
+    def __init__(self, reference: _Optional[str] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("reference",)
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    reference: str
+    def __init__(self, reference: _Optional[str] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class EncodeRequest(_message.Message):
     __slots__ = ("items", "options")
@@ -47,7 +65,7 @@ class Error(_message.Message):
     def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., item: _Optional[int] = ..., retryable: _Optional[bool] = ...) -> None: ...
 
 class Embedding(_message.Message):
-    __slots__ = ("index", "type", "grid_thw", "tokens", "dtype", "shape", "data", "digest", "source", "deepstack", "notice", "error")
+    __slots__ = ("index", "type", "grid_thw", "tokens", "dtype", "shape", "data", "digest", "source", "deepstack", "notice", "reference", "error")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     GRID_THW_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +77,7 @@ class Embedding(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     DEEPSTACK_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     index: int
     type: str
@@ -71,8 +90,9 @@ class Embedding(_message.Message):
     source: str
     deepstack: int
     notice: str
+    reference: str
     error: Error
-    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., digest: _Optional[str] = ..., source: _Optional[str] = ..., deepstack: _Optional[int] = ..., notice: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., digest: _Optional[str] = ..., source: _Optional[str] = ..., deepstack: _Optional[int] = ..., notice: _Optional[str] = ..., reference: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_ms", "preprocess_ms", "encode_ms", "total_ms")

@@ -44,6 +44,16 @@ class EncoderStub:
                 request_serializer=encoder__service_dot_encoder__pb2.EncodeRequest.SerializeToString,
                 response_deserializer=encoder__service_dot_encoder__pb2.EncodeChunk.FromString,
                 _registered_method=True)
+        self.Fetch = channel.unary_stream(
+                '/encoder.v1.Encoder/Fetch',
+                request_serializer=encoder__service_dot_encoder__pb2.FetchRequest.SerializeToString,
+                response_deserializer=encoder__service_dot_encoder__pb2.EncodeChunk.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/encoder.v1.Encoder/Release',
+                request_serializer=encoder__service_dot_encoder__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=encoder__service_dot_encoder__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/encoder.v1.Encoder/GetModel',
                 request_serializer=encoder__service_dot_encoder__pb2.GetModelRequest.SerializeToString,
@@ -68,6 +78,20 @@ class EncoderServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fetch(self, request, context):
+        """What is kept for a reference, in chunks as by EncodeStream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Lets go of it before its time to live is over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """What is served: the model, its budgets and limits, versions.
         """
@@ -87,6 +111,16 @@ def add_EncoderServicer_to_server(servicer, server):
                     servicer.EncodeStream,
                     request_deserializer=encoder__service_dot_encoder__pb2.EncodeRequest.FromString,
                     response_serializer=encoder__service_dot_encoder__pb2.EncodeChunk.SerializeToString,
+            ),
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=encoder__service_dot_encoder__pb2.FetchRequest.FromString,
+                    response_serializer=encoder__service_dot_encoder__pb2.EncodeChunk.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=encoder__service_dot_encoder__pb2.ReleaseRequest.FromString,
+                    response_serializer=encoder__service_dot_encoder__pb2.ReleaseResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -148,6 +182,60 @@ class Encoder:
             '/encoder.v1.Encoder/EncodeStream',
             encoder__service_dot_encoder__pb2.EncodeRequest.SerializeToString,
             encoder__service_dot_encoder__pb2.EncodeChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/encoder.v1.Encoder/Fetch',
+            encoder__service_dot_encoder__pb2.FetchRequest.SerializeToString,
+            encoder__service_dot_encoder__pb2.EncodeChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/encoder.v1.Encoder/Release',
+            encoder__service_dot_encoder__pb2.ReleaseRequest.SerializeToString,
+            encoder__service_dot_encoder__pb2.ReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

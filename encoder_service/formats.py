@@ -116,7 +116,7 @@ def read_safetensors(body: bytes) -> Document:
         data, metadata = tensors.from_safetensors(body)
         document = read_json(metadata["answer"].encode())
         for item in document["items"]:
-            if "error" not in item:
+            if not item.keys() & {"error", "reference"}:
                 item["data"] = data[str(item["index"])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WireError(f"not a safetensors response: {error!r}") from error

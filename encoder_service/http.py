@@ -17,13 +17,14 @@ from encoder_service.envelope import Envelope, http_exception
 from encoder_service.formats import JSON, WireError
 from encoder_service.metrics import CONTENT_TYPE, merge
 from encoder_service.offload import offload
-from encoder_service.openapi import DESCRIPTION, ENCODE, ERRORS, describe
+from encoder_service.openapi import DESCRIPTION, ENCODE, ERRORS, FETCH, MISSING, describe
 from encoder_service.schema import request_options
 from encoder_service.service import Service
 from encoder_service.upload import read
 from encoder_service.wire import choose, render
 
 ENCODE_PATH = "/v1/encode"
+REFERENCE_PATH = "/v1/embeddings/{reference}"
 
 
 def build(service: Service) -> FastAPI:
@@ -55,6 +56,22 @@ def build(service: Service) -> FastAPI:
             size_bytes, render, document, accept, options.encoding or "base64"
         )
         return Response(body, media_type=content_type)
+
+    @app.get(REFERENCE_PATH, responses=ERRORS | MISSING, openapi_extra=FETCH)
+    async def fetch(request: Request, reference: str) -> Response:
+        """The embedding that is kept under an id: a response with one item."""
+        service.authorize(request.headers.get("authorization"))
+        accept = answer_format(request.headers.get("accept", ""))
+        document = await service.fetch(reference, request.state.exchange.request_id)
+        size_bytes = len(document["items"][0]["data"])
+        body, content_type = await offload(size_bytes, render, document, accept)
+        return Response(body, media_type=content_type)
+
+    @app.delete(REFERENCE_PATH, responses=ERRORS | MISSING, status_code=204)
+    async def release(request: Request, reference: str) -> None:
+        """Lets go of an embedding before its time is over."""
+        service.authorize(request.headers.get("authorization"))
+        await service.release(reference)
 
     @app.get("/v1/model", responses=ERRORS)
     async def model(request: Request) -> dict[str, Any]:

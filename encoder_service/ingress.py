@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -17,6 +18,8 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost, Unavailable
 from actors.logs import name_requests
+from actors.references import Kept
+from actors.shared import here
 from actors.spec import ModelSpec
 from actors.types import Answer, Dtype, Media
 from encoder_service import http
@@ -25,7 +28,8 @@ from encoder_service.health import HealthCalls
 from encoder_service.metrics import Page, Scrape
 from encoder_service.rpc import EncoderCalls
 from encoder_service.service import Service
-from router.here import answer_here, encode_here
+from router.here import answers_here, encode_until
+from router.references import unknown
 from router.router import Router
 
 SCRAPE_SECONDS = 2.0
@@ -66,23 +70,38 @@ class Fleet:
         self.scraped = scraped
 
     async def encode(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False
     ) -> list[Answer]:
-        """An answer for each item, in order, the data in this process."""
-        return await encode_here(self.router.encode, media, dtype, timeout_seconds)
+        """See service.Backend."""
+        finish = self.router.keep if reference else answers_here
+        return await encode_until(self.router.encode, finish, media, dtype, timeout_seconds)
 
     async def stream(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False
     ) -> AsyncGenerator[tuple[int, Answer]]:
-        """Position and answer, as they come, the data in this process."""
+        """See service.Backend."""
+        finish = self.router.keep if reference else answers_here
         deadline = monotonic() + timeout_seconds
         async with aclosing(self.router.encode_stream(media, dtype, timeout_seconds)) as answers:
             async for place, answer in answers:
-                found = await answer_here(answer)
+                item = [media[place]]
+                (found,) = await finish(item, [answer])
                 if isinstance(found, EmbeddingLost):
-                    left = deadline - monotonic()
-                    (found,) = await encode_here(self.router.encode, [media[place]], dtype, left)
+                    left = max(0.0, deadline - monotonic())
+                    (found,) = await encode_until(self.router.encode, finish, item, dtype, left)
                 yield place, found
+
+    async def fetch(self, reference: str) -> Kept:
+        """See service.Backend."""
+        kept = await self.router.fetch(reference)
+        try:
+            return replace(kept, embedding=await here(kept.embedding))
+        except EmbeddingLost:  # its replica ended just now
+            raise unknown(reference) from None
+
+    async def release(self, reference: str) -> None:
+        """See service.Backend."""
+        await self.router.release(reference)
 
     async def ready_replicas(self) -> int:
         """Encoders that may be given work. Raises Unavailable if there is none."""

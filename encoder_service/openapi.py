@@ -41,6 +41,14 @@ def schema(model: type[BaseModel]) -> dict[str, Any]:
 FILES = {"type": "array", "items": {"type": "string", "format": "binary"}}
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 
+ANSWER: dict[str, Any] = {
+    "content": {
+        "application/msgpack": schema(EncodeDocument),
+        "application/json": schema(EncodeDocument),
+        "application/vnd.safetensors": BINARY,
+    }
+}
+
 ENCODE: dict[str, Any] = {
     "parameters": [
         {"name": "X-Request-Id", "in": "header", "schema": {"type": "string", "maxLength": 128}}
@@ -64,16 +72,13 @@ ENCODE: dict[str, Any] = {
             "image/*": BINARY,
         },
     },
-    "responses": {
-        "200": {
-            "description": "Embeddings, in the order of the request.",
-            "content": {
-                "application/msgpack": schema(EncodeDocument),
-                "application/json": schema(EncodeDocument),
-                "application/vnd.safetensors": BINARY,
-            },
-        }
-    },
+    "responses": {"200": {"description": "Embeddings, in the order of the request.", **ANSWER}},
+}
+
+FETCH: dict[str, Any] = {"responses": {"200": {"description": "One embedding.", **ANSWER}}}
+
+MISSING: dict[int | str, dict[str, Any]] = {
+    404: {"model": ErrorDocument, "description": "Not kept, or not any more."}
 }
 
 

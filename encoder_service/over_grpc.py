@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -41,6 +43,24 @@ class GrpcTransport:
             "timings": document_of(answer.timings),
         }
 
+    async def fetch(self, reference: str) -> Document:
+        """Encoder.Fetch."""
+        request = pb.FetchRequest(reference=reference)
+        with raised():
+            chunks = [chunk async for chunk in self.stub.Fetch(request, **self.settings)]
+        first = chunks[0]
+        data = b"".join(chunk.embedding.data for chunk in chunks)
+        return {
+            "model": first.model,
+            "weights": first.weights,
+            "items": [item_document(first.embedding) | {"data": data}],
+            "timings": {},
+        }
+
+    async def release(self, reference: str) -> None:
+        """Encoder.Release."""
+        await self.call(self.stub.Release, pb.ReleaseRequest(reference=reference))
+
     async def model(self) -> Document:
         """Encoder.GetModel."""
         answer = await self.call(self.stub.GetModel, pb.GetModelRequest())
@@ -60,21 +80,27 @@ class GrpcTransport:
         await self.channel.close()
 
     async def call(self, method: Any, request: Any) -> Any:
-        """The answer. The details of a status of ours are JSON."""
-        try:
+        """The answer."""
+        with raised():
             return await method(request, **self.settings)
-        except grpc.aio.AioRpcError as error:
-            code, details = error.code(), error.details() or ""
-            try:
-                document = dict(json.loads(details))
-            except (ValueError, TypeError):
-                document = {
-                    "type": code.name.lower(),
-                    "message": details,
-                    "retryable": code is grpc.StatusCode.UNAVAILABLE,
-                }
-            wait = document.get("retry_after_s")
-            raise service_error(document, code.name, wait) from error
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """Statuses as ServiceError. The details of one of ours are JSON."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        code, details = error.code(), error.details() or ""
+        try:
+            document = dict(json.loads(details))
+        except (ValueError, TypeError):
+            document = {
+                "type": code.name.lower(),
+                "message": details,
+                "retryable": code is grpc.StatusCode.UNAVAILABLE,
+            }
+        raise service_error(document, code.name, document.get("retry_after_s")) from error
 
 
 def item_document(item: Any) -> Document:

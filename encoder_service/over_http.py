@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgpack
@@ -34,11 +35,15 @@ class HttpTransport:
         """POST /v1/encode."""
         body = msgpack.packb({"items": [item.document() for item in items], "options": options})
         headers = {"content-type": MSGPACK, "accept": MSGPACK}
-        response = await self.request("POST", "/v1/encode", content=body, headers=headers)
-        try:
-            return parse_response(response.content, response.headers.get("content-type", ""))
-        except WireError as error:
-            raise ServiceError("invalid_response", str(error), response.status_code) from error
+        return parsed(await self.request("POST", "/v1/encode", content=body, headers=headers))
+
+    async def fetch(self, reference: str) -> Document:
+        """GET /v1/embeddings/{reference}."""
+        return parsed(await self.request("GET", path_of(reference), headers={"accept": MSGPACK}))
+
+    async def release(self, reference: str) -> None:
+        """DELETE /v1/embeddings/{reference}."""
+        await self.request("DELETE", path_of(reference))
 
     async def model(self) -> Document:
         """GET /v1/model."""
@@ -77,6 +82,19 @@ class HttpTransport:
                 "retryable": response.status_code in (429, 502, 503),
             }
         raise service_error(document, response.status_code, seconds(response.headers))
+
+
+def parsed(response: httpx.Response) -> Document:
+    """The response document."""
+    try:
+        return parse_response(response.content, response.headers.get("content-type", ""))
+    except WireError as error:
+        raise ServiceError("invalid_response", str(error), response.status_code) from error
+
+
+def path_of(reference: str) -> str:
+    """Where an embedding is kept."""
+    return f"/v1/embeddings/{quote(reference, safe='')}"
 
 
 def seconds(headers: httpx.Headers) -> float | None:

@@ -78,6 +78,25 @@ class EncoderCalls:
         # Serve drops the status of a stream that ends without an exception.
         raise Refused
 
+    async def Fetch(
+        self, request: pb.FetchRequest, grpc_context: Context
+    ) -> AsyncIterator[pb.EncodeChunk]:
+        """What is kept under an id, in chunks as from EncodeStream."""
+        with self.answering(None, grpc_context) as exchange:
+            document = await self.service.fetch(request.reference, exchange.request_id)
+            for chunk in chunks(head(self.service.spec), document["items"][0]):
+                yield chunk
+            return
+        raise Refused
+
+    async def Release(
+        self, request: pb.ReleaseRequest, grpc_context: Context
+    ) -> pb.ReleaseResponse:
+        """Lets go of it."""
+        with self.answering(None, grpc_context):
+            await self.service.release(request.reference)
+        return pb.ReleaseResponse()
+
     async def GetModel(
         self, request: pb.GetModelRequest, grpc_context: Context
     ) -> pb.GetModelResponse:
@@ -175,7 +194,9 @@ def embedding(document: Json) -> pb.Embedding:
     """One item of the response document as a message."""
     if "error" in document:
         return pb.Embedding(**document | {"error": pb.Error(**document["error"])})
-    return pb.Embedding(**document | {"data": bytes(document["data"])})
+    if "data" in document:
+        document = document | {"data": bytes(document["data"])}
+    return pb.Embedding(**document)
 
 
 def chunks(model: Json, document: Json) -> Iterator[pb.EncodeChunk]:

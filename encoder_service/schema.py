@@ -25,6 +25,11 @@ class RequestOptions(BaseModel):
     on_error: Literal["fail", "return"] = Field(
         "fail", description="fail: the first error is the answer; return: it stands in its item."
     )
+    reference: bool = Field(
+        False,
+        strict=True,
+        description="Keep the embeddings for a while, and answer with ids to fetch them by.",
+    )
     encoding: Literal["base64", "float"] | None = Field(
         None, description="Of the tensors of a JSON response, base64 if not given."
     )
@@ -57,7 +62,12 @@ class ItemDocument(BaseModel):
     tokens: int
     dtype: Dtype
     shape: tuple[int, int] = Field(description="Tokens, width.")
-    data: str = Field(description="Row-major, little-endian; base64 in JSON, bytes in msgpack.")
+    data: str | None = Field(
+        None,
+        description="Row-major, little-endian; base64 in JSON, bytes in msgpack. "
+        "Not there with `reference`.",
+    )
+    reference: str | None = Field(None, description="Id for GET /v1/embeddings/{id}.")
     digest: str = Field(description="SHA-256 of the item's bytes.")
     source: Source
     deepstack: int = Field(description="Deepstack features that follow the main ones in a row.")

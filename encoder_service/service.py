@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 from actors.errors import InvalidOption, ServiceError, Unauthorized
+from actors.references import Kept
 from actors.spec import ModelSpec
 from actors.tracing import open_spans
 from actors.types import Answer, Dtype, Media
@@ -33,14 +34,20 @@ class Backend(Protocol):
     """The fleet behind the front door. Raises only errors of this service."""
 
     async def encode(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
     ) -> list[Answer]:
-        """An answer for each item, in order."""
+        """An answer for each item, in order: its data as an array, or with `reference` kept."""
 
     def stream(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
     ) -> AsyncGenerator[tuple[int, Answer]]:
         """Position and answer, as they come."""
+
+    async def fetch(self, reference: str) -> Kept:
+        """What is kept under an id, its data as an array. Raises NotFound."""
+
+    async def release(self, reference: str) -> None:
+        """Lets go of it before its time. Raises NotFound."""
 
     async def ready_replicas(self) -> int:
         """Encoders that may be given work. Raises Unavailable if there is none."""
@@ -55,6 +62,7 @@ class Service:
     def __init__(self, options: ServiceOptions, spec: ModelSpec, backend: Backend) -> None:
         self.spec = spec
         self.limits = options.limits
+        self.references = options.references
         self.tokens = options.auth.token_sha256
         self.admission = Admission(spec, options.limits, options.fetch)
         self.buffered = Buffered(options.limits.max_buffered_bytes)
@@ -84,10 +92,12 @@ class Service:
         admitted = await deadline.keep(self.admit(items, options))
         media = [one for one in admitted if isinstance(one, Media)]
         exchange.admitted(media)
-        check_answer(media, options, self.spec, self.limits)
+        check_answer(media, options, self.spec, self.limits, self.references)
         found: list[Answer] = []
         if media:
-            work = self.backend.encode(media, options.dtype, deadline.left())
+            work = self.backend.encode(
+                media, options.dtype, deadline.left(), reference=options.reference
+            )
             found = await deadline.keep(work)
         answers, entries = iter(found), []
         for index, (item, one) in enumerate(zip(items, admitted, strict=True)):
@@ -111,12 +121,27 @@ class Service:
         media = [one for one in admitted if isinstance(one, Media)]
         if not media:
             return
-        answers = self.backend.stream(media, options.dtype, deadline.left())
+        answers = self.backend.stream(
+            media, options.dtype, deadline.left(), reference=options.reference
+        )
         async with aclosing(answers):  # a client that goes away ends the work at once
             for _ in media:
                 place, answer = await deadline.keep(anext(answers))
                 index = positions[place]
                 yield entry(index, items[index], media[place], iter([answer]), options)
+
+    async def fetch(self, reference: str, request_id: str) -> Json:
+        """The response document of the one item that is kept under an id. Raises NotFound."""
+        started = time.perf_counter()
+        deadline = Deadline(self.limits.timeout_seconds)
+        kept = await deadline.keep(self.backend.fetch(reference))
+        found = Entry(0, kept.media.kind, kept.media, kept.embedding)
+        return document(self.spec, [found], time.perf_counter() - started, request_id)
+
+    async def release(self, reference: str) -> None:
+        """Lets go of what is kept under an id. Raises NotFound."""
+        deadline = Deadline(self.limits.timeout_seconds)
+        await deadline.keep(self.backend.release(reference))
 
     async def admit(
         self, items: Sequence[RequestItem], options: RequestOptions

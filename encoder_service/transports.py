@@ -21,6 +21,12 @@ class Transport(Protocol):
     async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
         """The response document."""
 
+    async def fetch(self, reference: str) -> Document:
+        """The response document of the one item that is kept under an id."""
+
+    async def release(self, reference: str) -> None:
+        """Lets go of it."""
+
     async def model(self) -> Document:
         """What is served."""
 

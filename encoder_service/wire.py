@@ -5,9 +5,9 @@ so that a client can use it anywhere. A response document:
 
     {"model", "weights", "items": [item, ...], "timings": {name: milliseconds}}
 
-An item has "index", "type" and either "error" or "grid_thw", "tokens", "dtype", "shape", "data",
-"digest", "source", "deepstack" and perhaps "notice". "data" is any contiguous buffer here, bytes
-when read back.
+An item has "index", "type" and either "error" or "grid_thw", "tokens", "dtype", "shape", "digest",
+"source", "deepstack", perhaps "notice", and either "data" or "reference", an id to fetch it by.
+"data" is any contiguous buffer here, bytes when read back.
 """
 
 from __future__ import annotations

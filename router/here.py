@@ -17,6 +17,9 @@ from actors.types import Answer, Dtype, Embedding, Media
 Encode = Callable[[list[Media], Dtype, float], Awaitable[list[Answer]]]
 """`Router.encode`, or `.encode.remote` of a handle to the Router deployment."""
 
+Finish = Callable[[list[Media], list[Answer]], Awaitable[list[Answer]]]
+"""Answers to answers, with EmbeddingLost for what could not be finished."""
+
 ATTEMPTS = 3
 """How often an item is encoded whose bytes are lost before they are read."""
 
@@ -30,18 +33,34 @@ async def encode_here(
 
     Raises as `Router.encode` does.
     """
+    return await encode_until(encode, answers_here, media, dtype, timeout_seconds)
+
+
+async def encode_until(
+    encode: Encode,
+    finish: Finish,
+    media: Sequence[Media],
+    dtype: Dtype,
+    timeout_seconds: float,
+) -> list[Answer]:
+    """The answers in the order of `media`, finished; what is lost until then is encoded again."""
     deadline = monotonic() + timeout_seconds
     answers: dict[int, Answer] = {}
     wanted = list(range(len(media)))
     for _ in range(ATTEMPTS):
         left = max(0.0, deadline - monotonic())
-        found = await encode([media[place] for place in wanted], dtype, left)
-        found = await asyncio.gather(*map(answer_here, found))
+        items = [media[place] for place in wanted]
+        found = await finish(items, await encode(items, dtype, left))
         answers.update(zip(wanted, found, strict=True))
         wanted = [place for place in wanted if isinstance(answers[place], EmbeddingLost)]
         if not wanted:
             break
     return [answers[place] for place in range(len(media))]
+
+
+async def answers_here(media: list[Media], answers: list[Answer]) -> list[Answer]:
+    """All of them, read at the same time."""
+    return await asyncio.gather(*map(answer_here, answers))
 
 
 async def answer_here(answer: Answer) -> Answer:

@@ -22,6 +22,7 @@ from actors.errors import ServiceError
 from actors.logs import name_requests
 from actors.options import TracingOptions
 from actors.origin import ORIGIN, Origin
+from actors.references import Kept
 from actors.tracing import NoSpans, Spans, open_spans
 from actors.types import Answer, Dtype, Media, Reply
 from router.balance import POLICIES
@@ -29,6 +30,7 @@ from router.dispatch import Dispatcher, ReplicaDied, ReplicaFull, ShardLost, now
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.pinned import PIN
+from router.references import Keeping
 from router.registry import REGISTRY, PinnedReplicaFull, PinnedReplicaUnavailable, Replica
 
 LOST = (
@@ -102,15 +104,29 @@ class ServeFleet:
         with self._spans.span(
             "route", "client", replica=replica, items=len(media), patches=patches
         ):
-            return await self._call(replica, media, dtype, timeout_seconds)
-
-    async def _call(
-        self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float
-    ) -> Reply:
-        response = self._to(replica).remote(media, dtype, timeout_seconds, ORIGIN.get())
-        try:
-            reply: Reply = await response
+            call = self._to(replica).remote(media, dtype, timeout_seconds, ORIGIN.get())
+            reply: Reply = await self._told(call)
             return reply
+
+    async def keep(self, replica: str, kept: list[Kept]) -> list[str]:
+        """See references.Keepers."""
+        names: list[str] = await self._told(self._to(replica).keep.remote(kept))
+        return names
+
+    async def fetch(self, replica: str, name: str) -> Kept | None:
+        """See references.Keepers."""
+        kept: Kept | None = await self._told(self._to(replica).fetch.remote(name))
+        return kept
+
+    async def release(self, replica: str, name: str) -> bool:
+        """See references.Keepers."""
+        there: bool = await self._told(self._to(replica).release.remote(name))
+        return there
+
+    async def _told(self, response: Any) -> Any:
+        """What a call gives, or its failure in our words."""
+        try:
+            return await response
         except PinnedReplicaFull as error:
             raise ReplicaFull(brief(error)) from error
         except RayActorError as error:
@@ -161,6 +177,7 @@ class Router:
         """`fingerprint`: only replicas that say the same of themselves are used, or nothing."""
         name_requests()
         self._fleet = ServeFleet(encoder, fingerprint, open_spans(tracing, "router"))
+        self._keeping = Keeping(self._fleet)
         self._metrics = RouterMetrics()
         plan = POLICIES[options.policy](Random())
         self._dispatcher = Dispatcher(self._fleet, options, plan, self._metrics)
@@ -194,6 +211,18 @@ class Router:
         async with aclosing(answers):
             async for position, answer in answers:
                 yield position, answer
+
+    async def keep(self, media: list[Media], answers: list[Answer]) -> list[Answer]:
+        """Has embeddings kept by their replicas for a while: `reference` is the id of each."""
+        return await self._keeping.keep(media, answers)
+
+    async def fetch(self, reference: str) -> Kept:
+        """What is kept under an id. Raises NotFound, or Unavailable for now."""
+        return await self._keeping.fetch(reference)
+
+    async def release(self, reference: str) -> None:
+        """Lets go before the time. Raises NotFound, or Unavailable for now."""
+        await self._keeping.release(reference)
 
     async def status(self) -> RouterStatus:
         """What is there, and what it carries."""

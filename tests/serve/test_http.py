@@ -12,6 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from encoder_service.formats import SAFETENSORS
 from encoder_service.wire import parse_response
 from tests.images import encoded, jpeg, opened
 from tests.serve.conftest import Cluster
@@ -260,3 +261,25 @@ def test_the_documentation_describes_bodies_and_errors(client: httpx.Client) -> 
         part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]
     }
     assert references <= set(document["components"]["schemas"])
+
+
+@pytest.mark.parametrize("accept", ["application/msgpack", "application/json", SAFETENSORS])
+def test_a_reference_is_fetched_until_it_is_released(client: httpx.Client, accept: str) -> None:
+    headers = {"accept": accept}
+    document = {"items": [{"data": b64(jpeg(96, 64))}], "options": {"reference": True}}
+    (kept,) = items(client.post("/v1/encode", json=document, headers=headers))
+    assert "data" not in kept
+    path = f"/v1/embeddings/{kept.pop('reference')}"
+    (found,) = items(client.get(path, headers=headers))
+    data = found.pop("data")
+    assert found == kept
+    assert len(data) == kept["tokens"] * WIDTH * 2
+    assert client.delete(path).status_code == 204
+    assert error(client.get(path), 404)["type"] == "not_found"
+    assert error(client.delete(path), 404)["type"] == "not_found"
+
+
+def test_references_ask_for_the_token(client: httpx.Client) -> None:
+    path = "/v1/embeddings/a.b"
+    assert error(client.get(path, headers={"authorization": ""}), 401)
+    assert error(client.delete(path, headers={"authorization": ""}), 401)

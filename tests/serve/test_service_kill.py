@@ -21,6 +21,7 @@ from actors.options import ModelOptions
 from actors.spec import read
 from encoder_service import Client
 from encoder_service.app import build
+from encoder_service.client import ServiceError
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
 from tests.serve.test_kill import within
@@ -118,6 +119,39 @@ def test_an_encoder_dies(
             ray.kill(actor)
         within(60, lambda: len(set(encoders()) - set(before)) == 1)
         within(60, lambda: ready_replicas(cluster.http) == 3)
+
+
+def test_references_are_found_through_every_ingress_until_their_replica_ends(
+    cluster: Cluster, files: dict[bytes, np.ndarray[Any, Any]]
+) -> None:
+    with Client(cluster.http) as client:
+        kept = client.encode(list(files), "float32", reference=True)
+        assert len({one.reference for one in kept}) == len(files)
+        for _ in range(4):  # connections go to either ingress
+            with Client(cluster.http) as another, Client(f"grpc://{cluster.grpc}") as over_grpc:
+                for one, rows in zip(kept, files.values(), strict=True):
+                    found = another.fetch(one.reference)
+                    assert np.abs(found.numpy() - rows).max() < TOLERANCE
+                    assert (found.digest, found.grid_thw) == (one.digest, one.grid_thw)
+                    assert over_grpc.fetch(one.reference).data == found.data
+        victim = kept[0].reference.split(".")[0]
+        actor = ray.get_actor(f"SERVE_REPLICA::hardy#Encoder#{victim}", namespace="serve")
+        ray.kill(actor)
+        within(40, lambda: ready_replicas(cluster.http) == 3 and victim not in str(encoders()))
+        for one in kept:
+            if one.reference.startswith(victim):
+                within(20, lambda one=one: gone(client, one.reference))  # type: ignore[misc]
+            else:
+                client.release(one.reference)
+                assert gone(client, one.reference)
+
+
+def gone(client: Client, reference: str) -> bool:
+    """Whether it is not found; False while its replica is merely not to be reached."""
+    with pytest.raises(ServiceError) as raised:
+        client.fetch(reference)
+    assert raised.value.type in ("not_found", "unavailable")
+    return raised.value.status == 404
 
 
 def test_everything_is_replaced(cluster: Cluster, files: dict[bytes, np.ndarray[Any, Any]]) -> None:

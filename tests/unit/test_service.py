@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from actors.errors import DeadlineExceeded, InvalidOption, Overloaded, ServiceError, Unavailable
 from actors.options import ModelOptions
+from actors.references import Kept
 from actors.spec import read
 from actors.tracing import Silent
 from actors.types import Answer, Dtype, Embedding, Media, Timings
@@ -25,6 +26,7 @@ from encoder_service.metrics import Page, Scrape
 from encoder_service.schema import RequestOptions, request_options
 from encoder_service.service import Service
 from encoder_service.wire import RequestItem
+from router.references import unknown
 from tests.images import jpeg
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
@@ -41,7 +43,7 @@ class Fleet:
         self.cancelled = False
 
     async def encode(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
     ) -> list[Answer]:
         self.calls.append((dtype, timeout_seconds))
         try:
@@ -54,12 +56,18 @@ class Fleet:
         return [zeros(one) for one in media]
 
     async def stream(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
     ) -> AsyncGenerator[tuple[int, Answer]]:
         for place, answer in reversed(
-            list(enumerate(await self.encode(media, dtype, timeout_seconds)))
+            list(enumerate(await self.encode(media, dtype, timeout_seconds, reference=reference)))
         ):
             yield place, answer
+
+    async def fetch(self, reference: str) -> Kept:
+        raise unknown(reference)
+
+    async def release(self, reference: str) -> None:
+        raise unknown(reference)
 
     async def ready_replicas(self) -> int:
         if self.error:

@@ -111,9 +111,9 @@ class Listening(Fleet):
         super().__init__(error)
         self.origins: list[Origin] = []
 
-    async def encode(self, *args: Any) -> Any:
+    async def encode(self, *args: Any, **options: Any) -> Any:
         self.origins.append(ORIGIN.get())
-        return await super().encode(*args)
+        return await super().encode(*args, **options)
 
 
 def test_a_request_over_http_is_a_span_and_hands_it_on(tmp_path: Path) -> None:

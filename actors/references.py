@@ -1,0 +1,97 @@
+"""Embeddings that a replica keeps for a while, each under an id that nobody can guess.
+
+Bounded in time and in bytes: the one fetched longest ago makes room. Knows neither Ray nor clocks:
+time is an argument, in seconds of any steady clock. For one thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from secrets import token_urlsafe
+
+import numpy as np
+
+from actors.errors import TooLarge
+from actors.metrics import EncoderMetrics
+from actors.options import ReferenceOptions
+from actors.types import Embedding, Media, SharedBytes
+
+ID_BYTES = 24
+"""Of randomness."""
+OVERHEAD_BYTES = 4096
+"""What an entry takes beside its rows, so that many small ones are bounded too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An embedding and what it is of; `media` is without its bytes."""
+
+    media: Media
+    embedding: Embedding
+
+    @property
+    def size_bytes(self) -> int:
+        """Of memory."""
+        data = self.embedding.data
+        rows = data.size_bytes if isinstance(data, SharedBytes) else data.nbytes
+        return rows + OVERHEAD_BYTES
+
+
+class References:
+    """Those of one replica."""
+
+    def __init__(self, options: ReferenceOptions, metrics: EncoderMetrics) -> None:
+        self._options = options
+        self._metrics = metrics
+        self._kept: OrderedDict[str, tuple[Kept, float]] = OrderedDict()
+        self.bytes = 0
+
+    def keep(self, kept: Kept, now: float) -> str:
+        """Its id. Arrays are copied: they may be views of something larger. Raises TooLarge."""
+        most = self._options.max_bytes
+        if kept.size_bytes > most:
+            raise TooLarge(
+                f"an embedding of {kept.size_bytes} bytes cannot be kept for a reference: "
+                f"references.max_bytes is {most}; raise it, or take the embedding itself"
+            )
+        self.expire(now)
+        while self.bytes + kept.size_bytes > most:
+            self._remove(next(iter(self._kept)))
+            self._metrics.reference_evictions.inc()
+        data = kept.embedding.data
+        if isinstance(data, np.ndarray):
+            kept = replace(kept, embedding=replace(kept.embedding, data=data.copy()))
+        name = token_urlsafe(ID_BYTES)
+        self._kept[name] = kept, now + self._options.ttl_seconds
+        self.bytes += kept.size_bytes
+        self._report()
+        return name
+
+    def get(self, name: str, now: float) -> Kept | None:
+        """What is kept under an id, within its time to live."""
+        self.expire(now)
+        if name not in self._kept:
+            return None
+        self._kept.move_to_end(name)
+        return self._kept[name][0]
+
+    def release(self, name: str) -> bool:
+        """Lets go before the time. False: nothing is kept under this id."""
+        if name not in self._kept:
+            return False
+        self._remove(name)
+        return True
+
+    def expire(self, now: float) -> None:
+        """Lets go of all whose time is over."""
+        for name in [name for name, (_, end) in self._kept.items() if end <= now]:
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        self.bytes -= self._kept.pop(name)[0].size_bytes
+        self._report()
+
+    def _report(self) -> None:
+        self._metrics.references.set(len(self._kept))
+        self._metrics.reference_bytes.set(self.bytes)

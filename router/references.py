@@ -1,0 +1,104 @@
+"""Embeddings kept by the replicas that encoded them, to be fetched by id through any router.
+
+An id is that of the replica, a full stop, and a name that nobody can guess. What a replica keeps is
+gone with it. Ray is router.py's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from actors.errors import EmbeddingLost, NotFound, ServiceError, Unavailable
+from actors.references import Kept
+from actors.types import Answer, Embedding, Media
+from router.dispatch import ReplicaFull, ShardLost
+
+
+class Keepers(Protocol):
+    """The replicas. Calls raise ReplicaFull, ShardLost or a ServiceError."""
+
+    def reports(self) -> tuple[int, Mapping[str, int]]:
+        """See dispatch.Fleet."""
+
+    async def keep(self, replica: str, kept: list[Kept]) -> list[str]:
+        """The name of each."""
+
+    async def fetch(self, replica: str, name: str) -> Kept | None:
+        """What is kept under a name."""
+
+    async def release(self, replica: str, name: str) -> bool:
+        """Lets go. False: there was nothing."""
+
+
+class Keeping:
+    """Keep, fetch and release over a fleet."""
+
+    def __init__(self, fleet: Keepers) -> None:
+        self._fleet = fleet
+
+    async def keep(self, media: Sequence[Media], answers: Sequence[Answer]) -> list[Answer]:
+        """The answers; each embedding is kept and has its id. EmbeddingLost where it cannot be."""
+        kept: dict[str, dict[int, Kept]] = {}
+        for place, (item, answer) in enumerate(zip(media, answers, strict=True)):
+            if isinstance(answer, Embedding):
+                shard = kept.setdefault(answer.replica, {})
+                shard[place] = Kept(replace(item, data=b""), answer)
+        found = dict(enumerate(answers))
+        for done in await asyncio.gather(*(self._keep(*shard) for shard in kept.items())):
+            found.update(done)
+        return list(found.values())
+
+    async def fetch(self, reference: str) -> Kept:
+        """What is kept under an id. Raises NotFound, or Unavailable for now."""
+        replica, name = self._find(reference)
+        try:
+            kept = await self._fleet.fetch(replica, name)
+        except (ReplicaFull, ShardLost) as error:
+            raise Unavailable(f"replica {replica} cannot be reached: try again") from error
+        if kept is None:
+            raise unknown(reference)
+        return kept
+
+    async def release(self, reference: str) -> None:
+        """Lets go before the time. Raises NotFound, or Unavailable for now."""
+        replica, name = self._find(reference)
+        try:
+            there = await self._fleet.release(replica, name)
+        except (ReplicaFull, ShardLost) as error:
+            raise Unavailable(f"replica {replica} cannot be reached: try again") from error
+        if not there:
+            raise unknown(reference)
+
+    async def _keep(self, replica: str, shard: Mapping[int, Kept]) -> dict[int, Answer]:
+        try:
+            names = await self._fleet.keep(replica, list(shard.values()))
+        except ServiceError as error:
+            return dict.fromkeys(shard, error)
+        except (ReplicaFull, ShardLost) as error:
+            lost = EmbeddingLost(f"encoded, but not kept: replica {replica}: {error}; try again")
+            return dict.fromkeys(shard, lost)
+        return {
+            place: replace(kept.embedding, reference=f"{replica}.{name}")
+            for (place, kept), name in zip(shard.items(), names, strict=True)
+        }
+
+    def _find(self, reference: str) -> tuple[str, str]:
+        """Replica and name. Raises NotFound where there is no such replica."""
+        replicas = self._fleet.reports()[1]
+        if not replicas:
+            raise Unavailable("no encoder replica is known here yet: try again")
+        replica, _, name = reference.partition(".")
+        if replica not in replicas:
+            raise unknown(reference)
+        return replica, name
+
+
+def unknown(reference: str) -> NotFound:
+    """Expired, released, pushed out, never there, or its replica ended: which, nobody knows."""
+    return NotFound(
+        f"no embedding is kept under {reference[:100]!r}: its time is over, or its replica ended; "
+        "encode the item again"
+    )

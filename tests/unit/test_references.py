@@ -1,0 +1,180 @@
+"""Embeddings kept under ids: bounded in time and bytes in a replica, found through any router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.errors import EmbeddingLost, InvalidMedia, NotFound, TooLarge, Unavailable
+from actors.metrics import EncoderMetrics
+from actors.options import ReferenceOptions
+from actors.references import OVERHEAD_BYTES, Kept, References
+from actors.types import Answer, Embedding, Media, SharedBytes, Timings
+from router.dispatch import ReplicaDied, ShardLost
+from router.references import Keeping
+from tests.unit.fleet import embedding, item
+
+ENTRY_BYTES = 1000 + OVERHEAD_BYTES
+
+
+def kept(number: int, size_bytes: int = 1000) -> Kept:
+    data = SharedBytes(object(), size_bytes)
+    nothing = Timings(0, 0, 0)
+    found = Embedding(data, "bfloat16", (1, 500), (1, 2, 2), "graph", nothing)
+    return Kept(item(number), found)
+
+
+def references(max_bytes: int = 10 * ENTRY_BYTES) -> tuple[References, EncoderMetrics]:
+    metrics = EncoderMetrics()
+    return References(ReferenceOptions(ttl_seconds=60, max_bytes=max_bytes), metrics), metrics
+
+
+def sample(metrics: EncoderMetrics, name: str) -> float:
+    return metrics.registry.get_sample_value(f"encoder_reference{name}") or 0.0
+
+
+def test_a_time_to_live_counts_from_the_keeping() -> None:
+    store, metrics = references()
+    name = store.keep(kept(1), 100)
+    assert store.get(name, 159.9) is not None
+    assert store.get(name, 160) is None
+    assert (store.bytes, sample(metrics, "s"), sample(metrics, "_bytes")) == (0, 0, 0)
+
+
+def test_the_one_fetched_longest_ago_makes_room() -> None:
+    store, metrics = references(2 * ENTRY_BYTES)
+    first, second = store.keep(kept(1), 0), store.keep(kept(2), 0)
+    assert store.get(first, 1)
+    third = store.keep(kept(3), 2)
+    assert [store.get(name, 3) is not None for name in (first, second, third)] == [
+        True,
+        False,
+        True,
+    ]
+    assert sample(metrics, "_evictions_total") == 1
+
+
+def test_one_that_could_never_be_kept_is_refused() -> None:
+    store, _ = references(ENTRY_BYTES)
+    with pytest.raises(TooLarge, match=r"references\.max_bytes"):
+        store.keep(kept(1, 1001), 0)
+
+
+def test_arrays_are_kept_as_copies() -> None:
+    store, _ = references()
+    whole = np.arange(100, dtype=np.uint8)
+    view = Embedding(whole[:10], "bfloat16", (1, 5), (1, 2, 2), "graph", Timings(0, 0, 0))
+    found = store.get(store.keep(Kept(item(1), view), 0), 0)
+    assert found is not None
+    assert isinstance(found.embedding.data, np.ndarray)
+    assert found.embedding.data.base is None
+    assert (found.embedding.data == whole[:10]).all()
+
+
+def test_released_once() -> None:
+    store, _ = references()
+    name = store.keep(kept(1), 0)
+    assert [store.release(name), store.release(name), store.get(name, 0)] == [True, False, None]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40_000), st.integers(0, 30))), st.integers(1, 100_000))
+def test_the_bytes_are_never_passed(puts: list[tuple[int, int]], max_bytes: int) -> None:
+    store, metrics = references(max_bytes)
+    now = 0.0
+    for size_bytes, seconds in puts:
+        now += seconds
+        one = kept(1, size_bytes)
+        if one.size_bytes > max_bytes:
+            continue
+        name = store.keep(one, now)
+        assert store.get(name, now) is one
+        assert one.size_bytes <= store.bytes <= max_bytes
+        assert sample(metrics, "_bytes") == store.bytes
+    store.expire(now + 60)
+    assert store.bytes == 0
+
+
+class Replicas:
+    """references.Keepers in memory; `failures` by replica."""
+
+    def __init__(self, *names: str) -> None:
+        self.stores = {name: references()[0] for name in names}
+        self.failures: dict[str, Exception] = {}
+
+    def reports(self) -> tuple[int, Mapping[str, int]]:
+        return 0, dict.fromkeys(self.stores, 0)
+
+    def of(self, replica: str) -> References:
+        if failure := self.failures.get(replica):
+            raise failure
+        return self.stores[replica]
+
+    async def keep(self, replica: str, kept: list[Kept]) -> list[str]:
+        return [self.of(replica).keep(one, 0) for one in kept]
+
+    async def fetch(self, replica: str, name: str) -> Kept | None:
+        return self.of(replica).get(name, 0)
+
+    async def release(self, replica: str, name: str) -> bool:
+        return self.of(replica).release(name)
+
+
+MEDIA: list[Media] = [item(number) for number in range(4)]
+
+
+def ids(answers: Sequence[Answer]) -> list[str]:
+    return [answer.reference for answer in answers if isinstance(answer, Embedding)]
+
+
+def test_each_replica_keeps_its_own_and_any_router_finds_them() -> None:
+    async def test() -> None:
+        fleet = Replicas("a", "b")
+        bad = InvalidMedia("bad")
+        answers: list[Answer] = [
+            embedding(MEDIA[0], "a"),
+            embedding(MEDIA[1], "b"),
+            bad,
+            embedding(MEDIA[3], "a"),
+        ]
+        found = await Keeping(fleet).keep(MEDIA, answers)
+        assert found[2] is bad
+        assert [name.split(".")[0] for name in ids(found)] == ["a", "b", "a"]
+        third = ids(found)[2]
+        other = Keeping(fleet)
+        again = await other.fetch(third)
+        assert again.media.digest == MEDIA[3].digest
+        assert again.media.data == b""
+        await other.release(third)
+        for name in (third, "a.x", "c.x", "nonsense", ""):
+            with pytest.raises(NotFound):
+                await other.fetch(name)
+            with pytest.raises(NotFound):
+                await other.release(name)
+
+    asyncio.run(test())
+
+
+def test_a_replica_that_is_lost_takes_its_own_along() -> None:
+    async def test() -> None:
+        fleet = Replicas("a", "b")
+        fleet.failures["a"] = ReplicaDied("gone")
+        answers = [embedding(MEDIA[0], "a"), embedding(MEDIA[1], "b")]
+        lost, sound = await Keeping(fleet).keep(MEDIA[:2], answers)
+        assert isinstance(lost, EmbeddingLost)
+        (name,) = ids([sound])
+        fleet.failures["b"] = ShardLost("no connection")
+        with pytest.raises(Unavailable):  # it is still listed: perhaps later
+            await Keeping(fleet).fetch(name)
+        del fleet.stores["b"]
+        with pytest.raises(NotFound):
+            await Keeping(fleet).fetch(name)
+        fleet.stores.clear()
+        with pytest.raises(Unavailable):  # a router that has just started
+            await Keeping(fleet).fetch(name)
+
+    asyncio.run(test())
