@@ -5,7 +5,7 @@ Opens only the shards that hold the tower. Knows nothing of what the tensors are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,19 @@ QUANTISED = ("_scale", "_scale_inv", "scales", "qweight", "qzeros", "g_idx", "ab
 """How the companions of quantised weights end."""
 
 
-def load(files: Files, prefixes: Sequence[str], expected: Expected) -> dict[str, Tensor]:
+def load(
+    files: Files,
+    prefixes: Sequence[str],
+    expected: Expected,
+    unused: Collection[str] = (),
+) -> dict[str, Tensor]:
     """The tensors whose names start with a prefix, under their names without it, on the CPU.
 
     In the checkpoint's own precision. Raises CheckpointError that names the tensors which are
-    missing, left over, misshapen or quantised.
+    missing, left over, misshapen or quantised. `unused` may be there and are not read.
     """
     weights: dict[str, Tensor] = {}
-    for shard, names in located(files, prefixes, expected).items():
+    for shard, names in located(files, prefixes, expected, unused).items():
         try:
             with safe_open(shard, framework="pt") as tensors:
                 check(tensors, names, expected, shard)
@@ -46,7 +51,7 @@ def load(files: Files, prefixes: Sequence[str], expected: Expected) -> dict[str,
 
 
 def located(
-    files: Files, prefixes: Sequence[str], expected: Expected
+    files: Files, prefixes: Sequence[str], expected: Expected, unused: Collection[str]
 ) -> dict[Path, dict[str, str]]:
     """Each shard that holds tensors of the tower: their names, and what the shard calls them."""
     index = files.read_json(INDEX)
@@ -57,6 +62,8 @@ def located(
         if prefix is None:
             continue
         name = stored.removeprefix(prefix)
+        if name in unused:
+            continue
         if name in found:
             raise CheckpointError(f"the checkpoint has {name} twice: {found[name]} and {stored}")
         found[name] = stored

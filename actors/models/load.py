@@ -11,6 +11,8 @@ from torch import Tensor
 from actors import attention, checkpoint, spec, weights
 from actors.attention import Attention
 from actors.models import (
+    deepseek_ocr,
+    deepseek_ocr_config,
     glm4v,
     internvl,
     internvl_config,
@@ -40,6 +42,8 @@ class Family:
     build: Callable[[ModelSpec, Mapping[str, Tensor], Attention, torch.device, BlocksForm], Tower]
     head_size: Callable[[ModelSpec], int]
     """Of the attention, which is chosen by it."""
+    unused: frozenset[str] = frozenset()
+    """Tensors that a checkpoint may have and no tower reads."""
 
 
 QWEN3VL = Family(
@@ -66,6 +70,13 @@ FAMILIES: Mapping[str, Family] = {
     "llama4": Family(
         llama4_config.PREFIXES, llama4_config.expected, llama4.build, llama4_config.head_size
     ),
+    "deepseek_ocr": Family(
+        deepseek_ocr_config.PREFIXES,
+        deepseek_ocr_config.expected,
+        deepseek_ocr.build,
+        deepseek_ocr_config.head_size,
+        deepseek_ocr_config.UNUSED,
+    ),
 }
 
 
@@ -81,7 +92,7 @@ def tensors(options: ModelOptions, model: ModelSpec) -> dict[str, Tensor]:
     expected = family.expected(model)
     if model.dummy:
         return weights.dummy(expected, DUMMY_SEED)
-    return weights.load(checkpoint.find(options), family.prefixes, expected)
+    return weights.load(checkpoint.find(options), family.prefixes, expected, family.unused)
 
 
 def build(model: ModelSpec, tensors: Mapping[str, Tensor], device: torch.device) -> Tower:

@@ -10,7 +10,7 @@ LAYERS = ("actors", "router", "encoder_service")  # each may import itself and t
 WITHOUT_TORCH = ("encoder_service", "router")
 TORCH_FREE_ACTORS = {
     "types", "errors", "options", "sizing", "spec", "checkpoint", "budgets", "packing", "metrics",
-    "cost", "ladder", "scaling", "shared", "two_paths",
+    "cost", "ladder", "scaling", "shared", "two_paths", "crops", "view_spec",
 }  # fmt: skip
 MAY_IMPORT_RAY = {
     "encoder_service/app.py",

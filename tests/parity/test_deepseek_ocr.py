@@ -1,0 +1,216 @@
+"""DeepSeek-OCR against transformers' module of the same towers, and Pillow's views of an image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from actors.capture import capture
+from actors.crops import CropSizing
+from actors.device import CpuDevice
+from actors.engine import Engine
+from actors.graphs import GraphSet
+from actors.metrics import EncoderMetrics
+from actors.models import views
+from actors.models.deepseek_ocr import DeepseekOcrTower
+from actors.models.load import load
+from actors.options import GraphOptions, ModelOptions
+from actors.preprocess import decode
+from actors.tiling import StretchedTiles
+from actors.two_paths import PATHS, two_path_capacity
+from actors.types import Item, ItemPlan, Size
+from tests.checkpoints_ocr import write_deepseek_ocr
+from tests.images import PHOTOGRAPHS, jpeg, opened, photograph
+
+TOLERANCE = 1e-4
+"""float32; values are about 1."""
+
+PACKS = {
+    "small": [(150, 192)],
+    "page": [(400, 600)],
+    "mixed": [(90, 70), (1000, 200), (192, 193), (640, 480), (30, 180), (500, 499)],
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights in transformers' model and in our tower, float32 on the CPU."""
+
+    model: Any
+    tower: DeepseekOcrTower
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("ocr")
+    model = write_deepseek_ocr(folder)
+    return Pair(model, loaded(folder, "float32"), folder)
+
+
+def loaded(folder: Path, dtype: str) -> DeepseekOcrTower:
+    options = ModelOptions.model_validate({"id": str(folder), "dtype": dtype})
+    tower = load(options, torch.device("cpu"))
+    assert isinstance(tower, DeepseekOcrTower)
+    return tower
+
+
+def item(tower: DeepseekOcrTower, size: tuple[int, int]) -> Item:
+    """Random pixels, so that every patch differs."""
+    plan = tower.sizing.plan(Size(*size))
+    width = tower.inputs("local", 9, 1)["patches"][0][1]
+    random = np.random.default_rng(plan.patches)
+    return Item(plan, random.integers(0, 256, (plan.patches, width), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("spare", [None, 0, 1, 7], ids=["eager", "exact", "spare-1", "spare-7"])
+@pytest.mark.parametrize("sizes", PACKS.values(), ids=PACKS.keys())
+def test_equals_transformers(
+    pair: Pair, sizes: Sequence[tuple[int, int]], spare: int | None
+) -> None:
+    items = [item(pair.tower, size) for size in sizes]
+    ours = encode(pair.tower, items, spare)
+    exact = theirs(pair, items)
+    assert ours.shape == exact.shape == (sum(one.plan.tokens for one in items), 80)
+    assert exact.abs().mean() > 0.1
+    assert (ours - exact).abs().max() < TOLERANCE
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
+    items = [item(pair.tower, (400, 600))]
+    exact = theirs(pair, items)
+    ours = encode(loaded(pair.folder, "bfloat16"), items, None)
+    rounded = theirs(replace(pair, model=deepcopy(pair.model).bfloat16()), items)
+    assert (ours.float() - exact).norm() <= 1.1 * (rounded.float() - exact).norm()
+
+
+def test_photographs_through_the_engine(pair: Pair) -> None:
+    tower, device, metrics = pair.tower, CpuDevice(), EncoderMetrics()
+    limits = two_path_capacity(GraphOptions(token_budgets=(162,)), tower.sizing.view_tokens)
+    engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
+    files = [*map(photograph, PHOTOGRAPHS), jpeg(180, 100)]
+    items = [Item(*tower.patchify(decode(file))) for file in files]
+    answers = [engine.submit(one) for one in items]
+    for one, answer in zip(items, answers, strict=True):
+        encoded = answer.result(60)
+        assert encoded.source == "graph"
+        assert (encoded.rows - theirs(pair, [one])).abs().max() < TOLERANCE
+    engine.close()
+
+
+def encode(tower: DeepseekOcrTower, items: Sequence[Item], spare: int | None) -> Tensor:
+    """With room for `spare` more views on each path, whose pixels are random; None: eagerly."""
+    plans, outputs = [one.plan for one in items], []
+    for index, path in enumerate(PATHS):
+        tokens = sum(plan.path_tokens[index] for plan in plans)
+        view = tower.sizing.view_tokens[index]
+        budget = None if spare is None else tokens + spare * view
+        graphs = GraphSet(tower, path, [budget] if budget else [], 9, CpuDevice())
+        graphs.capture(lambda budget, seconds: None)
+        if budget:
+            graphs.inputs.tensors["patches"].random_(0, 256)
+            assert graphs.replays[budget]().isfinite().all()
+        outputs.append(graphs.run(budget, items))
+    return tower.postprocess(outputs, plans)
+
+
+@torch.no_grad()
+def theirs(pair: Pair, items: Sequence[Item]) -> Tensor:
+    """Rows of all items."""
+    whole = torch.cat([pixels(pair.tower, one, 0) for one in items])
+    crops = torch.cat([pixels(pair.tower, one, 1) for one in items])
+    counts = [one.plan.path_tokens[1] // 9 for one in items]
+    grids = [layout(pair.tower.sizing, one.plan) for one in items]
+    dtype = next(pair.model.parameters()).dtype
+    features = pair.model.get_image_features(
+        whole.to(dtype), crops.to(dtype) if sum(counts) else None, counts, grids, return_dict=True
+    )
+    return torch.cat(features.pooler_output)
+
+
+def pixels(tower: DeepseekOcrTower, one: Item, path: int) -> Tensor:
+    """A path's patches of an item as normalised pixels: float32 [views, 3, side, side]."""
+    side = tower.tables[PATHS[path]].side
+    patches = torch.from_numpy(one.patches[one.plan.rows(path)]).view(-1, side, side, 3, 16, 16)
+    return patches.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3) / 127.5 - 1
+
+
+def layout(sizing: CropSizing, plan: ItemPlan) -> list[int]:
+    """Columns and rows of crops, as transformers says them."""
+    return [side // sizing.crops.side_patches for side in plan.grid_thw[:0:-1]]
+
+
+OCR = CropSizing(1024, StretchedTiles(640, 16, 4, max_tiles=9, min_tiles=2))
+
+
+@pytest.mark.parametrize("size", [(600, 400), (1920, 1080), (333, 1100), (640, 640), (641, 90)])
+def test_views_are_those_of_pillow(size: tuple[int, int]) -> None:
+    """ImageOps.pad for the whole, resize and crop for the rest, as in the model's own code.
+
+    Pillow rounds between its two passes, hence a tolerance.
+    """
+    image = opened().resize(size)
+    rows, columns = OCR.layout(Size(*size)) or (0, 0)
+    whole = ImageOps.pad(image, (1024, 1024), color=(127, 127, 127))
+    canvas = image.resize((columns * 640, rows * 640)) if rows else None
+    seen = [np.asarray(whole)]
+    for index in range(rows * columns):
+        assert canvas
+        x, y = index % columns * 640, index // columns * 640
+        seen.append(np.asarray(canvas.crop((x, y, x + 640, y + 640))))
+    ours = views.patchify(torch.from_numpy(np.array(image)).permute(2, 0, 1), OCR, (0.5, 0.5, 0.5))
+    assert len(ours) == OCR.plan(Size(*size)).patches
+    exact = np.concatenate([patches(view) for view in seen])
+    difference = np.abs(ours.astype(np.int64) - exact.astype(np.int64))
+    assert difference.mean() < 0.05
+    assert difference.max() <= 3
+
+
+def patches(view: Any) -> Any:
+    """[side, side, 3] to [patches, 3 x 16 x 16], row by row."""
+    side = len(view) // 16
+    parts = view.reshape(side, 16, side, 16, 3).transpose(0, 2, 4, 1, 3)
+    return parts.reshape(-1, 768)
+
+
+def test_crops_are_laid_out_as_the_models_own_code_does() -> None:
+    for width in range(100, 4000, 171):
+        for height in range(100, 4000, 193):
+            theirs = (1, 1) if max(width, height) <= 640 else closest(width, height)
+            rows, columns = OCR.layout(Size(width, height)) or (1, 1)
+            assert (columns, rows) == theirs
+
+
+def closest(width: int, height: int) -> tuple[int, int]:
+    """deepseek-ai/DeepSeek-OCR: dynamic_preprocess, find_closest_aspect_ratio."""
+    ratios = {
+        (i, j)
+        for n in range(2, 10)
+        for i in range(1, n + 1)
+        for j in range(1, n + 1)
+        if 2 <= i * j <= 9
+    }
+    best, best_difference = (1, 1), float("inf")
+    for ratio in sorted(ratios, key=lambda ratio: ratio[0] * ratio[1]):
+        difference = abs(width / height - ratio[0] / ratio[1])
+        if difference < best_difference:
+            best, best_difference = ratio, difference
+        elif difference == best_difference and width * height > 0.5 * 640**2 * ratio[0] * ratio[1]:
+            best = ratio
+    return best
+
+
+def test_an_image_that_pillow_padded_looks_centred() -> None:
+    image = Image.new("RGB", (300, 101), (255, 0, 0))
+    view = views.whole(torch.from_numpy(np.array(image)).permute(2, 0, 1), OCR, (0.5, 0.5, 0.5))
+    exact = np.asarray(ImageOps.pad(image, (1024, 1024), color=(127, 127, 127)))
+    assert np.array_equal(view.permute(1, 2, 0).numpy(), exact)
