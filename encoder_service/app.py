@@ -88,7 +88,7 @@ def wire(options: ServiceOptions, spec: ModelSpec) -> serve.Application:
         max_ongoing_requests=options.ingress.max_ongoing_requests,
         graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
         logging_config=logs,
-    ).bind(encoder, options.router, spec.fingerprint, options.tracing)
+    ).bind(encoder, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes)
     return serve.deployment(
         Ingress,
         name="Ingress",

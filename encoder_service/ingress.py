@@ -50,7 +50,9 @@ class Ingress(EncoderCalls, HealthCalls):
         context = serve.get_replica_context()
         own = serve.get_deployment_handle(context.deployment, context.app_name)
         self.replica = context.replica_id.unique_id
-        self.router = Router(encoder, options.router, spec.fingerprint, options.tracing)
+        self.router = Router(
+            encoder, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
+        )
         self.service = Service(options, spec, Fleet(self.router, [encoder, router, own]))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

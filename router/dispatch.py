@@ -18,6 +18,7 @@ from actors.origin import ORIGIN
 from actors.types import Answer, Dtype, Embedding, Media, Reply
 from router.balance import Plan
 from router.coalesce import Carrier, Flight, Flights
+from router.holders import Holders, plan_around
 from router.ledger import Ledger
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
@@ -69,14 +70,21 @@ class Dispatcher:
     """Everything that one router has on its way."""
 
     def __init__(
-        self, fleet: Fleet, options: RouterOptions, plan: Plan, metrics: RouterMetrics
+        self,
+        fleet: Fleet,
+        options: RouterOptions,
+        plan: Plan,
+        metrics: RouterMetrics,
+        cache_max_bytes: int = 0,
     ) -> None:
+        """`cache_max_bytes`: of each replica's cache of embeddings."""
         self._fleet = fleet
         self._options = options
         self._plan = plan
         self._metrics = metrics
         self._version = -1
         self._flights = Flights(self._landed)
+        self._holders = Holders(cache_max_bytes if options.cache_affinity else 0)
         self.ledger = Ledger(options.max_outstanding_patches, options.exclude_seconds)
 
     async def answers(
@@ -121,6 +129,7 @@ class Dispatcher:
         if version != self._version:
             self._version = version
             self.ledger.report(reports)
+            self._holders.keep(reports)
         return reports
 
     async def _replicas(self, deadline: float) -> list[str]:
@@ -166,8 +175,12 @@ class Dispatcher:
 
     def _launch(self, flights: Sequence[Flight], replicas: Sequence[str], *, singly: bool) -> None:
         """Plans the items over these replicas and sends the shards, or their items one by one."""
-        costs = [flight.media.plan.patches for flight in flights]
-        for shard in self._plan(costs, self.ledger.loads(replicas, now())):
+        media = [flight.media for flight in flights]
+        costs = [item.plan.patches for item in media]
+        loads = self.ledger.loads(replicas, now())
+        placed = self._holders.place(media, loads)
+        self._metrics.held.inc(len(placed))
+        for shard in plan_around(self._plan, costs, loads, placed):
             part = [flights[item] for item in shard.items]
             for together in [[flight] for flight in part] if singly else [part]:
                 self._send(shard.replica, together)
@@ -275,8 +288,10 @@ class Dispatcher:
                 self._flights.land(flight, error)
 
     def _landed(self, flight: Flight) -> None:
-        done = not flight.answer.cancelled() and isinstance(flight.answer.result(), Embedding)
-        self.ledger.release(flight.reservation, now(), done=done)
+        answer = None if flight.answer.cancelled() else flight.answer.result()
+        if isinstance(answer, Embedding):
+            self._holders.saw(flight.media, answer)
+        self.ledger.release(flight.reservation, now(), done=isinstance(answer, Embedding))
 
 
 def now() -> float:

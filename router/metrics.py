@@ -40,6 +40,11 @@ class RouterMetrics:
             "Items that joined an identical one in flight.",
             registry=self.registry,
         )
+        self.held = Counter(
+            "encoder_router_held_total",
+            "Items sent to the replica whose cache should hold their embedding.",
+            registry=self.registry,
+        )
         self.rejections = Counter(
             "encoder_router_rejections_total",
             "Requests refused because too many patches were in flight.",

@@ -28,3 +28,5 @@ class RouterOptions(Options):
     """How long work waits for a replica when there is none, before it is Unavailable."""
     coalesce: bool = True
     """Identical items in flight are encoded once."""
+    cache_affinity: bool = True
+    """An item goes to the replica whose cache should hold it, unless that has much more to do."""

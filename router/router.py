@@ -173,14 +173,18 @@ class Router:
         options: RouterOptions,
         fingerprint: str | None = None,
         tracing: TracingOptions = TracingOptions(),  # noqa: B008, frozen
+        cache_max_bytes: int = 0,
     ) -> None:
-        """`fingerprint`: only replicas that say the same of themselves are used, or nothing."""
+        """`fingerprint`: only replicas that say the same of themselves are used, or nothing.
+
+        `cache_max_bytes`: of each replica's cache.
+        """
         name_requests()
         self._fleet = ServeFleet(encoder, fingerprint, open_spans(tracing, "router"))
         self._keeping = Keeping(self._fleet)
         self._metrics = RouterMetrics()
         plan = POLICIES[options.policy](Random())
-        self._dispatcher = Dispatcher(self._fleet, options, plan, self._metrics)
+        self._dispatcher = Dispatcher(self._fleet, options, plan, self._metrics, cache_max_bytes)
 
     async def encode(
         self,
