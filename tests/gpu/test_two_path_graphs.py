@@ -1,0 +1,140 @@
+"""On a GPU, at full size: both paths in every budget, poisoned, against float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from actors import spec
+from actors.budgets import Capacity
+from actors.capture import capture
+from actors.device import Device
+from actors.engine import Engine
+from actors.graphs import GraphSet
+from actors.metrics import EncoderMetrics
+from actors.models import load
+from actors.models.deepseek_ocr import DeepseekOcrTower
+from actors.options import GraphOptions, ModelOptions
+from actors.two_paths import model_capacity
+from actors.types import Item, Size
+from tests.gpu.test_tiled_graphs import finished, synchronize
+
+pytestmark = pytest.mark.gpu
+
+
+def test_every_pair_of_budgets_equals_the_reference() -> None:
+    assert worst_error("deepseek-ocr", cuda(), 1088) < 3e-2
+
+
+def test_packs_through_the_engine_keep_their_rows() -> None:
+    assert engine_error("deepseek-ocr", cuda(), 4352) < 3e-2
+
+
+def cuda() -> Device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from actors.cuda import CudaDevice
+
+    return CudaDevice()
+
+
+def towers(preset: str, device: Device) -> tuple[DeepseekOcrTower, DeepseekOcrTower]:
+    """In bfloat16, and the same weights in float32."""
+    options = ModelOptions(id=preset, load_format="dummy", dtype="bfloat16")
+    model = spec.read(options)
+    weights = load.tensors(options, model)
+    tower = load.build(model, weights, device.device)
+    reference = load.build(replace(model, dtype="float32"), weights, device.device)
+    assert isinstance(tower, DeepseekOcrTower)
+    assert isinstance(reference, DeepseekOcrTower)
+    return tower, reference
+
+
+def worst_error(preset: str, device: Device, most: int) -> float:
+    """Relative, over all pairs of budgets: what one path puts out survives the other's replay."""
+    tower, reference = towers(preset, device)
+    limits = model_capacity(GraphOptions(token_budgets=(most,)), tower.spec)
+    graphs = capture(tower, limits, device, EncoderMetrics())
+    worst = 0.0
+    for whole in limits.budgets[0]:
+        for crops in limits.budgets[1]:
+            for path in graphs.values():
+                path.inputs.tensors["patches"].random_(0, 256)
+            synchronize(device)
+            items = items_within(tower, whole, crops)
+            budgets = (whole, crops if sum(one.plan.path_tokens[1] for one in items) else 0)
+            rows = encode(tower, graphs, budgets, items, device)
+            assert bool(rows.isfinite().all()), budgets
+            worst = max(worst, error(rows, exact(reference, items, device)))
+    print(f"{preset}: worst relative error {worst:.1e}, budgets {limits.budgets}")
+    return worst
+
+
+def engine_error(preset: str, device: Device, most: int) -> float:
+    """Relative, of items that share packs and come one after the other without waiting."""
+    tower, reference = towers(preset, device)
+    limits: Capacity = model_capacity(GraphOptions(token_budgets=(most,)), tower.spec)
+    graphs = capture(tower, limits, device, EncoderMetrics())
+    engine = Engine(tower, graphs, limits, device, EncoderMetrics())
+    items = [item(tower, size(Random(seed)), seed) for seed in range(40)]
+    answers = [engine.submit(one) for one in items]
+    rows = [answer.result(300).rows.to(device.device) for answer in answers]
+    engine.close()
+    return max(
+        error(one, exact(reference, [each], device)) for one, each in zip(rows, items, strict=True)
+    )
+
+
+def encode(
+    tower: DeepseekOcrTower,
+    graphs: dict[str, GraphSet],
+    budgets: tuple[int | None, ...],
+    items: list[Item],
+    device: Device,
+) -> Tensor:
+    """Both paths, then the rows in order."""
+    with torch.inference_mode():
+        outputs = [
+            path.run(budget, items) for path, budget in zip(graphs.values(), budgets, strict=True)
+        ]
+        with device.running():
+            rows = tower.postprocess(outputs, [one.plan for one in items])
+        return finished(rows, device)
+
+
+def exact(reference: DeepseekOcrTower, items: list[Item], device: Device) -> Tensor:
+    """Eagerly, in float32."""
+    eager = {path: GraphSet(reference, path, (), 0, device) for path in reference.spec.paths}
+    return encode(reference, eager, (None, None), items, device)
+
+
+def error(rows: Tensor, exact: Tensor) -> float:
+    return float((rows.float() - exact).norm() / exact.norm())
+
+
+def items_within(tower: DeepseekOcrTower, whole: int, crops: int) -> list[Item]:
+    """Items of mixed sizes with random pixels that together fit both budgets, at least one."""
+    random, found = Random(whole + crops), [item(tower, Size(8, 8), 0)]
+    for seed in range(1, 20):
+        one = item(tower, size(random), seed)
+        totals = [sum(t) for t in zip(*(o.plan.path_tokens for o in [*found, one]), strict=True)]
+        if totals[0] <= whole and totals[1] <= crops:
+            found.append(one)
+    return found
+
+
+def size(random: Random) -> Size:
+    """Of an image with crops, or without."""
+    return Size(random.randint(50, 2500), random.randint(50, 2500))
+
+
+def item(tower: DeepseekOcrTower, pixels: Size, seed: int) -> Item:
+    """Random pixels, with the crops that an image of this size has."""
+    plan, width = tower.sizing.plan(pixels), 3 * tower.sizing.crops.patch_size**2
+    values = np.random.default_rng(seed).integers(0, 256, (plan.patches, width), dtype=np.uint8)
+    return Item(plan, values)

@@ -1,0 +1,69 @@
+"""DeepSeek-OCR, the whole way: JPEG bytes in, transformers' rows out, both paths in the metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+
+from actors.preprocess import decode
+from actors.types import Item
+from encoder_service import Client
+from encoder_service.app import build
+from tests.checkpoints_ocr import write_deepseek_ocr
+from tests.images import PHOTOGRAPHS, jpeg, photograph
+from tests.parity.test_deepseek_ocr import TOLERANCE, Pair, loaded, theirs
+from tests.serve.conftest import Cluster
+
+
+def test_rows_of_photographs(cluster: Cluster, tmp_path: Path) -> None:
+    pair = Pair(write_deepseek_ocr(tmp_path), loaded(tmp_path, "float32"), tmp_path)
+    args: dict[str, Any] = {
+        "model": {"id": str(tmp_path), "dtype": "float32"},
+        "encoder": {"replicas": 2, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
+        "graphs": {"global_token_budgets": [20, 60], "local_token_budgets": [0, 36, 81]},
+        "router": {"num_cpus": 0.1},
+        "ingress": {"num_cpus": 0.1},
+    }
+    serve.run(build(args), name="ocr", route_prefix="/")
+    try:
+        files = [jpeg(180, 100), *map(photograph, PHOTOGRAPHS)]
+        with Client(cluster.http) as client:
+            embeddings = client.encode(files, dtype="float32")
+        page = metrics(cluster, hits=len(files) + len(PHOTOGRAPHS))
+        budgets = httpx.get(f"{cluster.http}/v1/model", timeout=30).json()["graphs"]
+    finally:
+        serve.delete("ocr")
+    for embedding, file in zip(embeddings, files, strict=True):
+        item = Item(*pair.tower.patchify(decode(file)))
+        assert (embedding.grid_thw, embedding.source) == (item.plan.grid_thw, "graph")
+        assert (embedding.torch() - theirs(pair, [item])).abs().max() < TOLERANCE
+    assert budgets["token_budgets"] == {"global": [20, 60], "local": [0, 36, 81]}
+    assert total(page, "encoder_graph_hits_total", path="global") == len(files)
+    assert total(page, "encoder_graph_hits_total", path="local") == len(PHOTOGRAPHS)
+    assert total(page, "encoder_graph_misses_total") == 0
+    assert total(page, "encoder_pack_outcomes_total", outcome="graph/graph") > 0
+
+
+def metrics(cluster: Cluster, hits: int) -> str:
+    """The page once it shows so many hits: one that a busy replica is late for lacks its series."""
+    until = monotonic() + 60
+    while True:
+        page = httpx.get(f"{cluster.http}/metrics", timeout=30).text
+        if total(page, "encoder_graph_hits_total") >= hits or monotonic() > until:
+            return page
+        sleep(0.2)
+
+
+def total(page: str, name: str, **labels: str) -> float:
+    """Of all replicas."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
