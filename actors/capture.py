@@ -21,7 +21,12 @@ log = logging.getLogger("ray.serve")
 
 
 def capture(
-    tower: Tower, capacity: Capacity, device: Device, metrics: EncoderMetrics
+    tower: Tower,
+    capacity: Capacity,
+    device: Device,
+    metrics: EncoderMetrics,
+    *,
+    path_streams: bool = False,
 ) -> dict[str, GraphSet]:
     """A GraphSet for each path, captured, and the metrics that say so.
 
@@ -43,7 +48,9 @@ def capture(
                 *(path, budget, seconds, done, total, passed / done * (total - done)),
             )
 
-        place = (tower, path, budgets, capacity.segments, device)
+        beside = path_streams and path != tower.spec.paths[0]
+        where = device.beside() if beside else device
+        place = (tower, path, budgets, capacity.segments, where)
         most = capacity.exact_graphs
         graphs[path] = ExactGraphSet(*place, most) if most else GraphSet(*place)
         graphs[path].capture(report)

@@ -74,10 +74,27 @@ class CudaDevice:
         self.reading = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
         self._read_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._beside: list[CudaDevice] = []
 
     def running(self) -> AbstractContextManager[object]:
         """The compute stream."""
         return torch.cuda.stream(self.compute)
+
+    def beside(self) -> CudaDevice:
+        """Streams of its own, and a pool: graphs that share one may not run at the same time."""
+        other = CudaDevice()
+        self._beside.append(other)
+        return other
+
+    def fork(self) -> None:
+        """See Device."""
+        for other in self._beside:
+            other.compute.wait_stream(self.compute)
+
+    def join(self) -> None:
+        """See Device. What was put out there is read here; only the next fork lets it be rewritten."""
+        for other in self._beside:
+            self.compute.wait_stream(other.compute)
 
     def inputs(self, shapes: Shapes) -> Inputs:
         """See Device."""

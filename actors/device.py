@@ -48,6 +48,15 @@ class Device(Protocol):
     def running(self) -> AbstractContextManager[object]:
         """The context that forward passes and replays run in."""
 
+    def beside(self) -> Device:
+        """The same device for another path: what runs there may overlap what runs here."""
+
+    def fork(self) -> None:
+        """What runs beside from now on comes after what was launched here before."""
+
+    def join(self) -> None:
+        """What runs here from now on comes after what was launched beside before."""
+
     def inputs(self, shapes: Shapes) -> Inputs:
         """Static inputs of these shapes, zero at first."""
 
@@ -99,6 +108,16 @@ class CpuDevice:
     def running(self) -> AbstractContextManager[object]:
         """Nothing to enter."""
         return nullcontext()
+
+    def beside(self) -> Device:
+        """Itself: nothing overlaps here."""
+        return self
+
+    def fork(self) -> None:
+        """Nothing to order."""
+
+    def join(self) -> None:
+        """Nothing to order."""
 
     def inputs(self, shapes: Shapes) -> Inputs:
         """See Device."""

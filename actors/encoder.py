@@ -56,7 +56,13 @@ class Encoder:
         self.tower = load(options.model, self.device.device)
         spec = self.tower.spec
         self.capacity = model_capacity(options.graphs, spec)
-        self.graphs = capture(self.tower, self.capacity, self.device, self.series)
+        self.graphs = capture(
+            self.tower,
+            self.capacity,
+            self.device,
+            self.series,
+            path_streams=options.graphs.path_streams,
+        )
         packing = choose_packing(options.packing, self.graphs)
         self._warm()
         self.engine = Engine(

@@ -179,7 +179,9 @@ class Engine:
             with torch.inference_mode():
                 paths = list(zip(graphs, pack.budgets, strict=True))
                 labels = [path.label(budget, plans) for path, budget in paths]
+                self.device.fork()
                 outputs = [path.run(budget, items) for path, budget in paths]
+                self.device.join()
                 with self.device.running():
                     packed = self.tower.postprocess(outputs, plans)
                 rows = self.device.read_back(packed)

@@ -56,6 +56,9 @@ class GraphOptions(Options):
     """0: largest budget // smallest budget, or // the model's smallest if that is lower."""
     max_frames_per_batch: int | None = Field(None, ge=0)
     """None: items x the model's frames per video. 0: images only, as for a model without video."""
+    path_streams: bool = False
+    """Paths of one pack at the same time, each on a stream of its own, on CUDA. Takes more memory:
+    each path's graphs have a pool of their own. Not measured yet."""
     max_exact_graphs: PositiveInt = 64
     """Layouts that `mode: exact` keeps; the one unused for longest makes room."""
 

@@ -31,8 +31,9 @@ def test_every_pair_of_budgets_equals_the_reference() -> None:
     assert worst_error("deepseek-ocr", cuda(), 1088) < 3e-2
 
 
-def test_packs_through_the_engine_keep_their_rows() -> None:
-    assert engine_error("deepseek-ocr", cuda(), 4352) < 3e-2
+@pytest.mark.parametrize("path_streams", [False, True])
+def test_packs_through_the_engine_keep_their_rows(path_streams: bool) -> None:
+    assert engine_error("deepseek-ocr", cuda(), 4352, path_streams=path_streams) < 3e-2
 
 
 def cuda() -> Device:
@@ -75,11 +76,11 @@ def worst_error(preset: str, device: Device, most: int) -> float:
     return worst
 
 
-def engine_error(preset: str, device: Device, most: int) -> float:
+def engine_error(preset: str, device: Device, most: int, *, path_streams: bool) -> float:
     """Relative, of items that share packs and come one after the other without waiting."""
     tower, reference = towers(preset, device)
     limits: Capacity = model_capacity(GraphOptions(token_budgets=(most,)), tower.spec)
-    graphs = capture(tower, limits, device, EncoderMetrics())
+    graphs = capture(tower, limits, device, EncoderMetrics(), path_streams=path_streams)
     engine = Engine(tower, graphs, limits, device, EncoderMetrics())
     items = [item(tower, size(Random(seed)), seed) for seed in range(40)]
     answers = [engine.submit(one) for one in items]

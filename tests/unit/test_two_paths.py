@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import pytest
@@ -128,6 +129,40 @@ class Rig:
 
     def misses(self, path: str, reason: str) -> float:
         return self.sample("graph_misses_total", path=path, reason=reason)
+
+
+class Lanes(CpuDevice):
+    """Writes down in which order its lanes run."""
+
+    def __init__(self, log: list[str], name: str = "here") -> None:
+        self.log, self.name = log, name
+
+    def beside(self) -> CpuDevice:
+        return Lanes(self.log, "beside")
+
+    def fork(self) -> None:
+        self.log.append("fork")
+
+    def join(self) -> None:
+        self.log.append("join")
+
+    def running(self) -> AbstractContextManager[object]:
+        self.log.append(self.name)
+        return super().running()
+
+
+@pytest.mark.parametrize("path_streams", [False, True])
+def test_what_runs_beside_is_forked_before_and_joined_after(path_streams: bool) -> None:
+    log: list[str] = []
+    device, tower, metrics = Lanes(log), TwoPathToy(), EncoderMetrics()
+    graphs = capture(tower, SMALL, device, metrics, path_streams=path_streams)
+    log.clear()
+    engine = Engine(tower, graphs, SMALL, device, metrics)
+    item = two_path_item(3, 2, 1)
+    assert torch.equal(engine.submit(item).result(30).rows, two_path_rows(item))
+    engine.close()
+    lane = "beside" if path_streams else "here"
+    assert log == ["fork", "here", lane, "join", "here"]
 
 
 @pytest.fixture
