@@ -92,7 +92,7 @@ class CudaDevice:
             other.compute.wait_stream(self.compute)
 
     def join(self) -> None:
-        """See Device. What was put out there is read here; only the next fork lets it be rewritten."""
+        """See Device. A path's output is read here, before the next fork lets it be rewritten."""
         for other in self._beside:
             self.compute.wait_stream(other.compute)
 
