@@ -117,7 +117,7 @@ def attend_(qkv: Tensor, table: Tensor, launch: Launch) -> Tensor:
     """Attention of qkv [rows, 3, heads, head size], contiguous, 16-bit, written over its q.
 
     Returns that q as [rows, heads x head size], a view; rows that no tile covers keep their q.
-    Head size: a multiple of 8, 64 to 96, or 128.
+    Head size: a multiple of 8 from 64 to 128.
     """
     rows, _, heads, size = qkv.shape
     d0, k1, v1 = columns(size)
@@ -150,9 +150,7 @@ def columns(size: int) -> tuple[int, int, int]:
     """D0, K1 and V1 of a head size; the last two are 0 where D0 is all of it."""
     if size in (64, 128):
         return size, 0, 0
-    if size % 8 or not 64 < size <= 96:
-        raise ValueError(
-            f"head size {size}: this kernel takes 128 and multiples of 8 from 64 to 96"
-        )
+    if size % 8 or not 64 < size < 128:
+        raise ValueError(f"head size {size}: this kernel takes multiples of 8 from 64 to 128")
     rest = triton.next_power_of_2(size - 64)
     return 64, max(rest, 16), rest

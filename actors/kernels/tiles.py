@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.attention import Shapes, Values
 
-HEAD_SIZES = (64, 72, 80, 88, 96, 128)
+HEAD_SIZES = (64, 72, 80, 88, 96, 112, 128)
 HOPPER_HEAD_SIZES = (72, 80)
 """Head sizes at which hopper.cu is the faster one in long budgets. At 64 Triton wastes nothing."""
 SHORT_ROWS = 64
@@ -24,7 +24,7 @@ LONG_PATCHES = 1024
 
 
 class Tiles:
-    """Triton. CUDA, bfloat16 and float16, head sizes 64 to 96 (multiples of 8) and 128."""
+    """Triton. CUDA, bfloat16 and float16, head sizes from 64 to 128, multiples of 8."""
 
     name = "tiles"
 

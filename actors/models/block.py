@@ -31,6 +31,8 @@ class Style:
     activation: Activation
     epsilon: float = 1e-6
     norm: Norm = "layer"
+    post_norm: bool = False
+    """Norms follow attention and MLP instead of preceding them; both are added after (Step3)."""
     windowed: frozenset[int] = frozenset()
     """Layers whose patches see only their window: they read the inputs that begin with WINDOW."""
 
@@ -101,15 +103,21 @@ class ReferenceBlocks:
         }
         for index, layer in enumerate(self.weights):
             seen = windows if index in self.style.windowed else values
-            qkv = F.linear(self.norm(x, layer.norm1), layer.qkv.weight, layer.qkv.bias)
+            y = x if self.style.post_norm else self.norm(x, layer.norm1)
+            qkv = F.linear(y, layer.qkv.weight, layer.qkv.bias)
             qkv = qkv.view(len(x), 3, self.style.heads, -1)
             if layer.qk_norm is not None:
                 normed = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
                 qkv = torch.cat([normed, qkv[:, 2:]], dim=1)
             if cos is not None and sin is not None:
                 qkv = torch.cat([rotate(qkv[:, :2], cos, sin), qkv[:, 2:]], dim=1)
-            x = x + F.linear(self.attention(qkv, seen), layer.proj.weight, layer.proj.bias)
-            x = x + self.mlp(self.norm(x, layer.norm2), layer)
+            y = F.linear(self.attention(qkv, seen), layer.proj.weight, layer.proj.bias)
+            if self.style.post_norm:
+                x = x + self.norm(y, layer.norm1)
+                x = x + self.norm(self.mlp(x, layer), layer.norm2)
+            else:
+                x = x + y
+                x = x + self.mlp(self.norm(x, layer.norm2), layer)
             if index in self.taps:
                 tapped.append(x)
         return x, tapped

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.attention import Attention
-from actors.models.block import Affine, BlocksForm, BlockWeights, Style
+from actors.models.block import BlocksForm, BlockWeights, Style
 from actors.models.internvl_config import Architecture
 from actors.models.packed_weights import Weights
 from actors.models.tiled import TileParts, TileTower, merge_order, tile_sizing
@@ -72,16 +72,9 @@ def layer(weights: Weights, arch: Architecture, block: str) -> BlockWeights:
     return BlockWeights(
         norm1=weights.affine(f"{block}.{names.norms[0]}"),
         qkv=weights.affine(*(f"{block}.{name}" for name in names.qkv)),
-        proj=scaled(weights, f"{block}.{names.proj}", f"{block}.{names.scales[0]}"),
+        proj=weights.scaled(f"{block}.{names.proj}", f"{block}.{names.scales[0]}"),
         norm2=weights.affine(f"{block}.{names.norms[1]}"),
         up=weights.affine(f"{block}.mlp.fc1"),
-        down=scaled(weights, f"{block}.mlp.fc2", f"{block}.{names.scales[1]}"),
+        down=weights.scaled(f"{block}.mlp.fc2", f"{block}.{names.scales[1]}"),
         qk_norm=qk_norm,
     )
-
-
-def scaled(weights: Weights, linear: str, scale: str) -> Affine:
-    """A linear layer whose result is scaled, in one."""
-    scales = weights.tensors[scale].float()
-    weight, bias = (weights.tensors[f"{linear}.{part}"] for part in ("weight", "bias"))
-    return Affine(weights.place(weight * scales[:, None]), weights.place(bias * scales))

@@ -17,7 +17,7 @@ from actors.attention import Attention
 from actors.models import packed
 from actors.models.block import Affine, BlocksForm, BlockWeights, Style, layer_norm
 from actors.models.llama4_config import QKV, Architecture
-from actors.models.packed_weights import Weights
+from actors.models.packed_weights import Weights, halves
 from actors.models.tiled import TileParts, TileTower, merge_order, tile_sizing
 from actors.spec import ModelSpec
 
@@ -99,13 +99,3 @@ def layer(weights: Weights, arch: Architecture, block: str) -> BlockWeights:
         up=weights.affine(f"{block}.mlp.fc1"),
         down=weights.affine(f"{block}.mlp.fc2"),
     )
-
-
-def halves(linear: Affine, heads: int) -> Affine:
-    """The rotary embedding turns neighbours here: sorted, so that it turns half against half."""
-
-    def sort(rows: Tensor) -> Tensor:
-        pairs: Tensor = rows.unflatten(0, (heads, -1, 2))
-        return pairs.transpose(1, 2).flatten(0, 2)
-
-    return Affine(sort(linear.weight), sort(linear.bias))

@@ -19,10 +19,13 @@ from actors.models import (
     kimivl,
     llama4,
     llama4_config,
+    perception,
     qwen2vl,
     qwen3vl,
     qwen3vl_config,
     qwen25vl,
+    step3,
+    step_config,
 )
 from actors.models.block import Blocks, BlocksForm, BlockWeights, ReferenceBlocks, Style
 from actors.models.tower import Tower
@@ -77,6 +80,15 @@ FAMILIES: Mapping[str, Family] = {
         deepseek_ocr_config.head_size,
         deepseek_ocr_config.UNUSED,
     ),
+    "step3p7": Family(
+        step_config.PREFIXES,
+        step_config.perception_expected,
+        perception.build,
+        step_config.head_size,
+    ),
+    "step3_vl": Family(
+        step_config.PREFIXES, step_config.step3_expected, step3.build, step_config.head_size
+    ),
 }
 
 
@@ -116,6 +128,7 @@ def fastest(
     """On CUDA in 16 bits; styles that the fast form does not have run in the reference form."""
     from actors.models.fast import FastBlocks  # Triton is not there without CUDA
 
-    if style.norm == "layer" and style.activation != "swiglu" and not style.windowed:
+    plain = style.norm == "layer" and not style.post_norm and not style.windowed
+    if plain and style.activation != "swiglu":
         return FastBlocks(weights, style, attention, taps)
     return ReferenceBlocks(weights, style, attention, taps)

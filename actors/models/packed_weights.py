@@ -53,6 +53,16 @@ class Dimensions:
         return self.width * self.merge_size**2
 
 
+def halves(linear: Affine, heads: int) -> Affine:
+    """Of q or k whose rotary embedding turns neighbours: sorted, so that it turns half on half."""
+
+    def sort(rows: Tensor) -> Tensor:
+        pairs: Tensor = rows.unflatten(0, (heads, -1, 2))
+        return pairs.transpose(1, 2).flatten(0, 2)
+
+    return Affine(sort(linear.weight), sort(linear.bias))
+
+
 def integer(value: Any) -> int:
     """An integer, or both of two equal ones."""
     if isinstance(value, list):
@@ -77,6 +87,8 @@ class BlockNames:
     down: str = "mlp.linear_fc2"
     unbiased: frozenset[str] = frozenset()
     """Those of the names above that have a weight alone."""
+    scales: tuple[str, str] | None = None
+    """What proj and down are scaled by, value for value."""
 
 
 class Weights:
@@ -102,6 +114,14 @@ class Weights:
         ]
         return Affine(self.place(torch.cat(weights)), self.place(torch.cat(biases)))
 
+    def scaled(self, linear: str, scale: str | None) -> Affine:
+        """A linear layer whose result is scaled by the tensor of that name, in one."""
+        if scale is None:
+            return self.affine(linear)
+        scales = self.tensors[scale].float()
+        weight, bias = (self.tensors[f"{linear}.{part}"] for part in ("weight", "bias"))
+        return Affine(self.place(weight * scales[:, None]), self.place(bias * scales))
+
     def embedding(self, name: str, mean: Rgb, std: Rgb) -> Affine:
         """The patch embedding of this name for `uint8 - 128`: see packed.folded_embedding."""
         weight = self.tensors[f"{name}.weight"]
@@ -113,14 +133,15 @@ class Weights:
 
     def blocks(self, names: BlockNames, depth: int) -> list[BlockWeights]:
         """Every layer."""
+        ends = names.scales or (None, None)
         return [
             BlockWeights(
                 norm1=self.affine(f"{block}.{names.norm1}"),
                 qkv=self.affine(f"{block}.{names.qkv}"),
-                proj=self.affine(f"{block}.{names.proj}"),
+                proj=self.scaled(f"{block}.{names.proj}", ends[0] and f"{block}.{ends[0]}"),
                 norm2=self.affine(f"{block}.{names.norm2}"),
                 up=self.affine(*(f"{block}.{name}" for name in names.up)),
-                down=self.affine(f"{block}.{names.down}"),
+                down=self.scaled(f"{block}.{names.down}", ends[1] and f"{block}.{ends[1]}"),
             )
             for block in (f"{names.block}.{layer}" for layer in range(depth))
         ]
@@ -136,14 +157,13 @@ def expected_blocks(names: BlockNames, depth: int, width: int, mlp_width: int) -
         **dict.fromkeys(names.up, (mlp_width, width)),
         names.down: (width, mlp_width),
     }
-    return {
-        name: shape
-        for layer in range(depth)
-        for part, weight in parts.items()
-        for name, shape in affine(
-            f"{names.block}.{layer}.{part}", weight, bias=part not in names.unbiased
-        ).items()
-    }
+    shapes: Expected = {}
+    for layer in range(depth):
+        block = f"{names.block}.{layer}"
+        for part, weight in parts.items():
+            shapes |= affine(f"{block}.{part}", weight, bias=part not in names.unbiased)
+        shapes |= {f"{block}.{scale}": (width,) for scale in names.scales or ()}
+    return shapes
 
 
 def affine(name: str, weight: Sequence[int], *, bias: bool = True) -> Expected:
