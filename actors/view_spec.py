@@ -91,7 +91,7 @@ def windowed(
     only(vision, {"hidden_act": "quick_gelu", "num_channels": 3}, "vision_config")
     processor = image_processor(files, BILINEAR)
     sizing = kind(
-        image_pixels=side(processor.get("size", vision["image_size"])),
+        image_pixels=side(processor.get("size") or vision["image_size"]),
         crop_pixels=int(processor.get("patch_size", 504)),
         longest_pixels=int(processor.get("max_image_size", 3024)),
         patch_size=int(vision["patch_size"]),

@@ -122,7 +122,7 @@ class StepTower:
 def patchify(image: Tensor, sizing: WindowSizing) -> Bytes:
     """uint8 [3, height, width] to uint8 [patches of all views, 3 x patch x patch]."""
     windows = sizing.windows(Size(width=image.shape[2], height=image.shape[1]))
-    if windows.shown.width == windows.shown.height:
+    if windows.shown.width == windows.shown.height:  # nothing to add unless it is thin
         longer = max(image.shape[1:])
         image = F.pad(image, (0, longer - image.shape[2], 0, longer - image.shape[1]))
     shown = packed.resize(image, windows.shown, "bilinear")
@@ -146,4 +146,5 @@ def patchify(image: Tensor, sizing: WindowSizing) -> Bytes:
 def cut(views: Tensor, patch: int) -> Tensor:
     """uint8 [views, 3, side, side] to [patches, 3 x patch x patch], row by row."""
     parts = views.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))
-    return parts.permute(0, 2, 4, 1, 3, 5).reshape(-1, 3 * patch**2)
+    patches: Tensor = parts.permute(0, 2, 4, 1, 3, 5).reshape(-1, 3 * patch**2)
+    return patches

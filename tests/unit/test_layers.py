@@ -11,6 +11,7 @@ WITHOUT_TORCH = ("encoder_service", "router")
 TORCH_FREE_ACTORS = {
     "types", "errors", "options", "sizing", "spec", "checkpoint", "budgets", "packing", "metrics",
     "cost", "ladder", "scaling", "shared", "two_paths", "crops", "view_spec",
+    "windows",
 }  # fmt: skip
 MAY_IMPORT_RAY = {
     "encoder_service/app.py",
