@@ -18,8 +18,11 @@ from actors.errors import ConfigError, StartError
 from actors.options import ActorOptions, EncoderOptions
 from actors.spec import ModelSpec, read
 from actors.tracing import check_tracing
-from encoder_service.config import ServiceOptions, fit, parse
+from encoder_service.config import ServiceOptions, fit, parse, resources
 from encoder_service.ingress import Ingress
+from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.chat import Chat
+from encoder_service.llm.spec import LlmSpec
 from router.router import Router
 
 log = logging.getLogger("ray.serve")
@@ -28,6 +31,12 @@ DUMMY = """
 ######################################################################
 #  model.load_format is dummy: THE WEIGHTS ARE RANDOM NUMBERS.       #
 #  The embeddings mean nothing. Good for trying out and for tests.   #
+######################################################################"""
+
+DUMMY_LLM = """
+######################################################################
+#  The language model's load_format is dummy: ITS WEIGHTS ARE RANDOM #
+#  NUMBERS. What it writes means nothing. Good for tests.            #
 ######################################################################"""
 
 
@@ -47,17 +56,21 @@ def build(args: dict[str, Any]) -> serve.Application:
         # Here as a sentence, not as a traceback in every replica.
         fit(options, spec)
         check_tracing(options.tracing)
+        llm = llm_spec.read(options.llm, options.model, spec) if options.llm else None
     except StartError as error:
         raise RayServeException(f"{type(error).__name__}: {error}") from None
     if spec.dummy:
         log.warning(DUMMY)
-    return wire(options, spec)
+    if llm and llm.dummy:
+        log.warning(DUMMY_LLM)
+    return wire(options, spec, llm)
 
 
-def wire(options: ServiceOptions, spec: ModelSpec) -> serve.Application:
-    """Encoder <- Router <- Ingress. Each gets what it reads alone: Serve restarts what changed.
+def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve.Application:
+    """Encoder <- Router <- Ingress, and Router <- Chat <- Ingress if there is a language model.
 
-    The ingress routes in its own process; the Router deployment is the same for callers in Ray.
+    Each gets what it reads alone: Serve restarts what changed. The ingress routes in its own
+    process; the Router deployment is the same for callers in Ray.
     """
     # Serve's access log would write a line of every inner call, and wait for it.
     logs = LoggingConfig(encoding=options.logging.format.upper(), enable_access_log=False)
@@ -89,6 +102,7 @@ def wire(options: ServiceOptions, spec: ModelSpec) -> serve.Application:
         graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
         logging_config=logs,
     ).bind(encoder, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes)
+    chat = wire_chat(options, llm, router, logs) if llm else None
     return serve.deployment(
         Ingress,
         name="Ingress",
@@ -97,7 +111,27 @@ def wire(options: ServiceOptions, spec: ModelSpec) -> serve.Application:
         max_ongoing_requests=options.ingress.max_ongoing_requests,
         graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
         logging_config=logs,
-    ).bind(options, spec, encoder, router)
+    ).bind(options, spec, encoder, router, chat, llm)
+
+
+def wire_chat(
+    options: ServiceOptions, spec: LlmSpec, router: serve.Application, logs: LoggingConfig
+) -> serve.Application:
+    """The language model's deployment."""
+    llm = options.llm
+    assert llm is not None, "a language model that is not configured. This is a bug."
+    return serve.deployment(
+        Chat,
+        name="Chat",
+        num_replicas=llm.replicas,
+        ray_actor_options={"num_gpus": llm.num_gpus, "num_cpus": llm.num_cpus},
+        max_ongoing_requests=llm.max_ongoing_requests,
+        max_queued_requests=llm.max_queued_requests,
+        health_check_period_s=llm.health_check_period_seconds,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=llm.drain_timeout_seconds,
+        logging_config=logs,
+    ).bind(llm, llm.model or options.model, spec, router)
 
 
 def replicas(encoder: EncoderOptions) -> dict[str, Any]:
@@ -121,13 +155,7 @@ def replicas(encoder: EncoderOptions) -> dict[str, Any]:
 
 def check_resources(options: ServiceOptions, cluster: Mapping[str, float]) -> None:
     """Whether the cluster has what the replicas ask for. Raises ConfigError."""
-    encoder, router, ingress = options.encoder, options.router, options.ingress
-    needed = {
-        "GPU": encoder.least_replicas * encoder.num_gpus,
-        "CPU": encoder.least_replicas * encoder.num_cpus
-        + router.replicas * router.num_cpus
-        + ingress.replicas * ingress.num_cpus,
-    }
+    needed = resources(options, options.encoder.least_replicas)
     lacking = [
         f"{count:g} {name} asked for, {cluster.get(name, 0):g} there"
         for name, count in needed.items()

@@ -20,9 +20,9 @@ COUNT_LENGTHS = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 EXTENSIONS = {0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)}
 
 
-def check_json(body: bytes) -> None:
+def check_json(body: bytes, most: int = MOST_VALUES) -> None:
     """Raises WireError for too many values. base64 has none of the signs that are counted."""
-    check(1 + body.count(b"[") + body.count(b"{") + body.count(b","))
+    check(1 + body.count(b"[") + body.count(b"{") + body.count(b","), most)
 
 
 def check_msgpack(body: bytes) -> None:
@@ -54,7 +54,7 @@ def check_msgpack(body: bytes) -> None:
         check(values)
 
 
-def check(values: int) -> None:
+def check(values: int, most: int = MOST_VALUES) -> None:
     """Raises WireError."""
-    if values > MOST_VALUES:
-        raise WireError(f"the body has more than {MOST_VALUES} values: send fewer items at a time")
+    if values > most:
+        raise WireError(f"the body has more than {most} values: send fewer items at a time")

@@ -27,6 +27,7 @@ from actors.options import ActorOptions, Options
 from actors.spec import ModelSpec
 from actors.two_paths import model_capacity
 from actors.types import Size
+from encoder_service.llm.options import LlmOptions
 from router.options import RouterOptions
 
 BUILD = "encoder_service.app:build"
@@ -101,6 +102,20 @@ class ServiceOptions(ActorOptions):
     fetch: FetchOptions = FetchOptions()
     auth: AuthOptions = AuthOptions()
     logging: LoggingOptions = LoggingOptions()
+    llm: LlmOptions | None = None
+    """A language model that answers chats; None: encoders alone."""
+
+
+def resources(options: ServiceOptions, encoders: int) -> dict[str, float]:
+    """GPUs and CPUs that all deployments ask Ray for, with so many encoders."""
+    encoder, llm = options.encoder, options.llm
+    counted = [(encoders, encoder.num_gpus, encoder.num_cpus)]
+    counted += [(one.replicas, 0.0, one.num_cpus) for one in (options.router, options.ingress)]
+    counted += [(llm.replicas, llm.num_gpus, llm.num_cpus)] if llm else []
+    return {
+        "GPU": sum(replicas * gpus for replicas, gpus, _ in counted),
+        "CPU": sum(replicas * cpus for replicas, _, cpus in counted),
+    }
 
 
 def parse(args: Mapping[str, Any]) -> ServiceOptions:

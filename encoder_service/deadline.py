@@ -16,19 +16,20 @@ Result = TypeVar("Result")
 
 
 class Deadline:
-    """`seconds` from now."""
+    """`seconds` from now. `advice` is for whoever misses it."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(
+        self, seconds: float, advice: str = "send less, or give options.timeout_s"
+    ) -> None:
         self.seconds = seconds
+        self.advice = advice
         self.end = time.monotonic() + seconds
 
     def left(self) -> float:
         """Seconds until then. Raises DeadlineExceeded."""
         seconds = self.end - time.monotonic()
         if seconds <= 0:
-            raise DeadlineExceeded(
-                "the time was over before encoding began: give options.timeout_s"
-            )
+            raise DeadlineExceeded(f"the time was over before encoding began: {self.advice}")
         return seconds
 
     async def keep(self, work: Awaitable[Result]) -> Result:
@@ -38,5 +39,5 @@ class Deadline:
                 return await work
         except TimeoutError:
             raise DeadlineExceeded(
-                f"not answered within {self.seconds:g} s: send less, or give options.timeout_s"
+                f"not answered within {self.seconds:g} s: {self.advice}"
             ) from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
@@ -23,7 +25,8 @@ CLIENT_GONE = "499"
 class Envelope:
     """Middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, observer: Observer, counted: str) -> None:
+    def __init__(self, app: ASGIApp, observer: Observer, counted: Mapping[str, str]) -> None:
+        """`counted`: which paths the metrics count, and as which api."""
         self.app = app
         self.observer = observer
         self.counted = counted
@@ -35,7 +38,7 @@ class Envelope:
             return
         headers = Headers(scope=scope)
         origin = Origin(request_id_of(headers.get("x-request-id")), headers.get("traceparent", ""))
-        api = "http" if scope["path"] == self.counted else None
+        api = self.counted.get(scope["path"])
         with self.observer.exchange(api, origin, CLIENT_GONE) as exchange:
             scope.setdefault("state", {})["exchange"] = exchange
             await self.answer(exchange, scope, receive, send)
@@ -71,14 +74,15 @@ class Envelope:
             await response(exchange.problem)(scope, receive, observed)
 
 
-def response(problem: Fault) -> Response:
-    """An error as an HTTP response."""
+def response(problem: Fault, body: dict[str, Any] | None = None) -> Response:
+    """An error as an HTTP response; of our own API, unless its body is given."""
     headers = {}
     if problem.retry_after_seconds is not None:
         headers["retry-after"] = str(max(1, math.ceil(problem.retry_after_seconds)))
     if problem.row.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse({"error": problem.document()}, problem.row.status, headers)
+    document = {"error": problem.document()} if body is None else body
+    return JSONResponse(document, problem.row.status, headers)
 
 
 async def http_exception(request: Request, error: HTTPException) -> Response:

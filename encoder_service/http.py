@@ -15,6 +15,8 @@ from starlette.exceptions import HTTPException
 from actors.errors import InvalidOption, UnsupportedMedia
 from encoder_service.envelope import Envelope, http_exception
 from encoder_service.formats import JSON, WireError
+from encoder_service.llm import http as chat_http
+from encoder_service.llm.service import ChatService
 from encoder_service.metrics import CONTENT_TYPE, merge
 from encoder_service.offload import offload
 from encoder_service.openapi import DESCRIPTION, ENCODE, ERRORS, FETCH, MISSING, describe
@@ -27,8 +29,8 @@ ENCODE_PATH = "/v1/encode"
 REFERENCE_PATH = "/v1/embeddings/{reference}"
 
 
-def build(service: Service) -> FastAPI:
-    """The application."""
+def build(service: Service, chat: ChatService | None = None) -> FastAPI:
+    """The application; with the chat API if there is a language model."""
     app = FastAPI(
         title="Encoder Service",
         description=DESCRIPTION,
@@ -36,7 +38,8 @@ def build(service: Service) -> FastAPI:
         redoc_url=None,
         exception_handlers={HTTPException: http_exception},
     )
-    app.add_middleware(Envelope, observer=service.observer, counted=ENCODE_PATH)
+    counted = {ENCODE_PATH: "http", chat_http.CHAT_PATH: "chat"}
+    app.add_middleware(Envelope, observer=service.observer, counted=counted)
 
     @app.post(ENCODE_PATH, responses=ERRORS, openapi_extra=ENCODE, response_class=Response)
     async def encode(request: Request) -> Response:
@@ -86,8 +89,9 @@ def build(service: Service) -> FastAPI:
 
     @app.get("/readyz", responses={503: ERRORS[503]})
     async def readyz() -> dict[str, int]:
-        """Encoders that are ready: every path captured. 503 while there is none."""
-        return {"ready_replicas": await service.backend.ready_replicas()}
+        """Replicas that are ready: every path captured, weights loaded. 503 while one lacks."""
+        ready = {"ready_replicas": await service.backend.ready_replicas()}
+        return ready | ({"ready_llm_replicas": await chat.ready_replicas()} if chat else {})
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -95,6 +99,8 @@ def build(service: Service) -> FastAPI:
         page = await asyncio.to_thread(merge, await service.backend.scrape())
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
+    if chat:
+        chat_http.add(app, service, chat)
     describe(app)
     return app
 

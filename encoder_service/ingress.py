@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from time import monotonic
-from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -25,14 +24,16 @@ from actors.types import Answer, Dtype, Media
 from encoder_service import http
 from encoder_service.config import ServiceOptions
 from encoder_service.health import HealthCalls
+from encoder_service.llm.fleet import ChatFleet
+from encoder_service.llm.service import ChatService
+from encoder_service.llm.spec import LlmSpec
 from encoder_service.metrics import Page, Scrape
+from encoder_service.replicas import ask_all
 from encoder_service.rpc import EncoderCalls
 from encoder_service.service import Service
 from router.here import answers_here, encode_until
 from router.references import unknown
 from router.router import Router
-
-SCRAPE_SECONDS = 2.0
 
 
 @serve.ingress()
@@ -45,6 +46,8 @@ class Ingress(EncoderCalls, HealthCalls):
         spec: ModelSpec,
         encoder: DeploymentHandle,
         router: DeploymentHandle,
+        chat: DeploymentHandle | None = None,
+        llm: LlmSpec | None = None,
     ) -> None:
         name_requests()
         context = serve.get_replica_context()
@@ -53,11 +56,16 @@ class Ingress(EncoderCalls, HealthCalls):
         self.router = Router(
             encoder, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
         )
-        self.service = Service(options, spec, Fleet(self.router, [encoder, router, own]))
+        scraped = [handle for handle in (encoder, router, own, chat) if handle]
+        self.service = Service(options, spec, Fleet(self.router, scraped))
+        self.chat = None
+        if chat and llm and options.llm:
+            admission = self.service.admission
+            self.chat = ChatService(options.llm, llm, admission, ChatFleet(chat))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Asked for by Serve, once, after the constructor."""
-        return http.build(self.service)
+        return http.build(self.service, self.chat)
 
     def scrape(self) -> tuple[str, str]:
         """This replica's id, and its own series in Prometheus' text format."""
@@ -128,27 +136,3 @@ class Fleet:
                 for name, pages in zip(names, found, strict=True)
             },
         )
-
-
-async def ask_all(handle: DeploymentHandle, method: str) -> list[tuple[str, str] | None]:
-    """What each replica gives; None for one that fails or takes too long.
-
-    The public `results_async` loses all results when one hangs, hence the private call.
-    """
-    try:
-        async with asyncio.timeout(SCRAPE_SECONDS / 2):
-            calls = await handle.broadcast(method)._fetch_replica_results_async()
-    except Exception:
-        return [None]
-    return list(await asyncio.gather(*(ask_one(call) for call in calls)))
-
-
-async def ask_one(call: Any) -> tuple[str, str] | None:
-    """One replica's result, if it comes in time."""
-    try:
-        async with asyncio.timeout(SCRAPE_SECONDS / 2):
-            page: tuple[str, str] = await call.get_async()
-            return page
-    except Exception:
-        call.cancel()
-        return None

@@ -48,13 +48,15 @@ def check_keys(given: Iterable[str], schema: type[BaseModel], where: str) -> Non
         raise ConfigError(f"{where}: {', '.join(unknown)}: Serve knows no such key")
 
 
-def check_timeouts(document: dict[str, Any], seconds: float, path: str) -> None:
+def check_timeouts(
+    document: dict[str, Any], seconds: float, path: str, own: str = "limits"
+) -> None:
     """Raises ConfigError if Serve would break a request off before its own time is over."""
     for section in ("http_options", "grpc_options"):
         limit = document.get(section, {}).get("request_timeout_s")
         if limit and float(limit) < seconds:
             raise ConfigError(
-                f"{path}: limits.timeout_seconds is {seconds:g}, but Serve gives up after "
+                f"{path}: {own}.timeout_seconds is {seconds:g}, but Serve gives up after "
                 f"{section}.request_timeout_s, {limit}: raise that, or lower the limit"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from python_multipart.multipart import parse_options_header
@@ -30,21 +31,35 @@ async def read(
     Raises TooLarge, InvalidRequest, UnsupportedMedia, DeadlineExceeded, and what `take` raises.
     """
     content_type = request.headers.get("content-type", "")
-    chunks = limited(request, limits.max_body_bytes, take)
-    try:
-        async with asyncio.timeout(limits.timeout_seconds):
-            if content_type.lower().startswith("multipart/form-data"):
-                return await multipart(request, chunks, limits)
-            body = b"".join([chunk async for chunk in chunks])
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"the body did not come within {limits.timeout_seconds:g} s (limits.timeout_seconds)"
-        ) from None
+    if content_type.lower().startswith("multipart/form-data"):
+        async with in_time(limits):
+            chunks = limited(request, limits.max_body_bytes, take)
+            return await multipart(request, chunks, limits)
+    body = await read_body(request, limits, take)
     try:
         return await offload(len(body), parse_request, body, content_type)
     except WireError as error:
         kind = UnsupportedMedia if error.kind == "unsupported" else InvalidRequest
         raise kind(str(error)) from None
+
+
+async def read_body(request: Request, limits: LimitOptions, take: Take) -> bytes:
+    """The whole body. Raises TooLarge, DeadlineExceeded, and what `take` raises."""
+    async with in_time(limits):
+        chunks = limited(request, limits.max_body_bytes, take)
+        return b"".join([chunk async for chunk in chunks])
+
+
+@asynccontextmanager
+async def in_time(limits: LimitOptions) -> AsyncGenerator[None]:
+    """Raises DeadlineExceeded around the reading of a body."""
+    try:
+        async with asyncio.timeout(limits.timeout_seconds):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the body did not come within {limits.timeout_seconds:g} s (limits.timeout_seconds)"
+        ) from None
 
 
 async def limited(request: Request, most: int, take: Take) -> AsyncGenerator[bytes, None]:

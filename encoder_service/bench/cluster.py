@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from actors.errors import StartError
-from encoder_service.config import ServiceOptions
+from encoder_service.config import ServiceOptions, resources
 
 SERVICERS = (
     "encoder_service.encoder_pb2_grpc.add_EncoderServicer_to_server",
@@ -41,11 +41,7 @@ def free_ports(count: int) -> list[int]:
 
 def logical_cpus(options: ServiceOptions) -> int:
     """What Ray must be told, for all replicas to be placed."""
-    asked = (
-        options.encoder.most_replicas * options.encoder.num_cpus
-        + options.router.replicas * options.router.num_cpus
-        + options.ingress.replicas * options.ingress.num_cpus
-    )
+    asked = resources(options, options.encoder.most_replicas)["CPU"]
     return max(os.cpu_count() or 1, round(asked + 0.5) + SPARE_CPUS)
 
 

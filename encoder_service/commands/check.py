@@ -16,6 +16,9 @@ from actors.budgets import Capacity
 from actors.options import EncoderOptions
 from actors.spec import ModelSpec, read
 from encoder_service.config import ServiceOptions, fit, load_all, read_document
+from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.spec import LlmSpec
 
 
 def add(subcommands: Any) -> None:
@@ -36,6 +39,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         check_timeouts(document, service.limits.timeout_seconds, str(options.config))
         spec = read(service.model)
         console.print(table(service, spec, fit(service, spec)))
+        if service.llm:
+            check_timeouts(document, service.llm.timeout_seconds, str(options.config), "llm")
+            console.print(llm_table(service.llm, llm_spec.read(service.llm, service.model, spec)))
         if spec.dummy:
             console.print("[bold yellow]dummy weights: the embeddings will be random numbers[/]")
     return 0
@@ -65,3 +71,15 @@ def count(encoder: EncoderOptions) -> str:
         least, most = scaling.min_replicas, scaling.max_replicas
         return f"{least} to {most}, by {scaling.target_patches} outstanding patches"
     return f"{encoder.replicas}"
+
+
+def llm_table(llm: LlmOptions, spec: LlmSpec) -> Table:
+    """What the language model would be."""
+    shown = Table(show_header=False)
+    weights = "dummy: it will write nonsense" if spec.dummy else "checkpoint"
+    shown.add_row("chat with", spec.id + (f" at {spec.revision}" if spec.revision else ""))
+    shown.add_row("weights", f"{weights}, {spec.dtype}")
+    shown.add_row("tokens", f"{spec.max_model_len} of prompt and answer together")
+    each = f"{llm.num_gpus:g} GPU, {llm.num_cpus:g} CPU each, on {llm.device}"
+    shown.add_row("language models", f"{llm.replicas}: {each}")
+    return shown

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from actors.errors import ServiceError
 from actors.types import Media
 
 Message = dict[str, Any]
@@ -59,4 +60,14 @@ class Finish:
     completion_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end of a request that was refused or failed. A value: Serve logs what is raised."""
+
+    error: ServiceError
+    item: int | None = None
+    """Position of the image that caused it; None: the request as a whole."""
+
+
 Event = Piece | Finish
+"""What an answer is made of."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ray import serve
 
-from encoder_service.ingress import SCRAPE_SECONDS, ask_all
+from encoder_service.replicas import SCRAPE_SECONDS, ask_all
 from tests.serve.conftest import Cluster
 
 

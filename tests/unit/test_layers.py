@@ -18,6 +18,7 @@ MAY_IMPORT_RAY = {
     "encoder_service/ingress.py",
     "encoder_service/cli.py",
     "encoder_service/serve_file.py",
+    "encoder_service/replicas.py",
     "router/router.py",
     "router/pinned.py",
     "actors/encoder.py",

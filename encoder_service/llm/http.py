@@ -1,0 +1,115 @@
+"""The HTTP half of the chat API: bytes in, service.py, completions or server-sent events out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from encoder_service import envelope
+from encoder_service.errors import fault
+from encoder_service.llm.answer import DONE, Answers, error, event, models
+from encoder_service.llm.service import Admitted, ChatService
+from encoder_service.llm.types import Event, Finish
+from encoder_service.service import Service
+from encoder_service.upload import read_body
+
+CHAT_PATH = "/v1/chat/completions"
+
+
+def add(app: FastAPI, service: Service, chat: ChatService) -> None:
+    """The routes of the chat API."""
+
+    @app.post(CHAT_PATH)
+    async def completions(request: Request) -> Response:
+        """A chat completion, as OpenAI's API has it."""
+        answers = Answers(chat.spec, request.state.request_id, int(time.time()))
+        admitted = None
+        try:
+            service.authorize(request.headers.get("authorization"))
+            with ExitStack() as held:
+                take = held.enter_context(service.buffered.hold())
+                admitted = await chat.admit(await read_body(request, service.limits, take))
+                if admitted.request.stream:
+                    return await streamed(chat, admitted, answers, held)
+                return JSONResponse(answers.completion(*await chat.complete(admitted.call)))
+        except Exception as problem:
+            return refusal(problem, admitted, request.state.request_id)
+
+    @app.get("/v1/models")
+    async def list_models(request: Request) -> dict[str, Any]:
+        """The language model that answers here."""
+        service.authorize(request.headers.get("authorization"))
+        return models(chat.spec)
+
+
+def refusal(problem: Exception, admitted: Admitted | None, request_id: str) -> Response:
+    """An error in OpenAI's shape, with the status and headers of every other."""
+    found = fault(problem, request_id)
+    at = found.item if admitted else None
+    param = admitted.places[at] if admitted and at is not None else None
+    return envelope.response(found, error(found, param))
+
+
+async def streamed(
+    chat: ChatService, admitted: Admitted, answers: Answers, held: ExitStack
+) -> Response:
+    """Begins when the first piece is there: what fails before is an answer with its own status."""
+    events = chat.stream(admitted.call)
+    try:
+        first = await anext(events)
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(written(first, events, admitted, answers), events, held.pop_all())
+
+
+class EventStream(StreamingResponse):
+    """Ends the generation with the connection, whoever ends that."""
+
+    def __init__(
+        self, body: AsyncGenerator[bytes], events: AsyncGenerator[Event], held: ExitStack
+    ) -> None:
+        headers = {"cache-control": "no-cache"}
+        super().__init__(body, media_type="text/event-stream", headers=headers)
+        self.chunks, self.events, self.held = body, events, held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        with self.held:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                await self.chunks.aclose()
+                await self.events.aclose()
+
+
+async def written(
+    first: Event, rest: AsyncGenerator[Event], admitted: Admitted, answers: Answers
+) -> AsyncGenerator[bytes]:
+    """The server-sent events. An error in the middle is the last of them."""
+    yield answers.chunk({"role": "assistant", "content": ""})
+    try:
+        async for one in chained(first, rest):
+            if not isinstance(one, Finish):
+                yield answers.chunk({"content": one.text})
+                continue
+            yield answers.chunk({}, one)
+            options = admitted.request.stream_options
+            if options and options.include_usage:
+                yield answers.usage_chunk(one)
+    except Exception as problem:
+        yield event(error(fault(problem, answers.head["id"])))
+    yield DONE
+
+
+async def chained(first: Event, rest: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
+    """The first, then the rest."""
+    yield first
+    async for one in rest:
+        yield one

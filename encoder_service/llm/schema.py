@@ -1,0 +1,180 @@
+"""The words of a chat request, as OpenAI's API has them. Knows nothing of transport.
+
+A key that is not here is refused: nothing of a request is silently ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from actors.errors import InvalidRequest
+from encoder_service.formats import WireError, from_base64
+from encoder_service.llm.types import Message, Sampling
+from encoder_service.wire import RequestItem
+
+MOST_STOPS = 4
+DATA_URL = "data:"
+
+
+class Part(BaseModel):
+    """Frozen, and refuses what it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TextPart(Part):
+    """Text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(Part):
+    """`data:image/jpeg;base64,...`, or https of a host that `fetch.allow_hosts` names."""
+
+    url: str
+    detail: Literal["auto"] = "auto"
+    """The model's own resolution; no other."""
+
+
+class ImagePart(Part):
+    """An image of a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def as_parts(content: Any) -> Any:
+    """A string is one part."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+class ChatMessage(Part):
+    """One turn."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[ContentPart], BeforeValidator(as_parts)] = Field(min_length=1)
+
+
+class StreamOptions(Part):
+    """Of a streamed answer."""
+
+    include_usage: bool = False
+
+
+def as_list(stop: Any) -> Any:
+    """One stop text is a list of one."""
+    return [stop] if isinstance(stop, str) else stop or []
+
+
+class ChatRequest(Part):
+    """The body of POST /v1/chat/completions."""
+
+    model: str
+    messages: list[ChatMessage] = Field(min_length=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, gt=0)
+    max_completion_tokens: int | None = Field(None, gt=0)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        Field(max_length=MOST_STOPS),
+        BeforeValidator(as_list),
+    ] = []
+    n: Literal[1] = 1
+
+    @model_validator(mode="after")
+    def options_belong_to_a_stream(self) -> Self:
+        """As OpenAI's."""
+        if self.stream_options and not self.stream:
+            raise ValueError("stream_options: only with stream: true")
+        return self
+
+    def sampling(self) -> Sampling:
+        """How to generate."""
+        return Sampling(
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop=tuple(self.stop),
+        )
+
+    def template_messages(self) -> tuple[Message, ...]:
+        """As chat templates read them."""
+        return tuple(map(template_message, self.messages))
+
+    def characters(self) -> int:
+        """Of all texts together."""
+        parts = (part for message in self.messages for part in message.content)
+        return sum(len(part.text) for part in parts if isinstance(part, TextPart))
+
+    def images(self) -> Iterator[tuple[str, ImageUrl]]:
+        """Where each image stands, and its URL, in order."""
+        for i, message in enumerate(self.messages):
+            for j, part in enumerate(message.content):
+                if isinstance(part, ImagePart):
+                    yield f"messages[{i}].content[{j}].image_url", part.image_url
+
+
+def parse(document: Mapping[str, Any]) -> ChatRequest:
+    """Raises InvalidRequest, which names every offending key and quotes nothing of the content."""
+    try:
+        return ChatRequest.model_validate(document)
+    except ValidationError as error:
+        problems = (
+            f"{'.'.join(map(str, one['loc'])) or 'the request'}: {reason(one)}"
+            for one in error.errors(include_input=False, include_url=False)
+        )
+        raise InvalidRequest("; ".join(problems)) from None
+
+
+def reason(problem: Mapping[str, Any]) -> str:
+    """One of pydantic's problems."""
+    if problem["type"] == "extra_forbidden":
+        return "not supported here; leave it out"
+    return str(problem["msg"])
+
+
+def template_message(message: ChatMessage) -> Message:
+    """{"role", "content"}; text alone stays a string, which every template reads."""
+    role = "system" if message.role == "developer" else message.role
+    if all(isinstance(part, TextPart) for part in message.content):
+        texts = (part.text for part in message.content if isinstance(part, TextPart))
+        return {"role": role, "content": "".join(texts)}
+    return {
+        "role": role,
+        "content": [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in message.content
+        ],
+    }
+
+
+def item(where: str, image: ImageUrl) -> RequestItem:
+    """The image as an item to be admitted. Raises InvalidRequest."""
+    if image.url[: len(DATA_URL)].lower() != DATA_URL:
+        return RequestItem("image", None, image.url)
+    head, comma, data = image.url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise InvalidRequest(f"{where}: a data URL must read data:image/...;base64,...")
+    try:
+        return RequestItem("image", from_base64(data, where), None)
+    except WireError as error:
+        raise InvalidRequest(str(error)) from None

@@ -1,0 +1,153 @@
+"""The calls of the chat API: admit, then ask the language model, once more if it is lost.
+
+Knows nothing of Ray, HTTP or torch: the replicas are a `ChatBackend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from actors.errors import InvalidRequest, NotFound, ServiceError, Unavailable
+from actors.types import Media
+from encoder_service.admission import Admission
+from encoder_service.bounds import check_json
+from encoder_service.deadline import Deadline
+from encoder_service.errors import AtItem
+from encoder_service.formats import WireError, read_json
+from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.schema import ChatRequest, item, parse
+from encoder_service.llm.spec import LlmSpec
+from encoder_service.llm.types import Call, Event, Finish
+from encoder_service.offload import offload
+from encoder_service.wire import RequestItem
+
+ATTEMPTS = 3
+"""How many replicas may be lost under a request of which nothing was answered yet."""
+
+MOST_VALUES = 2**20
+"""Of a body, as bounds.py counts them: the commas of long texts among them."""
+
+MOST_CHARACTERS_A_TOKEN = 100
+"""More than any text has on average: what is longer is refused before it is tokenised."""
+
+
+class ReplicaLost(Unavailable):
+    """The language model's replica died: another may answer."""
+
+
+class ChatBackend(Protocol):
+    """The language model's replicas. Raises only errors of this service."""
+
+    def complete(self, call: Call) -> AsyncGenerator[Event]:
+        """The answer as it grows; closing it ends the generation."""
+
+    async def ready_replicas(self) -> int:
+        """Replicas that may be given work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that may be answered."""
+
+    request: ChatRequest
+    call: Call
+    places: tuple[str, ...]
+    """Where each image stands in the request."""
+
+
+class ChatService:
+    """One front door to the language model."""
+
+    def __init__(
+        self, options: LlmOptions, spec: LlmSpec, admission: Admission, backend: ChatBackend
+    ) -> None:
+        self.options = options
+        self.spec = spec
+        self.admission = admission
+        self.backend = backend
+
+    async def admit(self, body: bytes) -> Admitted:
+        """Raises ServiceError, or AtItem with the position of the image at fault."""
+        request, items = await offload(len(body), self._read, body)
+        if request.model != self.spec.id:
+            raise NotFound(f"model {request.model[:100]!r} is not here, but {self.spec.id!r} is")
+        media: list[Media] = []
+        if items:
+            for index, one in enumerate(await self.admission.admit(items)):
+                if isinstance(one, ServiceError):
+                    raise AtItem(index, one)
+                media.append(one)
+        call = Call(
+            messages=request.template_messages(),
+            media=tuple(media),
+            sampling=request.sampling(),
+            timeout_seconds=self.options.timeout_seconds,
+        )
+        return Admitted(request, call, tuple(where for where, _ in request.images()))
+
+    def _read(self, body: bytes) -> tuple[ChatRequest, list[RequestItem]]:
+        try:
+            check_json(body, MOST_VALUES)
+            request = parse(read_json(body))
+        except WireError as error:
+            raise InvalidRequest(str(error)) from None
+        characters = request.characters()
+        if characters > MOST_CHARACTERS_A_TOKEN * self.spec.max_model_len:
+            raise InvalidRequest(
+                f"the messages are {characters} characters; the maximum context length is "
+                f"{self.spec.max_model_len} tokens (llm.max_model_len): send less"
+            )
+        return request, [item(*image) for image in request.images()]
+
+    async def ready_replicas(self) -> int:
+        """Raises Unavailable if there is none."""
+        ready = await self.backend.ready_replicas()
+        if not ready:
+            raise Unavailable("no language model is ready yet: weights are loaded")
+        return ready
+
+    async def complete(self, call: Call) -> tuple[str, Finish]:
+        """The whole answer. A replica that is lost costs time, not the answer."""
+        deadline = self._deadline(call)
+        for attempt in range(1, ATTEMPTS + 1):
+            pieces: list[str] = []
+            try:
+                async with aclosing(self._events(call, deadline)) as events:
+                    async for event in events:
+                        if isinstance(event, Finish):
+                            return "".join(pieces), event
+                        pieces.append(event.text)
+            except ReplicaLost:
+                if attempt == ATTEMPTS:
+                    raise
+        raise AssertionError("an answer without an end. This is a bug.")
+
+    async def stream(self, call: Call) -> AsyncGenerator[Event]:
+        """The answer as it grows. A replica may be lost unnoticed before the first piece."""
+        deadline = self._deadline(call)
+        for attempt in range(1, ATTEMPTS + 1):
+            begun = False
+            try:
+                async with aclosing(self._events(call, deadline)) as events:
+                    async for event in events:
+                        begun = True
+                        yield event
+                return
+            except ReplicaLost:
+                if begun or attempt == ATTEMPTS:
+                    raise
+
+    async def _events(self, call: Call, deadline: Deadline) -> AsyncGenerator[Event]:
+        """One attempt. The deadline is around what is waited for, not what the consumer does."""
+        async with aclosing(self.backend.complete(call)) as events:
+            while True:
+                event = await deadline.keep(anext(events))
+                yield event
+                if isinstance(event, Finish):
+                    return
+
+    def _deadline(self, call: Call) -> Deadline:
+        return Deadline(call.timeout_seconds, "ask for fewer tokens, or raise llm.timeout_seconds")
