@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from actors.errors import ServiceError, TooLarge, Unavailable
 from actors.options import ModelOptions
 from actors.tensors import tensor
-from actors.types import Embedding, Media
+from actors.types import Embedding
 from encoder_service.deadline import Deadline
 from encoder_service.errors import AtItem
 from encoder_service.llm import model, tokenizer
@@ -92,7 +92,7 @@ class Chat:
         most = sampling.max_tokens or self.options.default_max_tokens
         made, embeddings = await asyncio.gather(
             asyncio.to_thread(prompt, call.messages, tokens, most, self.spec, self.language),
-            self._encode(call.media, deadline),
+            self._encode(call, deadline),
         )
         loop, flag = asyncio.get_running_loop(), Flag()
         texts: asyncio.Queue[str | None] = asyncio.Queue()
@@ -118,10 +118,10 @@ class Chat:
             flag.set()
             work.cancel()
 
-    async def _encode(self, media: tuple[Media, ...], deadline: Deadline) -> list[Embedding]:
+    async def _encode(self, call: Call, deadline: Deadline) -> list[Embedding]:
         started = monotonic()
-        found = await self.embedder.encode(media, deadline)
-        if media:
+        found = await self.embedder.encode(call.media, deadline, call.origin)
+        if call.media:
             self.series.encode_seconds.observe(monotonic() - started)
         return found
 

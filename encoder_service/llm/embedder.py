@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import ServiceError, Unavailable
+from actors.origin import Origin
 from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.deadline import Deadline
 from encoder_service.errors import AtItem
@@ -25,23 +27,28 @@ class Embedder:
         self.router = router.options(method_name="encode", _by_reference=True)
         self.dtype: Dtype = dtype
 
-    async def encode(self, media: Sequence[Media], deadline: Deadline) -> list[Embedding]:
+    async def encode(
+        self, media: Sequence[Media], deadline: Deadline, origin: Origin
+    ) -> list[Embedding]:
         """In the order of `media`, the data in this process.
 
         Raises AtItem for the first item that failed, ServiceError for the request as a whole.
         """
         found: list[Embedding] = []
-        for index, answer in enumerate(await self._ask(media, deadline) if media else []):
+        for index, answer in enumerate(await self._ask(media, deadline, origin) if media else []):
             if isinstance(answer, ServiceError):
                 raise AtItem(index, answer)
             found.append(answer)
         return found
 
-    async def _ask(self, media: Sequence[Media], deadline: Deadline) -> list[Answer]:
+    async def _ask(
+        self, media: Sequence[Media], deadline: Deadline, origin: Origin
+    ) -> list[Answer]:
+        call = partial(self.router.remote, origin=origin)
         failure: Exception = Unavailable("never asked")
         for _ in range(ATTEMPTS):
             try:
-                work = encode_here(self.router.remote, media, self.dtype, deadline.left())
+                work = encode_here(call, media, self.dtype, deadline.left())
                 return await deadline.keep(work)
             except LOST as error:
                 failure = error

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from encoder_service import envelope
 from encoder_service.errors import fault
+from encoder_service.exchange import Exchange
 from encoder_service.llm.answer import DONE, Answers, error, event, models
 from encoder_service.llm.service import Admitted, ChatService
 from encoder_service.llm.types import Event, Finish
@@ -28,18 +29,20 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
     @app.post(CHAT_PATH)
     async def completions(request: Request) -> Response:
         """A chat completion, as OpenAI's API has it."""
-        answers = Answers(chat.spec, request.state.request_id, int(time.time()))
+        exchange: Exchange = request.state.exchange
+        answers = Answers(chat.spec, exchange.request_id, int(time.time()))
         admitted = None
         try:
             service.authorize(request.headers.get("authorization"))
             with ExitStack() as held:
                 take = held.enter_context(service.buffered.hold())
                 admitted = await chat.admit(await read_body(request, service.limits, take))
+                exchange.admitted(admitted.call.media)
                 if admitted.request.stream:
-                    return await streamed(chat, admitted, answers, held)
+                    return await streamed(chat, admitted, answers, exchange, held)
                 return JSONResponse(answers.completion(*await chat.complete(admitted.call)))
         except Exception as problem:
-            return refusal(problem, admitted, request.state.request_id)
+            return refusal(problem, admitted, exchange)
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> dict[str, Any]:
@@ -48,16 +51,16 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
         return models(chat.spec)
 
 
-def refusal(problem: Exception, admitted: Admitted | None, request_id: str) -> Response:
+def refusal(problem: Exception, admitted: Admitted | None, exchange: Exchange) -> Response:
     """An error in OpenAI's shape, with the status and headers of every other."""
-    found = fault(problem, request_id)
+    found = exchange.problem = fault(problem, exchange.request_id)
     at = found.item if admitted else None
     param = admitted.places[at] if admitted and at is not None else None
     return envelope.response(found, error(found, param))
 
 
 async def streamed(
-    chat: ChatService, admitted: Admitted, answers: Answers, held: ExitStack
+    chat: ChatService, admitted: Admitted, answers: Answers, exchange: Exchange, held: ExitStack
 ) -> Response:
     """Begins when the first piece is there: what fails before is an answer with its own status."""
     events = chat.stream(admitted.call)
@@ -66,7 +69,8 @@ async def streamed(
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(written(first, events, admitted, answers), events, held.pop_all())
+    chunks = written(first, events, admitted, answers, exchange)
+    return EventStream(chunks, events, held.pop_all())
 
 
 class EventStream(StreamingResponse):
@@ -90,7 +94,11 @@ class EventStream(StreamingResponse):
 
 
 async def written(
-    first: Event, rest: AsyncGenerator[Event], admitted: Admitted, answers: Answers
+    first: Event,
+    rest: AsyncGenerator[Event],
+    admitted: Admitted,
+    answers: Answers,
+    exchange: Exchange,
 ) -> AsyncGenerator[bytes]:
     """The server-sent events. An error in the middle is the last of them."""
     yield answers.chunk({"role": "assistant", "content": ""})
@@ -104,7 +112,8 @@ async def written(
             if options and options.include_usage:
                 yield answers.usage_chunk(one)
     except Exception as problem:
-        yield event(error(fault(problem, answers.head["id"])))
+        exchange.problem = fault(problem, exchange.request_id)
+        yield event(error(exchange.problem))
     yield DONE
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.errors import InvalidRequest, NotFound, ServiceError, Unavailable
+from actors.origin import ORIGIN
 from actors.types import Media
 from encoder_service.admission import Admission
 from encoder_service.bounds import check_json
@@ -85,6 +86,7 @@ class ChatService:
             media=tuple(media),
             sampling=request.sampling(),
             timeout_seconds=self.options.timeout_seconds,
+            origin=ORIGIN.get(),
         )
         return Admitted(request, call, tuple(where for where, _ in request.images()))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actors.errors import ServiceError
+from actors.origin import NOBODY, Origin
 from actors.types import Media
 
 Message = dict[str, Any]
@@ -41,6 +42,8 @@ class Call:
     """Of the images, in the order of the messages."""
     sampling: Sampling
     timeout_seconds: float
+    origin: Origin = NOBODY
+    """Whose work it is."""
 
 
 @dataclass(frozen=True, slots=True)
