@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 
 from ray.exceptions import RayTaskError
@@ -42,8 +43,9 @@ class ChatFleet:
             if isinstance(error.cause, LOST):
                 raise lost(error.cause) from error
             raise
-        finally:
+        except (asyncio.CancelledError, GeneratorExit):
             response.cancel()
+            raise
 
     async def ready_replicas(self) -> int:
         """Replicas that answer: Serve gives them work once their weights are loaded."""

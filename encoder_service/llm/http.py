@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -15,7 +16,8 @@ from encoder_service import envelope
 from encoder_service.errors import fault
 from encoder_service.exchange import Exchange
 from encoder_service.llm.answer import DONE, Answers, error, event, models
-from encoder_service.llm.service import Admitted, ChatService
+from encoder_service.llm.schema import ChatRequest
+from encoder_service.llm.service import ChatService, Parsed
 from encoder_service.llm.types import Event, Finish
 from encoder_service.service import Service
 from encoder_service.upload import read_body
@@ -31,18 +33,22 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
         """A chat completion, as OpenAI's API has it."""
         exchange: Exchange = request.state.exchange
         answers = Answers(chat.spec, exchange.request_id, int(time.time()))
-        admitted = None
+        parsed = None
         try:
             service.authorize(request.headers.get("authorization"))
             with ExitStack() as held:
                 take = held.enter_context(service.buffered.hold())
-                admitted = await chat.admit(await read_body(request, service.limits, take))
-                exchange.admitted(admitted.call.media)
-                if admitted.request.stream:
-                    return await streamed(chat, admitted, answers, exchange, held)
-                return JSONResponse(answers.completion(*await chat.complete(admitted.call)))
+                parsed = await chat.parse(await read_body(request, service.limits, take))
+                call = await chat.admit(parsed)
+                exchange.admitted(call.media)
+                if not parsed.request.stream:
+                    return JSONResponse(answers.completion(*await chat.complete(call)))
+                events = chat.stream(call)
+                return await begun(events, parsed.request, answers, exchange, held)
+        except ClientDisconnect:
+            raise
         except Exception as problem:
-            return refusal(problem, admitted, exchange)
+            return refusal(problem, parsed, exchange)
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> dict[str, Any]:
@@ -51,25 +57,27 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
         return models(chat.spec)
 
 
-def refusal(problem: Exception, admitted: Admitted | None, exchange: Exchange) -> Response:
+def refusal(problem: Exception, parsed: Parsed | None, exchange: Exchange) -> Response:
     """An error in OpenAI's shape, with the status and headers of every other."""
     found = exchange.problem = fault(problem, exchange.request_id)
-    at = found.item if admitted else None
-    param = admitted.places[at] if admitted and at is not None else None
+    param = parsed.place(found.item) if parsed and found.item is not None else None
     return envelope.response(found, error(found, param))
 
 
-async def streamed(
-    chat: ChatService, admitted: Admitted, answers: Answers, exchange: Exchange, held: ExitStack
+async def begun(
+    events: AsyncGenerator[Event],
+    request: ChatRequest,
+    answers: Answers,
+    exchange: Exchange,
+    held: ExitStack,
 ) -> Response:
-    """Begins when the first piece is there: what fails before is an answer with its own status."""
-    events = chat.stream(admitted.call)
+    """A stream, once its first piece is there: what fails before has a status of its own."""
     try:
         first = await anext(events)
     except BaseException:
         await events.aclose()
         raise
-    chunks = written(first, events, admitted, answers, exchange)
+    chunks = written(first, events, request, answers, exchange)
     return EventStream(chunks, events, held.pop_all())
 
 
@@ -96,7 +104,7 @@ class EventStream(StreamingResponse):
 async def written(
     first: Event,
     rest: AsyncGenerator[Event],
-    admitted: Admitted,
+    request: ChatRequest,
     answers: Answers,
     exchange: Exchange,
 ) -> AsyncGenerator[bytes]:
@@ -108,7 +116,7 @@ async def written(
                 yield answers.chunk({"content": one.text})
                 continue
             yield answers.chunk({}, one)
-            options = admitted.request.stream_options
+            options = request.stream_options
             if options and options.include_usage:
                 yield answers.usage_chunk(one)
     except Exception as problem:

@@ -50,13 +50,16 @@ class ChatBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """A request that may be answered."""
+class Parsed:
+    """A request that can be read."""
 
     request: ChatRequest
-    call: Call
-    places: tuple[str, ...]
-    """Where each image stands in the request."""
+    items: tuple[RequestItem, ...]
+    """Its images, in order."""
+
+    def place(self, index: int) -> str:
+        """Where an image stands in the request."""
+        return list(self.request.images())[index][0]
 
 
 class ChatService:
@@ -70,27 +73,31 @@ class ChatService:
         self.admission = admission
         self.backend = backend
 
-    async def admit(self, body: bytes) -> Admitted:
+    async def parse(self, body: bytes) -> Parsed:
+        """Raises InvalidRequest, or NotFound for another model."""
+        parsed = await offload(len(body), self._parse, body)
+        if parsed.request.model != self.spec.id:
+            named = parsed.request.model[:100]
+            raise NotFound(f"model {named!r} is not here, but {self.spec.id!r} is")
+        return parsed
+
+    async def admit(self, parsed: Parsed) -> Call:
         """Raises ServiceError, or AtItem with the position of the image at fault."""
-        request, items = await offload(len(body), self._read, body)
-        if request.model != self.spec.id:
-            raise NotFound(f"model {request.model[:100]!r} is not here, but {self.spec.id!r} is")
         media: list[Media] = []
-        if items:
-            for index, one in enumerate(await self.admission.admit(items)):
-                if isinstance(one, ServiceError):
-                    raise AtItem(index, one)
-                media.append(one)
-        call = Call(
-            messages=request.template_messages(),
+        admitted = await self.admission.admit(parsed.items) if parsed.items else []
+        for index, one in enumerate(admitted):
+            if isinstance(one, ServiceError):
+                raise AtItem(index, one)
+            media.append(one)
+        return Call(
+            messages=parsed.request.template_messages(),
             media=tuple(media),
-            sampling=request.sampling(),
+            sampling=parsed.request.sampling(),
             timeout_seconds=self.options.timeout_seconds,
             origin=ORIGIN.get(),
         )
-        return Admitted(request, call, tuple(where for where, _ in request.images()))
 
-    def _read(self, body: bytes) -> tuple[ChatRequest, list[RequestItem]]:
+    def _parse(self, body: bytes) -> Parsed:
         try:
             check_json(body, MOST_VALUES)
             request = parse(read_json(body))
@@ -102,7 +109,7 @@ class ChatService:
                 f"the messages are {characters} characters; the maximum context length is "
                 f"{self.spec.max_model_len} tokens (llm.max_model_len): send less"
             )
-        return request, [item(*image) for image in request.images()]
+        return Parsed(request, tuple(item(*image) for image in request.images()))
 
     async def ready_replicas(self) -> int:
         """Raises Unavailable if there is none."""

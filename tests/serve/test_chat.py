@@ -1,0 +1,268 @@
+"""Chat completions over HTTP on real Ray: answers, streams, errors, replicas that die."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+
+from encoder_service.app import build
+from tests.images import jpeg
+from tests.serve.conftest import Cluster
+from tests.serve.test_kill import within
+from tests.serve.tiny import ARGS, BEARER, MAX_ITEMS
+
+PATH = "/v1/chat/completions"
+MODEL = "qwen3vl-tiny"
+LONG = 4000
+"""Tokens of an answer that takes seconds."""
+WAITING = 6
+
+
+def data_url(data: bytes) -> str:
+    return "data:image/jpeg;base64," + b64encode(data).decode()
+
+
+def asked(*images: bytes, text: str = "What is it?", **options: Any) -> dict[str, Any]:
+    """A request with images before its text; greedy."""
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": data_url(image)}} for image in images
+    ]
+    content = [*parts, {"type": "text", "text": text}]
+    messages = [{"role": "user", "content": content}]
+    return {"model": MODEL, "messages": messages, "max_tokens": 12, "temperature": 0} | options
+
+
+@pytest.fixture(scope="module")
+def http(cluster: Cluster) -> Iterator[httpx.Client]:
+    args = copy.deepcopy(ARGS)
+    args["llm"] = {
+        "replicas": 1,
+        "num_gpus": 0,
+        "num_cpus": 0.1,
+        "device": "cpu",
+        "drain_timeout_seconds": 2,
+        "health_check_period_seconds": 1,
+        "max_ongoing_requests": 2,
+        "max_queued_requests": WAITING,
+        "max_model_len": 2 * LONG,
+    }
+    serve.run(build(args), name="chat", route_prefix="/")
+    headers = {"authorization": BEARER}
+    with httpx.Client(base_url=cluster.http, timeout=100, headers=headers) as client:
+        yield client
+    serve.delete("chat")
+
+
+def test_an_answer_says_what_it_took(http: httpx.Client) -> None:
+    answer = http.post(PATH, json=asked(jpeg(96, 64), jpeg(64, 64))).json()
+    assert (answer["object"], answer["model"], answer["weights"]) == (
+        "chat.completion",
+        MODEL,
+        "dummy",
+    )
+    (choice,) = answer["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] in ("length", "stop")
+    # A byte is a token; an image of n rows takes n + 2 tokens with its marks.
+    text = "<|im_start|>user\n" + "What is it?" + "<|im_end|>\n" + "<|im_start|>assistant\n"
+    marks = text.count("<|im")
+    letters = len(text.replace("<|im_start|>", "").replace("<|im_end|>", ""))
+    assert answer["usage"]["prompt_tokens"] == marks + letters + (6 + 2) + (4 + 2)
+    assert 0 < answer["usage"]["completion_tokens"] <= 12
+
+
+def test_a_stream_is_the_answer_in_pieces(http: httpx.Client) -> None:
+    request = asked(jpeg(96, 64), max_tokens=60)
+    whole = http.post(PATH, json=request).json()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    answer = http.post(PATH, json=request | options)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, usage = read_events(answer.text)
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert text == whole["choices"][0]["message"]["content"]
+    assert events[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert (usage["usage"], usage["choices"]) == (whole["usage"], [])
+
+
+def test_the_image_matters(http: httpx.Client) -> None:
+    images = [jpeg(96, 64), jpeg(96, 64, "astronaut.png")]
+    texts = [text_of(http, asked(image, max_tokens=40)) for image in [*images, *images]]
+    assert texts[:2] == texts[2:]
+    assert texts[0] != texts[1]
+
+
+def test_a_seed_repeats_an_answer(http: httpx.Client) -> None:
+    request = asked(jpeg(64, 64), temperature=1.0, max_tokens=30)
+    one, same, other = (text_of(http, request | {"seed": seed}) for seed in (1, 1, 2))
+    assert one == same
+    assert one != other
+
+
+def test_a_stop_text_ends_the_answer(http: httpx.Client) -> None:
+    request = asked(jpeg(96, 64), max_tokens=40)
+    text = text_of(http, request)
+    stop = text[len(text) // 2]
+    answer = http.post(PATH, json=request | {"stop": stop}).json()["choices"][0]
+    assert answer["message"]["content"] == text[: text.index(stop)]
+    assert answer["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "kind", "words"),
+    [
+        ({"model": "gpt-5"}, 404, "not_found", "qwen3vl-tiny"),
+        ({"messages": []}, 400, "invalid_request", "messages"),
+        ({"tools": []}, 400, "invalid_request", "tools: not supported here"),
+        ({"temperature": 3}, 400, "invalid_request", "temperature"),
+        ({"messages": [{"role": "user", "content": "a" * 9000}]}, 400, "invalid_request", "8000"),
+        (
+            {"messages": [{"role": "user", "content": "<|image_pad|>"}]},
+            400,
+            "invalid_request",
+            "own tokens",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_openai_s_shape(
+    http: httpx.Client, change: dict[str, Any], status: int, kind: str, words: str
+) -> None:
+    answer = http.post(PATH, json=asked() | change)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == (kind, kind)
+    assert words in error["message"]
+    assert "param" in error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_image_is_named(http: httpx.Client, stream: bool) -> None:
+    torn = jpeg(320, 240)[:2000]  # its header is sound: the encoder finds out
+    for image, status in ((b"no image at all", 400), (torn, 400)):
+        answer = http.post(PATH, json=asked(jpeg(64, 64), image, stream=stream))
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert (error["item"], error["param"]) == (1, "messages[0].content[1].image_url")
+
+
+def test_too_many_images_too_large_a_body_no_token(http: httpx.Client) -> None:
+    image = jpeg(32, 32)
+    assert http.post(PATH, json=asked(*[image] * (MAX_ITEMS + 1))).status_code == 413
+    assert http.post(PATH, json=asked(b"0" * 300_000)).status_code == 413
+    assert http.post(PATH, json=asked(), headers={"authorization": ""}).status_code == 401
+
+
+def test_models_and_readiness(http: httpx.Client) -> None:
+    (model,) = http.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["weights"]) == (MODEL, "model", "dummy")
+    assert http.get("/readyz").json() == {"ready_replicas": 2, "ready_llm_replicas": 1}
+
+
+def test_who_hangs_up_ends_the_generation(http: httpx.Client) -> None:
+    before = count(http, "encoder_chat_answers_total", finish="cancelled")
+    with begun(http, 1):
+        pass
+    # LONG tokens were asked for: the answer ended because nobody listens, not by its length.
+    within(60, lambda: count(http, "encoder_chat_answers_total", finish="cancelled") == before + 1)
+
+
+def test_what_is_too_much_waits_or_is_refused(http: httpx.Client) -> None:
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        answers.append(http.post(PATH, json=asked(jpeg(64, 64))))
+
+    callers = [threading.Thread(target=ask) for _ in range(2 * WAITING)]
+    with begun(http, 2):  # as many as one replica takes: all others wait
+        for caller in callers:
+            caller.start()
+        within(60, lambda: len(answers) >= WAITING // 2)
+        assert {answer.status_code for answer in answers} == {429}
+        assert answers[0].json()["error"]["type"] == "overloaded"
+        assert int(answers[0].headers["retry-after"]) >= 1
+    for caller in callers:
+        caller.join(timeout=100)
+    assert {answer.status_code for answer in answers} == {200, 429}
+
+
+def test_an_encoder_dies_under_a_chat(http: httpx.Client) -> None:
+    request = asked(jpeg(96, 64), max_tokens=40)
+    text = text_of(http, request)
+    ray.kill(actors("Encoder")[0])
+    assert text_of(http, request) == text
+    within(100, lambda: http.get("/readyz").json()["ready_replicas"] == 2)
+
+
+def test_a_language_model_dies_under_its_answers(http: httpx.Client) -> None:
+    request = asked(jpeg(96, 64), max_tokens=40)
+    text = text_of(http, request)
+    whole: list[str] = []
+    caller = threading.Thread(target=lambda: whole.append(text_of(http, request)))
+    with begun(http, 1) as (lines,):
+        caller.start()
+        (victim,) = actors("Chat")
+        ray.kill(victim)
+        # The stream says that it is broken: it is neither silent nor begun again.
+        *_, last = read_events("\n".join(lines))
+    assert last["error"]["type"] == "unavailable"
+    # What was not begun is answered by the replica that takes the dead one's place.
+    caller.join(timeout=100)
+    assert whole == [text]
+    within(100, lambda: http.get("/readyz").json().get("ready_llm_replicas") == 1)
+
+
+@contextmanager
+def begun(http: httpx.Client, number: int) -> Iterator[list[Iterator[str]]]:
+    """Long answers, of each of which the first text has come: the lines that follow."""
+    request = asked(jpeg(64, 64), max_tokens=LONG, stream=True, seed=5, temperature=2)
+    with ExitStack() as stack:
+        answers = [
+            stack.enter_context(http.stream("POST", PATH, json=request)) for _ in range(number)
+        ]
+        lines = [answer.iter_lines() for answer in answers]
+        for each in lines:
+            next(each)
+        yield lines
+
+
+def text_of(http: httpx.Client, request: dict[str, Any]) -> str:
+    answer = http.post(PATH, json=request)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def read_events(body: str) -> list[dict[str, Any]]:
+    """The events of a stream that came to its end."""
+    lines = [line.removeprefix("data: ") for line in body.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def count(http: httpx.Client, name: str, **labels: str) -> float:
+    """Of all replicas."""
+    page = http.get("/metrics").text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def actors(deployment: str) -> list[Any]:
+    """The actors of a deployment's replicas."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    names = [one["name"] for one in named if f"chat#{deployment}#" in one["name"]]
+    return [ray.get_actor(name, namespace="serve") for name in names]
