@@ -3,7 +3,7 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
-.PHONY: setup serve demo test lint bench
+.PHONY: setup serve demo test lint bench manifests
 
 setup: .venv/.installed
 
@@ -29,3 +29,8 @@ lint: setup
 
 bench: setup
 	tests/loopback $(BIN)/encoder-service bench serve --config $(CONFIG)
+
+# What Kustomize's overlays serve, from configs/.
+manifests: setup
+	$(BIN)/encoder-service rayservice configs/tiny.yaml > k8s/overlays/dev/serve-config.yaml
+	$(BIN)/encoder-service rayservice configs/qwen3vl-fleet.yaml > k8s/overlays/gpu/serve-config.yaml

@@ -1,4 +1,4 @@
-"""The command line: `encoder-service check | encode | bench | capture-plan | simulate`."""
+"""The command line: `encoder-service COMMAND`, one file of commands/ for each."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.markup import escape
 
 from actors.errors import ServiceError
 from encoder_service import embedding
-from encoder_service.commands import bench, capture_plan, check, encode, simulate
+from encoder_service.commands import bench, capture_plan, check, encode, rayservice, simulate
 
-COMMANDS = (check, encode, bench, capture_plan, simulate)
+COMMANDS = (check, encode, bench, capture_plan, simulate, rayservice)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -82,6 +82,8 @@ class AuthOptions(Options):
 
     token_sha256: tuple[Sha256, ...] = Field((), strict=False)
     """Hexadecimal SHA-256 of each token; the tokens themselves are nowhere in the configuration."""
+    token_sha256_file: str | None = None
+    """A file with more of them, one a line, read again when it changes."""
 
 
 class LoggingOptions(Options):

@@ -5,14 +5,12 @@ Knows nothing of Ray, HTTP or gRPC: the fleet is a `Backend`.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from actors.errors import InvalidOption, ServiceError, Unauthorized
+from actors.errors import InvalidOption, ServiceError
 from actors.references import Kept
 from actors.spec import ModelSpec
 from actors.tracing import open_spans
@@ -27,6 +25,7 @@ from encoder_service.exchange import Exchange, Observer
 from encoder_service.metrics import Scrape, ServiceMetrics
 from encoder_service.model_card import card
 from encoder_service.schema import RequestOptions
+from encoder_service.tokens import Tokens
 from encoder_service.wire import RequestItem
 
 
@@ -63,7 +62,7 @@ class Service:
         self.spec = spec
         self.limits = options.limits
         self.references = options.references
-        self.tokens = options.auth.token_sha256
+        self.tokens = Tokens(options.auth)
         self.admission = Admission(spec, options.limits, options.fetch)
         self.buffered = Buffered(options.limits.max_buffered_bytes)
         self.backend = backend
@@ -74,14 +73,7 @@ class Service:
 
     def authorize(self, authorization: str | None) -> None:
         """Takes the value of the header. Raises Unauthorized."""
-        if not self.tokens:
-            return
-        scheme, _, token = (authorization or "").partition(" ")
-        digest = hashlib.sha256(token.strip().encode(errors="replace")).hexdigest()
-        # Every token is compared, so that the time tells nothing.
-        matches = [hmac.compare_digest(digest, known) for known in self.tokens]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise Unauthorized("this service asks for a token: send `Authorization: Bearer ...`")
+        self.tokens.authorize(authorization)
 
     async def encode(
         self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import cast
 
 import pytest
 
-from actors.errors import Unauthorized
+from actors.errors import ConfigError, Unauthorized
 from actors.options import ModelOptions
 from actors.spec import read
 from encoder_service.config import AuthOptions, ServiceOptions
 from encoder_service.service import Backend, Service
+from encoder_service.tokens import Tokens
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 
@@ -47,3 +49,40 @@ def test_every_token_opens() -> None:
 def test_nothing_else_does(header: str | None) -> None:
     with pytest.raises(Unauthorized):
         service("one").authorize(header)
+
+
+def digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def test_a_file_of_tokens_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    file = tmp_path / "token_sha256"
+    file.write_text(f"# ours\n{digest('one')}\n\n")
+    tokens = Tokens(AuthOptions(token_sha256=(digest("zero"),), token_sha256_file=str(file)))
+    tokens.authorize("Bearer zero")
+    tokens.authorize("Bearer one")
+    file.write_text(f"{digest('two').upper()}\n{digest('three')}\n")
+    for good in ("zero", "two", "three"):
+        tokens.authorize(f"Bearer {good}")
+    with pytest.raises(Unauthorized):
+        tokens.authorize("Bearer one")
+    # What cannot be meant changes nothing, and lets nobody in.
+    for bad in ("", "two\n"):
+        file.write_text(bad)
+        tokens.authorize("Bearer two")
+        with pytest.raises(Unauthorized):
+            tokens.authorize("Bearer one")
+    file.unlink()
+    tokens.authorize("Bearer two")
+    with pytest.raises(Unauthorized):
+        tokens.authorize(None)
+
+
+@pytest.mark.parametrize("content", [None, "", "# none\n", "hunter2\n", f"{'0' * 63}\n"])
+def test_a_service_without_its_tokens_does_not_start(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "token_sha256"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match="token_sha256_file") as refused:
+        Tokens(AuthOptions(token_sha256_file=str(file)))
+    assert "hunter2" not in refused.value.message

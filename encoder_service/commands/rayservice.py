@@ -1,0 +1,49 @@
+"""`encoder-service rayservice CONFIG`: a configuration as KubeRay takes it, a patch for Kustomize.
+
+So that there is one source: `serveConfigV2` is the file of configs/, listening where pods do.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from encoder_service.config import load_all, read_document
+
+HEAD = """\
+# Written by `encoder-service rayservice {name}`. Change that file, and write this again.
+apiVersion: ray.io/v1
+kind: RayService
+metadata: {{name: encoder}}
+spec:
+  serveConfigV2: |
+"""
+
+
+def add(subcommands: Any) -> None:
+    """The subcommand."""
+    parser = subcommands.add_parser("rayservice", help="a configuration as a patch for Kustomize")
+    parser.add_argument("config", type=Path, help="such as configs/qwen3vl-fleet.yaml")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Prints the patch. Raises ConfigError."""
+    console.file.write(patch(options.config))
+    return 0
+
+
+def patch(path: Path) -> str:
+    """The YAML of the patch. Raises ConfigError."""
+    load_all(path)
+    document = read_document(path)
+    # A pod's clients come from other pods, and to every pod that has a replica.
+    document["http_options"] = document.get("http_options", {}) | {"host": "0.0.0.0"}
+    document["proxy_location"] = "EveryNode"
+    text = yaml.safe_dump(document, sort_keys=False, width=100)
+    body = "".join(f"    {line}\n" for line in text.splitlines())
+    return HEAD.format(name=f"{path.parent.name}/{path.name}") + body

@@ -1,0 +1,89 @@
+"""Bearer tokens, known by their digests alone: those of the configuration and those of a file.
+
+The file is read again when it changes, so that keys are exchanged without a restart: a Secret that
+Kubernetes mounts changes in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+from pathlib import Path
+
+from actors.errors import ConfigError, Unauthorized
+from encoder_service.config import AuthOptions
+
+log = logging.getLogger("ray.serve")
+
+DIGEST = re.compile("[0-9a-f]{64}")
+
+
+class Tokens:
+    """Who may."""
+
+    def __init__(self, options: AuthOptions) -> None:
+        """Raises ConfigError for a file without a token: nobody could be let in, or all would."""
+        self._named = options.token_sha256
+        self._file = Path(options.token_sha256_file) if options.token_sha256_file else None
+        self._stamp: object = None
+        self._read: tuple[str, ...] = ()
+        if self._file:
+            self._stamp = stamp(self._file)
+            self._read = digests(self._file)
+
+    def authorize(self, authorization: str | None) -> None:
+        """Takes the value of the header. Raises Unauthorized."""
+        if self._file is None and not self._named:
+            return
+        scheme, _, token = (authorization or "").partition(" ")
+        digest = hashlib.sha256(token.strip().encode(errors="replace")).hexdigest()
+        # Every token is compared, so that the time tells nothing.
+        matches = [hmac.compare_digest(digest, known) for known in self._known()]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise Unauthorized("this service asks for a token: send `Authorization: Bearer ...`")
+
+    def _known(self) -> tuple[str, ...]:
+        """The digests of now. What can no longer be read stays as it was."""
+        if self._file and (found := stamp(self._file)) != self._stamp:
+            self._stamp = found
+            try:
+                self._read = digests(self._file)
+                log.info("auth.token_sha256_file: %d tokens", len(self._read))
+            except ConfigError as error:
+                log.error("the tokens stay as they were: %s", error)
+        return self._named + self._read
+
+
+def stamp(path: Path) -> object:
+    """What changes with the file; None without it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def digests(path: Path) -> tuple[str, ...]:
+    """A hexadecimal SHA-256 a line; empty lines and those after # are skipped. Raises ConfigError.
+
+    The message does not repeat a line: it may be the token itself.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").lower().splitlines()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"auth.token_sha256_file: {path} cannot be read: {error}") from None
+    found = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        if not DIGEST.fullmatch(line):
+            raise ConfigError(
+                f"auth.token_sha256_file: line {number} of {path} is not the hexadecimal SHA-256 "
+                "of a token: printf %s TOKEN | sha256sum"
+            )
+        found.append(line)
+    if not found:
+        raise ConfigError(f"auth.token_sha256_file: {path} has no token")
+    return tuple(found)

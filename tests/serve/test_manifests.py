@@ -1,0 +1,59 @@
+"""What the overlays of k8s/ serve really deploys, the way that KubeRay sends it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from encoder_service import Client
+from tests.images import photograph
+from tests.manifests import OVERLAYS
+from tests.serve.conftest import Cluster
+
+SMALL: dict[str, Any] = {
+    "num_gpus": 0,
+    "num_cpus": 0.1,
+    "device": "cpu",
+    "drain_timeout_seconds": 2,
+}
+"""Of the encoder, for a machine without a GPU."""
+
+
+def served(overlay: str) -> dict[str, Any]:
+    """serveConfigV2, as it is written into the overlay."""
+    written = yaml.safe_load((OVERLAYS / overlay / "serve-config.yaml").read_text())
+    document: dict[str, Any] = yaml.safe_load(written["spec"]["serveConfigV2"])
+    return document
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("overlay", ["dev", pytest.param("gpu", marks=pytest.mark.slow)])
+def test_what_an_overlay_serves_deploys(cluster: Cluster, tmp_path: Path, overlay: str) -> None:
+    document = served(overlay)
+    (application,) = document["applications"]
+    args, token = application["args"], None
+    args["encoder"].update(SMALL)
+    if overlay == "gpu":
+        args["model"] = served("dev")["applications"][0]["args"]["model"]
+        file = tmp_path / "token_sha256"
+        token = "let me in"
+        file.write_text(hashlib.sha256(token.encode()).hexdigest())
+        args["auth"]["token_sha256_file"] = str(file)
+    try:
+        _get_global_client().deploy_apps(ServeDeploySchema(**document), _blocking=True)
+        assert httpx.get(f"{cluster.http}/readyz", timeout=60).status_code == 200
+        with Client(cluster.http, token=token) as client:
+            (embedding,) = client.encode([photograph("coffee.png")])
+            assert embedding.shape[0] > 0
+        if token:
+            assert httpx.get(f"{cluster.http}/v1/model", timeout=60).status_code == 401
+    finally:
+        serve.delete(application["name"])
