@@ -38,7 +38,8 @@ class ItemPlan:
 
     grid_thw: Grid
     """Temporal groups, rows and columns, in patches. Tile families: the rows and columns of all
-    tiles of the canvas, without the tile that shows the whole image once more."""
+    tiles of the canvas, without the tile that shows the whole image once more. Models of two
+    paths: of the canvas of the crops, or without crops of the view of the whole image."""
     patches: int
     tokens: int
     """Rows of the embedding."""
