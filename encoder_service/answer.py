@@ -28,7 +28,7 @@ class Entry:
 
 def head(spec: ModelSpec) -> Json:
     """What every response says of the model."""
-    return {"model": spec.id, "weights": spec.weights}
+    return {"model": spec.id, "family": spec.family, "weights": spec.weights}
 
 
 def document(spec: ModelSpec, entries: Sequence[Entry], seconds: float, request_id: str) -> Json:

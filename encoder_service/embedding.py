@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from encoder_service.sglang import processor_output
 from encoder_service.tensors import to_array
+from encoder_service.vllm import content_part
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +40,8 @@ class Embedding:
     model: str
     weights: str
     """"checkpoint", or "dummy": random numbers."""
+    family: str = ""
+    """Of the model, such as "qwen3_vl"; empty from a service that does not say."""
     notice: str = ""
     reference: str = ""
     """Id that the service keeps it under for a while; then `data` is empty: `Client.fetch`."""
@@ -54,6 +58,17 @@ class Embedding:
 
         memory = torch.frombuffer(bytearray(self.rows()), dtype=torch.uint8)
         return memory.view(getattr(torch, self.dtype)).view(self.shape)
+
+    def to_vllm(self, timestamps_seconds: Sequence[float] = ()) -> dict[str, Any]:
+        """A part of a chat message for vLLM, which loads no vision tower then: vllm.content_part.
+
+        Of a reference: what names it to a vLLM that has EncoderServiceConnector. Needs torch.
+        """
+        return content_part(self, timestamps_seconds)
+
+    def to_sglang(self) -> dict[str, Any]:
+        """`image_data` or `video_data` for SGLang; several: sglang.processor_output. Needs torch."""
+        return processor_output([self])
 
     def rows(self) -> bytes:
         """The data. Raises ValueError for a reference."""
@@ -108,6 +123,7 @@ def service_error(
 def read_items(document: Mapping[str, Any]) -> list[Embedding | ServiceError]:
     """The items of a response document."""
     shared = {name: document[name] for name in ("model", "weights", "timings")}
+    shared["family"] = document.get("family", "")
     return [
         service_error(item["error"])
         if "error" in item

@@ -107,28 +107,32 @@ class Timings(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., preprocess_ms: _Optional[float] = ..., encode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
-    __slots__ = ("model", "weights", "items", "timings")
+    __slots__ = ("model", "weights", "items", "timings", "family")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights: str
     items: _containers.RepeatedCompositeFieldContainer[Embedding]
     timings: Timings
-    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., items: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    family: str
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., items: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., family: _Optional[str] = ...) -> None: ...
 
 class EncodeChunk(_message.Message):
-    __slots__ = ("model", "weights", "embedding", "last")
+    __slots__ = ("model", "weights", "embedding", "last", "family")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights: str
     embedding: Embedding
     last: bool
-    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., embedding: _Optional[_Union[Embedding, _Mapping]] = ..., last: _Optional[bool] = ...) -> None: ...
+    family: str
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., embedding: _Optional[_Union[Embedding, _Mapping]] = ..., last: _Optional[bool] = ..., family: _Optional[str] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()

@@ -19,7 +19,6 @@ def card(options: ServiceOptions, spec: ModelSpec) -> Json:
     smallest, largest = spec.sizing.token_range()
     return head(spec) | {
         "revision": spec.revision,
-        "family": spec.family,
         "dtype": spec.dtype,
         "kinds": list(spec.kinds),
         "width": spec.width,

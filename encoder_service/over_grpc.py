@@ -38,6 +38,7 @@ class GrpcTransport:
         answer = await self.call(self.stub.Encode, request)
         return {
             "model": answer.model,
+            "family": answer.family,
             "weights": answer.weights,
             "items": [item_document(item) for item in answer.items],
             "timings": document_of(answer.timings),
@@ -52,6 +53,7 @@ class GrpcTransport:
         data = b"".join(chunk.embedding.data for chunk in chunks)
         return {
             "model": first.model,
+            "family": first.family,
             "weights": first.weights,
             "items": [item_document(first.embedding) | {"data": data}],
             "timings": {},

@@ -184,6 +184,7 @@ def response(document: Json) -> pb.EncodeResponse:
     """The response document as a message."""
     return pb.EncodeResponse(
         model=document["model"],
+        family=document["family"],
         weights=document["weights"],
         items=[embedding(one) for one in document["items"]],
         timings=pb.Timings(**document["timings"]),

@@ -95,6 +95,7 @@ class EncodeDocument(BaseModel):
     """The answer to POST /v1/encode."""
 
     model: str
+    family: str = Field(description="Of the model, such as qwen3_vl: how its rows are to be read.")
     weights: Literal["checkpoint", "dummy"]
     items: list[ItemDocument | FailedItem]
     timings: Timings

@@ -3,7 +3,7 @@
 Knows nothing of HTTP, gRPC, models or limits on what an item may be; imports neither torch nor ray,
 so that a client can use it anywhere. A response document:
 
-    {"model", "weights", "items": [item, ...], "timings": {name: milliseconds}}
+    {"model", "family", "weights", "items": [item, ...], "timings": {name: milliseconds}}
 
 An item has "index", "type" and either "error" or "grid_thw", "tokens", "dtype", "shape", "digest",
 "source", "deepstack", perhaps "notice", and either "data" or "reference", an id to fetch it by.

@@ -24,6 +24,8 @@ MAY_IMPORT_RAY = {
     "actors/encoder.py",
     "actors/shared.py",
 }
+WITHIN = ("embedding.py", "vllm.py", "sglang.py")
+"""Files of the client that import torch inside functions which give tensors, and nowhere else."""
 CLIENT_HALF = ("encoder_service/client.py", "encoder_service/wire.py")
 
 
@@ -80,7 +82,7 @@ def test_a_file_keeps_to_its_layer(path: Path) -> None:
 @pytest.mark.parametrize("name", CLIENT_HALF)
 def test_the_client_half_stands_alone(name: str) -> None:
     for path in closure(ROOT / name):
-        assert not roots(path) & {"torch", "ray", "router", "actors"} or path.name == "embedding.py"
+        assert not roots(path) & {"torch", "ray", "router", "actors"} or path.name in WITHIN
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_the_client_half_stands_alone(name: str) -> None:
 )
 def test_ingress_and_router_processes_never_load_torch(path: Path) -> None:
     for file in closure(path):
-        assert not roots(file) & {"torch", "transformers"} or file.name == "embedding.py", file
+        assert not roots(file) & {"torch", "transformers"} or file.name in WITHIN, file
 
 
 def test_median_file_is_short() -> None:

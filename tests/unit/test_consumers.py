@@ -1,0 +1,132 @@
+"""Embeddings for vLLM, by its own rules (tests/vllm_rules.py), and for SGLang."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from encoder_service.embedding import Embedding
+from encoder_service.sglang import processor_output
+from tests import vllm_rules
+
+HIDDEN = 8
+
+
+def embedding(
+    grid: tuple[int, int, int] = (1, 4, 6), family: str = "qwen3_vl", seed: int = 0
+) -> Embedding:
+    """Random rows; of Qwen3-VL with two deepstack features."""
+    deepstack = 2 if family == "qwen3_vl" else 0
+    tokens = grid[0] * grid[1] * grid[2] // 4
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(tokens, HIDDEN * (1 + deepstack), generator=generator).to(torch.bfloat16)
+    return Embedding(
+        index=0,
+        type="image",
+        grid_thw=grid,
+        tokens=tokens,
+        dtype="bfloat16",
+        shape=tuple(rows.shape),
+        data=rows.view(torch.uint8).numpy().tobytes(),
+        digest="ab",
+        source="graph",
+        deepstack=deepstack,
+        model="m",
+        weights="checkpoint",
+        family=family,
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("grids", [[(1, 4, 6)], [(1, 4, 6)] * 2, [(1, 4, 6), (1, 2, 2)]])
+def test_rows_with_a_grid_arrive_in_vllm(family: str, grids: list[tuple[int, int, int]]) -> None:
+    given = [embedding(grid, family, seed) for seed, grid in enumerate(grids)]
+    width = HIDDEN * (3 if family == "qwen3_vl" else 1)
+    arrived = vllm_rules.embeddings([one.to_vllm() for one in given], width)
+    for one, rows in zip(given, arrived, strict=True):
+        assert rows.dtype is torch.bfloat16
+        assert torch.equal(rows, one.torch())
+
+
+@pytest.mark.parametrize("family", ["internvl", "internvl_chat"])
+def test_plain_rows_arrive_in_vllm(family: str) -> None:
+    one = embedding((1, 8, 8), family)
+    (arrived,) = vllm_rules.embeddings([one.to_vllm()], HIDDEN)
+    assert torch.equal(arrived, one.torch())
+
+
+def test_videos_of_qwen3_vl_need_their_times() -> None:
+    video = replace(embedding((3, 4, 4)), type="video")
+    with pytest.raises(ValueError, match=r"3 are needed for this video .* not 0"):
+        video.to_vllm()
+    part = video.to_vllm(timestamps_seconds=[0.25, 0.75, 1.25])
+    assert torch.equal(vllm_rules.embeddings([part], 3 * HIDDEN)[0], video.torch())
+    times = vllm_rules.decoded(part["video_embeds"]["timestamps"])
+    assert times.tolist() == [0.25, 0.75, 1.25]
+    other = replace(embedding((3, 4, 4), "qwen2_5_vl"), type="video")
+    assert set(other.to_vllm()["video_embeds"]) == {"video_embeds", "video_grid_thw"}
+
+
+def test_a_reference_travels_as_its_id_and_grid() -> None:
+    kept = replace(embedding(), reference="r1.abc", data=b"")
+    part = kept.to_vllm()
+    assert part["uuid"] == "r1.abc"
+    assert set(part["image_embeds"]) == {"image_grid_thw"}
+    assert vllm_rules.decoded(part["image_embeds"]["image_grid_thw"]).tolist() == [1, 4, 6]
+    with pytest.raises(ValueError, match="fetch the reference"):
+        replace(kept, family="internvl").to_vllm()
+
+
+@pytest.mark.parametrize(
+    ("one", "message"),
+    [
+        (embedding(family="llama4"), "no embeddings of images of the family 'llama4'"),
+        (embedding(family="kimi_vl"), "send it the image itself"),
+        (embedding(family="deepseek_ocr"), "no embeddings"),
+        (embedding(family="glm4v"), "no embeddings"),
+        (embedding(family=""), "no embeddings"),
+        (replace(embedding(family="internvl"), type="video"), "no embeddings of videos"),
+        (replace(embedding(), grid_thw=(1, 4, 4)), "gives 4 rows, not 6"),
+        (replace(embedding(), tokens=5), "is not 5 tokens"),
+        (replace(embedding(), deepstack=6), "6 deepstack features"),
+    ],
+)
+def test_what_vllm_does_not_take_is_refused_here(one: Embedding, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        one.to_vllm()
+
+
+def test_one_dict_for_all_images_of_a_request_to_sglang() -> None:
+    given = [embedding((1, 4, 6)), embedding((1, 2, 2), seed=1)]
+    output = processor_output(given)
+    assert output["format"] == "processor_output"
+    assert output["modality"] == "IMAGE"
+    assert output["image_grid_thw"].tolist() == [[1, 4, 6], [1, 2, 2]]
+    # SGLang splits the rows by each item's grid, in order.
+    parts = output["precomputed_embeddings"].split([6, 1])
+    assert all(torch.equal(rows, one.torch()) for rows, one in zip(parts, given, strict=True))
+    assert torch.equal(given[0].to_sglang()["precomputed_embeddings"], given[0].torch())
+
+
+def test_sglang_gets_a_grid_where_positions_come_from_one() -> None:
+    assert set(embedding(family="llama4").to_sglang()) == {
+        "format", "modality", "precomputed_embeddings",
+    }  # fmt: skip
+    video = replace(embedding((3, 4, 4)), type="video").to_sglang()
+    assert (video["modality"], video["video_grid_thw"].tolist()) == ("VIDEO", [[3, 4, 4]])
+
+
+def test_what_does_not_belong_together_is_not_joined_for_sglang() -> None:
+    for other in (
+        replace(embedding(), type="video"),
+        replace(embedding(), dtype="float16"),
+        embedding(family="qwen3_5"),
+    ):
+        with pytest.raises(ValueError, match="differ in"):
+            processor_output([embedding(), other])
+    with pytest.raises(ValueError, match="no embeddings"):
+        processor_output([])
+    with pytest.raises(ValueError, match="fetch"):
+        replace(embedding(), reference="r1.abc").to_sglang()

@@ -1,0 +1,68 @@
+"""What vLLM 0.33 does with the parts of a chat message that hold embeddings, written down anew.
+
+From vllm/renderers/chat_utils (parsing, merging), multimodal/media/image.py (decoding),
+multimodal/parse.py (plain tensors) and models/qwen2_vl.py, qwen3_vl.py (splitting). Where vLLM
+would crash later, this fails at once.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+MERGE_SIZE = 2
+
+
+def decoded(text: str) -> torch.Tensor:
+    """ImageEmbeddingMediaIO.load_base64: nothing but a dense tensor is unpickled."""
+    data = base64.b64decode(text, validate=True)
+    tensor = torch.load(io.BytesIO(data), weights_only=True)
+    assert isinstance(tensor, torch.Tensor)
+    assert tensor.layout is torch.strided
+    return tensor
+
+
+def embeddings(parts: Sequence[dict[str, Any]], width: int) -> list[torch.Tensor]:
+    """The rows of each item as the model gets them. `width`: what it splits a row into."""
+    kinds = {part["type"].removesuffix("_embeds") for part in parts}
+    assert len(kinds) == 1, "items of one modality are merged"
+    (kind,) = kinds
+    assert kind in ("image", "video")
+    contents = [part[f"{kind}_embeds"] for part in parts]
+    assert all(set(part) <= {"type", f"{kind}_embeds", "uuid"} for part in parts)
+    if isinstance(contents[0], str):
+        return [plain(decoded(content), width) for content in contents]
+    keys = set(contents[0])
+    assert all(set(content) == keys for content in contents), "all must have the same keys"
+    fields = {key: [decoded(content[key]) for content in contents] for key in keys}
+    return by_grid(fields.pop(f"{kind}_embeds"), fields.pop(f"{kind}_grid_thw"), width, fields)
+
+
+def plain(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """EmbeddingItems: of two dimensions, of the language model's width."""
+    assert rows.ndim == 2
+    assert rows.shape[-1] == width
+    return rows
+
+
+def by_grid(
+    rows: list[torch.Tensor],
+    grids: list[torch.Tensor],
+    width: int,
+    others: dict[str, list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """Grids are stacked, rows joined, and split again by what the stacked grids say."""
+    stacked = torch.stack(grids)
+    assert stacked.shape == (len(rows), 3), "one-dimensional grids, or splitting them fails"
+    assert not stacked.is_floating_point()
+    sizes = (stacked.prod(-1) // MERGE_SIZE // MERGE_SIZE).tolist()
+    joined = torch.cat(rows)
+    assert joined.shape == (sum(sizes), width)
+    assert set(others) <= {"timestamps"}
+    for times, grid in zip(others.get("timestamps", []), grids, strict=False):
+        assert times.shape == (int(grid[0]),)
+    return list(joined.split(sizes))
