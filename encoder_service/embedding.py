@@ -67,7 +67,7 @@ class Embedding:
         return content_part(self, timestamps_seconds)
 
     def to_sglang(self) -> dict[str, Any]:
-        """`image_data` or `video_data` for SGLang; several: sglang.processor_output. Needs torch."""
+        """`image_data` or `video_data` for SGLang: sglang.processor_output, which takes several."""
         return processor_output([self])
 
     def rows(self) -> bytes:

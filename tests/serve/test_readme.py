@@ -56,10 +56,10 @@ def test_curl(folder: Path, cluster: Cluster) -> None:
     assert '"tokens":' in ran.stdout
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(5))
 def test_python(folder: Path, cluster: Cluster, number: int) -> None:
     examples = [block for block in blocks("python", "") if "ray" not in block]
-    assert len(examples) == 3
+    assert len(examples) == 5
     ran = subprocess.run(
         [sys.executable, "-W", "ignore::ResourceWarning", "-c",
          here(examples[number], cluster)],
