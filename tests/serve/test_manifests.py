@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 import yaml
 from ray import serve
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from encoder_service import Client
 from tests.images import photograph
@@ -34,21 +35,37 @@ def served(overlay: str) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.timeout(300)
+def deploy(document: dict[str, Any]) -> None:
+    """Sends it to the controller, and waits until it runs."""
+    _get_global_client().deploy_apps(ServeDeploySchema(**document))
+    (application,) = document["applications"]
+    deadline = monotonic() + 240
+    while True:
+        status = serve.status().applications.get(application["name"])
+        if status and status.status == ApplicationStatus.RUNNING:
+            return
+        assert status is None or status.status != ApplicationStatus.DEPLOY_FAILED, status.message
+        assert monotonic() < deadline, status
+        sleep(0.2)
+
+
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("overlay", ["dev", pytest.param("gpu", marks=pytest.mark.slow)])
 def test_what_an_overlay_serves_deploys(cluster: Cluster, tmp_path: Path, overlay: str) -> None:
     document = served(overlay)
     (application,) = document["applications"]
     args, token = application["args"], None
     args["encoder"].update(SMALL)
-    if overlay == "gpu":
+    if overlay == "dev":
+        args["encoder"]["replicas"] = 1
+    else:
         args["model"] = served("dev")["applications"][0]["args"]["model"]
         file = tmp_path / "token_sha256"
         token = "let me in"
         file.write_text(hashlib.sha256(token.encode()).hexdigest())
         args["auth"]["token_sha256_file"] = str(file)
     try:
-        _get_global_client().deploy_apps(ServeDeploySchema(**document), _blocking=True)
+        deploy(document)
         assert httpx.get(f"{cluster.http}/readyz", timeout=60).status_code == 200
         with Client(cluster.http, token=token) as client:
             (embedding,) = client.encode([photograph("coffee.png")])
