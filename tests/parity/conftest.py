@@ -13,6 +13,7 @@ from actors.models.load import load
 from actors.models.tower import Tower
 from actors.options import ModelOptions
 from tests.checkpoints import MODEL_TYPES, write
+from tests.parity.table import SEEN, rows
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def qwen3vl(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Qwen3-VL, dense and MoE."""
     return made(request.param, tmp_path_factory)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The largest errors that this run saw, beside what the README says."""
+    for family, error in SEEN.items():
+        terminalreporter.write_line(f"{family}: {error:.1e} (README: {rows()[family].error:.0e})")

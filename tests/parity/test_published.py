@@ -9,17 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
-from pathlib import Path
 
 import pytest
 
+from actors import packed_spec, tile_spec, view_spec
 from actors.models.load import FAMILIES
 from actors.options import ModelOptions
 from actors.spec import read
 from actors.types import Size
 from tests import llama4
-
-README = Path(__file__).parents[2] / "README.md"
+from tests.parity.table import FAMILIES as IN_TABLE
+from tests.parity.table import TOLERANCE, rows
+from tests.parity.test_deepseek_ocr import closest
+from tests.step3p7 import Processor
 
 SIZES = (Size(336, 336), Size(1920, 1080), Size(1654, 2339))
 """The last is an A4 page at 200 dpi."""
@@ -67,45 +69,62 @@ def llama_4(size: Size) -> int:
     return 144 * (tiles + 1 if tiles > 1 else 1)
 
 
+def deepseek(size: Size) -> int:
+    """Tokens by the published rule: 273 of the whole, and the nearest canvas of 2 to 9 crops."""
+    if max(size.width, size.height) <= 640:
+        return 273
+    columns, rows = closest(size.width, size.height)
+    return 273 + 10 * rows * (10 * columns + 1)
+
+
+def step3(size: Size) -> int:
+    """Tokens as transformers' image processor of Step-3.7 plans crops."""
+    return 169 + 81 * prod(Processor(728, 504, 3024).plan(size.width, size.height))
+
+
 @dataclass(frozen=True)
 class Published:
     """One preset."""
 
     preset: str
     row: str
-    """How the rows of its family in the README's table begin."""
+    """Its family in the README's table."""
     million_parameters: int
     tokens: Count
 
 
 PUBLISHED = [
-    Published("qwen3vl-8b", "Qwen3-VL ", 576, qwen(32, 65536, 16777216)),
+    Published("qwen3vl-8b", "Qwen3-VL", 576, qwen(32, 65536, 16777216)),
     Published("qwen3vl-8b", "Qwen3-VL-MoE", 576, qwen(32, 65536, 16777216)),
-    Published("qwen35-27b", "Qwen3.5", 461, qwen(32, 65536, 16777216)),
+    Published("qwen35-27b", "Qwen3.5 and MoE", 461, qwen(32, 65536, 16777216)),
     Published("qwen2vl-7b", "Qwen2-VL", 676, qwen(28, 3136, 12845056)),
     Published("qwen25vl-7b", "Qwen2.5-VL", 677, qwen(28, 3136, 12845056)),
-    Published("glm41v-9b", "GLM-4.1V", 892, glm),
+    Published("glm41v-9b", "GLM-4.1V, 4.5V, 4.6V", 892, glm),
     Published("kimivl-a3b", "Kimi-VL", 448, kimi),
-    Published("internvl3-8b", "InternVL", 332, internvl),
-    Published("internvl3-78b", "InternVL", 5709, internvl),
+    Published("internvl3-8b", "InternVL 2, 2.5, 3, 3.5", 332, internvl),
+    Published("internvl3-78b", "InternVL 2, 2.5, 3, 3.5", 5709, internvl),
     Published("llama4-scout", "Llama 4", 872, llama_4),
+    Published("deepseek-ocr", "DeepSeek-OCR", 401, deepseek),
+    Published("step3vl-10b", "Step3-VL-10B, Step-3.7", 1981, step3),
+    Published("step3-321b", "Step3 (321B)", 4675, step3),
 ]
 
 
-@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.row)
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.preset)
 def test_tokens_are_the_processors_and_the_readmes(published: Published) -> None:
     model = read(ModelOptions(id=published.preset, load_format="dummy"))
     tokens = [model.sizing.plan(size).tokens for size in SIZES]
     assert tokens == [published.tokens(size) for size in SIZES]
-    rows = [
-        line
-        for line in README.read_text().splitlines()
-        if line.startswith(f"| {published.row}".rstrip())
-    ]
-    assert any(f"| {', '.join(map(str, tokens))} |" in row for row in rows)
+    assert tokens == rows()[published.row].tokens
 
 
-@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.row)
+def test_every_model_type_has_its_row_and_every_row_its_proof() -> None:
+    assert set(IN_TABLE) == set(packed_spec.FAMILIES | tile_spec.FAMILIES | view_spec.FAMILIES)
+    assert set(IN_TABLE.values()) == set(rows()) == {published.row for published in PUBLISHED}
+    assert all(0 < row.error <= TOLERANCE for row in rows().values())
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.preset)
 def test_parameters(published: Published) -> None:
     model = read(ModelOptions(id=published.preset, load_format="dummy"))
     shapes = FAMILIES[model.family].expected(model).values()

@@ -30,10 +30,8 @@ from actors.windows import PaddedWindows, WindowSizing
 from tests import step3
 from tests.checkpoints_step import write_step3, write_step3p7, write_step3vl10b
 from tests.images import PHOTOGRAPHS, opened, photograph
+from tests.parity.table import check
 from tests.step3p7 import Processor
-
-TOLERANCE = 1e-4
-"""float32; values are about 1."""
 
 PACKS = [
     [Size(112, 112)],
@@ -98,7 +96,7 @@ def test_equals_the_reference(pair: Pair, sizes: Sequence[Size], spare: int | No
     ours = pair.tower.postprocess(outputs, plans)
     assert ours.shape == (sum(plan.tokens for plan in plans), pair.tower.spec.width)
     exact = torch.cat([theirs(pair, item) for item in items])
-    assert (ours - exact).abs().max() < TOLERANCE
+    check(pair.tower.spec.family, ours, exact)
 
 
 def test_photographs_through_the_engine(pair: Pair) -> None:
@@ -110,7 +108,7 @@ def test_photographs_through_the_engine(pair: Pair) -> None:
     for item, answer in zip(items, answers, strict=True):
         encoded = answer.result(60)
         assert encoded.source == "graph"
-        assert (encoded.rows - theirs(pair, item)).abs().max() < TOLERANCE
+        check(tower.spec.family, encoded.rows, theirs(pair, item))
     engine.close()
 
 

@@ -27,9 +27,7 @@ from actors.preprocess import decode
 from actors.types import Item, ItemPlan, Size
 from tests.checkpoints_tiles import write_internvl, write_internvl_chat, write_llama4
 from tests.images import PHOTOGRAPHS, photograph
-
-TOLERANCE = 1e-4
-"""float32; values are about 1."""
+from tests.parity.table import check
 
 PACKS = [
     [Size(84, 84)],
@@ -95,7 +93,7 @@ def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | Non
     budget = None if spare is None else tokens + spare * tower.sizing.tile_tokens
     ours = encode(tower, plans, patches, budget)
     assert ours.shape == (tokens, tower.spec.width)
-    assert (ours - theirs(pair, torch.cat(patches))).abs().max() < TOLERANCE
+    check(pair.tower.spec.family, ours, theirs(pair, torch.cat(patches)))
 
 
 def test_the_tokens_of_a_plan_are_those_of_its_tiles(pair: Pair) -> None:
@@ -126,7 +124,7 @@ def test_names_that_begin_with_model(tmp_path: Path) -> None:
     plan = pair.tower.sizing.plan(Size(84, 84))
     patches = random_patches(pair.tower, plan)
     ours = encode(pair.tower, [plan], [patches], None)
-    assert (ours - theirs(pair, patches)).abs().max() < TOLERANCE
+    check(pair.tower.spec.family, ours, theirs(pair, patches))
 
 
 def test_photographs_through_the_engine(pair: Pair) -> None:
@@ -139,7 +137,7 @@ def test_photographs_through_the_engine(pair: Pair) -> None:
         encoded = answer.result(60)
         assert encoded.source == "graph"
         exact = theirs(pair, torch.from_numpy(item.patches))
-        assert (encoded.rows - exact).abs().max() < TOLERANCE
+        check(tower.spec.family, encoded.rows, exact)
     engine.close()
 
 

@@ -20,7 +20,8 @@ from encoder_service.app import build
 from tests.checkpoints import PROCESSOR, write_qwen3vl
 from tests.images import PHOTOGRAPHS, jpeg, photograph
 from tests.parity.conftest import Pair
-from tests.parity.test_tower import TOLERANCE, theirs
+from tests.parity.table import TOLERANCE
+from tests.parity.test_tower import theirs
 from tests.serve.conftest import Cluster
 
 BUDGETS = (16, 64, 256)

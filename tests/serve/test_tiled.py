@@ -13,7 +13,8 @@ from actors.preprocess import decode
 from encoder_service import Client
 from encoder_service.app import build
 from tests.images import PHOTOGRAPHS, jpeg, photograph
-from tests.parity.test_tiled import CHECKPOINTS, TOLERANCE, Pair, loaded, theirs
+from tests.parity.table import TOLERANCE
+from tests.parity.test_tiled import CHECKPOINTS, Pair, loaded, theirs
 from tests.serve.conftest import Cluster
 
 

@@ -16,7 +16,8 @@ from encoder_service import Client
 from encoder_service.app import build
 from tests.checkpoints_ocr import write_deepseek_ocr
 from tests.images import PHOTOGRAPHS, jpeg, photograph
-from tests.parity.test_deepseek_ocr import TOLERANCE, Pair, loaded, theirs
+from tests.parity.table import TOLERANCE
+from tests.parity.test_deepseek_ocr import Pair, loaded, theirs
 from tests.serve.conftest import Cluster
 
 

@@ -1,0 +1,77 @@
+"""The README's table of families: what it says, and what the tests see.
+
+Every comparison of rows in float32 goes through `check`, so that each run tests the table's errors;
+it prints the largest that it saw.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from torch import Tensor
+
+README = Path(__file__).parents[2] / "README.md"
+
+TOLERANCE = 1e-4
+"""What no family may exceed: float32, where values are about 1 (of GLM-V about 0.1)."""
+
+MARGIN = 4
+"""How much larger an error may be than the README's: another machine adds up in another order."""
+
+SEEN: dict[str, float] = {}
+"""The largest error of each family in this run."""
+
+FAMILIES = {
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL-MoE",
+    "qwen3_5": "Qwen3.5 and MoE",
+    "qwen3_5_moe": "Qwen3.5 and MoE",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen2_vl": "Qwen2-VL",
+    "glm4v": "GLM-4.1V, 4.5V, 4.6V",
+    "glm4v_moe": "GLM-4.1V, 4.5V, 4.6V",
+    "glm46v": "GLM-4.1V, 4.5V, 4.6V",
+    "kimi_vl": "Kimi-VL",
+    "internvl": "InternVL 2, 2.5, 3, 3.5",
+    "internvl_chat": "InternVL 2, 2.5, 3, 3.5",
+    "llama4": "Llama 4",
+    "deepseek_vl_v2": "DeepSeek-OCR",
+    "step3p7": "Step3-VL-10B, Step-3.7",
+    "step_robotics": "Step3-VL-10B, Step-3.7",
+    "step3_vl": "Step3 (321B)",
+}
+"""The family of each `model_type`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    tokens: list[int]
+    error: float
+    """The largest that was seen when the table was written."""
+
+
+@lru_cache
+def rows() -> dict[str, Row]:
+    """Of each family."""
+    table = README.read_text().split("\n## Models\n")[1].split("\n## ")[0]
+    found = {}
+    for line in table.splitlines():
+        if error := re.search(r"\| (\S+) from ", line):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            tokens = next(cell for cell in cells if re.fullmatch(r"\d+(, \d+)+", cell))
+            found[cells[0]] = Row([int(count) for count in tokens.split(", ")], float(error[1]))
+    return found
+
+
+def check(model_type: str, ours: Tensor, exact: Tensor) -> None:
+    """Rows in float32 of a family against its reference."""
+    family = FAMILIES[model_type]
+    error = float((ours - exact).abs().max())
+    SEEN[family] = max(error, SEEN.get(family, 0.0))
+    most = min(TOLERANCE, MARGIN * rows()[family].error)
+    assert error < most, f"{family}: {error:.1e} is not under {most:.0e}"
