@@ -78,7 +78,10 @@ def write_deepseek_ocr(folder: Path) -> Any:
 
 def published(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of transformers' model as deepseek-ai published them: q, k and v are one."""
-    named = {"model.vision_model.embeddings.patch_embedding.weight": torch.zeros(64, 3, 14, 14)}
+    named = {
+        "model.vision_model.embeddings.patch_embedding.weight": torch.zeros(64, 3, 14, 14),
+        "model.vision_model.embeddings.position_ids": torch.arange(17)[None],
+    }
     for name, tensor in weights.items():
         if name.startswith("language_model."):
             named[f"model.{name.removeprefix('language_model.')}"] = tensor.clone()
