@@ -3,7 +3,7 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
-.PHONY: setup serve demo test lint bench manifests
+.PHONY: setup serve demo test lint bench manifests screenshot
 
 setup: .venv/.installed
 
@@ -34,3 +34,7 @@ bench: setup
 manifests: setup
 	$(BIN)/encoder-service rayservice configs/tiny.yaml > k8s/overlays/dev/serve-config.yaml
 	$(BIN)/encoder-service rayservice configs/qwen3vl-fleet.yaml > k8s/overlays/gpu/serve-config.yaml
+
+# docs/status.png. Needs Debian's chromium and chromium-driver.
+screenshot: setup
+	tests/loopback $(BIN)/python -m tests.screenshot

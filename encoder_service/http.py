@@ -10,6 +10,7 @@ import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException
 
 from actors.errors import InvalidOption, UnsupportedMedia
@@ -20,6 +21,7 @@ from encoder_service.llm.service import ChatService
 from encoder_service.metrics import CONTENT_TYPE, merge
 from encoder_service.offload import offload
 from encoder_service.openapi import DESCRIPTION, ENCODE, ERRORS, FETCH, MISSING, describe
+from encoder_service.page import page, policy
 from encoder_service.schema import request_options
 from encoder_service.service import Service
 from encoder_service.upload import read
@@ -81,6 +83,18 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
         """What is served: the model, its budgets and limits, versions."""
         service.authorize(request.headers.get("authorization"))
         return service.card
+
+    @app.get("/v1/status", responses=ERRORS)
+    async def status(request: Request) -> dict[str, Any]:
+        """The fleet at a glance: totals since the replicas began, about a second old."""
+        service.authorize(request.headers.get("authorization"))
+        return await service.status.get()
+
+    @app.get("/", response_class=HTMLResponse)
+    async def status_page() -> HTMLResponse:
+        """The status for people. Asks for the token in the browser, if there is one."""
+        headers = {"content-security-policy": policy(), "cache-control": "no-cache"}
+        return HTMLResponse(page(), headers=headers)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

@@ -6,9 +6,10 @@ The only file between the API and Ray. What Ray raises is router/router.py's to 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from time import monotonic
 
 from fastapi import FastAPI
@@ -23,6 +24,7 @@ from actors.spec import ModelSpec
 from actors.types import Answer, Dtype, Media
 from encoder_service import http
 from encoder_service.config import ServiceOptions
+from encoder_service.exchange import Failure
 from encoder_service.health import HealthCalls
 from encoder_service.llm.fleet import ChatFleet
 from encoder_service.llm.service import ChatService
@@ -31,6 +33,7 @@ from encoder_service.metrics import Page, Scrape
 from encoder_service.replicas import ask_all
 from encoder_service.rpc import EncoderCalls
 from encoder_service.service import Service
+from encoder_service.status import Glance
 from router.here import answers_here, encode_until
 from router.references import unknown
 from router.router import Router
@@ -57,7 +60,7 @@ class Ingress(EncoderCalls, HealthCalls):
             encoder, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
         )
         scraped = [handle for handle in (encoder, router, own, chat) if handle]
-        self.service = Service(options, spec, Fleet(self.router, scraped))
+        self.service = Service(options, spec, Fleet(self.router, scraped, own))
         self.chat = None
         if chat and llm and options.llm:
             admission = self.service.admission
@@ -71,13 +74,20 @@ class Ingress(EncoderCalls, HealthCalls):
         """This replica's id, and its own series in Prometheus' text format."""
         return self.replica, self.service.metrics.text() + self.router.metrics()
 
+    def failures(self) -> tuple[str, str]:
+        """This replica's id, and its last failures as JSON."""
+        return self.replica, json.dumps([asdict(one) for one in self.service.observer.failures])
+
 
 class Fleet:
     """service.Backend over a router of this process, which spares each request a hop."""
 
-    def __init__(self, router: Router, scraped: list[DeploymentHandle]) -> None:
+    def __init__(
+        self, router: Router, scraped: list[DeploymentHandle], own: DeploymentHandle
+    ) -> None:
         self.router = router
         self.scraped = scraped
+        self.own = own
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False
@@ -135,4 +145,16 @@ class Fleet:
                 name: sum(page is None for page in pages)
                 for name, pages in zip(names, found, strict=True)
             },
+        )
+
+    async def glance(self) -> Glance:
+        """All that there is to see now."""
+        scrape, status, told = await asyncio.gather(
+            self.scrape(), self.router.status(), ask_all(self.own, "failures")
+        )
+        lists = [json.loads(one[1]) for one in told if one is not None]
+        return Glance(
+            scrape,
+            excluded={one.replica: one.excluded for one in status.replicas},
+            failures=[Failure(**fields) for each in lists for fields in each],
         )

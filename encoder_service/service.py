@@ -5,6 +5,7 @@ Knows nothing of Ray, HTTP or gRPC: the fleet is a `Backend`.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
@@ -22,11 +23,16 @@ from encoder_service.config import ServiceOptions
 from encoder_service.deadline import Deadline
 from encoder_service.errors import AtItem
 from encoder_service.exchange import Exchange, Observer
+from encoder_service.fresh import Fresh
 from encoder_service.metrics import Scrape, ServiceMetrics
 from encoder_service.model_card import card
 from encoder_service.schema import RequestOptions
+from encoder_service.status import Glance, status
 from encoder_service.tokens import Tokens
 from encoder_service.wire import RequestItem
+
+STATUS_SECONDS = 1.0
+"""How old the status may be: however many look, the replicas are asked so often."""
 
 
 class Backend(Protocol):
@@ -54,6 +60,9 @@ class Backend(Protocol):
     async def scrape(self) -> Scrape:
         """The metrics of all replicas, as far as they answer in time."""
 
+    async def glance(self) -> Glance:
+        """The same with what the router knows, and everybody's last failures."""
+
 
 class Service:
     """One front door: what HTTP and gRPC call."""
@@ -70,10 +79,17 @@ class Service:
         access = options.logging.access_log
         self.observer = Observer(self.metrics, open_spans(options.tracing, "ingress"), access)
         self.card = card(options, spec)
+        self.cache_max_bytes = options.cache.max_bytes
+        self.status = Fresh(self.look, STATUS_SECONDS)
 
     def authorize(self, authorization: str | None) -> None:
         """Takes the value of the header. Raises Unauthorized."""
         self.tokens.authorize(authorization)
+
+    async def look(self) -> Json:
+        """The document of GET /v1/status, as of now."""
+        glance = await self.backend.glance()
+        return await asyncio.to_thread(status, self.card, self.cache_max_bytes, glance, time.time())
 
     async def encode(
         self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange

@@ -1,4 +1,4 @@
-"""Traces and logs of one request through the processes that it passes."""
+"""What there is to watch a real service by: traces and logs of one request, the status page."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import pytest
 
 from encoder_service import encoder_pb2 as pb
 from encoder_service import encoder_pb2_grpc
+from tests.chromium import chromium, there
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
-from tests.serve.tiny import BEARER, running
+from tests.serve.tiny import BEARER, TOKEN, running
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
@@ -119,3 +120,58 @@ def test_the_logs_of_door_and_replica_name_the_request(cluster: Cluster) -> None
     (failed,) = lines(cluster.logs, "*Encoder*", of_request, 1)
     assert failed["message"].startswith("an item of grid (1, 4, 6) failed: ")
     assert failed["deployment"] == "watched_Encoder"
+
+
+@pytest.mark.usefixtures("traces")
+def test_the_status_document_counts_what_was_served(cluster: Cluster) -> None:
+    with httpx.Client(
+        base_url=cluster.http, headers={"authorization": BEARER}, timeout=SLOW
+    ) as client:
+        client.post("/v1/encode", files={"image": jpeg(96, 64)}).raise_for_status()
+        client.post("/v1/encode", files={"image": b"no image"}, headers={"x-request-id": "no"})
+        end = time.monotonic() + SLOW
+        while True:  # it is about a second old
+            seen = client.get("/v1/status").raise_for_status().json()
+            if any(one["request_id"] == "no" for one in seen["errors"]):
+                break
+            assert time.monotonic() < end, seen
+            time.sleep(0.2)
+    assert seen["ready"] is True
+    assert [one["answers"] for one in seen["replicas"]] == [True, True]
+    assert sum(seen["paths"]["default"]["hits"].values()) >= 1
+    assert seen["request_seconds"]["count"] == sum(seen["requests"].values()) >= 2
+    assert seen["items"]["graph"] == sum(one["items"] for one in seen["replicas"])
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not there(), reason="needs chromium and chromedriver")
+@pytest.mark.usefixtures("traces")
+def test_the_page_asks_for_the_token_and_then_lives(cluster: Cluster) -> None:
+    headers = {"authorization": BEARER, "x-request-id": "<b>bold</b>"}
+    with chromium() as window, httpx.Client(headers=headers, timeout=SLOW) as client:
+        window.open(cluster.http)
+        window.until("!document.getElementById('door').hidden")
+        fill = "document.getElementById('token').value = {!r}; document.forms[0].requestSubmit()"
+        window.run(fill.format("wrong"))
+        window.until("document.getElementById('wrong').textContent")
+        refused = window.complaints()
+        assert all("401" in line for line in refused), refused
+        window.run(fill.format(TOKEN))
+        window.until("looks.length >= 2")
+        assert "2 replicas ready" in window.text()
+        assert "Graphs: default" in window.text()
+        client.post(f"{cluster.http}/v1/encode", files={"image": jpeg(64, 64)})
+        client.post(f"{cluster.http}/v1/encode", json={"items": [{"url": "<script>alert(1)"}]})
+        # It goes on by itself, and shows what clients said as text.
+        window.until("document.body.innerText.includes('/s\\n') && looks.length >= 4")
+        window.until("document.body.innerText.includes('http 400')")
+        assert window.run("return document.querySelectorAll('main script, main b').length") == 0
+        images = "main svg:not([aria-label]), main .track:not([aria-label])"
+        assert window.run(f"return document.querySelectorAll('{images}').length") == 0
+        window.scheme("light")
+        ground = "return getComputedStyle(document.body).backgroundColor"
+        light = window.run(ground)
+        window.scheme("dark")
+        assert window.run(ground) != light
+        assert window.complaints() == []
+        assert window.run("return document.documentElement.scrollWidth <= innerWidth")

@@ -25,6 +25,7 @@ from encoder_service.media import probe
 from encoder_service.metrics import Page, Scrape
 from encoder_service.schema import RequestOptions, request_options
 from encoder_service.service import Service
+from encoder_service.status import Glance
 from encoder_service.wire import RequestItem
 from router.references import unknown
 from tests.images import jpeg
@@ -41,6 +42,7 @@ class Fleet:
         self.seconds = seconds
         self.calls: list[tuple[Dtype, float]] = []
         self.cancelled = False
+        self.glances = 0
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
@@ -76,6 +78,10 @@ class Fleet:
 
     async def scrape(self) -> Scrape:
         return Scrape((Page("Encoder", "e", "# TYPE x gauge\nx 1\n"),), {"Router": 1})
+
+    async def glance(self) -> Glance:
+        self.glances += 1
+        return Glance(await self.scrape(), {"e": False}, ())
 
 
 def zeros(media: Media) -> Embedding:
