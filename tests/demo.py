@@ -1,14 +1,17 @@
-"""`make demo`: the tiny service, real photographs over HTTP and gRPC, what its metrics say.
+"""`make demo`: the tiny service, real photographs over HTTP and gRPC, what its metrics say, a chat.
 
 Exits with 1 if anything is not as it should be. Needs no GPU, no weights, no network.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from base64 import b64encode
 from pathlib import Path
 
+import httpx
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +22,7 @@ from encoder_service.client import Client, Embedding
 from encoder_service.config import load
 from tests.images import PHOTOGRAPHS, jpeg, photograph
 
-CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
+CONFIG = Path(__file__).parents[1] / "configs" / "tiny-chat.yaml"
 TOLERANCE = 1e-3
 """Between two runs in float32: the items may have shared other packs."""
 
@@ -32,15 +35,20 @@ def main() -> int:
     pictures["coffee, small JPEG"] = jpeg(160, 240)
     started = time.perf_counter()
     with cluster(logical_cpus(options), object_store_bytes=400_000_000) as where:
-        console.print(f"starting {CONFIG.name}: {options.encoder.replicas} encoders ...")
+        encoders = options.encoder.replicas
+        console.print(f"starting {CONFIG.name}: {encoders} encoders, a language model ...")
         with service(options):
             console.print(f"ready after {time.perf_counter() - started:.0f} s\n")
             before = scrape(where.http)
             over_http = encode(console, where.http, pictures)
             over_grpc = encode(console, where.grpc, pictures)
             work = work_between(before, scrape(where.http))
-    console.print(metrics(work))
-    return judge(console, over_http, over_grpc, work, options.encoder.replicas)
+            console.print(metrics(work))
+            rows = over_http[-1].tokens
+            chats = chat(
+                console, where.http, options.model.id, pictures["coffee, small JPEG"], rows
+            )
+    return judge(console, over_http, over_grpc, work, encoders, chats)
 
 
 def encode(console: Console, url: str, pictures: dict[str, bytes]) -> list[Embedding]:
@@ -61,6 +69,37 @@ def encode(console: Console, url: str, pictures: dict[str, bytes]) -> list[Embed
     return embeddings
 
 
+def chat(console: Console, url: str, model: str, picture: bytes, rows: int) -> bool:
+    """One question about a photograph, answered whole and as a stream: whether all is right."""
+    image = {"url": "data:image/jpeg;base64," + b64encode(picture).decode()}
+    question = {"type": "text", "text": "What is in the picture?"}
+    content = [{"type": "image_url", "image_url": image}, question]
+    request = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 48,
+    }
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        started = time.perf_counter()
+        answer = client.post("/v1/chat/completions", json=request).raise_for_status().json()
+        taken = time.perf_counter() - started
+        stream = client.post("/v1/chat/completions", json=request | {"stream": True})
+    lines = [line.removeprefix("data: ") for line in stream.text.splitlines() if line]
+    events = [json.loads(line) for line in lines[:-1]]
+    deltas = [event["choices"][0]["delta"].get("content", "") for event in events]
+    text, usage = answer["choices"][0]["message"]["content"], answer["usage"]
+    console.print(f"\n/v1/chat/completions, {usage} in {taken * 1e3:.0f} ms, by random weights:")
+    console.print(repr(text), markup=False, highlight=False)
+    console.print(f"the same as a stream: {sum(map(bool, deltas))} pieces\n")
+    return (
+        "".join(deltas) == text
+        and lines[-1] == "[DONE]"
+        and usage["prompt_tokens"] > rows
+        and answer["weights"] == "dummy"
+    )
+
+
 def metrics(work: Work) -> Table:
     """What /metrics say of both requests."""
     shown = Table(title="from /metrics, both requests", show_header=False)
@@ -78,6 +117,7 @@ def judge(
     over_grpc: list[Embedding],
     work: Work,
     replicas: int,
+    chats: bool,
 ) -> int:
     """0 if everything is as it should be."""
     equal = all(
@@ -92,6 +132,7 @@ def judge(
         "every encoder worked": len(work.replica_patches) == replicas
         and min(work.replica_patches.values()) > 0,
         "the weights say that they are random": over_http[0].weights == "dummy",
+        "the chat's stream is its answer, and counts the photograph": chats,
     }
     for name, good in checks.items():
         console.print(f"[{'green' if good else 'red'}]{'yes' if good else 'NO '}[/] {name}")

@@ -29,11 +29,11 @@ def blocks(language: str, word: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the files that the examples name, and configs/tiny.yaml served."""
+    """A folder with the files that the examples name, and configs/tiny-chat.yaml served."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "photo.jpg").write_bytes(jpeg(320, 240))
     (folder / "chart.png").write_bytes(photograph("coffee.png"))
-    document = yaml.safe_load((ROOT / "configs/tiny.yaml").read_text())
+    document = yaml.safe_load((ROOT / "configs/tiny-chat.yaml").read_text())
     args: dict[str, Any] = document["applications"][0]["args"]
     args["encoder"]["replicas"] = 1
     serve.run(build(args), name="encoder", route_prefix="/")
@@ -56,10 +56,10 @@ def test_curl(folder: Path, cluster: Cluster) -> None:
     assert '"tokens":' in ran.stdout
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(6))
 def test_python(folder: Path, cluster: Cluster, number: int) -> None:
     examples = [block for block in blocks("python", "") if "ray" not in block]
-    assert len(examples) == 5
+    assert len(examples) == 6
     ran = subprocess.run(
         [sys.executable, "-W", "ignore::ResourceWarning", "-c",
          here(examples[number], cluster)],

@@ -32,6 +32,32 @@ def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) ->
         assert word in shown
 
 
+def test_check_shows_the_language_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", str(CONFIGS / "tiny-chat.yaml")]) == 0
+    shown = capsys.readouterr().out
+    for word in ("chat with", "nonsense", "8192 of prompt and answer together"):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("max_model_len: 9000", "llm.max_model_len is 9000"),
+        ("timeout_seconds: 121", "llm.timeout_seconds is 121"),
+        ("maximum: 1", "llm.maximum: no such key; known are default_max_tokens"),
+        ("model: {id: kimivl-a3b, load_format: dummy}", "does not read embeddings of qwen3_vl"),
+    ],
+)
+def test_check_names_what_is_wrong_with_the_language_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
+) -> None:
+    text = (CONFIGS / "tiny-chat.yaml").read_text()
+    path = tmp_path / "changed.yaml"
+    path.write_text(text.replace("llm: {", f"llm: {{{change}, "))
+    assert cli.main(["check", str(path)]) == 1
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

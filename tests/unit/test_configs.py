@@ -33,4 +33,4 @@ def test_the_defaults_suit_every_preset(name: str) -> None:
 
 
 def test_there_are_configs() -> None:
-    assert {"qwen3vl", "tiny"} <= {path.stem for path in CONFIGS}
+    assert {"qwen3vl", "tiny", "qwen3vl-chat", "tiny-chat"} <= {path.stem for path in CONFIGS}

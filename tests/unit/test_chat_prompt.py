@@ -1,0 +1,65 @@
+"""From messages to tokens, and which language models fit which towers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from actors.errors import CheckpointError, ConfigError, InvalidRequest
+from actors.options import ModelOptions
+from actors.spec import read
+from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.prompt import expand, prompt
+from encoder_service.llm.tokenizer import load
+from encoder_service.llm.types import Message
+
+TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
+CPU = LlmOptions(num_gpus=0, device="cpu")
+IMAGE = 258
+
+
+def test_an_image_stands_as_often_as_it_has_rows() -> None:
+    assert expand([1, 9, 2, 9], [3, 1], 9) == [1, 9, 9, 9, 2, 9]
+    assert expand([1], [], 9) == [1]
+
+
+@pytest.mark.parametrize("counts", [[], [1, 1]])
+def test_a_text_cannot_pretend_to_be_an_image(counts: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match="own tokens"):
+        expand([1, 9], counts, 9)
+
+
+def test_the_preset_s_language_is_bytes_and_chatml() -> None:
+    language = load(TINY)
+    spec = llm_spec.read(CPU, TINY, read(TINY))
+    messages: list[Message] = [
+        {"role": "system", "content": "né"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]},
+    ]
+    made = prompt(messages, [2], 10, spec, language)
+    assert language.tokenizer.decode(made.ids) == (
+        "<|im_start|>system\nné<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|image_pad|><|vision_end|>?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert made.ids.count(IMAGE) == 2
+    assert made.max_tokens == 10
+    room = replace(spec, max_model_len=len(made.ids) + 4)
+    assert prompt(messages, [2], 10, room, language).max_tokens == 4
+    with pytest.raises(InvalidRequest, match="maximum context length"):
+        prompt(messages, [2], 10, replace(spec, max_model_len=len(made.ids)), language)
+
+
+def test_a_language_model_must_fit_its_tower() -> None:
+    tower = read(TINY)
+    with pytest.raises(ConfigError, match="does not read embeddings of kimi_vl"):
+        llm_spec.read(CPU, TINY, replace(tower, family="kimi_vl"))
+    with pytest.raises(ConfigError, match="rows of 64 values"):
+        llm_spec.read(CPU, TINY, replace(tower, width=64))
+    with pytest.raises(ConfigError, match="was made for 8192"):
+        llm_spec.read(CPU.model_copy(update={"max_model_len": 9000}), TINY, tower)
+    huge = ModelOptions(id="qwen3vl-8b", load_format="dummy")
+    with pytest.raises(CheckpointError, match="has no language model"):
+        llm_spec.read(CPU, huge, read(huge))

@@ -1,0 +1,211 @@
+"""The chat API around replicas in memory: what real ones cannot be made to do on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64encode
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from actors.errors import EncodeFailed, InvalidMedia
+from actors.options import ModelOptions
+from actors.spec import read
+from encoder_service.config import LimitOptions, ServiceOptions
+from encoder_service.errors import AtItem
+from encoder_service.http import build
+from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.service import ATTEMPTS, ChatService, ReplicaLost
+from encoder_service.llm.types import Call, Event, Finish, Piece, Sampling
+from encoder_service.service import Service
+from tests.images import jpeg
+from tests.unit.test_service import Fleet
+
+MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
+PATH = "/v1/chat/completions"
+WHOLE = (Piece("one"), Piece(" two"), Finish("stop", 5, 2))
+HELLO: dict[str, Any] = {"model": MODEL.id, "messages": [{"role": "user", "content": "hello"}]}
+Script = Sequence[Event | BaseException]
+
+
+class Replicas:
+    """Each call plays the next script; an exception in it is raised there."""
+
+    def __init__(self, *scripts: Script, ready: int = 1, waits: bool = False) -> None:
+        self.scripts = list(scripts)
+        self.ready = ready
+        self.waits = waits
+        self.calls: list[Call] = []
+        self.closed = 0
+
+    async def complete(self, call: Call) -> AsyncGenerator[Event]:
+        self.calls.append(call)
+        try:
+            if self.waits:
+                await asyncio.Event().wait()
+            for event in self.scripts.pop(0):
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+        finally:
+            self.closed += 1
+
+    async def ready_replicas(self) -> int:
+        return self.ready
+
+
+def client(replicas: Replicas, **options: Any) -> TestClient:
+    llm = LlmOptions(num_gpus=0, device="cpu", **options)
+    service_options = ServiceOptions(model=MODEL, llm=llm, limits=LimitOptions(max_items=2))
+    spec = read(MODEL)
+    service = Service(service_options, spec, Fleet())
+    chat = ChatService(llm, llm_spec.read(llm, MODEL, spec), service.admission, replicas)
+    return TestClient(build(service, chat))
+
+
+def image(data: bytes) -> dict[str, Any]:
+    return linked(f"data:;base64,{b64encode(data).decode()}")
+
+
+def linked(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def events(body: str) -> list[Any]:
+    return [json.loads(one) for one in body.split("data: ")[1:-1]]
+
+
+def test_what_is_asked_reaches_the_model() -> None:
+    replicas = Replicas(WHOLE)
+    content = [{"type": "text", "text": "see: "}, image(jpeg(64, 32))]
+    answer = client(replicas).post(
+        PATH,
+        json={
+            "model": MODEL.id,
+            "messages": [
+                {"role": "developer", "content": "be brief"},
+                {"role": "user", "content": content},
+            ],
+            "max_completion_tokens": 7,
+            "top_p": 0.5,
+            "stop": "x",
+            "seed": 3,
+        },
+    )
+    assert answer.json()["choices"][0]["message"]["content"] == "one two"
+    assert answer.json()["usage"]["total_tokens"] == 7
+    (call,) = replicas.calls
+    assert call.messages == (
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "see: "}, {"type": "image"}]},
+    )
+    assert [one.plan.tokens for one in call.media] == [6]
+    assert call.sampling == Sampling(max_tokens=7, top_p=0.5, stop=("x",), seed=3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_replica_lost_before_its_first_word_costs_time_alone(stream: bool) -> None:
+    lost = ReplicaLost("gone")
+    replicas = Replicas([lost], [lost], WHOLE)
+    answer = client(replicas).post(PATH, json=HELLO | {"stream": stream})
+    assert (answer.status_code, len(replicas.calls)) == (200, 3)
+    assert "two" in answer.text
+    assert "error" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_replicas_that_are_lost_one_after_the_other(stream: bool) -> None:
+    replicas = Replicas(*[[ReplicaLost("gone")]] * ATTEMPTS)
+    answer = client(replicas).post(PATH, json=HELLO | {"stream": stream})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["retryable"]
+
+
+def test_a_whole_answer_begins_anew_where_a_stream_cannot() -> None:
+    broken: Script = [Piece("half"), ReplicaLost("gone")]
+    assert "half" not in client(Replicas(broken, WHOLE)).post(PATH, json=HELLO).text
+    replicas = Replicas(broken, WHOLE)
+    answer = client(replicas).post(PATH, json=HELLO | {"stream": True})
+    *_, half, last = events(answer.text)
+    assert half["choices"][0]["delta"] == {"content": "half"}
+    assert last["error"]["type"] == "unavailable"
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert (len(replicas.calls), replicas.closed) == (1, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "param"),
+    [
+        (AtItem(1, InvalidMedia("torn")), 400, "messages[0].content[2].image_url"),
+        (EncodeFailed("broken"), 500, None),
+        (KeyError("secret"), 500, None),
+    ],
+)
+def test_errors_have_openai_s_shape(
+    error: Exception, status: int, param: str | None, stream: bool
+) -> None:
+    content = [image(jpeg(32, 32)), {"type": "text", "text": "and"}, image(jpeg(32, 32))]
+    request = HELLO | {"messages": [{"role": "user", "content": content}], "stream": stream}
+    answer = client(Replicas([error])).post(PATH, json=request)
+    assert answer.status_code == status
+    found = answer.json()["error"]
+    assert found["param"] == param
+    assert found["code"] == found["type"]
+    assert "secret" not in answer.text
+
+
+def test_the_time_is_kept_and_the_generation_ended() -> None:
+    replicas = Replicas(waits=True)
+    answer = client(replicas, timeout_seconds=0.1).post(PATH, json=HELLO)
+    assert answer.status_code == 504
+    assert "llm.timeout_seconds" in answer.json()["error"]["message"]
+    assert replicas.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n": 2}, "n: "),
+        ({"logprobs": True}, "logprobs: not supported here"),
+        ({"max_tokens": 0}, "max_tokens: "),
+        ({"stop": ["a"] * 5}, "stop: "),
+        ({"stop": ""}, "stop.0: "),
+        ({"stream_options": {"include_usage": True}}, "only with stream"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "'image_url'"),
+        ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "maximum context length"),
+        (
+            {"messages": [{"role": "user", "content": [linked("data:,x")]}]},
+            "messages[0].content[0].image_url",
+        ),
+        ({"messages": [{"role": "user", "content": [image(b"")] * 3}]}, "limits.max_items"),
+        (
+            {"messages": [{"role": "user", "content": [linked("https://example.org/a.png")]}]},
+            "fetch.allow_hosts",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], words: str) -> None:
+    answer = client(Replicas()).post(PATH, json=HELLO | change)
+    assert answer.status_code in (400, 413)
+    assert words in answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_no_json() -> None:
+    assert client(Replicas()).post(PATH, content=b"{").status_code == 400
+
+
+def test_not_ready_without_a_language_model() -> None:
+    assert client(Replicas(ready=0)).get("/readyz").status_code == 503
+    assert client(Replicas()).get("/readyz").json()["ready_llm_replicas"] == 1
+
+
+def test_without_a_language_model_there_is_no_chat() -> None:
+    options = ServiceOptions(model=MODEL)
+    app = build(Service(options, read(MODEL), Fleet()))
+    assert TestClient(app).post(PATH, json=HELLO).status_code == 404
