@@ -13,13 +13,16 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
 from PIL import Image
+from rich.console import Console
 
+from encoder_service.dataset import DatasetOptions, Written, encode_dataset
 from encoder_service.embedding import Embedding, ServiceError, read_items
+from encoder_service.samples import Samples, Source
 from encoder_service.transports import Transport, connect
 from encoder_service.wire import RequestItem
 
-Source = str | Path | bytes | Image.Image
-"""A path, an https URL, the bytes of a file, or an image (which travels as PNG)."""
+LONGEST_BACKOFF_SECONDS = 5.0
+"""Between attempts, where the service does not say how long."""
 Result = TypeVar("Result")
 
 
@@ -79,6 +82,21 @@ class AsyncClient:
         document = await self.persist(lambda: self.transport.encode(items, options))
         return read_items(document)
 
+    async def encode_dataset(
+        self,
+        given: Samples,
+        out: Path,
+        options: DatasetOptions | None = None,
+        console: Console | None = None,
+    ) -> Written:
+        """Encodes a folder, files, or rows with images into shards and a manifest under `out`.
+
+        Streams: memory does not grow with the dataset. An item that the service refuses is recorded
+        in the manifest. Any other failure is raised (ServiceError, OSError, ValueError for another
+        dataset than before); the same call goes on where it ended. `console`: shows a progress bar.
+        """
+        return await encode_dataset(self, given, out, options or DatasetOptions(), console)
+
     async def fetch(self, reference: str) -> Embedding:
         """What the service keeps. Raises ServiceError: "not_found" when its time is over."""
         (found,) = read_items(await self.persist(lambda: self.transport.fetch(reference)))
@@ -106,10 +124,15 @@ class AsyncClient:
         end = time.monotonic() + self.timeout_seconds
         for attempt in range(self.retries + 1):
             try:
-                return await call()
+                async with asyncio.timeout(max(0.0, end - time.monotonic()) if attempt else None):
+                    return await call()
+            except TimeoutError:
+                message = f"no answer within {self.timeout_seconds:g} s and {attempt + 1} attempts"
+                raise ServiceError("deadline_exceeded", message) from None
             except ServiceError as error:
+                backoff = min(0.1 * 2**attempt, LONGEST_BACKOFF_SECONDS)
                 # Apart from each other, so that clients refused together do not return together.
-                wait = (error.retry_after_seconds or 0.1 * 2**attempt) * random.uniform(1, 1.25)
+                wait = (error.retry_after_seconds or backoff) * random.uniform(1, 1.25)
                 late = time.monotonic() + wait > end
                 if not error.retryable or late or attempt == self.retries:
                     raise

@@ -12,13 +12,27 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
-from encoder_service.async_client import AsyncClient, Source
-from encoder_service.embedding import Embedding, ServiceError
+from rich.console import Console
 
-__all__ = ["AsyncClient", "Client", "Embedding", "ServiceError", "Source"]
+from encoder_service.async_client import AsyncClient
+from encoder_service.dataset import DatasetOptions, Written
+from encoder_service.embedding import Embedding, ServiceError
+from encoder_service.samples import Samples, Source
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "DatasetOptions",
+    "Embedding",
+    "Samples",
+    "ServiceError",
+    "Source",
+    "Written",
+]
 
 Result = TypeVar("Result")
 
@@ -83,6 +97,16 @@ class Client:
         )
         return embeddings
 
+    def encode_dataset(
+        self,
+        given: Samples,
+        out: Path,
+        options: DatasetOptions | None = None,
+        console: Console | None = None,
+    ) -> Written:
+        """See AsyncClient."""
+        return self.run(self.client.encode_dataset(given, out, options, console))
+
     def fetch(self, reference: str) -> Embedding:
         """See AsyncClient."""
         return self.run(self.client.fetch(reference))
@@ -114,7 +138,12 @@ class Client:
 
     def run(self, call: Coroutine[Any, Any, Result]) -> Result:
         """The result of a call in the other thread."""
-        return asyncio.run_coroutine_threadsafe(call, self.loop).result()
+        under_way = asyncio.run_coroutine_threadsafe(call, self.loop)
+        try:
+            return under_way.result()
+        except BaseException:  # also Ctrl-C, which the other thread does not see
+            under_way.cancel()
+            raise
 
     def __enter__(self) -> Self:
         return self

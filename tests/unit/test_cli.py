@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from encoder_service import cli
-from encoder_service.client import Client, Embedding, ServiceError
+from encoder_service.client import AsyncClient, Client, Embedding, ServiceError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -124,7 +124,7 @@ def fake_answers(self: Client, sources: list[str], **_: Any) -> list[Embedding |
     rows = torch.arange(4, dtype=torch.float32).to(torch.bfloat16)
     data = rows.view(torch.uint8).numpy().tobytes()
     return [
-        ServiceError("invalid_media", "items[0] is [bold]no[/] image", item=index)
+        ServiceError("invalid_request", "items[0] is [bold]no[/] image", item=index)
         if "bad" in source
         else Embedding(
             index, "image", (1, 4, 2), 2, "bfloat16", (2, 2), data, "ab", "graph", 0, "m", "dummy"
@@ -133,18 +133,11 @@ def fake_answers(self: Client, sources: list[str], **_: Any) -> list[Embedding |
     ]
 
 
-def test_encode_writes_what_it_got(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_encode_shows_what_it_got(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Client, "encode", fake_answers)
-    arguments = ["encode", "a/cat.jpg", "a/bad.jpg", "--out", str(tmp_path / "out")]
-    assert cli.main(arguments) == 1
-    with safe_open(tmp_path / "out" / "cat.safetensors", "pt") as file:
-        expected = torch.tensor([[0, 1], [2, 3]], dtype=torch.bfloat16)
-        assert torch.equal(file.get_tensor("embedding"), expected)
-        assert file.metadata()["weights"] == "dummy"
-        assert file.metadata()["grid_thw"] == "[1, 4, 2]"
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["cat.safetensors"]
+    assert cli.main(["encode", "a/cat.jpg", "a/bad.jpg"]) == 1
     shown = capsys.readouterr().out
     assert "random numbers" in shown
     assert "[bold]no[/] image" in shown
@@ -152,11 +145,37 @@ def test_encode_writes_what_it_got(
     assert cli.main(["encode", "a/cat.jpg"]) == 0
 
 
-def test_encode_does_not_overwrite_its_own_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_encode_writes_what_it_got(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(["encode", "a/cat.jpg", "b/cat.png", "--out", str(tmp_path)]) == 1
-    assert "several files are named cat" in capsys.readouterr().err
+    async def model(self: AsyncClient) -> dict[str, str]:
+        return {"model": "m", "weights": "dummy"}
+
+    async def encode(self: AsyncClient, sources: list[str], dtype: str) -> list[Embedding]:
+        (answer,) = fake_answers(Client.__new__(Client), [str(source) for source in sources])
+        if isinstance(answer, ServiceError):
+            raise answer
+        return [answer]
+
+    monkeypatch.setattr(AsyncClient, "model", model)
+    monkeypatch.setattr(AsyncClient, "encode", encode)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "cat.jpg").write_bytes(b"cat")
+    out = tmp_path / "out"
+    arguments = ["encode", str(tmp_path / "in"), "a/bad.jpg", "--out", str(out)]
+    assert cli.main(arguments) == 1
+    shown = capsys.readouterr().out
+    assert "1 encoded, 1 failed, 0 of them by runs before" in shown
+    assert "random numbers" in shown
+    with safe_open(out / "00000.safetensors", "pt") as file:
+        expected = torch.tensor([[0, 1], [2, 3]], dtype=torch.bfloat16)
+        assert torch.equal(file.get_tensor(str(tmp_path / "in" / "cat.jpg")), expected)
+        assert file.metadata()["weights"] == "dummy"
+    assert sorted(path.name for path in out.iterdir()) == ["00000.safetensors", "manifest.jsonl"]
+    assert cli.main(arguments) == 1
+    assert "2 of them by runs before" in capsys.readouterr().out
+    assert cli.main([*arguments, "--dtype", "float32"]) == 1
+    assert "take another folder" in capsys.readouterr().err
 
 
 def test_encode_when_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -200,6 +200,25 @@ def test_attempts_are_bounded(client: Client, server: Server, protocol: str) -> 
     assert server.calls == 4
 
 
+def test_the_deadline_is_that_of_all_attempts_together() -> None:
+    attempts = 0
+
+    async def call() -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise ServiceError("overloaded", "later", retryable=True)
+        await asyncio.Event().wait()
+
+    async def ask() -> None:
+        async with AsyncClient("http://test", timeout_seconds=2) as client:
+            await client.persist(call)
+
+    with pytest.raises(ServiceError, match="within 2 s and 2 attempts") as refused:
+        asyncio.run(ask())
+    assert refused.value.type == "deadline_exceeded"
+
+
 def test_the_token_travels(client: Client) -> None:
     assert client.model() == {"token": "Bearer secret"}
 
