@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from actors.errors import CheckpointError
-from actors.models.load import load
+from actors.models.load import FAMILIES, load
 from actors.options import ModelOptions
-from actors.weights import INDEX
+from actors.weights import INDEX, SINGLE
 from tests.checkpoints import write
 from tests.parity.conftest import Pair
 from tests.parity.test_tower import encode, random_patches, theirs
@@ -42,6 +45,32 @@ def test_a_checkpoint_of_one_file(qwen3vl: Pair, tmp_path: Path) -> None:
     write(tmp_path, qwen3vl.model_type, max_shard_size="1GB")
     assert not (tmp_path / INDEX).exists()
     assert same_rows(qwen3vl, tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["missing", "left over", "misshapen", "quantised"])
+def test_a_fault_of_any_family_is_named(pair: Pair, tmp_path: Path, fault: str) -> None:
+    folder = Path(shutil.copytree(pair.folder, tmp_path / "copy"))
+    prefix = FAMILIES[pair.tower.spec.family].prefixes[0]
+    (folder / INDEX).unlink(missing_ok=True)
+    weights: dict[str, Tensor] = {}
+    for shard in folder.glob("*.safetensors"):
+        weights |= load_file(shard)
+        shard.unlink()
+    stored = next(name for name in sorted(weights) if name.startswith(prefix))
+    name = stored.removeprefix(prefix)
+    if fault == "missing":
+        del weights[stored]
+    elif fault == "left over":
+        name = "surplus.weight"
+        weights[prefix + name] = torch.zeros(2)
+    elif fault == "misshapen":
+        weights[stored] = torch.zeros(3, 1, 4)
+    else:
+        weights[stored] = weights[stored].to(torch.float8_e4m3fn)
+    save_file(weights, folder / SINGLE)
+    with pytest.raises(CheckpointError, match=re.escape(name)) as told:
+        load(ModelOptions(id=str(folder)), torch.device("cpu"))
+    assert {"misshapen": "[3, 1, 4] instead of"}.get(fault, fault) in str(told.value)
 
 
 def test_a_config_that_does_not_fit_the_weights(qwen3vl: Pair, tmp_path: Path) -> None:

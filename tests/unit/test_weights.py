@@ -89,6 +89,14 @@ def test_faults_are_named(
         load(Folder(tmp_path), PREFIXES, EXPECTED)
 
 
+def test_a_quantised_language_model_beside_a_plain_tower(tmp_path: Path) -> None:
+    quantised = torch.zeros(2, 3).to(torch.float8_e4m3fn)
+    language = {"model.language_model.a.weight": quantised}
+    language["model.language_model.a.weight_scale_inv"] = torch.ones(1)
+    save_file(tower() | language, tmp_path / SINGLE)
+    assert load(Folder(tmp_path), PREFIXES, EXPECTED).keys() == EXPECTED.keys()
+
+
 def test_a_shard_that_is_not_there(tmp_path: Path) -> None:
     files = write(tmp_path, {"1.safetensors": tower()})
     (tmp_path / "1.safetensors").unlink()
