@@ -7,7 +7,7 @@ crops; a view is one attention segment of fixed length. Knows nothing of graphs 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -131,18 +131,6 @@ class DeepseekOcrTower:
     def view_tokens(self, path: str) -> int:
         """Tokens of one view."""
         return self.sizing.view_tokens[PATHS.index(path)]
-
-
-def build(
-    spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
-    attention: Attention,
-    device: torch.device,
-    blocks: BlocksForm,
-) -> DeepseekOcrTower:
-    """The towers on their device. `tensors` as deepseek_ocr_config.expected names them."""
-    weights = Weights(tensors, device, getattr(torch, spec.dtype))
-    return DeepseekOcrTower(spec, weights, attention, blocks)
 
 
 def neck(weights: Weights) -> sam.Neck:

@@ -87,6 +87,11 @@ class Architecture:
                 f"model.id {spec.id!r}: vision_config lacks or misstates {error}"
             ) from error
 
+    @property
+    def head_size(self) -> int:
+        """Values of a head of CLIP, whose attention is the shared one."""
+        return self.clip.head_size
+
 
 def expected(spec: ModelSpec) -> Expected:
     """Name and shape of every tensor of the towers, without the checkpoint's prefix."""
@@ -125,11 +130,6 @@ def expected_sam(arch: Architecture, sizing: CropSizing) -> Expected:
         table = (2 * trained - 1, arch.sam.head_size)
         shapes |= {f"blocks.{layer}.attn.rel_pos_{axis}": table for axis in "hw"}
     return shapes
-
-
-def head_size(spec: ModelSpec) -> int:
-    """Values of a head of CLIP, whose attention is the shared one."""
-    return Architecture.of(spec).clip.head_size
 
 
 def crop_sizing(spec: ModelSpec) -> CropSizing:

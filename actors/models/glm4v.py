@@ -6,16 +6,14 @@ the checkpoint's own names. Knows nothing of graphs or budgets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import Attention
-from actors.models.block import BlocksForm, Style, layer_norm, rms_norm, swiglu
+from actors.models.block import Style, layer_norm, rms_norm, swiglu
 from actors.models.packed import bicubic_taps
-from actors.models.packed_tower import PackedTower, Parts, Positions
+from actors.models.packed_tower import Parts, Positions
 from actors.models.packed_weights import (
     BlockNames,
     Dimensions,
@@ -46,21 +44,8 @@ MERGER_EPSILON = 1e-5
 
 def dimensions(spec: ModelSpec) -> Dimensions:
     """Raises CheckpointError for a key that is missing."""
-    return Dimensions.read(
-        spec,
-        depth="depth",
-        width="hidden_size",
-        # The blocks' MLP is as wide as the rows that come out; intermediate_size is the merger's.
-        mlp_width="out_hidden_size",
-        heads="num_heads",
-        patch_size="patch_size",
-        merge_size="spatial_merge_size",
-    )
-
-
-def head_size(spec: ModelSpec) -> int:
-    """Values of a head."""
-    return dimensions(spec).head_size
+    # The blocks' MLP is as wide as the rows that come out; intermediate_size is the merger's.
+    return Dimensions.read(spec, mlp_width="out_hidden_size")
 
 
 def expected(spec: ModelSpec) -> Expected:
@@ -84,21 +69,14 @@ def expected(spec: ModelSpec) -> Expected:
     }
 
 
-def build(
-    spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
-    attention: Attention,
-    device: torch.device,
-    blocks: BlocksForm,
-) -> PackedTower:
-    """The tower on its device. `tensors` as `expected` names them."""
+def parts(spec: ModelSpec, weights: Weights) -> Parts:
+    """The tower's, from tensors as `expected` names them."""
     tower = dimensions(spec)
-    weights = Weights(tensors, device, getattr(torch, spec.dtype))
     epsilon = float(spec.vision["rms_norm_eps"])
     first, last = weights.affine("post_conv_layernorm"), weights.affine("post_layernorm")
     # The patches of a token lie one after the other, each with all its channels.
-    downsample = weights.place(tensors["downsample.weight"].permute(0, 2, 3, 1).flatten(1))
-    downsample_bias = weights.place(tensors["downsample.bias"])
+    downsample = weights.place(weights.tensors["downsample.weight"].permute(0, 2, 3, 1).flatten(1))
+    downsample_bias = weights.place(weights.tensors["downsample.bias"])
     proj, norm = weights.affine("merger.proj"), weights.affine("merger.post_projection_norm")
     up = weights.affine("merger.gate_proj", "merger.up_proj")
     down = weights.affine("merger.down_proj")
@@ -112,8 +90,8 @@ def build(
         x = F.gelu(layer_norm(x, norm, MERGER_EPSILON))
         return F.linear(swiglu(F.linear(x, up.weight)), down.weight)
 
-    table = weights.place(tensors["embeddings.position_embedding.weight"])
-    parts = Parts(
+    table = weights.place(weights.tensors["embeddings.position_embedding.weight"])
+    return Parts(
         embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "swiglu", epsilon=epsilon, norm="rms"),
@@ -121,4 +99,3 @@ def build(
         stem=stem,
         positions=Positions(table, bicubic_taps, taps=16),
     )
-    return PackedTower(spec, parts, attention, blocks)

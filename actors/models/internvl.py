@@ -13,27 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import Attention
-from actors.models.block import BlocksForm, BlockWeights, Style
+from actors.models.block import BlockWeights, Style
 from actors.models.internvl_config import Architecture
 from actors.models.packed_weights import Weights
-from actors.models.tiled import TileParts, TileTower, merge_order, tile_sizing
+from actors.models.tiled import TileParts, merge_order, tile_sizing
 from actors.spec import ModelSpec
 
 PROJECTOR_EPSILON = 1e-5
 """torch.nn.LayerNorm's own: the projector's is not configured."""
 
 
-def build(
-    spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
-    attention: Attention,
-    device: torch.device,
-    blocks: BlocksForm,
-) -> TileTower:
-    """The tower on its device. `tensors` as internvl_config.expected names them."""
+def parts(spec: ModelSpec, weights: Weights) -> TileParts:
+    """The tower's, from tensors as internvl_config.expected names them."""
     arch = Architecture.of(spec)
-    weights = Weights(tensors, device, getattr(torch, spec.dtype))
     embedding = weights.embedding(arch.names.patches, spec.mean, spec.std)
     norm, up, down = (weights.affine(name) for name in arch.names.projector)
 
@@ -41,15 +33,14 @@ def build(
         x = F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, PROJECTOR_EPSILON)
         return F.linear(F.gelu(F.linear(x, up.weight, up.bias)), down.weight, down.bias)
 
-    parts = TileParts(
+    return TileParts(
         embedding=embedding.weight,
-        start=weights.place(start(spec, tensors, arch)),
+        start=weights.place(start(spec, weights.tensors, arch)),
         layers=[layer(weights, arch, f"{arch.names.block}.{i}") for i in range(arch.depth)],
         style=Style(arch.heads, "gelu", arch.epsilon, arch.norm),
         head=head,
         resample="bicubic",
     )
-    return TileTower(spec, parts, attention, blocks)
 
 
 def start(spec: ModelSpec, tensors: Mapping[str, Tensor], arch: Architecture) -> Tensor:

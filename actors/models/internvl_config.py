@@ -106,6 +106,11 @@ class Architecture:
                 f"model.id {spec.id!r}: vision_config lacks or misstates {error}"
             ) from error
 
+    @property
+    def head_size(self) -> int:
+        """Values of a head."""
+        return self.width // self.heads
+
 
 def expected(spec: ModelSpec) -> Expected:
     """Name and shape of every tensor of the tower, without the checkpoint's prefix."""
@@ -135,9 +140,3 @@ def expected(spec: ModelSpec) -> Expected:
         shapes |= affine(f"{block}.mlp.fc1", (arch.mlp_width, width))
         shapes |= affine(f"{block}.mlp.fc2", (width, arch.mlp_width))
     return shapes
-
-
-def head_size(spec: ModelSpec) -> int:
-    """Values of a head."""
-    arch = Architecture.of(spec)
-    return arch.width // arch.heads

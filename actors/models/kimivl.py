@@ -8,16 +8,15 @@ for images, under the names of moonshotai/Kimi-VL-*. Knows nothing of graphs or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from actors.attention import Attention
-from actors.models.block import Affine, BlocksForm, BlockWeights, Style, layer_norm
+from actors.models.block import Affine, BlockWeights, Style, layer_norm
 from actors.models.packed import Merger, bicubic_taps
-from actors.models.packed_tower import PackedTower, Parts, Positions
+from actors.models.packed_tower import Parts, Positions
 from actors.models.packed_weights import (
     BlockNames,
     Dimensions,
@@ -49,17 +48,9 @@ def dimensions(spec: ModelSpec) -> Dimensions:
     return Dimensions.read(
         spec,
         depth="num_hidden_layers",
-        width="hidden_size",
-        mlp_width="intermediate_size",
         heads="num_attention_heads",
-        patch_size="patch_size",
         merge_size="merge_kernel_size",
     )
-
-
-def head_size(spec: ModelSpec) -> int:
-    """Values of a head."""
-    return dimensions(spec).head_size
 
 
 def expected(spec: ModelSpec) -> Expected:
@@ -77,16 +68,9 @@ def expected(spec: ModelSpec) -> Expected:
     }
 
 
-def build(
-    spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
-    attention: Attention,
-    device: torch.device,
-    blocks: BlocksForm,
-) -> PackedTower:
-    """The tower on its device. `tensors` as `expected` names them."""
+def parts(spec: ModelSpec, weights: Weights) -> Parts:
+    """The tower's, from tensors as `expected` names them."""
     tower = dimensions(spec)
-    weights = Weights(tensors, device, getattr(torch, spec.dtype))
     final = weights.affine("encoder.final_layernorm")
     merger = Merger(
         norm=weights.affine("pre_norm"),
@@ -98,15 +82,14 @@ def build(
     def head(x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         return merger(layer_norm(x, final, EPSILON))
 
-    table = weights.place(tensors["patch_embed.pos_emb.weight"].flatten(0, 1))
-    parts = Parts(
+    table = weights.place(weights.tensors["patch_embed.pos_emb.weight"].flatten(0, 1))
+    return Parts(
         embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
         layers=[permuted(layer, tower) for layer in weights.blocks(NAMES, tower.depth)],
         style=Style(tower.heads, "gelu_tanh", epsilon=EPSILON),
         head=head,
         positions=Positions(table, bicubic_taps, taps=16),
     )
-    return PackedTower(spec, parts, attention, blocks)
 
 
 def permuted(layer: BlockWeights, tower: Dimensions) -> BlockWeights:

@@ -7,34 +7,25 @@ where weights come from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import Attention
 from actors.models import packed
-from actors.models.block import Affine, BlocksForm, BlockWeights, Style, layer_norm
+from actors.models.block import Affine, BlockWeights, Style, layer_norm
 from actors.models.llama4_config import QKV, Architecture
 from actors.models.packed_weights import Weights, halves
-from actors.models.tiled import TileParts, TileTower, merge_order, tile_sizing
+from actors.models.tiled import TileParts, merge_order, tile_sizing
 from actors.spec import ModelSpec
 
 EPSILON = 1e-5
 """torch.nn.LayerNorm's own: transformers does not read `norm_eps`."""
 
 
-def build(
-    spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
-    attention: Attention,
-    device: torch.device,
-    blocks: BlocksForm,
-) -> TileTower:
-    """The tower on its device. `tensors` as llama4_config.expected names them."""
+def parts(spec: ModelSpec, weights: Weights) -> TileParts:
+    """The tower's, from tensors as llama4_config.expected names them."""
     arch, sizing = Architecture.of(spec), tile_sizing(spec)
-    weights = Weights(tensors, device, getattr(torch, spec.dtype))
+    tensors = weights.tensors
     linear = tensors["patch_embedding.linear.weight"]
     embedding = packed.folded_embedding(
         linear.view(-1, 3, 1, sizing.patch_size, sizing.patch_size),
@@ -60,7 +51,7 @@ def build(
         return F.linear(F.gelu(F.linear(F.gelu(F.linear(x, up)), down)), projector)
 
     cos, sin = rotary(sizing.side_patches, sizing.merge_size, arch)
-    parts = TileParts(
+    return TileParts(
         embedding=weights.place(embedding.weight),
         start=weights.place(start),
         layers=[layer(weights, arch, f"model.layers.{index}") for index in range(arch.depth)],
@@ -68,9 +59,8 @@ def build(
         head=head,
         resample="bilinear",
         stem=lambda x: layer_norm(x, before, EPSILON),
-        rotary=(cos.to(device), sin.to(device)),
+        rotary=(cos.to(weights.device), sin.to(weights.device)),
     )
-    return TileTower(spec, parts, attention, blocks)
 
 
 def rotary(side: int, merge: int, arch: Architecture) -> tuple[Tensor, Tensor]:

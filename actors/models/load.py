@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,10 @@ from actors.models import (
     step_config,
 )
 from actors.models.block import Blocks, BlocksForm, BlockWeights, ReferenceBlocks, Style
+from actors.models.packed_tower import PackedTower
+from actors.models.packed_weights import Expected, Weights
+from actors.models.step_tower import StepTower
+from actors.models.tiled import TileParts, TileTower
 from actors.models.tower import Tower
 from actors.options import ModelOptions
 from actors.spec import ModelSpec
@@ -36,58 +41,92 @@ DUMMY_SEED = 0
 """Fixed: every replica of a service must give the same embeddings."""
 
 
+Parts = TypeVar("Parts")
+
+
+class Heads(Protocol):
+    """The sizes of a tower, of which only one is asked for here."""
+
+    @property
+    def head_size(self) -> int:
+        """Values of a head: the attention is chosen by it."""
+
+
 @dataclass(frozen=True, slots=True)
-class Family:
+class Family(Generic[Parts]):
     """What it takes to build a tower of one family."""
 
     prefixes: tuple[str, ...]
-    expected: Callable[[ModelSpec], dict[str, tuple[int, ...]]]
-    build: Callable[[ModelSpec, Mapping[str, Tensor], Attention, torch.device, BlocksForm], Tower]
-    head_size: Callable[[ModelSpec], int]
-    """Of the attention, which is chosen by it."""
+    expected: Callable[[ModelSpec], Expected]
+    sizes: Callable[[ModelSpec], Heads]
+    parts: Callable[[ModelSpec, Weights], Parts]
+    tower: Callable[[ModelSpec, Parts, Attention, BlocksForm], Tower]
     unused: frozenset[str] = frozenset()
     """Tensors that a checkpoint may have and no tower reads."""
 
 
 QWEN3VL = Family(
-    qwen3vl_config.PREFIXES, qwen3vl_config.expected, qwen3vl.build, qwen3vl_config.head_size
+    qwen3vl_config.PREFIXES,
+    qwen3vl_config.expected,
+    qwen3vl_config.Architecture.of,
+    qwen3vl.parts,
+    PackedTower,
 )
 
 
-def internvl_family(names: internvl_config.Names) -> Family:
+def internvl_family(names: internvl_config.Names) -> Family[TileParts]:
     """InternVL under one of its schemes of names."""
-    return Family(
-        names.prefixes, internvl_config.expected, internvl.build, internvl_config.head_size
-    )
+    sizes = internvl_config.Architecture.of
+    return Family(names.prefixes, internvl_config.expected, sizes, internvl.parts, TileTower)
 
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, Family[Any]] = {
     "qwen3_vl": QWEN3VL,
     "qwen3_5": QWEN3VL,
-    "qwen2_vl": Family(qwen2vl.PREFIXES, qwen2vl.expected, qwen2vl.build, qwen2vl.head_size),
-    "qwen2_5_vl": Family(qwen2vl.PREFIXES, qwen25vl.expected, qwen25vl.build, qwen25vl.head_size),
-    "glm4v": Family(glm4v.PREFIXES, glm4v.expected, glm4v.build, glm4v.head_size),
-    "kimi_vl": Family(kimivl.PREFIXES, kimivl.expected, kimivl.build, kimivl.head_size),
+    "qwen2_vl": Family(
+        qwen2vl.PREFIXES, qwen2vl.expected, qwen2vl.dimensions, qwen2vl.parts, PackedTower
+    ),
+    "qwen2_5_vl": Family(
+        qwen2vl.PREFIXES,
+        qwen25vl.expected,
+        qwen25vl.dimensions,
+        qwen25vl.parts,
+        qwen25vl.WindowedTower,
+    ),
+    "glm4v": Family(glm4v.PREFIXES, glm4v.expected, glm4v.dimensions, glm4v.parts, PackedTower),
+    "kimi_vl": Family(
+        kimivl.PREFIXES, kimivl.expected, kimivl.dimensions, kimivl.parts, PackedTower
+    ),
     "internvl": internvl_family(internvl_config.NATIVE),
     "internvl_chat": internvl_family(internvl_config.CHAT),
     "llama4": Family(
-        llama4_config.PREFIXES, llama4_config.expected, llama4.build, llama4_config.head_size
+        llama4_config.PREFIXES,
+        llama4_config.expected,
+        llama4_config.Architecture.of,
+        llama4.parts,
+        TileTower,
     ),
     "deepseek_ocr": Family(
         deepseek_ocr_config.PREFIXES,
         deepseek_ocr_config.expected,
-        deepseek_ocr.build,
-        deepseek_ocr_config.head_size,
+        deepseek_ocr_config.Architecture.of,
+        lambda spec, weights: weights,
+        deepseek_ocr.DeepseekOcrTower,
         deepseek_ocr_config.UNUSED,
     ),
     "step3p7": Family(
         step_config.PREFIXES,
         step_config.perception_expected,
-        perception.build,
-        step_config.head_size,
+        step_config.Architecture.of,
+        perception.parts,
+        StepTower,
     ),
     "step3_vl": Family(
-        step_config.PREFIXES, step_config.step3_expected, step3.build, step_config.head_size
+        step_config.PREFIXES,
+        step_config.step3_expected,
+        step_config.Architecture.of,
+        step3.parts,
+        StepTower,
     ),
 }
 
@@ -111,8 +150,9 @@ def build(model: ModelSpec, tensors: Mapping[str, Tensor], device: torch.device)
     """The tower on its device, with the fastest attention and blocks that it has there."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     family = FAMILIES[model.family]
-    kernel = attention.choose(device, dtype, family.head_size(model))
-    return family.build(model, tensors, kernel, device, choose_blocks(device, dtype))
+    kernel = attention.choose(device, dtype, family.sizes(model).head_size)
+    parts = family.parts(model, Weights(tensors, device, dtype))
+    return family.tower(model, parts, kernel, choose_blocks(device, dtype))
 
 
 def choose_blocks(device: torch.device, dtype: torch.dtype) -> BlocksForm:

@@ -21,6 +21,17 @@ from actors.spec import ModelSpec
 Expected = dict[str, tuple[int, ...]]
 
 
+USUAL = {
+    "depth": "depth",
+    "width": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "heads": "num_heads",
+    "patch_size": "patch_size",
+    "merge_size": "spatial_merge_size",
+}
+"""The key of `vision_config` for each of the Dimensions."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dimensions:
     """Sizes that every tower of a packed family has."""
@@ -34,9 +45,11 @@ class Dimensions:
 
     @classmethod
     def read(cls, spec: ModelSpec, **keys: str) -> Dimensions:
-        """Each from the key of `vision_config` that is given for it. Raises CheckpointError."""
+        """Each from its key of `vision_config`, usual or given. Raises CheckpointError."""
         try:
-            return cls(**{field: integer(spec.vision[key]) for field, key in keys.items()})
+            return cls(
+                **{field: integer(spec.vision[key]) for field, key in (USUAL | keys).items()}
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"model.id {spec.id!r}: vision_config lacks or misstates {error}"

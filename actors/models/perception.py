@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import Attention
 from actors.models import packed
-from actors.models.block import Affine, BlocksForm, BlockWeights, Style, layer_norm
+from actors.models.block import Affine, BlockWeights, Style, layer_norm
 from actors.models.packed_weights import Weights, halves
 from actors.models.step_config import PERCEPTION, Architecture, window_sizing
-from actors.models.step_tower import StepParts, StepTower, View
+from actors.models.step_tower import StepParts, View
 from actors.spec import ModelSpec
 from actors.two_paths import PATHS
 
@@ -27,17 +26,11 @@ THETA = 10000.0
 """A constant of the published code."""
 
 
-def build(
-    spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
-    attention: Attention,
-    device: torch.device,
-    blocks: BlocksForm,
-) -> StepTower:
-    """The tower on its device. `tensors` as step_config.perception_expected names them."""
+def parts(spec: ModelSpec, weights: Weights) -> StepParts:
+    """The tower's, from tensors as step_config.perception_expected names them."""
     arch, sizing = Architecture.of(spec), window_sizing(spec)
-    names = {name.replace(".in_proj_", ".in_proj."): value for name, value in tensors.items()}
-    weights = Weights(names, device, getattr(torch, spec.dtype))
+    named = {name.replace(".in_proj_", ".in_proj."): t for name, t in weights.tensors.items()}
+    weights = Weights(named, weights.device, weights.dtype)
     before = weights.affine("ln_pre")
     first, second = weights.affine("vit_downsampler1"), weights.affine("vit_downsampler2")
 
@@ -45,10 +38,12 @@ def build(
         x = F.conv2d(x, first.weight, first.bias, stride=2, padding=1)
         return F.conv2d(x, second.weight, second.bias, stride=2, padding=1)
 
-    parts = StepParts(
+    return StepParts(
         embedding=weights.embedding("conv1", spec.mean, spec.std).weight,
         views={
-            path: View(weights.place(start(spec, names, arch, side)), rotary(side, arch, device))
+            path: View(
+                weights.place(start(spec, named, arch, side)), rotary(side, arch, weights.device)
+            )
             for path, side in zip(PATHS, sizing.side_patches, strict=True)
         },
         layers=[rotated(layer, arch.heads) for layer in weights.blocks(PERCEPTION, arch.depth)],
@@ -57,7 +52,6 @@ def build(
         projector=weights.affine("large_projector"),
         stem=lambda x: layer_norm(x, before, arch.epsilon),
     )
-    return StepTower(spec, parts, attention, blocks)
 
 
 def start(spec: ModelSpec, tensors: Mapping[str, Tensor], arch: Architecture, side: int) -> Tensor:

@@ -8,7 +8,7 @@ for images, under the checkpoint's own names. Knows nothing of graphs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -40,20 +40,7 @@ NAMES = BlockNames(
 
 def dimensions(spec: ModelSpec) -> Dimensions:
     """Raises CheckpointError for a key that is missing."""
-    return Dimensions.read(
-        spec,
-        depth="depth",
-        width="hidden_size",
-        mlp_width="intermediate_size",
-        heads="num_heads",
-        patch_size="patch_size",
-        merge_size="spatial_merge_size",
-    )
-
-
-def head_size(spec: ModelSpec) -> int:
-    """Values of a head."""
-    return dimensions(spec).head_size
+    return Dimensions.read(spec)
 
 
 def expected(spec: ModelSpec) -> Expected:
@@ -69,16 +56,9 @@ def expected(spec: ModelSpec) -> Expected:
     }
 
 
-def build(
-    spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
-    attention: Attention,
-    device: torch.device,
-    blocks: BlocksForm,
-) -> PackedTower:
-    """The tower on its device. `tensors` as `expected` names them."""
+def parts(spec: ModelSpec, weights: Weights) -> Parts:
+    """The tower's, from tensors as `expected` names them."""
     tower = dimensions(spec)
-    weights = Weights(tensors, device, getattr(torch, spec.dtype))
     merger = packed.Merger(
         norm=weights.affine("merger.ln_q"),
         up=weights.affine("merger.mlp.0"),
@@ -90,29 +70,23 @@ def build(
         return merger(x)
 
     windowed = frozenset(range(tower.depth)) - set(spec.vision["fullatt_block_indexes"])
-    parts = Parts(
+    return Parts(
         embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "swiglu", norm="rms", windowed=windowed),
         head=head,
     )
-    window = int(spec.vision["window_size"]) // (tower.patch_size * tower.merge_size)
-    return WindowedTower(spec, parts, attention, blocks, window)
 
 
 class WindowedTower(PackedTower):
     """A packed tower whose patches lie window after window within each grid."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        parts: Parts,
-        attention: Attention,
-        blocks: BlocksForm,
-        window: int,
+        self, spec: ModelSpec, parts: Parts, attention: Attention, blocks: BlocksForm
     ) -> None:
         super().__init__(spec, parts, attention, blocks)
-        self.window = window
+        block_pixels = self.sizing.patch_size * self.sizing.merge_size
+        self.window = int(spec.vision["window_size"]) // block_pixels
         """Tokens of a window's side."""
         self.windows = lru_cache(CACHED_GRIDS)(self.windows_of_grid)
 

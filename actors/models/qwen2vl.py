@@ -6,16 +6,14 @@ computes for images, under the checkpoint's own names. Knows nothing of graphs o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from actors.attention import Attention
-from actors.models.block import BlocksForm, Style
+from actors.models.block import Style
 from actors.models.packed import Merger
-from actors.models.packed_tower import PackedTower, Parts
+from actors.models.packed_tower import Parts
 from actors.models.packed_weights import (
     BlockNames,
     Dimensions,
@@ -34,21 +32,8 @@ NAMES = BlockNames(up=("mlp.fc1",), down="mlp.fc2")
 
 def dimensions(spec: ModelSpec) -> Dimensions:
     """Raises CheckpointError for a key that is missing. `hidden_size` is the language model's."""
-    read = Dimensions.read(
-        spec,
-        depth="depth",
-        width="embed_dim",
-        mlp_width="mlp_ratio",
-        heads="num_heads",
-        patch_size="patch_size",
-        merge_size="spatial_merge_size",
-    )
+    read = Dimensions.read(spec, width="embed_dim", mlp_width="mlp_ratio")
     return replace(read, mlp_width=read.mlp_width * read.width)
-
-
-def head_size(spec: ModelSpec) -> int:
-    """Values of a head."""
-    return dimensions(spec).head_size
 
 
 def expected(spec: ModelSpec) -> Expected:
@@ -64,16 +49,9 @@ def expected(spec: ModelSpec) -> Expected:
     }
 
 
-def build(
-    spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
-    attention: Attention,
-    device: torch.device,
-    blocks: BlocksForm,
-) -> PackedTower:
-    """The tower on its device. `tensors` as `expected` names them."""
+def parts(spec: ModelSpec, weights: Weights) -> Parts:
+    """The tower's, from tensors as `expected` names them."""
     tower = dimensions(spec)
-    weights = Weights(tensors, device, getattr(torch, spec.dtype))
     merger = Merger(
         norm=weights.affine("merger.ln_q"),
         up=weights.affine("merger.mlp.0"),
@@ -83,10 +61,9 @@ def build(
     def head(x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         return merger(x)
 
-    parts = Parts(
+    return Parts(
         embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "quick_gelu"),
         head=head,
     )
-    return PackedTower(spec, parts, attention, blocks)

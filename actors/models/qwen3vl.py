@@ -6,30 +6,22 @@ under the checkpoint's own names. Knows nothing of graphs, budgets or where weig
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from actors.attention import Attention
 from actors.models import packed
-from actors.models.block import BlocksForm, Style
-from actors.models.packed_tower import PackedTower, Parts, Positions
+from actors.models.block import Style
+from actors.models.packed_tower import Parts, Positions
 from actors.models.packed_weights import BlockNames, Weights
 from actors.models.qwen3vl_config import Architecture
 from actors.spec import ModelSpec
 
 
-def build(
-    spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
-    attention: Attention,
-    device: torch.device,
-    blocks: BlocksForm,
-) -> PackedTower:
-    """The tower on its device. `tensors` as qwen3vl_config.expected names them."""
+def parts(spec: ModelSpec, weights: Weights) -> Parts:
+    """The tower's, from tensors as qwen3vl_config.expected names them."""
     arch = Architecture.of(spec)
-    weights = Weights(tensors, device, getattr(torch, spec.dtype))
 
     def merger(name: str) -> packed.Merger:
         return packed.Merger(
@@ -49,13 +41,14 @@ def build(
         rows = zip([x, *tapped], mergers, strict=True)
         return torch.cat([merge(hidden) for hidden, merge in rows], dim=1)
 
-    parts = Parts(
+    return Parts(
         embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
         layers=weights.blocks(BlockNames(), arch.depth),
         style=Style(arch.heads, arch.activation),
         head=head,
         taps=arch.taps,
-        positions=Positions(weights.place(tensors["pos_embed.weight"]), packed.bilinear_taps, 4),
+        positions=Positions(
+            weights.place(weights.tensors["pos_embed.weight"]), packed.bilinear_taps, 4
+        ),
         theta=arch.theta,
     )
-    return PackedTower(spec, parts, attention, blocks)

@@ -62,6 +62,11 @@ class Architecture:
                 f"model.id {spec.id!r}: vision_config lacks or misstates {error}"
             ) from error
 
+    @property
+    def head_size(self) -> int:
+        """Values of a head."""
+        return self.width // self.heads
+
 
 def expected(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the tower, without the checkpoint's prefix."""
@@ -79,9 +84,3 @@ def expected(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes |= affine(f"{merger}.linear_fc1", (merged, merged))
         shapes |= affine(f"{merger}.linear_fc2", (arch.out_width, merged))
     return shapes
-
-
-def head_size(spec: ModelSpec) -> int:
-    """Values of a head."""
-    arch = Architecture.of(spec)
-    return arch.width // arch.heads

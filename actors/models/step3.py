@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import Attention
-from actors.models.block import BlocksForm, Style
+from actors.models.block import Style
 from actors.models.packed_weights import Weights
 from actors.models.step_config import STEP3, Architecture, window_sizing
-from actors.models.step_tower import StepParts, StepTower, View
+from actors.models.step_tower import StepParts, View
 from actors.spec import ModelSpec
 from actors.two_paths import PATHS
 
@@ -24,26 +23,19 @@ CLASS_TOKENS = 4
 """The class token comes four times, as that code has it: attention weighs it fourfold."""
 
 
-def build(
-    spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
-    attention: Attention,
-    device: torch.device,
-    blocks: BlocksForm,
-) -> StepTower:
-    """The tower on its device. `tensors` as step_config.step3_expected names them."""
+def parts(spec: ModelSpec, weights: Weights) -> StepParts:
+    """The tower's, from tensors as step_config.step3_expected names them."""
     arch, sizing = Architecture.of(spec), window_sizing(spec)
-    weights = Weights(tensors, device, getattr(torch, spec.dtype))
     first, second = weights.affine("downsampler"), weights.affine("downsampler2")
 
     def head(x: Tensor) -> Tensor:
         x = F.conv2d(x, first.weight, first.bias, stride=2)
         return F.conv2d(x, second.weight, second.bias, stride=2, padding=1)
 
-    parts = StepParts(
+    return StepParts(
         embedding=weights.embedding("embeddings.patch_embedding", spec.mean, spec.std).weight,
         views={
-            path: View(weights.place(start(spec, tensors, arch, side)))
+            path: View(weights.place(start(spec, weights.tensors, arch, side)))
             for path, side in zip(PATHS, sizing.side_patches, strict=True)
         },
         layers=weights.blocks(STEP3, arch.depth),
@@ -51,7 +43,6 @@ def build(
         head=head,
         projector=weights.affine("large_projector"),
     )
-    return StepTower(spec, parts, attention, blocks)
 
 
 def start(spec: ModelSpec, tensors: Mapping[str, Tensor], arch: Architecture, side: int) -> Tensor:

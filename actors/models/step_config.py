@@ -74,6 +74,11 @@ class Architecture:
                 f"model.id {spec.id!r}: vision_config lacks or misstates {error}"
             ) from error
 
+    @property
+    def head_size(self) -> int:
+        """Values of a head."""
+        return self.width // self.heads
+
 
 def perception_expected(spec: ModelSpec) -> Expected:
     """Name and shape of every tensor of the Perception Encoder, without prefix."""
@@ -110,12 +115,6 @@ def step3_expected(spec: ModelSpec) -> Expected:
         **affine("downsampler2", (2 * first, first, 3, 3)),
         **affine("large_projector", (spec.width, 2 * first), bias=arch.projector_bias),
     }
-
-
-def head_size(spec: ModelSpec) -> int:
-    """Values of a head."""
-    arch = Architecture.of(spec)
-    return arch.width // arch.heads
 
 
 def window_sizing(spec: ModelSpec) -> WindowSizing:
