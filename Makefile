@@ -3,7 +3,7 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
-.PHONY: setup serve demo test lint bench manifests screenshot
+.PHONY: setup serve demo test lint bench manifests screenshot soak
 
 setup: .venv/.installed
 
@@ -38,3 +38,7 @@ manifests: setup
 # docs/status.png. Needs Debian's chromium and chromium-driver.
 screenshot: setup
 	tests/loopback $(BIN)/python -m tests.screenshot
+
+# 10,000 embeddings: the object store and the processes must end where they began. Minutes.
+soak: setup
+	OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -s -m slow tests/serve/test_soak.py

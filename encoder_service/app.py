@@ -40,6 +40,9 @@ DUMMY_LLM = """
 ######################################################################"""
 
 
+MOST_CACHED = 0.7
+"""Of the object stores' memory; the rest is for what is on its way and for references."""
+
 ENDLESS = 100_000
 """Calls that an encoder takes at a time: the router bounds its load, in patches, not in calls."""
 
@@ -52,6 +55,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     try:
         options = parse(args)
         check_resources(options, ray.cluster_resources())
+        check_object_store(options, ray.cluster_resources())
         spec = read(options.model)
         # Here as a sentence, not as a traceback in every replica.
         fit(options, spec)
@@ -151,6 +155,20 @@ def replicas(encoder: EncoderOptions) -> dict[str, Any]:
             ),
         )
     }
+
+
+def check_object_store(options: ServiceOptions, cluster: Mapping[str, float]) -> None:
+    """Warns where full caches would leave embeddings on their way too little shared memory."""
+    cached_bytes = options.cache.max_bytes * options.encoder.most_replicas
+    there = cluster.get("object_store_memory", 0)
+    if cached_bytes > MOST_CACHED * there:
+        log.warning(
+            "cache.max_bytes over all encoders is %d bytes and the object stores of the cluster "
+            "have %d: Ray will spill embeddings to disk. Lower it, or give `ray start` more "
+            "--object-store-memory",
+            cached_bytes,
+            there,
+        )
 
 
 def check_resources(options: ServiceOptions, cluster: Mapping[str, float]) -> None:

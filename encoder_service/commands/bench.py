@@ -1,4 +1,4 @@
-"""`encoder-service bench serve | engine`: reads the options of `serve`; bench/ measures."""
+"""`encoder-service bench`: its kinds, and the options of `bench serve`; bench/ measures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from actors.types import Dtype
 from encoder_service.bench.load import Load
 from encoder_service.bench.mix import parse_mix
-from encoder_service.commands import bench_engine
+from encoder_service.commands import bench_dataplane, bench_engine
 from encoder_service.config import load
 from router.options import Policy
 
@@ -23,6 +23,7 @@ def add(subcommands: Any) -> None:
     bench = subcommands.add_parser("bench", help="measure")
     kinds = bench.add_subparsers(metavar="WHAT", required=True)
     bench_engine.add(kinds)
+    bench_dataplane.add(kinds)
     parser = kinds.add_parser("serve", help="the whole service, on a private cluster of its own")
     parser.add_argument("--config", type=Path, required=True, help="such as configs/tiny.yaml")
     parser.add_argument(

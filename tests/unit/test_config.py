@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from actors.errors import ConfigError
+from encoder_service.app import check_object_store
 from encoder_service.config import parse
 
 DIGEST = "Ab" * 32
@@ -76,3 +77,14 @@ def test_errors_do_not_repeat_secrets(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse(options(text))
     assert "hunter2" not in refused.value.message
+
+
+@pytest.mark.parametrize(("max_bytes", "warned"), [(0, False), (700, False), (701, True)])
+def test_a_cache_that_would_make_ray_spill_is_warned_of(
+    max_bytes: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = {"id": "qwen3vl-tiny", "load_format": "dummy"}
+    options = parse({"model": model, "encoder": {"replicas": 2}, "cache": {"max_bytes": max_bytes}})
+    with caplog.at_level("WARNING", "ray.serve"):
+        check_object_store(options, {"object_store_memory": 2000.0})
+    assert ("object stores" in caplog.text) == warned

@@ -1,0 +1,156 @@
+"""Thousands of embeddings through every way out: memory ends where it began, nothing is spilled.
+
+`make soak` runs 10,000; the other tests a few hundred.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import pytest
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from actors.checkpoint import find
+from actors.options import ModelOptions
+from actors.spec import ModelSpec, read
+from actors.types import Embedding, SharedBytes
+from encoder_service import Client
+from encoder_service.app import build
+from encoder_service.config import LimitOptions
+from encoder_service.media import probe
+from router.here import encode_here
+from tests.images import jpeg
+from tests.serve.conftest import Cluster
+from tests.serve.object_store import used
+from tests.serve.test_kill import within
+
+WIDTH = 3 * 4096
+"""Of a row. A real tower's, after a tiny one: embeddings are large, encoding them is quick."""
+TOKENS = 25
+EMBEDDING_BYTES = TOKENS * WIDTH * 4
+KEPT_BYTES = 20 * 2**20
+"""Of the cache, and as many for references, in each of two replicas."""
+ROUND = 10
+"""Embeddings of one round, of which two by reference; one image is in every round."""
+THREADS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelOptions:
+    """qwen3vl-tiny with wide rows."""
+    folder = tmp_path_factory.mktemp("wide")
+    files = find(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
+    config = files.read_json("config.json")
+    assert config
+    config["vision_config"]["out_hidden_size"] = 4096
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(files.read_json("preprocessor_config.json"))
+    )
+    return ModelOptions(id=str(folder), load_format="dummy", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def router(cluster: Cluster, model: ModelOptions) -> Iterator[DeploymentHandle]:
+    few = {"num_cpus": 0.1}
+    args = {
+        "model": model.model_dump(),
+        "encoder": {"replicas": 2, "num_gpus": 0, "device": "cpu", **few},
+        "graphs": {"token_budgets": [32, 128]},
+        "cache": {"max_bytes": KEPT_BYTES},
+        "references": {"ttl_seconds": 2, "max_bytes": KEPT_BYTES},
+        "router": few,
+        "ingress": few,
+    }
+    serve.run(build(args), name="soak", route_prefix="/")
+    yield serve.get_deployment_handle("Router", "soak")
+    serve.delete("soak")
+
+
+@pytest.mark.parametrize(
+    "embeddings",
+    [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+)
+def test_memory_ends_where_it_began(
+    cluster: Cluster, router: DeploymentHandle, model: ModelOptions, embeddings: int
+) -> None:
+    soak = Soak(cluster.http, router, read(model))
+    soak.run(8 * ROUND)  # fills the caches, which stay full from here on
+    before = soak.settled()
+    spilled, memory = used().spilled_bytes, private_bytes()
+    soak.run(embeddings)
+    after = soak.settled()
+    print(f"object store: {before} bytes before, {after} after; processes: {memory} before, ")
+    print(f"{private_bytes()} after; {embeddings} embeddings of {EMBEDDING_BYTES} bytes")
+    assert after <= before + EMBEDDING_BYTES
+    assert used().spilled_bytes == spilled
+    for process, size in private_bytes().items():
+        assert size < memory[process] * 1.3 + 50 * 2**20, process
+
+
+class Soak:
+    """Callers that take embeddings by value, by handle and by reference."""
+
+    def __init__(self, url: str, router: DeploymentHandle, spec: ModelSpec) -> None:
+        self.url = url
+        self.router = router
+        self.spec = spec
+        self.image = jpeg(160, 160)
+        self.numbers = count()
+
+    def run(self, embeddings: int) -> None:
+        """So many, in rounds, over a few threads."""
+        with ThreadPoolExecutor(THREADS) as threads, Client(self.url) as client:
+            rounds = [threads.submit(self.round, client) for _ in range(embeddings // ROUND)]
+            for one in rounds:
+                one.result()
+
+    def round(self, client: Client) -> None:
+        """Five over HTTP, of which one is the same in every round; three by handle; two by id."""
+        for one in client.encode([self.image, *self.images(4)], "float32"):
+            assert len(one.data) == EMBEDDING_BYTES
+        asyncio.run(self.by_handle(self.images(3)))
+        kept, left = client.encode(self.images(2), "float32", reference=True)
+        assert len(client.fetch(kept.reference).data) == EMBEDDING_BYTES
+        assert left.reference  # nobody fetches it: its time runs out
+
+    async def by_handle(self, images: Sequence[bytes]) -> None:
+        """As a language model does."""
+        media = [probe(image, "image", self.spec, LimitOptions()) for image in images]
+        raw = await self.router.encode.remote(media[:1], "float32", 60.0)
+        assert isinstance(raw[0].data, SharedBytes)
+        for one in await encode_here(self.router.encode.remote, media, "float32", 60):
+            assert isinstance(one, Embedding)
+
+    def images(self, number: int) -> list[bytes]:
+        """Like no others: what follows a JPEG's end is not looked at, but in the digest."""
+        return [self.image + b"%d" % next(self.numbers) for _ in range(number)]
+
+    def settled(self) -> int:
+        """Bytes in the object store, once no more than what caches may keep are left."""
+        most = 2 * KEPT_BYTES + EMBEDDING_BYTES
+        within(60, lambda: used().bytes <= most)
+        return used().bytes
+
+
+def private_bytes() -> dict[str, int]:
+    """Memory of each process of the service that is its own: what is shared is the store's."""
+    found = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"].startswith("SERVE_REPLICA::soak#"):
+            handle = ray.get_actor(actor["name"], namespace=actor["namespace"])
+            found[actor["name"]] = ray.get(handle.__ray_call__.remote(own_private_bytes))
+    return found
+
+
+def own_private_bytes(_: object) -> int:
+    """Of the process that this runs in."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
