@@ -3,7 +3,7 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
-.PHONY: setup serve demo test lint bench manifests screenshot soak
+.PHONY: setup serve demo test lint bench manifests screenshot soak chaos
 
 setup: .venv/.installed
 
@@ -29,6 +29,10 @@ lint: setup
 
 bench: setup
 	tests/loopback $(BIN)/encoder-service bench serve --config $(CONFIG)
+
+# Minutes of load while parts of the service die; prints what became of the requests.
+chaos: setup
+	tests/loopback $(BIN)/python -m tests.chaos
 
 # What Kustomize's overlays serve, from configs/.
 manifests: setup

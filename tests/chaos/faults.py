@@ -1,0 +1,119 @@
+"""What is done to a running service, one thing at a time. Each returns when the fault is set.
+
+`recovered` is asked afterwards, until it is true: then the service is as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import ray
+
+from encoder_service.bench.cluster import Cluster
+from tests.images import jpeg
+
+Recovered = Callable[[], bool]
+ENCODERS = 3
+FILL_SECONDS = 5.0
+RUDE_CLIENTS = 40
+
+
+def replicas(deployment: str) -> set[str]:
+    """Names of the living actors of a deployment of the application."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    prefix = f"SERVE_REPLICA::encoder#{deployment}#"
+    return {each["name"] for each in named if each["name"].startswith(prefix)}
+
+
+def process(name: str) -> int:
+    """The process of an actor."""
+    actor = ray.get_actor(name, namespace="serve")
+    number: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    return number
+
+
+def signalled(deployment: str, number: signal.Signals) -> Callable[[Cluster], Recovered]:
+    """A signal to one replica; it is over when another has taken its place."""
+
+    def fault(where: Cluster) -> Recovered:
+        before = replicas(deployment)
+        victim = min(before)
+        os.kill(process(victim), number)
+
+        def recovered() -> bool:
+            now = replicas(deployment)
+            return len(now) == len(before) and victim not in now and ready(where)
+
+        return recovered
+
+    return fault
+
+
+def proxy_killed(where: Cluster) -> Recovered:
+    """The process that listens: connections break, and new ones are refused for a while."""
+    (name,) = (
+        each["name"]
+        for each in ray.util.list_named_actors(all_namespaces=True)
+        if "SERVE_PROXY_ACTOR" in each["name"]
+    )
+    os.kill(process(name), signal.SIGKILL)
+    return lambda: ready(where)
+
+
+def store_filled(where: Cluster) -> Recovered:
+    """Somebody else takes most of the object store for a while."""
+    total = int(ray.cluster_resources()["object_store_memory"])
+    held = [ray.put(np.zeros(total // 10, np.uint8)) for _ in range(8)]
+    time.sleep(FILL_SECONDS)
+    held.clear()
+    return lambda: ready(where)
+
+
+def clients_leave(where: Cluster) -> Recovered:
+    """Clients that promise a body and go, and clients that go before the answer."""
+    address = urlsplit(where.http)
+    head = b"POST /v1/encode HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\n"
+    head += b"Content-Length: %d\r\n\r\n"
+    image = jpeg(256, 256)
+    for number in range(RUDE_CLIENTS):
+        with socket.create_connection((address.hostname, address.port), timeout=10) as one:
+            one.sendall(head % len(image) + (image if number % 2 else image[:100]))
+    return lambda: ready(where)
+
+
+def clients_have_no_time(where: Cluster) -> Recovered:
+    """Requests that end before they can be done."""
+    files = [("image", jpeg(512, 512))] * 8
+    for _ in range(RUDE_CLIENTS):
+        options = {"options": '{"timeout_s": 0.02}'}
+        httpx.post(f"{where.http}/v1/encode", files=files, data=options, timeout=60)
+    return lambda: ready(where)
+
+
+def ready(where: Cluster) -> bool:
+    """All encoders may be given work, as far as the ingress knows."""
+    try:
+        answer = httpx.get(f"{where.http}/readyz", timeout=5)
+    except httpx.HTTPError:
+        return False
+    return answer.status_code == 200 and answer.json()["ready_replicas"] == ENCODERS
+
+
+FAULTS: Mapping[str, Callable[[Cluster], Recovered]] = {
+    "nothing": lambda where: lambda: ready(where),
+    "an encoder is killed": signalled("Encoder", signal.SIGKILL),
+    "an encoder hangs": signalled("Encoder", signal.SIGSTOP),
+    "an ingress is killed": signalled("Ingress", signal.SIGKILL),
+    "the router is killed": signalled("Router", signal.SIGKILL),
+    "the proxy is killed": proxy_killed,
+    "the object store is full": store_filled,
+    "clients leave": clients_leave,
+    "clients have no time": clients_have_no_time,
+}
