@@ -13,6 +13,27 @@ MOST_ITEMS_A_BUDGET = 4
 """Of the largest item's tokens: more saves no launches, and costs memory and time to capture."""
 
 
+FRAME_TOKENS = 32
+"""A graph holds one frame of a video, a temporal group of it, for each so many tokens: the table of
+segments is a cost of every replay. Of smaller frames, fewer tokens fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Attention segments that the graphs of a path must be able to hold."""
+
+    items: int
+    """Of a graph for images: one each."""
+    frames: int = 0
+    """Of a graph for packs with videos, beside them. 0: there are no such graphs."""
+    frame_tokens: int = FRAME_TOKENS
+
+    def of(self, budget: int, *, videos: bool) -> int:
+        """Segments of one graph; none is empty, so there are no more than tokens."""
+        frames = min(self.frames, budget // self.frame_tokens) if videos else 0
+        return min(self.items + frames, budget)
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What one pack may hold. Budgets of each path ascend; none: everything runs eagerly."""
@@ -22,13 +43,24 @@ class Capacity:
     """Most tokens of each path, with or without graphs."""
     items: int
     frames: int
+    """Attention segments of all videos of a pack."""
     exact_graphs: int = 0
     """Layouts that are captured when they recur, within the one budget; 0: budgets are captured."""
+    frame_tokens: int = 0
+    """Tokens of a budget for each frame that its graph can hold; 0: it holds any."""
 
     @property
-    def segments(self) -> int:
-        """Attention segments that a graph must be able to hold: one an image, one a frame."""
-        return self.items + self.frames
+    def segments(self) -> Segments:
+        """What each graph must be able to hold."""
+        return Segments(self.items, self.frames, self.frame_tokens or 1)
+
+    def frames_in(self, budget: int) -> int:
+        """Frames that a graph of this budget holds."""
+        return budget // self.frame_tokens if self.frame_tokens else self.frames
+
+    def needed(self, tokens: int, frames: int) -> int:
+        """The least budget of a path for a pack of so many tokens and frames."""
+        return max(tokens, frames * self.frame_tokens)
 
 
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
@@ -53,8 +85,9 @@ def capacity(
     """The capacity that the options ask for, for a model of one path.
 
     Automatic limits mean what they mean in vLLM: items = largest budget // smallest budget,
-    frames = items x the model's frames per video. A list that begins above the model's smallest
-    budget still counts items by that one: [1024] is not one item a pack. Raises ConfigError.
+    frames = items x the model's frames per video, but one for each FRAME_TOKENS tokens at most. A
+    list that begins above the model's smallest budget still counts items by that one: [1024] is not
+    one item a pack. Raises ConfigError.
     """
     given = options.token_budgets
     if list(given) != sorted(set(given)):
@@ -73,10 +106,13 @@ def capacity(
         raise ConfigError(
             f"graphs.max_frames_per_batch is {frames}, but the model takes no video: leave it out"
         )
+    frame_tokens = min(FRAME_TOKENS, smallest)
+    frames = items * max_frames_per_video if frames is None else frames
     return Capacity(
         budgets=(graphs,),
         tokens=(budgets[-1],),
         items=items,
-        frames=items * max_frames_per_video if frames is None else frames,
+        frames=min(frames, budgets[-1] // frame_tokens),
         exact_graphs=options.max_exact_graphs if options.mode == "exact" else 0,
+        frame_tokens=frame_tokens,
     )

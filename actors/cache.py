@@ -24,6 +24,8 @@ class Entry:
     data: Bytes | SharedBytes
     dtype: Dtype
     shape: tuple[int, int]
+    frame_tokens: tuple[int, ...] = ()
+    """See Embedding."""
 
     @property
     def size_bytes(self) -> int:

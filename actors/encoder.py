@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from actors.capture import capture, choose_packing
 from actors.device import CpuDevice, Device
 from actors.engine import Engine
 from actors.errors import DeadlineExceeded, EncodeFailed, ServiceError, StartError, Unavailable
+from actors.evs import group_tokens, retained_tokens, retention_mask
 from actors.logs import name_requests
 from actors.metrics import EncoderMetrics
 from actors.models.load import load
@@ -130,17 +132,22 @@ class Encoder:
     async def _encode(self, media: Media, dtype: Dtype) -> Embedding:
         """Cache? Otherwise decode ahead of the device, then wait for the engine."""
         key = (self.tower.spec.fingerprint, *media.identity)
-        entry = self.cache.get(key, media.plan.tokens)
+        entry = self.cache.get(key, retained_tokens(media.plan, media.evs_rate))
         source: Source = "cache"
         timings = Timings(0.0, 0.0, 0.0)
         if entry is None:
             rows, source, timings = await self._compute(media)
             kept_as = self.tower.spec.dtype if self.cache.max_bytes else dtype
+            frame_tokens: tuple[int, ...] = ()
+            if media.evs_rate:
+                rows, frame_tokens = await off_the_loop(rows.nbytes, self._pruned, rows, media)
             entry = await off_the_loop(rows.nbytes, shared_rows, rows, kept_as)
+            entry = replace(entry, frame_tokens=frame_tokens)
             self.cache.put(key, entry)
         if entry.dtype != dtype:
             rows = flat_tensor(await read(entry.data), entry.dtype).view(entry.shape)
-            entry = await off_the_loop(rows.nbytes, shared_rows, rows, dtype)
+            converted = await off_the_loop(rows.nbytes, shared_rows, rows, dtype)
+            entry = replace(converted, frame_tokens=entry.frame_tokens)
         return Embedding(
             data=entry.data,
             dtype=dtype,
@@ -149,7 +156,15 @@ class Encoder:
             source=source,
             timings=timings,
             replica=self.replica,
+            frame_tokens=entry.frame_tokens,
         )
+
+    def _pruned(self, rows: Tensor, media: Media) -> tuple[Tensor, tuple[int, ...]]:
+        """The rows that are left of a video, told apart by their main features; of each group."""
+        spec, plan = self.tower.spec, media.plan
+        main = rows[:, : spec.width // (1 + spec.deepstack)].float().numpy()
+        mask = retention_mask(main, plan, media.evs_rate)
+        return rows[torch.from_numpy(mask)], group_tokens(mask, plan)
 
     async def _compute(self, media: Media) -> tuple[Tensor, Source, Timings]:
         """Rows [tokens, width] on the host."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from actors.budgets import Segments
 from actors.device import Device
 from actors.graphs import SKIPPED, GraphSet, Report
 from actors.models.tower import Tower
@@ -22,8 +23,8 @@ EXACT = "exact"
 SIGHTS_PER_GRAPH = 16
 """Layouts remembered for each that may be kept: most are seen once and never again."""
 
-Layout = tuple[tuple[Grid, int], ...]
-"""Grid and tokens of each item on this path."""
+Layout = tuple[tuple[Grid, int, int], ...]
+"""Grid, tokens and frames of each item on this path."""
 
 
 class ExactGraphSet(GraphSet):
@@ -39,7 +40,7 @@ class ExactGraphSet(GraphSet):
         tower: Tower,
         path: str,
         budgets: Sequence[int],
-        segments: int,
+        segments: Segments,
         device: Device,
         most: int,
     ) -> None:
@@ -53,7 +54,7 @@ class ExactGraphSet(GraphSet):
         """Captures the largest budget, from which every layout's graph takes its memory."""
         super().capture(report)
         with self.device.running():
-            self.rows = self.replays[self.budgets[-1]]()
+            self.rows = self.replays[self.budgets[-1], self.forms[-1]]()
 
     def captured(self) -> int:
         """Layouts that can be replayed now."""
@@ -69,7 +70,11 @@ class ExactGraphSet(GraphSet):
 
     @torch.inference_mode()
     def encode(
-        self, budget: int | None, plans: Sequence[ItemPlan], patches: Sequence[Tensor]
+        self,
+        budget: int | None,
+        plans: Sequence[ItemPlan],
+        patches: Sequence[Tensor],
+        later: Sequence[Tensor] = (),
     ) -> Tensor:
         """See GraphSet; the budget only says that the pack is within what may be captured."""
         if not self.tokens(plans):
@@ -77,13 +82,9 @@ class ExactGraphSet(GraphSet):
         if self.label(budget, plans) is None:
             if budget is not None:
                 self._remember(self._layout(plans))
-            return super().encode(None, plans, patches)
-        values: dict[str, Sequence[Tensor]] = {
-            name: [value] for name, value in self.metadata(None, plans).items()
-        }
-        values["patches"] = patches
+            return super().encode(None, plans, patches, later)
         with self.device.running():
-            self.inputs.stage(values)
+            self.inputs.stage(self.values(None, plans, patches, later))
             return self._replay(plans)()
 
     def _replay(self, plans: Sequence[ItemPlan]) -> Callable[[], Tensor]:
@@ -103,7 +104,10 @@ class ExactGraphSet(GraphSet):
     def _captured(self, plans: Sequence[ItemPlan]) -> Callable[[], Tensor]:
         tokens = self.tokens(plans)
         segments = sum(max(1, plan.frames) for plan in plans)
-        static = self.static(self.tower.inputs(self.path, tokens, segments))
+        shapes = self.tower.inputs(self.path, tokens, segments)
+        if self.videos(plans):
+            shapes = shapes | self.video_inputs(tokens)
+        static = self.static(shapes)
         rows = self.rows[:tokens]
         return self.device.capture(lambda: rows.copy_(self.tower.forward(self.path, static)))
 
@@ -113,4 +117,4 @@ class ExactGraphSet(GraphSet):
             self.seen.popitem(last=False)
 
     def _layout(self, plans: Sequence[ItemPlan]) -> Layout:
-        return tuple((plan.grid_thw, plan.path_tokens[self.index]) for plan in plans)
+        return tuple((plan.grid_thw, plan.path_tokens[self.index], plan.frames) for plan in plans)

@@ -55,7 +55,10 @@ class GraphOptions(Options):
     max_vision_items_per_batch: int = Field(0, ge=0)
     """0: largest budget // smallest budget, or // the model's smallest if that is lower."""
     max_frames_per_batch: int | None = Field(None, ge=0)
-    """None: items x the model's frames per video. 0: images only, as for a model without video."""
+    """Attention segments of a pack's videos: their temporal groups of frames. None: items x the
+    model's frames per video; never more than one for each 32 tokens. 0: graphs for images only, as
+    for a model without video; videos run eagerly. Otherwise each budget has a second graph, for
+    packs with videos: images alone pay nothing for it."""
     path_streams: bool = False
     """Paths of one pack at the same time, each on a stream of its own, on CUDA. Takes more memory:
     each path's graphs have a pool of their own. Not measured yet."""

@@ -13,6 +13,7 @@ from actors.checkpoint import Files, Json
 from actors.options import ModelOptions
 from actors.sizing import BlockSizing, CappedSizing, EnlargingSizing, PackedSizing
 from actors.spec import ModelSpec, image_processor, image_spec, only
+from actors.video_spec import spread_video, strided_video, thinning_video, timed_video
 
 CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -33,7 +34,7 @@ def qwen3vl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
         resized_to(vision, pixel_range(processor, 65536, 16777216)),
         int(vision["out_hidden_size"]) * (1 + deepstack),
     )
-    return replace(model, deepstack=deepstack)
+    return spread_video(replace(model, deepstack=deepstack), files)
 
 
 def qwen35(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
@@ -47,7 +48,8 @@ def qwen2vl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
     vision, processor = config["vision_config"], image_processor(files)
     only(vision, {"hidden_act": "quick_gelu"}, "vision_config")
     sizing = resized_to(vision, pixel_range(processor, 3136, 1003520))
-    return packed("qwen2_vl", options, processor, vision, sizing, vision["hidden_size"])
+    model = packed("qwen2_vl", options, processor, vision, sizing, vision["hidden_size"])
+    return strided_video(model, files)
 
 
 def qwen25vl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
@@ -55,11 +57,22 @@ def qwen25vl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
     vision, processor = config["vision_config"], image_processor(files)
     only(vision, {"hidden_act": "silu"}, "vision_config")
     sizing = resized_to(vision, pixel_range(processor, 3136, 1003520))
-    return packed("qwen2_5_vl", options, processor, vision, sizing, vision["out_hidden_size"])
+    model = packed("qwen2_5_vl", options, processor, vision, sizing, vision["out_hidden_size"])
+    return strided_video(model, files)
 
 
 def glm4v(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
-    """GLM-4.1V, GLM-4.5V, GLM-4.6V: transformers.models.glm4v, whose tower they share."""
+    """GLM-4.1V, GLM-4.5V: transformers.models.glm4v."""
+    return timed_video(glm(options, files, config), files)
+
+
+def glm46v(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+    """GLM-4.6V: transformers.models.glm46v, of glm4v's tower."""
+    return thinning_video(glm(options, files, config), files)
+
+
+def glm(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+    """What GLM-4.1V, GLM-4.5V and GLM-4.6V share."""
     vision, processor = config["vision_config"], image_processor(files)
     only(vision, {"hidden_act": "silu", "attention_bias": False}, "vision_config")
     smallest, largest = pixel_range(processor, 12544, 11760000)
@@ -131,6 +144,6 @@ FAMILIES: dict[str, Callable[[ModelOptions, Files, Json], ModelSpec]] = {
     "qwen2_5_vl": qwen25vl,
     "glm4v": glm4v,
     "glm4v_moe": glm4v,
-    "glm46v": glm4v,
+    "glm46v": glm46v,
     "kimi_vl": kimivl,
 }

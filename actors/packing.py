@@ -56,7 +56,8 @@ class OpenPack:
         budgets = self.capacity.budgets
         if self.frames > self.capacity.frames:
             return Pack(tuple(self.items), (None,) * len(budgets))
-        return Pack(tuple(self.items), tuple(map(at_least, budgets, self.tokens)))
+        needed = [self.capacity.needed(tokens, self.frames) for tokens in self.tokens]
+        return Pack(tuple(self.items), tuple(map(at_least, budgets, needed)))
 
 
 def smallest_first(plans: Sequence[ItemPlan], capacity: Capacity) -> list[Pack]:
@@ -117,7 +118,14 @@ def cheapest_cuts(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -
             begin + capacity.items, bisect_right(frames, frames[begin] + capacity.frames) - 1
         )
         reach = [
-            [bisect_right(total, total[begin] + budget) - 1 for budget in budgets]
+            [
+                min(
+                    bisect_right(total, total[begin] + budget),
+                    bisect_right(frames, frames[begin] + capacity.frames_in(budget)),
+                )
+                - 1
+                for budget in budgets
+            ]
             for total, budgets in zip(totals, largest_first, strict=True)
         ]
         cheapest = inf

@@ -6,6 +6,7 @@ on the header before (encoder_service/media.py). Knows nothing of packs, devices
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
 
@@ -16,9 +17,10 @@ import torch
 from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
+from actors import container
 from actors.errors import InvalidMedia, TooLarge
-from actors.models.tower import Tower
-from actors.types import Item, Media
+from actors.models.tower import Tower, VideoTower
+from actors.types import Clip, Item, Media
 
 Pixels = npt.NDArray[np.uint8]
 """[height, width, 3]."""
@@ -29,6 +31,9 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 def prepare(tower: Tower, media: Media) -> Item:
     """Decodes and cuts up one item. Raises InvalidMedia, or TooLarge."""
+    if media.clip:
+        assert isinstance(tower, VideoTower), "a video for a tower of images. This is a bug."
+        return tower.cut_video(media.clip, decoded_frames(tower, media, media.clip))
     plan, patches = tower.patchify(decode(media.data))
     if plan != media.plan:
         raise InvalidMedia(
@@ -36,6 +41,19 @@ def prepare(tower: Tower, media: Media) -> Item:
             f", not {media.plan.grid_thw}. Save it again"
         )
     return Item(plan, patches)
+
+
+def decoded_frames(tower: Tower, media: Media, clip: Clip) -> Iterator[Tensor]:
+    """The frames that are encoded, one by one: see decode."""
+    assert tower.spec.video, "a video for a tower of images. This is a bug."
+    if not media.frames:
+        for pixels in container.frames(media.data, clip, tower.spec.video.indices(clip)):
+            yield torch.from_numpy(pixels).permute(2, 0, 1)
+    for place, data in enumerate(media.frames):
+        frame = decode(data)
+        if frame.shape[1:] != (clip.size.height, clip.size.width):
+            raise InvalidMedia(f"frames[{place}] is not of the size that its header says")
+        yield frame
 
 
 def decode(data: bytes) -> Tensor:

@@ -74,11 +74,7 @@ class PackedSizing:
 
     def longest_side_patches(self) -> int:
         """A bound on the rows and columns of any plan, at the longest aspect that is admitted."""
-        # A resized side s has area over s * (s / MAX_ASPECT - factor), which max_pixels bounds.
-        factor = self.patch_size * self.merge_size
-        half = MAX_ASPECT * factor / 2
-        side = half + math.sqrt(half**2 + MAX_ASPECT * self.max_pixels)
-        return math.ceil(side / factor + 1) * self.merge_size
+        return longest_side(self.max_pixels, self.patch_size, self.merge_size)
 
     def token_range(self) -> tuple[int, int]:
         """64 as in vLLM, unless the largest image is smaller."""
@@ -93,10 +89,7 @@ class EnlargingSizing(PackedSizing):
     def resized(self, size: Size) -> Size:
         """transformers.models.glm4v.image_processing_glm4v.smart_resize."""
         factor = self.patch_size * self.merge_size
-        if min(size.width, size.height) < factor:
-            scale = max(factor / size.height, factor / size.width)
-            size = Size(width=int(size.width * scale), height=int(size.height * scale))
-        return smart_resize(size, factor, self.min_pixels, self.max_pixels)
+        return smart_resize(at_least(size, factor), factor, self.min_pixels, self.max_pixels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +155,30 @@ def block_plan(size: Size, patch_size: int, merge_size: int) -> ItemPlan:
     return ItemPlan(grid, grid[1] * grid[2], down * across, (down * across,))
 
 
-def smart_resize(size: Size, factor: int, min_pixels: int, max_pixels: int) -> Size:
+def longest_side(max_pixels: int, patch_size: int, merge_size: int) -> int:
+    """A bound on the patches of a side after `smart_resize`, at the longest aspect admitted."""
+    # A resized side s has area over s * (s / MAX_ASPECT - factor), which max_pixels bounds.
+    factor = patch_size * merge_size
+    half = MAX_ASPECT * factor / 2
+    side = half + math.sqrt(half**2 + MAX_ASPECT * max_pixels)
+    return math.ceil(side / factor + 1) * merge_size
+
+
+def at_least(size: Size, side: int) -> Size:
+    """The size, enlarged if a side is shorter."""
+    if min(size.width, size.height) >= side:
+        return size
+    scale = max(side / size.height, side / size.width)
+    return Size(width=int(size.width * scale), height=int(size.height * scale))
+
+
+def smart_resize(
+    size: Size, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, group: int = 1
+) -> Size:
     """Both sides to multiples of `factor`, the area into the range, the shape kept as it can be.
 
-    Equal to transformers.models.qwen2_vl.image_processing_qwen2_vl.smart_resize.
+    Equal to transformers.models.qwen2_vl.image_processing_qwen2_vl.smart_resize; with the pixels of
+    `frames` frames, in groups of so many, to that of video_processing_qwen3_vl.
     Raises TooLarge for an aspect ratio over 200.
     """
     width, height = size.width, size.height
@@ -174,12 +187,13 @@ def smart_resize(size: Size, factor: int, min_pixels: int, max_pixels: int) -> S
             f"an image of {width} x {height} pixels has an aspect ratio over {MAX_ASPECT}: crop it"
         )
     new_width, new_height = round(width / factor) * factor, round(height / factor) * factor
-    if new_width * new_height > max_pixels:
-        beta = math.sqrt(width * height / max_pixels)
+    whole = round(frames / group) * group
+    if whole * new_width * new_height > max_pixels:
+        beta = math.sqrt(frames * width * height / max_pixels)
         new_width = max(factor, math.floor(width / beta / factor) * factor)
         new_height = max(factor, math.floor(height / beta / factor) * factor)
-    elif new_width * new_height < min_pixels:
-        beta = math.sqrt(min_pixels / (width * height))
+    elif whole * new_width * new_height < min_pixels:
+        beta = math.sqrt(min_pixels / (frames * width * height))
         new_width = math.ceil(width * beta / factor) * factor
         new_height = math.ceil(height * beta / factor) * factor
     return Size(new_width, new_height)

@@ -17,6 +17,7 @@ from actors.errors import CheckpointError
 from actors.options import ModelOptions
 from actors.sizing import Sizing
 from actors.types import Dtype, Kind
+from actors.video import VideoSizing
 
 BILINEAR, BICUBIC = 2, 3
 """PIL.Image.Resampling, as processors' JSON says it."""
@@ -41,9 +42,19 @@ class ModelSpec:
     std: tuple[float, float, float]
     vision: Mapping[str, Any]
     """`vision_config` of config.json, as it stands."""
-    kinds: tuple[Kind, ...] = ("image",)
     paths: tuple[str, ...] = ("default",)
-    max_frames_per_video: int = 0
+    video: VideoSizing | None = None
+    """How videos are cut up; None: the family, or this checkpoint of it, takes none."""
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What it takes."""
+        return ("image", "video") if self.video else ("image",)
+
+    @property
+    def max_frames_per_video(self) -> int:
+        """The most attention segments of one video; 0: it takes none."""
+        return self.video.most_groups if self.video else 0
 
     @property
     def weights(self) -> str:
@@ -94,6 +105,22 @@ def image_processor(files: Files, resample: int = BICUBIC) -> Json:
     if abs((settings.get("rescale_factor") or 1 / 255) * 255 - 1) > 1e-6:
         raise ValueError("rescale_factor of the image processor: only 1/255 is supported")
     return dict(settings)
+
+
+def video_processor(files: Files) -> Json:
+    """The video processor's settings, found where transformers finds them, in its order.
+
+    Checkpoints older than video processors have those of the image processor.
+    """
+    together = (files.read_json("processor_config.json") or {}).get("video_processor")
+    for settings in (
+        together,
+        files.read_json("video_preprocessor_config.json"),
+        files.read_json("preprocessor_config.json"),
+    ):
+        if settings is not None:
+            return dict(settings)
+    return {}
 
 
 def only(settings: Json, fixed: Json, whose: str) -> None:

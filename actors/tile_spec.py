@@ -12,6 +12,7 @@ from actors.checkpoint import Files, Json
 from actors.options import ModelOptions
 from actors.spec import BILINEAR, ModelSpec, image_processor, image_spec, only
 from actors.tiling import PaddedTiles, StretchedTiles, TileSizing
+from actors.video_spec import tiled_video
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
@@ -29,7 +30,7 @@ def internvl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
         max_tiles=int(processor.get("max_patches", 12)),
     )
     width = config["text_config"]["hidden_size"]
-    return tiled("internvl", options, processor, vision, sizing, width)
+    return tiled_video(tiled("internvl", options, processor, vision, sizing, width), files)
 
 
 def internvl_chat(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
@@ -44,7 +45,7 @@ def internvl_chat(options: ModelOptions, files: Files, config: Json) -> ModelSpe
         max_tiles=int(config.get("max_dynamic_patch", 6)),
     )
     width = config["llm_config"]["hidden_size"]
-    return tiled("internvl_chat", options, processor, vision, sizing, width)
+    return tiled_video(tiled("internvl_chat", options, processor, vision, sizing, width), files)
 
 
 def llama4(options: ModelOptions, files: Files, config: Json) -> ModelSpec:

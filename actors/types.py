@@ -33,6 +33,19 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
+class Clip:
+    """What the header of a video tells, or what a list of frames is."""
+
+    size: Size
+    """Of each frame."""
+    frames: int
+    fps: float
+    """How many are shown in a second."""
+    chosen: bool = False
+    """The client chose the frames: all are encoded."""
+
+
+@dataclass(frozen=True, slots=True)
 class ItemPlan:
     """What an item will cost, known from its size in pixels alone."""
 
@@ -46,7 +59,8 @@ class ItemPlan:
     path_tokens: tuple[int, ...]
     """Tokens that each path of the model computes, in the order of `ModelSpec.paths`."""
     frames: int = 0
-    """Frames of a video; 0 for an image."""
+    """Attention segments of a video: its temporal groups of frames, each a row of `grid_thw`'s
+    first axis. 0: an image."""
     path_patches: tuple[int, ...] = ()
     """Patches of each path, whose rows follow each other in an item. Empty: one path has all."""
 
@@ -66,14 +80,21 @@ class Media:
     data: bytes
     plan: ItemPlan
     digest: str
-    """Hexadecimal SHA-256 of `data`."""
+    """Hexadecimal SHA-256 of `data`; of `frames`, that of their own digests."""
     notice: str = ""
     """What the client should know, such as "animated GIF: the first of 12 frames"."""
+    clip: Clip | None = None
+    """Of a video."""
+    frames: tuple[bytes, ...] = ()
+    """Of a video that came as images: their files, still compressed; `data` is empty."""
+    evs_rate: float = 0.0
+    """The share of a video's rows that is left out after encoding, where little changes."""
 
     @property
     def identity(self) -> tuple[str, ...]:
         """What decides its rows, beside the model. Equal ones are encoded once."""
-        return self.kind, self.digest
+        pruned = (f"evs {self.evs_rate!r}",) if self.evs_rate else ()
+        return self.kind, self.digest, *pruned
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +114,9 @@ class Item:
     plan: ItemPlan
     patches: Bytes
     """uint8 [plan.patches, channels * patch_size ** 2], one frame, not normalised. Tile families:
-    tile after tile. Models of several paths: path after path."""
+    tile after tile. Models of several paths: path after path. Videos: group after group."""
+    later: Bytes | None = None
+    """The same patches in the second frame of each group of a video, where groups have two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +162,8 @@ class Embedding:
     source: Source
     timings: Timings
     replica: str = ""
+    frame_tokens: tuple[int, ...] = ()
+    """Of a video with an `evs_rate`: rows that are left of each temporal group."""
     reference: str = ""
     """Id under which its replica keeps it for a while; empty: it does not."""
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from actors.errors import InvalidRequest, ServiceError, TooLarge
+from actors.evs import retained_tokens
 from actors.options import ReferenceOptions
 from actors.spec import ModelSpec
 from actors.types import Media
 from encoder_service.config import FetchOptions, LimitOptions
 from encoder_service.fetch import Fetcher
-from encoder_service.media import probe
+from encoder_service.media import probe, probe_frames
 from encoder_service.schema import RequestOptions
 from encoder_service.tensors import WIDTHS
 from encoder_service.wire import RequestItem
@@ -28,8 +30,10 @@ class Admission:
         self.limits = limits
         self.fetcher = Fetcher(fetch)
 
-    async def admit(self, items: Sequence[RequestItem]) -> list[Media | ServiceError]:
-        """Each item's media, or why it is refused.
+    async def admit(
+        self, items: Sequence[RequestItem], evs_rate: float = 0.0
+    ) -> list[Media | ServiceError]:
+        """Each item's media, or why it is refused. `evs_rate`: of the videos.
 
         Raises InvalidRequest or TooLarge where the request as a whole is.
         """
@@ -42,12 +46,16 @@ class Admission:
             )
         found = await asyncio.gather(*(self.data(item) for item in items))
         # Always in a thread: a PNG of a few KB may have MB of metadata to decompress.
-        return await asyncio.to_thread(self.probe_all, items, found)
+        admitted = await asyncio.to_thread(self.probe_all, items, found)
+        return [
+            replace(one, evs_rate=evs_rate) if isinstance(one, Media) and one.clip else one
+            for one in admitted
+        ]
 
     async def data(self, item: RequestItem) -> bytes | ServiceError:
-        """The item's bytes, fetched if it is a URL."""
-        if item.data is not None:
-            return item.data
+        """The item's bytes, fetched if it is a URL; none of a list of frames."""
+        if item.data is not None or item.frames is not None:
+            return item.data or b""
         try:
             if item.url is None:
                 raise InvalidRequest("the item has neither data nor url: give one of them")
@@ -67,6 +75,8 @@ class Admission:
     def probe(self, item: RequestItem, data: bytes) -> Media | ServiceError:
         """One item's media, or why it is refused."""
         try:
+            if item.frames is not None:
+                return probe_frames(item.frames, item.fps, self.spec, self.limits)
             return probe(data, item.type, self.spec, self.limits)
         except ServiceError as error:
             return error
@@ -88,7 +98,7 @@ def check_answer(
     if options.reference:
         most, name = references.max_bytes, "references.max_bytes"
         advice = "send fewer items at a time: the first would make room for the last"
-    tokens = sum(one.plan.tokens for one in media)
+    tokens = sum(retained_tokens(one.plan, one.evs_rate) for one in media)
     size_bytes = tokens * spec.width * WIDTHS[options.dtype]
     if size_bytes > most:
         raise TooLarge(f"the answer would be {size_bytes} bytes, over {most} ({name}): {advice}")

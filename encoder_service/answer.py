@@ -60,8 +60,20 @@ def item(spec: ModelSpec, entry: Entry, request_id: str) -> Json:
             "deepstack": spec.deepstack,
         }
         | content(embedding)
+        | times(spec, media)
+        | ({"frame_tokens": list(embedding.frame_tokens)} if embedding.frame_tokens else {})
         | ({"notice": media.notice} if media.notice else {})
     )
+
+
+def times(spec: ModelSpec, media: Media) -> Json:
+    """When the groups of frames of a video are shown, which language models are told."""
+    if media.clip is None or spec.video is None:
+        return {}
+    return {
+        "timestamps": spec.video.timestamps(media.clip),
+        "second_per_grid_ts": spec.video.seconds_per_group(media.clip),
+    }
 
 
 def content(embedding: Embedding) -> Json:

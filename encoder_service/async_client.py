@@ -17,7 +17,8 @@ from rich.console import Console
 
 from encoder_service.dataset import DatasetOptions, Written, encode_dataset
 from encoder_service.embedding import Embedding, ServiceError, read_items
-from encoder_service.samples import Samples, Source
+from encoder_service.samples import Frames, Samples, Source
+from encoder_service.signatures import VIDEOS, name_format
 from encoder_service.transports import Transport, connect
 from encoder_service.wire import RequestItem
 
@@ -54,6 +55,7 @@ class AsyncClient:
         on_error: Literal["fail"] = ...,
         *,
         reference: bool = ...,
+        evs_rate: float = ...,
     ) -> list[Embedding]: ...
     @overload
     async def encode(
@@ -63,6 +65,7 @@ class AsyncClient:
         *,
         on_error: Literal["return"],
         reference: bool = ...,
+        evs_rate: float = ...,
     ) -> list[Embedding | ServiceError]: ...
     async def encode(
         self,
@@ -71,14 +74,19 @@ class AsyncClient:
         on_error: Literal["fail", "return"] = "fail",
         *,
         reference: bool = False,
+        evs_rate: float = 0.0,
     ) -> list[Embedding] | list[Embedding | ServiceError]:
         """An embedding for each source, in order. Raises ServiceError, or OSError for a path.
 
         With on_error "return" the error of an item stands in its place. With `reference` the
-        service keeps the embeddings for a while: they come without data, for `fetch`.
+        service keeps the embeddings for a while: they come without data, for `fetch`. `evs_rate`:
+        the share of each video's rows that is left out where little changes.
         """
         items = await asyncio.to_thread(lambda: [request_item(source) for source in sources])
-        options = {"dtype": dtype, "on_error": on_error, "reference": reference}
+        options = {
+            **{"dtype": dtype, "on_error": on_error},
+            **{"reference": reference, "evs_rate": evs_rate},
+        }
         document = await self.persist(lambda: self.transport.encode(items, options))
         return read_items(document)
 
@@ -153,16 +161,19 @@ class AsyncClient:
 
 def request_item(source: Source) -> RequestItem:
     """What is sent for a source. Raises OSError."""
+    if isinstance(source, Frames):
+        files = tuple(request_item(image).data or b"" for image in source.images)
+        return RequestItem("video", frames=files, fps=source.fps)
     if isinstance(source, bytes):
-        return RequestItem("image", source, None)
+        return RequestItem("video" if name_format(source) in VIDEOS else "image", source)
     if isinstance(source, Image.Image):
         file = BytesIO()
         source.save(file, "PNG", compress_level=1)
-        return RequestItem("image", file.getvalue(), None)
+        return RequestItem("image", file.getvalue())
     name = str(source)
     kind: Literal["image", "video"] = (
         "video" if (guess_type(name)[0] or "").startswith("video/") else "image"
     )
     if name.startswith("https://"):
-        return RequestItem(kind, None, name)
-    return RequestItem(kind, Path(name).read_bytes(), None)
+        return RequestItem(kind, url=name)
+    return RequestItem(kind, Path(name).read_bytes())

@@ -21,13 +21,14 @@ from rich.console import Console
 from encoder_service.async_client import AsyncClient
 from encoder_service.dataset import DatasetOptions, Written
 from encoder_service.embedding import Embedding, ServiceError
-from encoder_service.samples import Samples, Source
+from encoder_service.samples import Frames, Samples, Source
 
 __all__ = [
     "AsyncClient",
     "Client",
     "DatasetOptions",
     "Embedding",
+    "Frames",
     "Samples",
     "ServiceError",
     "Source",
@@ -72,6 +73,7 @@ class Client:
         on_error: Literal["fail"] = ...,
         *,
         reference: bool = ...,
+        evs_rate: float = ...,
     ) -> list[Embedding]: ...
     @overload
     def encode(
@@ -81,6 +83,7 @@ class Client:
         *,
         on_error: Literal["return"],
         reference: bool = ...,
+        evs_rate: float = ...,
     ) -> list[Embedding | ServiceError]: ...
     def encode(
         self,
@@ -89,11 +92,12 @@ class Client:
         on_error: Literal["fail", "return"] = "fail",
         *,
         reference: bool = False,
+        evs_rate: float = 0.0,
     ) -> list[Embedding] | list[Embedding | ServiceError]:
         """See AsyncClient."""
         call: Any = self.client.encode  # the overloads take one of the two words, not either
         embeddings: list[Embedding] = self.run(
-            call(sources, dtype, on_error=on_error, reference=reference)
+            call(sources, dtype, on_error=on_error, reference=reference, evs_rate=evs_rate)
         )
         return embeddings
 

@@ -57,6 +57,11 @@ class LimitOptions(Options):
     max_pixels: int = Field(40_000_000, gt=0, le=178_000_000)
     """Of one image, as its header declares them. Decoding takes up to 16 bytes of memory for each,
     however small the file: raise it for maps and scans. Beyond the most, Pillow refuses."""
+    max_video_frames: PositiveInt = 20_000
+    """Of a video file, encoded or not: what lies between two that are may have to be decoded."""
+    max_video_seconds: PositiveFloat = 900
+    max_video_tokens: PositiveInt = 32_768
+    """Of all groups of frames of one video that are encoded."""
     timeout_seconds: PositiveFloat = 60
     """Of a request that names none; also the most that one may name, and of reading a body."""
 

@@ -43,6 +43,12 @@ class Embedding:
     family: str = ""
     """Of the model, such as "qwen3_vl"; empty from a service that does not say."""
     notice: str = ""
+    timestamps: tuple[float, ...] = ()
+    """Of a video: seconds of each temporal group."""
+    second_per_grid_ts: float = 0.0
+    """Of a video: seconds from one temporal group to the next."""
+    frame_tokens: tuple[int, ...] = ()
+    """Of a video sent with `evs_rate`: rows that are left of each temporal group."""
     reference: str = ""
     """Id that the service keeps it under for a while; then `data` is empty: `Client.fetch`."""
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
@@ -120,6 +126,10 @@ def service_error(
     )
 
 
+LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens")
+"""Fields of an item that are lists in a document."""
+
+
 def read_items(document: Mapping[str, Any]) -> list[Embedding | ServiceError]:
     """The items of a response document."""
     shared = {name: document[name] for name in ("model", "weights", "timings")}
@@ -131,7 +141,7 @@ def read_items(document: Mapping[str, Any]) -> list[Embedding | ServiceError]:
             **shared
             | {"data": b""}
             | item
-            | {"grid_thw": tuple(item["grid_thw"]), "shape": tuple(item["shape"])}
+            | {name: tuple(item[name]) for name in LISTS if name in item}
         )
         for item in document["items"]
     ]

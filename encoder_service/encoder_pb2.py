@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65ncoder_service/encoder.proto\x12\nencoder.v1\"=\n\x04Item\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"P\n\x07Options\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\x10\n\x08on_error\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\x08\"!\n\x0c\x46\x65tchRequest\x12\x11\n\treference\x18\x01 \x01(\t\"#\n\x0eReleaseRequest\x12\x11\n\treference\x18\x01 \x01(\t\"\x11\n\x0fReleaseResponse\"V\n\rEncodeRequest\x12\x1f\n\x05items\x18\x01 \x03(\x0b\x32\x10.encoder.v1.Item\x12$\n\x07options\x18\x02 \x01(\x0b\x32\x13.encoder.v1.Options\"G\n\x05\x45rror\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04item\x18\x03 \x01(\x05\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\xee\x01\n\tEmbedding\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x10\n\x08grid_thw\x18\x03 \x03(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05shape\x18\x06 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x07 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x0e\n\x06source\x18\t \x01(\t\x12\x11\n\tdeepstack\x18\n \x01(\x05\x12\x0e\n\x06notice\x18\x0b \x01(\t\x12\x11\n\treference\x18\r \x01(\t\x12 \n\x05\x65rror\x18\x0c \x01(\x0b\x32\x11.encoder.v1.Error\"W\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x15\n\rpreprocess_ms\x18\x02 \x01(\x01\x12\x11\n\tencode_ms\x18\x03 \x01(\x01\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\"\x8c\x01\n\x0e\x45ncodeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12$\n\x05items\x18\x03 \x03(\x0b\x32\x15.encoder.v1.Embedding\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.encoder.v1.Timings\x12\x0e\n\x06\x66\x61mily\x18\x05 \x01(\t\"u\n\x0b\x45ncodeChunk\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12(\n\tembedding\x18\x03 \x01(\x0b\x32\x15.encoder.v1.Embedding\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x0e\n\x06\x66\x61mily\x18\x05 \x01(\t\"\x11\n\x0fGetModelRequest\" \n\x10GetModelResponse\x12\x0c\n\x04json\x18\x01 \x01(\t2\xd9\x02\n\x07\x45ncoder\x12?\n\x06\x45ncode\x12\x19.encoder.v1.EncodeRequest\x1a\x1a.encoder.v1.EncodeResponse\x12\x44\n\x0c\x45ncodeStream\x12\x19.encoder.v1.EncodeRequest\x1a\x17.encoder.v1.EncodeChunk0\x01\x12<\n\x05\x46\x65tch\x12\x18.encoder.v1.FetchRequest\x1a\x17.encoder.v1.EncodeChunk0\x01\x12\x42\n\x07Release\x12\x1a.encoder.v1.ReleaseRequest\x1a\x1b.encoder.v1.ReleaseResponse\x12\x45\n\x08GetModel\x12\x1b.encoder.v1.GetModelRequest\x1a\x1c.encoder.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65ncoder_service/encoder.proto\x12\nencoder.v1\"c\n\x04Item\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x12$\n\x06\x66rames\x18\x04 \x01(\x0b\x32\x12.encoder.v1.FramesH\x00\x42\x08\n\x06source\"#\n\x06\x46rames\x12\x0c\n\x04\x64\x61ta\x18\x01 \x03(\x0c\x12\x0b\n\x03\x66ps\x18\x02 \x01(\x01\"b\n\x07Options\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\x10\n\x08on_error\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\x08\x12\x10\n\x08\x65vs_rate\x18\x05 \x01(\x01\"!\n\x0c\x46\x65tchRequest\x12\x11\n\treference\x18\x01 \x01(\t\"#\n\x0eReleaseRequest\x12\x11\n\treference\x18\x01 \x01(\t\"\x11\n\x0fReleaseResponse\"V\n\rEncodeRequest\x12\x1f\n\x05items\x18\x01 \x03(\x0b\x32\x10.encoder.v1.Item\x12$\n\x07options\x18\x02 \x01(\x0b\x32\x13.encoder.v1.Options\"G\n\x05\x45rror\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04item\x18\x03 \x01(\x05\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\xb4\x02\n\tEmbedding\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x10\n\x08grid_thw\x18\x03 \x03(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05shape\x18\x06 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x07 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x0e\n\x06source\x18\t \x01(\t\x12\x11\n\tdeepstack\x18\n \x01(\x05\x12\x0e\n\x06notice\x18\x0b \x01(\t\x12\x11\n\treference\x18\r \x01(\t\x12 \n\x05\x65rror\x18\x0c \x01(\x0b\x32\x11.encoder.v1.Error\x12\x12\n\ntimestamps\x18\x0e \x03(\x01\x12\x1a\n\x12second_per_grid_ts\x18\x0f \x01(\x01\x12\x14\n\x0c\x66rame_tokens\x18\x10 \x03(\x05\"W\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x15\n\rpreprocess_ms\x18\x02 \x01(\x01\x12\x11\n\tencode_ms\x18\x03 \x01(\x01\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\"\x8c\x01\n\x0e\x45ncodeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12$\n\x05items\x18\x03 \x03(\x0b\x32\x15.encoder.v1.Embedding\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.encoder.v1.Timings\x12\x0e\n\x06\x66\x61mily\x18\x05 \x01(\t\"u\n\x0b\x45ncodeChunk\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12(\n\tembedding\x18\x03 \x01(\x0b\x32\x15.encoder.v1.Embedding\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x0e\n\x06\x66\x61mily\x18\x05 \x01(\t\"\x11\n\x0fGetModelRequest\" \n\x10GetModelResponse\x12\x0c\n\x04json\x18\x01 \x01(\t2\xd9\x02\n\x07\x45ncoder\x12?\n\x06\x45ncode\x12\x19.encoder.v1.EncodeRequest\x1a\x1a.encoder.v1.EncodeResponse\x12\x44\n\x0c\x45ncodeStream\x12\x19.encoder.v1.EncodeRequest\x1a\x17.encoder.v1.EncodeChunk0\x01\x12<\n\x05\x46\x65tch\x12\x18.encoder.v1.FetchRequest\x1a\x17.encoder.v1.EncodeChunk0\x01\x12\x42\n\x07Release\x12\x1a.encoder.v1.ReleaseRequest\x1a\x1b.encoder.v1.ReleaseResponse\x12\x45\n\x08GetModel\x12\x1b.encoder.v1.GetModelRequest\x1a\x1c.encoder.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,31 +32,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'encoder_service.encoder_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ITEM']._serialized_start=45
-  _globals['_ITEM']._serialized_end=106
-  _globals['_OPTIONS']._serialized_start=108
-  _globals['_OPTIONS']._serialized_end=188
-  _globals['_FETCHREQUEST']._serialized_start=190
-  _globals['_FETCHREQUEST']._serialized_end=223
-  _globals['_RELEASEREQUEST']._serialized_start=225
-  _globals['_RELEASEREQUEST']._serialized_end=260
-  _globals['_RELEASERESPONSE']._serialized_start=262
-  _globals['_RELEASERESPONSE']._serialized_end=279
-  _globals['_ENCODEREQUEST']._serialized_start=281
-  _globals['_ENCODEREQUEST']._serialized_end=367
-  _globals['_ERROR']._serialized_start=369
-  _globals['_ERROR']._serialized_end=440
-  _globals['_EMBEDDING']._serialized_start=443
-  _globals['_EMBEDDING']._serialized_end=681
-  _globals['_TIMINGS']._serialized_start=683
-  _globals['_TIMINGS']._serialized_end=770
-  _globals['_ENCODERESPONSE']._serialized_start=773
-  _globals['_ENCODERESPONSE']._serialized_end=913
-  _globals['_ENCODECHUNK']._serialized_start=915
-  _globals['_ENCODECHUNK']._serialized_end=1032
-  _globals['_GETMODELREQUEST']._serialized_start=1034
-  _globals['_GETMODELREQUEST']._serialized_end=1051
-  _globals['_GETMODELRESPONSE']._serialized_start=1053
-  _globals['_GETMODELRESPONSE']._serialized_end=1085
-  _globals['_ENCODER']._serialized_start=1088
-  _globals['_ENCODER']._serialized_end=1433
+  _globals['_ITEM']._serialized_end=144
+  _globals['_FRAMES']._serialized_start=146
+  _globals['_FRAMES']._serialized_end=181
+  _globals['_OPTIONS']._serialized_start=183
+  _globals['_OPTIONS']._serialized_end=281
+  _globals['_FETCHREQUEST']._serialized_start=283
+  _globals['_FETCHREQUEST']._serialized_end=316
+  _globals['_RELEASEREQUEST']._serialized_start=318
+  _globals['_RELEASEREQUEST']._serialized_end=353
+  _globals['_RELEASERESPONSE']._serialized_start=355
+  _globals['_RELEASERESPONSE']._serialized_end=372
+  _globals['_ENCODEREQUEST']._serialized_start=374
+  _globals['_ENCODEREQUEST']._serialized_end=460
+  _globals['_ERROR']._serialized_start=462
+  _globals['_ERROR']._serialized_end=533
+  _globals['_EMBEDDING']._serialized_start=536
+  _globals['_EMBEDDING']._serialized_end=844
+  _globals['_TIMINGS']._serialized_start=846
+  _globals['_TIMINGS']._serialized_end=933
+  _globals['_ENCODERESPONSE']._serialized_start=936
+  _globals['_ENCODERESPONSE']._serialized_end=1076
+  _globals['_ENCODECHUNK']._serialized_start=1078
+  _globals['_ENCODECHUNK']._serialized_end=1195
+  _globals['_GETMODELREQUEST']._serialized_start=1197
+  _globals['_GETMODELREQUEST']._serialized_end=1214
+  _globals['_GETMODELRESPONSE']._serialized_start=1216
+  _globals['_GETMODELRESPONSE']._serialized_end=1248
+  _globals['_ENCODER']._serialized_start=1251
+  _globals['_ENCODER']._serialized_end=1596
 # @@protoc_insertion_point(module_scope)

@@ -7,26 +7,38 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Item(_message.Message):
-    __slots__ = ("type", "data", "url")
+    __slots__ = ("type", "data", "url", "frames")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
     type: str
     data: bytes
     url: str
-    def __init__(self, type: _Optional[str] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ...) -> None: ...
+    frames: Frames
+    def __init__(self, type: _Optional[str] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ..., frames: _Optional[_Union[Frames, _Mapping]] = ...) -> None: ...
+
+class Frames(_message.Message):
+    __slots__ = ("data", "fps")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    FPS_FIELD_NUMBER: _ClassVar[int]
+    data: _containers.RepeatedScalarFieldContainer[bytes]
+    fps: float
+    def __init__(self, data: _Optional[_Iterable[bytes]] = ..., fps: _Optional[float] = ...) -> None: ...
 
 class Options(_message.Message):
-    __slots__ = ("dtype", "timeout_s", "on_error", "reference")
+    __slots__ = ("dtype", "timeout_s", "on_error", "reference", "evs_rate")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     ON_ERROR_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    EVS_RATE_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     timeout_s: float
     on_error: str
     reference: bool
-    def __init__(self, dtype: _Optional[str] = ..., timeout_s: _Optional[float] = ..., on_error: _Optional[str] = ..., reference: _Optional[bool] = ...) -> None: ...
+    evs_rate: float
+    def __init__(self, dtype: _Optional[str] = ..., timeout_s: _Optional[float] = ..., on_error: _Optional[str] = ..., reference: _Optional[bool] = ..., evs_rate: _Optional[float] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("reference",)
@@ -65,7 +77,7 @@ class Error(_message.Message):
     def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., item: _Optional[int] = ..., retryable: _Optional[bool] = ...) -> None: ...
 
 class Embedding(_message.Message):
-    __slots__ = ("index", "type", "grid_thw", "tokens", "dtype", "shape", "data", "digest", "source", "deepstack", "notice", "reference", "error")
+    __slots__ = ("index", "type", "grid_thw", "tokens", "dtype", "shape", "data", "digest", "source", "deepstack", "notice", "reference", "error", "timestamps", "second_per_grid_ts", "frame_tokens")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     GRID_THW_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +91,9 @@ class Embedding(_message.Message):
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    TIMESTAMPS_FIELD_NUMBER: _ClassVar[int]
+    SECOND_PER_GRID_TS_FIELD_NUMBER: _ClassVar[int]
+    FRAME_TOKENS_FIELD_NUMBER: _ClassVar[int]
     index: int
     type: str
     grid_thw: _containers.RepeatedScalarFieldContainer[int]
@@ -92,7 +107,10 @@ class Embedding(_message.Message):
     notice: str
     reference: str
     error: Error
-    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., digest: _Optional[str] = ..., source: _Optional[str] = ..., deepstack: _Optional[int] = ..., notice: _Optional[str] = ..., reference: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    timestamps: _containers.RepeatedScalarFieldContainer[float]
+    second_per_grid_ts: float
+    frame_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., digest: _Optional[str] = ..., source: _Optional[str] = ..., deepstack: _Optional[int] = ..., notice: _Optional[str] = ..., reference: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., timestamps: _Optional[_Iterable[float]] = ..., second_per_grid_ts: _Optional[float] = ..., frame_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_ms", "preprocess_ms", "encode_ms", "total_ms")

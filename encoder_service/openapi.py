@@ -70,6 +70,7 @@ ENCODE: dict[str, Any] = {
             "application/json": schema(EncodeBody),
             "application/msgpack": schema(EncodeBody),
             "image/*": BINARY,
+            "video/*": BINARY,
         },
     },
     "responses": {"200": {"description": "Embeddings, in the order of the request.", **ANSWER}},

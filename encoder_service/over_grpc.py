@@ -33,7 +33,7 @@ class GrpcTransport:
 
     async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
         """Encoder.Encode."""
-        parts = [pb.Item(**item.document()) for item in items]
+        parts = [message(item) for item in items]
         request = pb.EncodeRequest(items=parts, options=pb.Options(**options))
         answer = await self.call(self.stub.Encode, request)
         return {
@@ -105,11 +105,19 @@ def raised() -> Iterator[None]:
         raise service_error(document, code.name, document.get("retry_after_s")) from error
 
 
+def message(item: RequestItem) -> pb.Item:
+    """An item of a request."""
+    if item.frames is None:
+        return pb.Item(**item.document())
+    return pb.Item(type=item.type, frames=pb.Frames(data=item.frames, fps=item.fps or 0))
+
+
 def item_document(item: Any) -> Document:
     """A message as the same item over HTTP."""
     if item.HasField("error"):
         return {"index": item.index, "type": item.type, "error": document_of(item.error)}
-    return document_of(item) | {"grid_thw": list(item.grid_thw), "shape": list(item.shape)}
+    lists = ("grid_thw", "shape", "timestamps", "frame_tokens")
+    return document_of(item) | {name: list(getattr(item, name)) for name in lists}
 
 
 def document_of(message: Any) -> Document:

@@ -7,6 +7,7 @@ JSON: {"type", "message", "item", "retryable"}, and "retry_after_s" where there 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
@@ -175,9 +176,20 @@ def request_item(index: int, one: pb.Item) -> RequestItem:
         raise InvalidRequest(f'items[{index}].type must be "image" or "video", not {kind!r}')
     source = one.WhichOneof("source")
     if source is None:
-        raise InvalidRequest(f"items[{index}] needs either data or url")
+        raise InvalidRequest(f"items[{index}] needs data, url or frames")
+    if source == "frames":
+        return frames_item(index, one)
     data, url = (one.data, None) if source == "data" else (None, one.url)
     return RequestItem("video" if kind == "video" else "image", data, url)
+
+
+def frames_item(index: int, one: pb.Item) -> RequestItem:
+    """A video that comes as a list of images."""
+    if one.type != "video":
+        raise InvalidRequest(f'items[{index}].frames: the type must be "video"')
+    if not 0 <= one.frames.fps < math.inf:
+        raise InvalidRequest(f"items[{index}].frames.fps must be above zero")
+    return RequestItem("video", frames=tuple(one.frames.data), fps=one.frames.fps or None)
 
 
 def response(document: Json) -> pb.EncodeResponse:

@@ -10,8 +10,21 @@ from typing import Any
 
 from PIL import Image
 
-Source = str | Path | bytes | Image.Image
-"""A path, an https URL, the bytes of a file, or an image (which travels as PNG)."""
+File = str | Path | bytes | Image.Image
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """A video as a list of images of one size, all of which are encoded."""
+
+    images: Sequence[File]
+    """Paths, bytes of files or images; no URLs."""
+    fps: float | None = None
+    """How many are shown in a second; None: as many as the model samples."""
+
+
+Source = File | Frames
+"""A path, an https URL, the bytes of a file, an image (which travels as PNG), or frames."""
 Samples = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
 """A folder or a file, several of them, or rows with an image in a column (as of `datasets`)."""
 

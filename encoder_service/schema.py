@@ -25,6 +25,14 @@ class RequestOptions(BaseModel):
     on_error: Literal["fail", "return"] = Field(
         "fail", description="fail: the first error is the answer; return: it stands in its item."
     )
+    evs_rate: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        strict=True,
+        description="The share of each video's rows that is left out after encoding, where little "
+        "changes from one group of frames to the next; images keep theirs.",
+    )
     reference: bool = Field(
         False,
         strict=True,
@@ -72,6 +80,15 @@ class ItemDocument(BaseModel):
     source: Source
     deepstack: int = Field(description="Deepstack features that follow the main ones in a row.")
     notice: str | None = None
+    timestamps: list[float] | None = Field(
+        None, description="Of a video: seconds of each temporal group, as its model reckons them."
+    )
+    second_per_grid_ts: float | None = Field(
+        None, description="Of a video: seconds from one temporal group to the next."
+    )
+    frame_tokens: list[int] | None = Field(
+        None, description="With `evs_rate`: rows that are left of each temporal group."
+    )
 
 
 class FailedItem(BaseModel):
@@ -102,11 +119,19 @@ class EncodeDocument(BaseModel):
 
 
 class BodyItem(BaseModel):
-    """An item of a JSON or msgpack request: `data` or `url`."""
+    """An item of a JSON or msgpack request: `data`, `url` or `frames`."""
 
     type: Kind = "image"
     data: str | None = Field(None, description="base64 in JSON, bytes in msgpack.")
     url: str | None = Field(None, description="Refused unless the service allows the host.")
+    frames: list[str] | None = Field(
+        None, description="A video as image files of one size, all of which are encoded."
+    )
+    fps: float | None = Field(
+        None,
+        gt=0,
+        description="How many of `frames` are shown in a second; as many as the model samples.",
+    )
 
 
 class EncodeBody(BaseModel):

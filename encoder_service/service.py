@@ -155,7 +155,7 @@ class Service:
         self, items: Sequence[RequestItem], options: RequestOptions
     ) -> list[Media | ServiceError]:
         """Each item's media, or its error. With on_error `fail` the first error is raised."""
-        admitted = await self.admission.admit(items)
+        admitted = await self.admission.admit(items, options.evs_rate)
         if options.on_error == "fail":
             for index, one in enumerate(admitted):
                 if isinstance(one, ServiceError):

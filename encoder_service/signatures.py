@@ -4,6 +4,9 @@ from __future__ import annotations
 
 SUPPORTED = ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF")
 
+VIDEOS = ("MP4 or QuickTime", "Matroska or WebM", "AVI")
+"""Formats that are videos, whatever they hold."""
+
 SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
     ("JPEG", 0, b"\xff\xd8\xff"),
     ("PNG", 0, b"\x89PNG\r\n\x1a\n"),

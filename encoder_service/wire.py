@@ -12,6 +12,7 @@ An item has "index", "type" and either "error" or "grid_thw", "tokens", "dtype",
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,14 +34,21 @@ __all__ = ["Document", "RequestItem", "WireError", "parse_request", "parse_respo
 
 @dataclass(frozen=True, slots=True)
 class RequestItem:
-    """One item of a request: either its bytes, still compressed, or where to fetch them."""
+    """One item of a request: its bytes, still compressed, or where to fetch them, or its frames."""
 
     type: Literal["image", "video"]
-    data: bytes | None
-    url: str | None
+    data: bytes | None = None
+    url: str | None = None
+    frames: tuple[bytes, ...] | None = None
+    """A video as image files."""
+    fps: float | None = None
+    """How many of `frames` are shown in a second."""
 
     def document(self) -> Document:
         """An entry of "items" in msgpack: the type and the one source that it has."""
+        if self.frames is not None:
+            rate = {} if self.fps is None else {"fps": self.fps}
+            return {"type": self.type, "frames": list(self.frames), **rate}
         source = {"url": self.url} if self.data is None else {"data": self.data}
         return {"type": self.type, **source}
 
@@ -50,6 +58,8 @@ def parse_request(body: bytes, content_type: str) -> tuple[list[RequestItem], di
     media_type = bare(content_type)
     if media_type.startswith("image/"):
         return [RequestItem("image", body, None)], {}
+    if media_type.startswith("video/"):
+        return [RequestItem("video", body, None)], {}
     if media_type == MSGPACK:
         bounds.check_msgpack(body)
         document = read_msgpack(body)
@@ -59,7 +69,7 @@ def parse_request(body: bytes, content_type: str) -> tuple[list[RequestItem], di
     else:
         raise WireError(
             f"content type {content_type!r} cannot be read: send {JSON}, {MSGPACK}, "
-            "multipart/form-data or one image as image/*",
+            "multipart/form-data, one image as image/* or one video as video/*",
             "unsupported",
         )
     check_keys(document, {"items", "options"}, "the request")
@@ -76,19 +86,45 @@ def parse_item(item: Any, where: str) -> RequestItem:
     """One entry of "items". Data is bytes in msgpack, base64 in JSON."""
     if not isinstance(item, dict):
         raise WireError(f"{where} must be a map")
-    check_keys(item, {"type", "data", "url"}, where)
+    check_keys(item, {"type", "data", "url", "frames", "fps"}, where)
+    if item.get("frames") is not None:
+        return parse_frames(item, where)
     kind, data, url = item.get("type", "image"), item.get("data"), item.get("url")
     if kind not in ("image", "video"):
         raise WireError(f'{where}.type must be "image" or "video", not {kind!r}')
     if (data is None) == (url is None):
         raise WireError(f'{where} needs either "data" or "url"')
+    if item.get("fps") is not None:
+        raise WireError(f'{where}.fps goes with "frames": a video file has its own')
     if url is not None and not isinstance(url, str):
         raise WireError(f"{where}.url must be a string")
+    return RequestItem(kind, None if data is None else content(data, f"{where}.data"), url)
+
+
+def parse_frames(item: Document, where: str) -> RequestItem:
+    """A video that comes as a list of image files."""
+    frames, fps = item["frames"], item.get("fps")
+    if item.get("type") != "video":
+        raise WireError(f'{where}.frames: the type must be "video"')
+    if item.get("data") is not None or item.get("url") is not None:
+        raise WireError(f'{where} needs one of "data", "url" and "frames"')
+    if not isinstance(frames, list):
+        raise WireError(f"{where}.frames must be a list")
+    if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float)):
+        raise WireError(f"{where}.fps must be a number")
+    if fps is not None and not 0 < fps < math.inf:
+        raise WireError(f"{where}.fps must be above zero")
+    files = tuple(content(one, f"{where}.frames[{i}]") for i, one in enumerate(frames))
+    return RequestItem("video", frames=files, fps=fps)
+
+
+def content(data: Any, where: str) -> bytes:
+    """The bytes of a file: themselves in msgpack, base64 in JSON."""
     if isinstance(data, str):
-        data = from_base64(data, f"{where}.data")
-    if data is not None and not isinstance(data, bytes):
-        raise WireError(f"{where}.data must be bytes (msgpack) or base64 (JSON)")
-    return RequestItem(kind, data, url)
+        data = from_base64(data, where)
+    if not isinstance(data, bytes):
+        raise WireError(f"{where} must be bytes (msgpack) or base64 (JSON)")
+    return data
 
 
 def render(answer: Document, accept: str, encoding: str = "base64") -> tuple[bytes, str]:

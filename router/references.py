@@ -45,7 +45,7 @@ class Keeping:
         for place, (item, answer) in enumerate(zip(media, answers, strict=True)):
             if isinstance(answer, Embedding):
                 shard = kept.setdefault(answer.replica, {})
-                shard[place] = Kept(replace(item, data=b""), answer)
+                shard[place] = Kept(replace(item, data=b"", frames=()), answer)
         found = dict(enumerate(answers))
         for done in await asyncio.gather(*(self._keep(*shard) for shard in kept.items())):
             found.update(done)

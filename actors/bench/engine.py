@@ -25,7 +25,7 @@ from actors.bench.report import (
 )
 from actors.bench.timing import kernels, synchronize, timed
 from actors.bench.workloads import Workload, floor_seconds, operations
-from actors.budgets import Capacity
+from actors.budgets import Capacity, Segments
 from actors.capture import choose_packing
 from actors.device import Device
 from actors.errors import ConfigError
@@ -158,15 +158,15 @@ class Bench:
             pixels = self.theirs.pixels(batch.patches)
             return ReferenceCall(self.theirs, batch, pixels, self.theirs.grid(batch.plans))
         if mode == "exact":
-            exact = self.graphs((batch.tokens,), items)
+            exact = self.graphs((batch.tokens,), Segments(items))
             exact.capture(lambda budget, seconds: None)
             return EngineCall(exact, only(batch.tokens, items), smallest_first, batch)
         if mode == "eager":
             whole = Capacity(((),), (batch.tokens,), items, 0)
-            return EngineCall(self.graphs((), 0), whole, smallest_first, batch)
+            return EngineCall(self.graphs((), Segments(0)), whole, smallest_first, batch)
         return EngineCall(self.budgeted, self.limits, self.packing, batch)
 
-    def graphs(self, budgets: tuple[int, ...], segments: int) -> GraphSet:
+    def graphs(self, budgets: tuple[int, ...], segments: Segments) -> GraphSet:
         """Of the tower's only path."""
         return GraphSet(self.tower, self.spec.paths[0], budgets, segments, self.device)
 

@@ -93,6 +93,7 @@ def parts(spec: ModelSpec, weights: Weights) -> Parts:
     table = weights.place(weights.tensors["embeddings.position_embedding.weight"])
     return Parts(
         embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
+        later=weights.later_embedding("patch_embed.proj", spec.std),
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "swiglu", epsilon=epsilon, norm="rms"),
         head=head,

@@ -85,6 +85,7 @@ def parts(spec: ModelSpec, weights: Weights) -> Parts:
     table = weights.place(weights.tensors["patch_embed.pos_emb.weight"].flatten(0, 1))
     return Parts(
         embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
+        later=weights.later_embedding("patch_embed.proj", spec.std),
         layers=[permuted(layer, tower) for layer in weights.blocks(NAMES, tower.depth)],
         style=Style(tower.heads, "gelu_tanh", epsilon=EPSILON),
         head=head,

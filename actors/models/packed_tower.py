@@ -6,11 +6,12 @@ no family, no graphs, no budgets and not where weights come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,7 +22,7 @@ from actors.models import packed
 from actors.models.block import Affine, BlocksForm, BlockWeights, Style
 from actors.sizing import BlockSizing
 from actors.spec import ModelSpec
-from actors.types import Bytes, ItemPlan, Size
+from actors.types import Bytes, Clip, Item, ItemPlan, Size
 
 CACHED_GRIDS = 256
 
@@ -43,6 +44,9 @@ class Parts:
 
     embedding: Affine
     """For `uint8 - 128`: see packed.folded_embedding."""
+    later: Tensor | None
+    """[width, bytes of a patch], for what changes from the first frame of a temporal group to the
+    second, in uint8; None: the tower takes no videos."""
     layers: Sequence[BlockWeights]
     style: Style
     head: Callable[[Tensor, Sequence[Tensor]], Tensor]
@@ -68,9 +72,10 @@ class PackedTower:
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         width, device = len(parts.embedding.weight), parts.embedding.weight.device
-        cos, sin = packed.rotary_tables(
-            self.sizing.longest_side_patches(), width // parts.style.heads, parts.theta
-        )
+        longest = self.sizing.longest_side_patches()
+        if spec.video:
+            longest = max(longest, spec.video.longest_side_patches())
+        cos, sin = packed.rotary_tables(longest, width // parts.style.heads, parts.theta)
         self.cos, self.sin = cos.to(device), sin.to(device)
         self.blocks = blocks(parts.layers, parts.style, attention, parts.taps)
         self.grid = lru_cache(CACHED_GRIDS)(self.rows_of_grid)
@@ -78,10 +83,25 @@ class PackedTower:
     def patchify(self, image: Tensor) -> tuple[ItemPlan, Bytes]:
         """See Tower; transformers: Qwen2VLImageProcessor, before normalisation."""
         size = Size(width=image.shape[2], height=image.shape[1])
-        patches = packed.patchify(
-            image, self.sizing.resized(size), self.sizing.patch_size, self.sizing.merge_size
-        )
-        return self.sizing.plan(size), patches
+        return self.sizing.plan(size), self.cut(image, self.sizing.resized(size))
+
+    def cut_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
+        """See VideoTower."""
+        assert self.spec.video, "a video for a family that takes none. This is a bug."
+        plan = self.spec.video.plan(clip)
+        resized = Size(*(side * self.sizing.patch_size for side in reversed(plan.grid_thw[1:])))
+        bytes_of_patch = 3 * self.sizing.patch_size**2
+        groups = np.empty((2, plan.frames, plan.patches // plan.frames, bytes_of_patch), np.uint8)
+        for index, frame in enumerate(frames):
+            groups[index % 2, index // 2] = self.cut(frame, resized)
+        if not index % 2:
+            groups[1, -1] = groups[0, -1]
+        first, later = groups.reshape(2, plan.patches, bytes_of_patch)
+        return Item(plan, first, later)
+
+    def cut(self, image: Tensor, resized: Size) -> Bytes:
+        """uint8 [3, height, width] to uint8 patches of a size, in the tower's order."""
+        return packed.patchify(image, resized, self.sizing.patch_size, self.sizing.merge_size)
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """See Tower."""
@@ -95,6 +115,13 @@ class PackedTower:
             shapes["taps"] = ((patches, positions.taps), torch.int32)
             shapes["tap_weights"] = ((patches, positions.taps), torch.float32)
         return shapes
+
+    def video_inputs(self, path: str, tokens: int) -> Shapes:
+        """See VideoTower."""
+        if self.parts.later is None or not self.spec.video:
+            return {}
+        patches = tokens * self.sizing.merge_size**2
+        return {"later": ((patches, 3 * self.sizing.patch_size**2), torch.uint8)}
 
     def metadata(
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
@@ -110,8 +137,11 @@ class PackedTower:
 
     def forward(self, path: str, values: Values) -> Tensor:
         """See Tower. Rows beyond the last segment: finite, otherwise undefined."""
-        x = values["patches"].to(self.dtype) - 128
-        x = F.linear(x, self.parts.embedding.weight, self.parts.embedding.bias)
+        first = values["patches"].to(self.dtype)
+        x = F.linear(first - 128, self.parts.embedding.weight, self.parts.embedding.bias)
+        if self.parts.later is not None and "later" in values:
+            # Bytes and their differences are exact in bfloat16; of an image they are zero.
+            x = torch.addmm(x, values["later"].to(self.dtype) - first, self.parts.later.t())
         if self.parts.stem:
             x = self.parts.stem(x)
         if self.parts.positions:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actors.errors import CheckpointError
 from actors.models.block import Affine, BlockWeights
-from actors.models.packed import Rgb, folded_embedding
+from actors.models.packed import Rgb, folded_embedding, scaled_to_bytes
 from actors.spec import ModelSpec
 
 Expected = dict[str, tuple[int, ...]]
@@ -143,6 +143,13 @@ class Weights:
             weight if weight.dim() == 5 else weight[:, :, None], bias, mean, std
         )
         return Affine(self.place(folded.weight), self.place(folded.bias))
+
+    def later_embedding(self, name: str, std: Rgb) -> Tensor | None:
+        """What the second frame adds by its change, in uint8. None: frames do not come in twos."""
+        weight = self.tensors[f"{name}.weight"]
+        if weight.dim() < 5 or weight.shape[2] != 2:
+            return None
+        return self.place(scaled_to_bytes(weight[:, :, 1], std).flatten(1).float())
 
     def blocks(self, names: BlockNames, depth: int) -> list[BlockWeights]:
         """Every layer."""

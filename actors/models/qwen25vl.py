@@ -29,7 +29,7 @@ from actors.models.packed_weights import (
     expected_blocks,
 )
 from actors.spec import ModelSpec
-from actors.types import Bytes, ItemPlan
+from actors.types import Bytes, ItemPlan, Size
 
 NAMES = BlockNames(
     up=("mlp.gate_proj", "mlp.up_proj"),
@@ -72,6 +72,7 @@ def parts(spec: ModelSpec, weights: Weights) -> Parts:
     windowed = frozenset(range(tower.depth)) - set(spec.vision["fullatt_block_indexes"])
     return Parts(
         embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
+        later=weights.later_embedding("patch_embed.proj", spec.std),
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "swiglu", norm="rms", windowed=windowed),
         head=head,
@@ -90,12 +91,13 @@ class WindowedTower(PackedTower):
         """Tokens of a window's side."""
         self.windows = lru_cache(CACHED_GRIDS)(self.windows_of_grid)
 
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Bytes]:
-        """See Tower; window after window."""
-        plan, patches = super().patchify(image)
-        order, _ = self.windows(*plan.grid_thw[1:])
-        tokens = patches.reshape(plan.tokens, -1)
-        return plan, tokens[order.numpy()].reshape(patches.shape)
+    def cut(self, image: Tensor, resized: Size) -> Bytes:
+        """See PackedTower; window after window."""
+        patches = super().cut(image, resized)
+        patch = self.sizing.patch_size
+        order, _ = self.windows(resized.height // patch, resized.width // patch)
+        windows: Bytes = patches.reshape(len(order), -1)[order.numpy()]
+        return windows.reshape(patches.shape)
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """See Tower."""

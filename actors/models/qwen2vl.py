@@ -63,6 +63,7 @@ def parts(spec: ModelSpec, weights: Weights) -> Parts:
 
     return Parts(
         embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
+        later=weights.later_embedding("patch_embed.proj", spec.std),
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "quick_gelu"),
         head=head,

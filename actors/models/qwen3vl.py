@@ -43,6 +43,7 @@ def parts(spec: ModelSpec, weights: Weights) -> Parts:
 
     return Parts(
         embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
+        later=weights.later_embedding("patch_embed.proj", spec.std),
         layers=weights.blocks(BlockNames(), arch.depth),
         style=Style(arch.heads, arch.activation),
         head=head,

@@ -7,7 +7,7 @@ and the pixel shuffle is a view. Knows no family, no graphs and not where weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,7 @@ from actors.models import packed
 from actors.models.block import BlocksForm, BlockWeights, Style
 from actors.spec import ModelSpec
 from actors.tiling import TileSizing, with_overview
-from actors.types import Bytes, ItemPlan, Size
+from actors.types import Bytes, Clip, Item, ItemPlan, Size
 
 Resample = Literal["bicubic", "bilinear"]
 
@@ -63,6 +63,19 @@ class TileTower:
         """See Tower: tiles in raster order, the one that shows the whole image last."""
         size = Size(width=image.shape[2], height=image.shape[1])
         return self.sizing.plan(size), patchify(image, self.sizing, self.parts.resample)
+
+    def cut_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
+        """See VideoTower: a tile a frame."""
+        assert self.spec.video, "a video for a family that takes none. This is a bug."
+        side = Size(self.sizing.tile_pixels, self.sizing.tile_pixels)
+        tiles = [
+            cut(packed.resize(frame, side, self.parts.resample), self.sizing) for frame in frames
+        ]
+        return Item(self.spec.video.plan(clip), torch.cat(tiles).numpy())
+
+    def video_inputs(self, path: str, tokens: int) -> Shapes:
+        """See VideoTower."""
+        return {}
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """See Tower. Raises ConfigError for a budget that is not whole tiles."""

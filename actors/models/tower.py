@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from actors.attention import Shapes, Values
 from actors.spec import ModelSpec
-from actors.types import Bytes, ItemPlan
+from actors.types import Bytes, Clip, Item, ItemPlan
 
 
 class Tower(Protocol):
@@ -36,3 +36,20 @@ class Tower(Protocol):
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         """[tokens of all items, width], item after item, from each path's output."""
+
+
+@runtime_checkable
+class VideoTower(Tower, Protocol):
+    """A tower whose family takes videos."""
+
+    def cut_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
+        """Decoded frames, uint8 [3, height, width], as `spec.video.indices` chose them.
+
+        They are taken one by one: no more than one is held as it was decoded.
+        """
+
+    def video_inputs(self, path: str, tokens: int) -> Shapes:
+        """Static inputs that a graph for packs with videos has beside `inputs`.
+
+        Empty: the graph for images serves.
+        """

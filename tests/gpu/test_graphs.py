@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.budgets import Segments
 from actors.engine import Engine
 from actors.types import Item, ItemPlan
 from tests.gpu.conftest import Captured
@@ -78,7 +79,7 @@ def run_eagerly(captured: Captured, in_float32: bool, items: list[Item]) -> Tens
     from actors.graphs import GraphSet
 
     tower = captured.reference if in_float32 else captured.tower
-    return finished(GraphSet(tower, "default", (), 0, captured.device).run(None, items))
+    return finished(GraphSet(tower, "default", (), Segments(0), captured.device).run(None, items))
 
 
 def test_an_item_alone_in_every_budget_gives_the_same_rows(captured: Captured) -> None:

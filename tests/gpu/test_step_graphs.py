@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from actors import spec
+from actors.budgets import Segments
 from actors.capture import capture
 from actors.device import Device
 from actors.graphs import GraphSet
@@ -50,7 +51,7 @@ def worst_error(options: ModelOptions, device: Device) -> float:
     limits = model_capacity(GraphOptions(), model)
     worst = 0.0
     for path, graphs in capture(tower, limits, device, EncoderMetrics()).items():
-        eager = GraphSet(reference, path, (), 0, device)
+        eager = GraphSet(reference, path, (), Segments(0), device)
         for seed, budget in enumerate(graphs.budgets):
             graphs.inputs.tensors["patches"].random_(0, 256)
             synchronize(device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actors import spec
-from actors.budgets import capacity
+from actors.budgets import Segments, capacity
 from actors.capture import capture
 from actors.device import Device
 from actors.graphs import GraphSet
@@ -52,7 +52,7 @@ def worst_error(preset: str, device: Device) -> float:
     assert isinstance(tower, TileTower | PackedTower)
     limits = capacity(GraphOptions(), tower.spec.sizing.token_range(), 0)
     (graphs,) = capture(tower, limits, device, EncoderMetrics()).values()
-    eager = GraphSet(reference, "default", (), 0, device)
+    eager = GraphSet(reference, "default", (), Segments(0), device)
     worst = 0.0
     for budget in graphs.budgets:
         for seed in range(3):

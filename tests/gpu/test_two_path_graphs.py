@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actors import spec
-from actors.budgets import Capacity
+from actors.budgets import Capacity, Segments
 from actors.capture import capture
 from actors.device import Device
 from actors.engine import Engine
@@ -110,7 +110,9 @@ def encode(
 
 def exact(reference: DeepseekOcrTower, items: list[Item], device: Device) -> Tensor:
     """Eagerly, in float32."""
-    eager = {path: GraphSet(reference, path, (), 0, device) for path in reference.spec.paths}
+    eager = {
+        path: GraphSet(reference, path, (), Segments(0), device) for path in reference.spec.paths
+    }
     return encode(reference, eager, (None, None), items, device)
 
 

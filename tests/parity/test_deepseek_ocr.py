@@ -14,6 +14,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from actors.budgets import Segments
 from actors.capture import capture
 from actors.crops import CropSizing
 from actors.device import CpuDevice
@@ -112,11 +113,11 @@ def encode(tower: DeepseekOcrTower, items: Sequence[Item], spare: int | None) ->
         tokens = sum(plan.path_tokens[index] for plan in plans)
         view = tower.sizing.view_tokens[index]
         budget = None if spare is None else tokens + spare * view
-        graphs = GraphSet(tower, path, [budget] if budget else [], 9, CpuDevice())
+        graphs = GraphSet(tower, path, [budget] if budget else [], Segments(9), CpuDevice())
         graphs.capture(lambda budget, seconds: None)
         if budget:
             graphs.inputs.tensors["patches"].random_(0, 256)
-            assert graphs.replays[budget]().isfinite().all()
+            assert graphs.replays[budget, False]().isfinite().all()
         outputs.append(graphs.run(budget, items))
     return tower.postprocess(outputs, plans)
 

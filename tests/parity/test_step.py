@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from actors.budgets import Segments
 from actors.capture import capture
 from actors.device import CpuDevice
 from actors.engine import Engine
@@ -140,11 +141,11 @@ def test_views_are_those_of_the_first_models_own_code(size: tuple[int, int]) -> 
 
 def encode(tower: StepTower, path: str, budget: int | None, items: Sequence[Item]) -> Tensor:
     """Through the graph of a budget, whose patches hold random bytes at first; None: eagerly."""
-    graphs = GraphSet(tower, path, () if not budget else (budget,), 4, CpuDevice())
+    graphs = GraphSet(tower, path, () if not budget else (budget,), Segments(4), CpuDevice())
     graphs.capture(lambda budget, seconds: None)
     if budget:
         graphs.inputs.tensors["patches"].random_(0, 256)
-        assert graphs.replays[budget]().isfinite().all()
+        assert graphs.replays[budget, False]().isfinite().all()
     return graphs.run(budget, items)
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.budgets import capacity
+from actors.budgets import Segments, capacity
 from actors.capture import capture
 from actors.device import CpuDevice
 from actors.engine import Engine
@@ -152,11 +152,11 @@ def encode(
 ) -> Tensor:
     """Through the graph of a budget, whose patches hold random bytes at first; None: eagerly."""
     budgets = () if budget is None else (tower.sizing.tile_tokens, budget)
-    graphs = GraphSet(tower, "default", sorted(set(budgets)), 4, CpuDevice())
+    graphs = GraphSet(tower, "default", sorted(set(budgets)), Segments(4), CpuDevice())
     graphs.capture(lambda budget, seconds: None)
     if budget is not None:
         graphs.inputs.tensors["patches"].random_(0, 256)
-        assert graphs.replays[budget]().isfinite().all()
+        assert graphs.replays[budget, False]().isfinite().all()
     return graphs.encode(budget, plans, patches)
 
 

@@ -31,7 +31,7 @@ def test_automatic_limits_mean_what_they_mean_in_vllm() -> None:
     made = capacity(GraphOptions(), (64, 16384), max_frames_per_video=0)
     assert len(made.budgets[0]) == 9
     assert (made.items, made.frames, made.tokens) == (256, 0, (16384,))
-    assert capacity(GraphOptions(), (64, 128), max_frames_per_video=8).frames == 16
+    assert capacity(GraphOptions(), (64, 1024), max_frames_per_video=1).frames == 16
     assert capacity(GraphOptions(max_frames_per_batch=0), (64, 128), 8).frames == 0
 
 
@@ -39,7 +39,8 @@ def test_given_budgets_are_taken_as_they_are() -> None:
     made = capacity(
         GraphOptions(token_budgets=(10, 50), max_vision_items_per_batch=3), (64, 128), 0
     )
-    assert (made.budgets, made.items, made.segments) == (((10, 50),), 3, 3)
+    assert (made.budgets, made.items) == (((10, 50),), 3)
+    assert made.segments.of(50, videos=True) == 3
 
 
 def test_one_budget_is_not_one_item() -> None:
@@ -67,3 +68,18 @@ def test_without_graphs_packs_are_still_bounded() -> None:
 def test_budgets_out_of_order_are_refused(budgets: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="token_budgets must ascend"):
         capacity(GraphOptions(token_budgets=budgets), (64, 128), 0)
+
+
+def test_frames_do_not_inflate_what_graphs_are_captured_for() -> None:
+    made = capacity(GraphOptions(), (64, 16384), max_frames_per_video=384)
+    assert (made.items, made.frames) == (256, 512)  # not 256 x 384
+    held = [made.segments.of(budget, videos=True) for budget in made.budgets[0]]
+    assert held == [64, 128, 256, 272, 288, 320, 384, 512, 768]
+    images = [made.segments.of(budget, videos=False) for budget in made.budgets[0]]
+    assert images == [64, 128] + [256] * 7
+
+
+def test_small_frames_take_a_larger_budget() -> None:
+    made = capacity(GraphOptions(), (64, 1024), max_frames_per_video=384)
+    assert (made.needed(64, 2), made.needed(64, 3)) == (64, 96)
+    assert [made.frames_in(budget) for budget in (64, 1024)] == [2, 32]

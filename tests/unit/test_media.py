@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from io import BytesIO
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +18,13 @@ from PIL import Image, ImageOps
 from actors import spec
 from actors.errors import InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
 from actors.options import ModelOptions
-from actors.types import Media
+from actors.types import Clip, Media, Size
 from encoder_service.config import LimitOptions
 from encoder_service.frames import count_gif_frames
 from encoder_service.header import MOST_READS, read_header
-from encoder_service.media import probe
+from encoder_service.media import probe, probe_frames
 from tests import images
+from tests.videos import video
 
 MODEL = spec.read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
@@ -131,8 +133,51 @@ def test_other_formats_are_named(data: bytes, name: str) -> None:
 
 
 def test_models_without_video_refuse_it() -> None:
+    kimi = spec.read(ModelOptions(id="kimivl-a3b", load_format="dummy"))
+    with pytest.raises(UnsupportedMedia, match=r"\(kimi_vl\) takes images only"):
+        probe(video(4), "video", kimi, LimitOptions())
     with pytest.raises(UnsupportedMedia, match="takes images only"):
-        probe(b"", "video", MODEL, LimitOptions())
+        probe_frames([images.jpeg(64, 64)] * 4, 2, kimi, LimitOptions())
+
+
+def test_a_video_is_known_from_its_header() -> None:
+    media = probe(video(20, size=(64, 48), fps=10), "video", MODEL, LimitOptions())
+    assert media.clip == Clip(Size(64, 48), 20, 10.0)
+    assert MODEL.video
+    assert media.plan == MODEL.video.plan(media.clip)
+    assert (media.plan.grid_thw[0], media.plan.frames) == (2, 2)  # two seconds, two frames each
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_pixels": 3000}, "64 x 48 pixels, over the limit of 3000"),
+        ({"max_video_frames": 19}, "20 frames or more, over the limit of 19"),
+        ({"max_video_seconds": 1.5}, "lasts 2 s, over the limit of 1.5 s"),
+        ({"max_video_tokens": 3}, "tokens in 2 groups of frames, over 3"),
+    ],
+)
+def test_videos_beyond_the_limits(limits: dict[str, Any], message: str) -> None:
+    with pytest.raises(TooLarge, match=message):
+        probe(video(20, size=(64, 48), fps=10), "video", MODEL, LimitOptions(**limits))
+
+
+def test_frames_as_images() -> None:
+    files = [images.jpeg(64, 48), *[images.encoded(images.opened().resize((64, 48)), "PNG")] * 4]
+    media = probe_frames(files, None, MODEL, LimitOptions())
+    assert media.clip == Clip(Size(64, 48), 5, 2.0, chosen=True)
+    assert media.plan.grid_thw[0] == 3
+    assert media.identity != probe_frames(files[::-1], 4.0, MODEL, LimitOptions()).identity
+    with pytest.raises(InvalidMedia, match=r"frames\[1\] is of 60 x 48"):
+        probe_frames([files[0], images.jpeg(60, 48)], None, MODEL, LimitOptions())
+    with pytest.raises(InvalidMedia, match=r"frames\[1\]: the file is not an image"):
+        probe_frames([files[0], bytes(9)], None, MODEL, LimitOptions())
+    with pytest.raises(InvalidMedia, match="1 frames; this model needs 2"):
+        probe_frames(files[:1], None, MODEL, LimitOptions())
+    with pytest.raises(InvalidMedia, match="no frames"):
+        probe_frames([], None, MODEL, LimitOptions())
+    with pytest.raises(TooLarge, match="769 frames"):
+        probe_frames(files[:1] * 769, None, MODEL, LimitOptions())
 
 
 def test_truncated_files_pass_when_their_header_is_whole() -> None:

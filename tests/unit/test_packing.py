@@ -182,3 +182,20 @@ def test_too_many_frames_never_reach_a_graph() -> None:
     packs = smallest_first([plan(4, frames=3), plan(4, frames=3)], one_path(16, frames=4))
     assert [p.budgets for p in packs] == [(16,), (16,)]
     assert smallest_first([plan(4, frames=5)], one_path(16, frames=4))[0].budgets == (None,)
+
+
+@policies
+@given(items=plans(1))
+def test_a_graph_holds_the_frames_of_its_pack(policy: str, items: list[ItemPlan]) -> None:
+    capacity = Capacity(((8, 16, 64),), (64,), items=4, frames=16, frame_tokens=4)
+    for pack in packing(policy, capacity)(items, capacity):
+        frames = sum(items[i].frames for i in pack.items)
+        tokens = sum(items[i].tokens for i in pack.items)
+        (budget,) = pack.budgets
+        if budget is None:
+            assert frames > 16 or tokens > 64
+        else:
+            segments = capacity.segments.of(budget, videos=frames > 0)
+            used = frames + sum(not items[i].frames for i in pack.items)
+            assert segments == budget or used <= segments
+            assert max(tokens, 4 * frames) <= budget

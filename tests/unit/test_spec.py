@@ -34,7 +34,7 @@ def test_the_presets_are_the_published_models() -> None:
     model = spec.read(ModelOptions(id="qwen3vl-8b", load_format="dummy"))
     assert (model.width, model.deepstack, model.weights) == (4096 * 4, 3, "dummy")
     assert model.sizing == PackedSizing(16, 2, 65536, 16777216)
-    assert model.kinds == ("image",)
+    assert model.kinds == ("image", "video")
     assert model.paths == ("default",)
 
 

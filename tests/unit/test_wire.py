@@ -107,6 +107,17 @@ def test_requests() -> None:
     parsed = wire.parse_request(json.dumps(body).encode(), "application/json; charset=utf-8")
     assert parsed == (expected, body["options"])
     assert wire.parse_request(b"\xff\xd8", "image/jpeg") == (expected[:1], {})
+    assert wire.parse_request(b"\0", "video/mp4") == ([RequestItem("video", b"\0")], {})
+
+
+def test_frames_come_back_as_they_were_sent() -> None:
+    item = RequestItem("video", frames=(b"\xff\xd8", b"\x89P"), fps=1.5)
+    body = msgpack.packb({"items": [item.document()]})
+    assert wire.parse_request(body, MSGPACK) == ([item], {})
+    document = item.document() | {
+        "frames": [base64.b64encode(one).decode() for one in item.frames or ()]
+    }
+    assert wire.parse_request(json.dumps({"items": [document]}).encode(), JSON) == ([item], {})
 
 
 @pytest.mark.parametrize(
@@ -122,6 +133,13 @@ def test_requests() -> None:
         (b'{"items": [{"type": "audio", "data": ""}]}', "'audio'"),
         (b'{"items": [{"data": "", "uri": ""}]}', r"items\[0\] has an unknown key 'uri'"),
         (b'{"items": [{"type": "image"}]}', 'either "data" or "url"'),
+        (b'{"items": [{"frames": []}]}', 'the type must be "video"'),
+        (b'{"items": [{"type": "video", "frames": [], "url": ""}]}', 'one of "data", "url"'),
+        (b'{"items": [{"type": "video", "frames": ""}]}', r"items\[0\].frames must be a list"),
+        (b'{"items": [{"type": "video", "frames": [1]}]}', r"items\[0\].frames\[0\] must be"),
+        (b'{"items": [{"type": "video", "frames": [], "fps": true}]}', "fps must be a number"),
+        (b'{"items": [{"type": "video", "frames": [], "fps": 0}]}', "fps must be above zero"),
+        (b'{"items": [{"type": "video", "data": "", "fps": 1}]}', 'fps goes with "frames"'),
         (b'{"items": [{"data": "", "url": ""}]}', 'either "data" or "url"'),
         (b'{"items": [{"data": "a"}]}', r"items\[0\].data is not base64"),
         (b'{"items": [{"data": "YWI\\n="}]}', "not base64"),

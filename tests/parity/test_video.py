@@ -1,0 +1,106 @@
+"""Videos against transformers' get_video_features: beside images, through graphs and eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+from actors.budgets import Segments
+from actors.device import CpuDevice
+from actors.exact import ExactGraphSet
+from actors.graphs import GraphSet
+from actors.models.packed_tower import PackedTower
+from actors.types import Clip, Item, Size
+from tests.parity.conftest import Pair
+from tests.parity.table import check
+from tests.parity.test_tower import rows_of, theirs
+
+CLIPS = [
+    Clip(Size(84, 56), frames=4, fps=2),
+    Clip(Size(130, 200), frames=5, fps=1, chosen=True),
+    Clip(Size(300, 120), frames=40, fps=25),
+]
+
+
+@pytest.fixture(scope="module")
+def videos(pair: Pair) -> list[tuple[Item, Tensor]]:
+    """Of each clip random frames, cut by the tower; transformers' rows of them."""
+    if not pair.tower.spec.video:
+        pytest.skip("this family takes no videos")
+    return [made(pair, clip) for clip in CLIPS]
+
+
+def made(pair: Pair, clip: Clip) -> tuple[Item, Tensor]:
+    tower, video = pair.tower, pair.tower.spec.video
+    assert isinstance(tower, PackedTower)
+    assert video
+    grid, patch = video.plan(clip).grid_thw, tower.sizing.patch_size
+    generator = torch.Generator().manual_seed(clip.frames)
+    frames = torch.randint(
+        *(0, 256, (len(video.indices(clip)), 3, grid[1] * patch, grid[2] * patch)),
+        generator=generator,
+        dtype=torch.uint8,
+    )
+    mean, std = (torch.tensor(each)[:, None, None] for each in (tower.spec.mean, tower.spec.std))
+    pixels, *_ = Qwen3VLVideoProcessor.patchify(
+        None, ((frames / 255 - mean) / std)[None], patch, tower.sizing.merge_size, video.group
+    )
+    with torch.no_grad():
+        features = pair.reference.model.get_video_features(
+            pixels[0], torch.tensor([grid]), return_dict=True
+        )
+    return tower.cut_video(clip, frames), rows_of(features)
+
+
+def image(pair: Pair, size: Size) -> tuple[Item, Tensor]:
+    plan = pair.tower.spec.sizing.plan(size)
+    (_, row_bytes), _ = pair.tower.inputs("default", 1, 1)["patches"]
+    generator = np.random.default_rng(size.width)
+    patches = generator.integers(0, 256, (plan.patches, row_bytes), dtype=np.uint8)
+    return Item(plan, patches), theirs(pair, [plan], torch.from_numpy(patches))
+
+
+def assert_equal(
+    family: str, graphs: GraphSet, budget: int | None, pack: Sequence[tuple[Item, Tensor]]
+) -> None:
+    rows = graphs.run(budget, [item for item, _ in pack])
+    check(family, rows, torch.cat([expected for _, expected in pack]))
+
+
+def test_through_graphs_and_eagerly(pair: Pair, videos: list[tuple[Item, Tensor]]) -> None:
+    first, second = image(pair, Size(96, 120)), image(pair, Size(200, 64))
+    segments = Segments(items=4, frames=64, frame_tokens=4)
+    graphs = GraphSet(pair.tower, "default", (256, 1024), segments, CpuDevice())
+    graphs.capture(lambda budget, seconds: None)
+    for pack in ([videos[0]], [first, videos[1], second], videos, [first, second]):
+        tokens = sum(item.plan.tokens for item, _ in pack)
+        for budget in (None, *(each for each in (256, 1024) if each >= tokens)):
+            assert_equal(pair.model_type, graphs, budget, pack)
+
+
+def test_captured_when_a_layout_comes_again(pair: Pair, videos: list[tuple[Item, Tensor]]) -> None:
+    segments = Segments(items=4, frames=64, frame_tokens=4)
+    graphs = ExactGraphSet(pair.tower, "default", (1024,), segments, CpuDevice(), most=2)
+    graphs.capture(lambda budget, seconds: None)
+    for _ in range(3):
+        assert_equal(
+            pair.model_type, graphs, 1024, [videos[0], image(pair, Size(96, 120)), videos[2]]
+        )
+    assert graphs.captured() == 1
+
+
+def test_images_alone_have_no_inputs_of_videos(pair: Pair) -> None:
+    segments = Segments(items=4, frames=64, frame_tokens=4)
+    graphs = GraphSet(pair.tower, "default", (256,), segments, CpuDevice())
+    images = graphs._shapes(256, videos=False)
+    assert "later" not in images
+    assert images["segment_ends"][0] == (4,)
+    if pair.tower.spec.video:
+        assert graphs._shapes(256, videos=True)["segment_ends"][0] == (68,)
+    else:
+        assert graphs.forms == (False,)

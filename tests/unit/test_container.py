@@ -1,0 +1,78 @@
+"""Video files: headers without decoding, and exactly the frames that are wanted."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from actors.container import demuxer, frames, read_clip
+from actors.errors import InvalidMedia, UnsupportedMedia
+from actors.types import Clip, Size
+from tests import images
+from tests.videos import number, video
+
+FILES: dict[str, dict[str, Any]] = {
+    "mp4": {"g": "12", "bf": "2"},
+    "fragments": {"container": "ismv"},
+    "mov": {"container": "mov", "codec": "mpeg4", "g": "10"},
+    "mkv": {"container": "matroska", "g": "7"},
+    "webm": {"container": "webm", "codec": "libvpx-vp9", "g": "9"},
+    "avi": {"container": "avi", "codec": "mpeg4", "g": "10"},
+    "ts": {"container": "mpegts", "g": "12"},
+}
+
+
+@pytest.fixture(scope="module", params=FILES)
+def counting(request: pytest.FixtureRequest) -> bytes:
+    """Fifty frames that say which they are."""
+    return video(50, size=(128, 64), counting=True, **FILES[request.param])
+
+
+def test_the_header_tells(counting: bytes) -> None:
+    assert read_clip(counting, 1000) == Clip(Size(128, 64), 50, 10.0)
+
+
+def test_counting_ends_where_there_are_too_many(counting: bytes) -> None:
+    assert read_clip(counting, 20).frames > 20
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [range(50), [0, 49], [13, 13, 14, 40], [49, 49], [0, 7, 14, 21, 28, 35, 42], [25, 30]],
+    ids=str,
+)
+def test_the_wanted_frames_come(counting: bytes, wanted: list[int]) -> None:
+    clip = read_clip(counting, 1000)
+    assert [number(pixels) for pixels in frames(counting, clip, wanted)] == list(wanted)
+
+
+def test_truncated_files_say_so(counting: bytes) -> None:
+    clip = read_clip(counting, 1000)
+    with pytest.raises(InvalidMedia, match="truncated"):
+        list(frames(counting[: len(counting) // 2], clip, [0, 25, 49]))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"hello" * 500, images.jpeg(50, 50), b"#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1/x\n"]
+)
+def test_other_files_are_not_opened(data: bytes) -> None:
+    assert demuxer(data) is None
+    with pytest.raises(UnsupportedMedia, match="send MP4"):
+        read_clip(data, 1000)
+
+
+@pytest.mark.parametrize("cut", [0.1, 0.5, 0.9])
+def test_damaged_files_are_the_clients_fault(counting: bytes, cut: float) -> None:
+    place = int(cut * len(counting))
+    damaged = counting[:place] + bytes(200) + counting[place + 200 :]
+    with suppress(InvalidMedia, UnsupportedMedia):  # nothing else may be raised
+        clip = read_clip(damaged, 1000)
+        shown = list(frames(damaged, clip, range(0, clip.frames, 5)))
+        assert {pixels.shape for pixels in shown} == {(64, 128, 3)}
+
+
+def test_codecs_beyond_the_list_are_named() -> None:
+    with pytest.raises(UnsupportedMedia, match="codec ffv1 is not supported"):
+        read_clip(video(3, container="matroska", codec="ffv1"), 1000)

@@ -1,0 +1,61 @@
+"""Small real video files, whose every frame says which one it is. For tests and the demo."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import cast
+
+import av
+import numpy as np
+import numpy.typing as npt
+
+from tests.images import opened
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def picture(index: int, width: int, height: int) -> Pixels:
+    """Frame `index`: a photograph that moves; uint8 [height, width, 3]."""
+    whole = np.array(opened().resize((2 * width, 2 * height)))
+    return np.roll(whole, (3 * index, 5 * index), (0, 1))[:height, :width]
+
+
+def numbered(index: int, width: int, height: int) -> Pixels:
+    """Frame `index`: its bits from left to right, black or white."""
+    bits = [(index >> bit) % 2 * 255 for bit in range(8)]
+    return (
+        np.repeat(np.array(bits, np.uint8), width // 8)[None, :, None]
+        .repeat(height, 0)
+        .repeat(3, 2)
+    )
+
+
+def number(pixels: Pixels) -> int:
+    """What `numbered` was given."""
+    step = pixels.shape[1] // 8
+    middle = pixels[pixels.shape[0] // 2, step // 2 :: step, 0]
+    return sum(int(value > 127) << bit for bit, value in enumerate(middle[:8]))
+
+
+def video(
+    frames: int,
+    *,
+    size: tuple[int, int] = (64, 48),
+    fps: int = 10,
+    container: str = "mp4",
+    codec: str = "libx264",
+    counting: bool = False,
+    **options: str,
+) -> bytes:
+    """A file of so many frames; `counting`: of `numbered` ones."""
+    width, height = size
+    draw = numbered if counting else picture
+    file = BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream = cast(av.VideoStream, output.add_stream(codec, rate=fps, options=options))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for index in range(frames):
+            frame = av.VideoFrame.from_ndarray(draw(index, width, height), format="rgb24")
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    return file.getvalue()
