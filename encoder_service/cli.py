@@ -11,9 +11,9 @@ from rich.markup import escape
 
 from actors.errors import ServiceError
 from encoder_service import embedding
-from encoder_service.commands import bench, capture_plan, check, encode, rayservice, simulate
+from encoder_service.commands import bench, capture_plan, check, encode, proxy, rayservice, simulate
 
-COMMANDS = (check, encode, bench, capture_plan, simulate, rayservice)
+COMMANDS = (check, encode, proxy, bench, capture_plan, simulate, rayservice)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

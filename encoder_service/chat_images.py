@@ -1,0 +1,74 @@
+"""A chat request with images -> the same request with their embeddings, for vLLM.
+
+Nothing else of the request is touched. Data URLs are decoded here; https URLs go to the encoder
+service, which has its own rules of what it fetches; whatever else is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from actors.errors import EncodeFailed, InvalidRequest
+from encoder_service.embedding import Embedding
+from encoder_service.formats import WireError, from_base64
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an image stands in a request."""
+
+    where: str
+    """For messages: messages[0].content[1]."""
+    content: list[Any]
+    index: int
+    uuid: str | None
+    """The client's name for the image, under which vLLM caches it."""
+    source: bytes | str
+    """A file, or an https URL."""
+
+
+def places(request: Json) -> list[Place]:
+    """Every image of a request, in order. Raises InvalidRequest."""
+    messages = request.get("messages")
+    found = []
+    for i, message in enumerate(messages if isinstance(messages, list) else []):
+        content = message.get("content") if isinstance(message, dict) else None
+        for j, part in enumerate(content if isinstance(content, list) else []):
+            where = f"messages[{i}].content[{j}]"
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "video_url":
+                raise InvalidRequest(f"{where}: videos are not encoded by this proxy; send images")
+            if kind == "image_url":
+                assert isinstance(content, list)
+                found.append(Place(where, content, j, part.get("uuid"), source(part, where)))
+    return found
+
+
+def source(part: Json, where: str) -> bytes | str:
+    """The image that a part holds or names."""
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    if not isinstance(url, str):
+        raise InvalidRequest(f"{where}.image_url needs a url")
+    if url.startswith("https://"):
+        return url
+    head, comma, data = url.partition(",")
+    if not (head.lower().startswith("data:image/") and head.lower().endswith(";base64") and comma):
+        raise InvalidRequest(f"{where}.image_url: send data:image/...;base64,... or an https URL")
+    try:
+        return from_base64(data, f"{where}.image_url")
+    except WireError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def place(found: list[Place], embeddings: list[Embedding]) -> None:
+    """Puts embeddings where the images were. Raises EncodeFailed for those that vLLM takes not."""
+    for one, embedding in zip(found, embeddings, strict=True):
+        try:
+            part = embedding.to_vllm()
+        except ValueError as error:
+            raise EncodeFailed(f"{one.where}: {error}") from None
+        one.content[one.index] = part if one.uuid is None else part | {"uuid": one.uuid}

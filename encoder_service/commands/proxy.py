@@ -1,0 +1,58 @@
+"""`encoder-service proxy`: OpenAI requests with images, to vLLM with their embeddings."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import uvicorn
+from rich.console import Console
+
+from actors.errors import ConfigError
+from encoder_service.async_client import AsyncClient
+from encoder_service.config import LimitOptions
+from encoder_service.proxy import Proxy, ProxyOptions, build
+
+
+def add(subcommands: Any) -> None:
+    """The subcommand."""
+    parser = subcommands.add_parser(
+        "proxy", help="in front of vLLM: images of chat requests become embeddings"
+    )
+    parser.add_argument("--upstream", required=True, metavar="URL", help="vLLM, without /v1")
+    parser.add_argument(
+        "--encoder",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="http[s]:// or grpc[s]:// (%(default)s)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8100, help="(%(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=60, metavar="SECONDS", help="of embeddings (%(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Until it is stopped. The encoder's token is read from ENCODER_SERVICE_TOKEN."""
+    if urlsplit(options.upstream).scheme not in ("http", "https"):
+        raise ConfigError(f"--upstream: {options.upstream!r} is not http:// or https://")
+    limits = LimitOptions(timeout_seconds=options.timeout)
+    asyncio.run(serve(options, ProxyOptions(options.upstream, limits)))
+    return 0
+
+
+async def serve(options: argparse.Namespace, chosen: ProxyOptions) -> None:
+    """Raises ConfigError for a URL that is none."""
+    token = os.environ.get("ENCODER_SERVICE_TOKEN")
+    try:
+        encoder = AsyncClient(options.encoder, token, options.timeout)
+        app = build(Proxy(chosen, encoder))
+    except (ValueError, httpx.InvalidURL) as wrong:
+        raise ConfigError(f"--encoder or --upstream: {wrong}") from None
+    await uvicorn.Server(uvicorn.Config(app, options.host, options.port)).serve()

@@ -1,0 +1,281 @@
+"""The proxy between a client, the service in this process, and a vLLM stand-in over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64encode
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from actors.errors import Overloaded
+from actors.types import Answer, Dtype, Media
+from encoder_service import cli
+from encoder_service.async_client import AsyncClient
+from encoder_service.config import LimitOptions
+from encoder_service.http import build as build_service
+from encoder_service.over_http import HttpTransport
+from encoder_service.proxy import Proxy, ProxyOptions, build
+from tests import vllm_rules
+from tests.images import jpeg
+from tests.unit.test_service import Fleet, service, zeros
+
+WIDTH = 192
+
+
+class Distinct(Fleet):
+    """Rows that tell the images apart."""
+
+    async def encode(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, **_: Any
+    ) -> list[Answer]:
+        await super().encode(media, dtype, timeout_seconds, reference=False)
+        return [replace(zeros(one), data=rows(one)) for one in media]
+
+
+def rows(media: Media) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The image's digest, over and over."""
+    digest = np.frombuffer(bytes.fromhex(media.digest), np.uint8)
+    return np.resize(digest, media.plan.tokens * WIDTH * 2)
+
+
+class Vllm:
+    """Reads embeddings as vLLM does, and says what it got."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.bodies: list[bytes] = []
+        self.go_on = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    async def chat(self, request: Request) -> Response:
+        self.requests.append(request)
+        self.bodies.append(await request.body())
+        body = json.loads(self.bodies[-1])
+        if body.get("model") == "missing":
+            return JSONResponse({"error": {"message": "no such model", "code": 404}}, 404)
+        if body.get("stream"):
+            return StreamingResponse(self.pieces(), media_type="text/event-stream")
+        return JSONResponse({"id": "1", "choices": []}, headers={"x-request-id": "abc"})
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        try:
+            yield b"data: 1\n\n"
+            await self.go_on.wait()
+            yield b"data: [DONE]\n\n"
+        finally:
+            self.ended.set()
+
+    async def other(self, request: Request) -> Response:
+        self.requests.append(request)
+        return JSONResponse({"path": request.scope["raw_path"].decode(), "q": request.url.query})
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/{path:path}", self.other),
+            ]
+        )
+
+
+@asynccontextmanager
+async def listening(app: Starlette) -> AsyncIterator[str]:
+    """Its URL, on a port of its own."""
+    config = uvicorn.Config(app, "127.0.0.1", 0, log_level="error", timeout_graceful_shutdown=10)
+    server = uvicorn.Server(config)
+    running = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    await running
+
+
+Story = Callable[[httpx.AsyncClient, Vllm], Awaitable[None]]
+
+
+def told(story: Story, fleet: Fleet | None = None, upstream: str = "", **limits: Any) -> None:
+    """Runs a story with a client of the proxy and the server behind it."""
+
+    async def run() -> None:
+        vllm, app = Vllm(), build_service(service(fleet or Distinct()))
+        inner = HttpTransport("http://encoder", None, 60, httpx.ASGITransport(app))
+        encoder = AsyncClient("http://encoder", retries=0, transport=inner)
+        async with AsyncExitStack() as stack:
+            behind = await stack.enter_async_context(listening(vllm.app()))
+            options = ProxyOptions(upstream or behind, LimitOptions(**limits))
+            front = await stack.enter_async_context(listening(build(Proxy(options, encoder))))
+            client = httpx.AsyncClient(base_url=front, timeout=60)
+            await story(await stack.enter_async_context(client), vllm)
+
+    asyncio.run(asyncio.wait_for(run(), 100))
+
+
+def image(file: bytes) -> dict[str, Any]:
+    url = f"data:image/jpeg;base64,{b64encode(file).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def chat(*parts: Any, **more: Any) -> dict[str, Any]:
+    turn = {"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}
+    return {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, turn]} | more
+
+
+def test_images_arrive_as_embeddings_that_vllm_reads() -> None:
+    files = [jpeg(64, 64), jpeg(128, 64), jpeg(64, 64, "chelsea.png")]
+
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        body = chat(*(image(file) for file in files), temperature=0.5, unknown={"kept": [1]})
+        body["messages"][1]["content"][1]["uuid"] = "mine"
+        answer = await client.post(
+            "/v1/chat/completions?x=1", json=body, headers={"authorization": "Bearer mine"}
+        )
+        assert answer.status_code == 200
+        assert answer.json() == {"id": "1", "choices": []}
+        assert answer.headers["x-request-id"] == "abc"
+        (request,) = vllm.requests
+        assert request.headers["authorization"] == "Bearer mine"
+        assert request.url.query == "x=1"
+        got = json.loads(vllm.bodies[0])
+        *parts, text = got["messages"][1]["content"]
+        arrived = vllm_rules.embeddings(parts, WIDTH)
+        async with AsyncClient("http://e", transport=spare()) as encoder:
+            for one, given in zip(await encoder.encode(files), arrived, strict=True):
+                assert torch.equal(given.view(torch.uint8), one.torch().view(torch.uint8))
+        assert [part.get("uuid") for part in parts] == [None, "mine", None]
+        assert text == {"type": "text", "text": "What?"}
+        assert got | {"messages": 0} == body | {"messages": 0}
+        assert got["messages"][0] == body["messages"][0]
+
+    told(story)
+
+
+def spare() -> HttpTransport:
+    """The same service once more."""
+    app = build_service(service(Distinct()))
+    return HttpTransport("http://e", None, 60, httpx.ASGITransport(app))
+
+
+def test_what_has_no_images_passes_byte_by_byte() -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        body = b'{ "model":"m", "messages":[{"role":"user","content":"hi"}] }'
+        await client.post("/v1/chat/completions", content=body)
+        assert vllm.bodies == [body]
+        answer = await client.get("/v1/models/a%2Fb?c=%20d", headers={"x-mine": "1"})
+        assert answer.json() == {"path": "/v1/models/a%2Fb", "q": "c=%20d"}
+        assert vllm.requests[1].headers["x-mine"] == "1"
+        assert vllm.requests[1].headers["host"] != client.base_url.netloc.decode()
+        # One connection for all: the server saw one port of ours.
+        assert len({request.client.port for request in vllm.requests if request.client}) == 1
+
+    told(story)
+
+
+def test_an_answer_streams() -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        body = chat(image(jpeg(64, 64)), stream=True)
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            pieces = answer.aiter_raw()
+            assert await anext(pieces) == b"data: 1\n\n"
+            vllm.go_on.set()  # only now is there a second piece
+            assert b"".join([piece async for piece in pieces]) == b"data: [DONE]\n\n"
+            assert answer.headers["content-type"].startswith("text/event-stream")
+
+    told(story)
+
+
+def test_a_client_that_hangs_up_ends_the_servers_work() -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        body = chat(stream=True)
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            await anext(answer.aiter_raw())
+        await asyncio.wait_for(vllm.ended.wait(), 60)
+
+    told(story)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://a/b.jpg"}}, "or an https URL"),
+        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "or an https URL"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,a"}}, "is not base64"),
+        ({"type": "image_url", "image_url": None}, "needs a url"),
+        ({"type": "video_url", "video_url": {"url": "https://a/b.mp4"}}, "videos are not"),
+        ({"type": "image_url", "image_url": {"url": "https://a/b.jpg"}}, "fetch.allow_hosts"),
+        (image(b"no image"), "messages[1].content[0]"),
+    ],
+)
+def test_images_that_are_refused(part: dict[str, Any], message: str) -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        answer = await client.post("/v1/chat/completions", json=chat(part))
+        error = answer.json()["error"]
+        assert 400 <= answer.status_code < 500
+        assert message in error["message"]
+        assert {"message", "type", "param", "code"} <= error.keys()
+        assert not vllm.requests
+
+    told(story)
+
+
+def test_errors_of_the_server_are_its_own() -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        answer = await client.post("/v1/chat/completions", json=chat(model="missing"))
+        assert answer.status_code == 404
+        assert answer.json() == {"error": {"message": "no such model", "code": 404}}
+
+    told(story)
+
+
+def test_a_busy_encoder_says_when_to_come_back() -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        answer = await client.post("/v1/chat/completions", json=chat(image(jpeg(64, 64))))
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+        assert answer.json()["error"]["code"] == "overloaded"
+
+    told(story, Distinct(Overloaded("full", 3)))
+
+
+def test_a_server_that_is_not_there() -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        answer = await client.post("/v1/chat/completions", json=chat())
+        assert answer.status_code == 503
+        assert "cannot be reached" in answer.json()["error"]["message"]
+
+    told(story, upstream="http://127.0.0.1:9")
+
+
+def test_bodies_are_bounded() -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        for content in (b"x" * 2000, b"not json"):
+            answer = await client.post("/v1/chat/completions", content=content)
+            assert answer.status_code == (413 if len(content) > 1000 else 400)
+            assert answer.json()["error"]["message"]
+        answer = await client.post("/v1/chat/completions", json=chat(*[{"type": "image_url",
+            "image_url": "https://a/b"}] * 2))  # fmt: skip
+        assert answer.status_code == 413
+        assert not vllm.requests
+
+    told(story, max_body_bytes=1000, max_buffered_bytes=1000, max_items=1)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--upstream", "localhost:1"], ["--upstream", "http://a", "--encoder", "ftp://b"]]
+)
+def test_addresses_that_are_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["proxy", *arguments]) == 1
+    assert "--upstream" in capsys.readouterr().err
