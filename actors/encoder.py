@@ -28,6 +28,7 @@ from actors.errors import DeadlineExceeded, EncodeFailed, ServiceError, StartErr
 from actors.evs import group_tokens, retained_tokens, retention_mask
 from actors.logs import name_requests
 from actors.metrics import EncoderMetrics
+from actors.mirror import start_mirror
 from actors.models.load import load
 from actors.options import ActorOptions
 from actors.origin import NOBODY, ORIGIN, Origin
@@ -74,6 +75,7 @@ class Encoder:
         self.references = References(options.references, self.series)
         self.decoders = ThreadPoolExecutor(options.preprocess.threads, "decode")
         self.outstanding_patches = 0
+        start_mirror(options.metrics, self.series.text)
         log.info("encoder %s is ready: %s on %s", self.replica, spec.id, self.device.backend)
 
     def _warm(self) -> None:

@@ -202,6 +202,13 @@ class TracingOptions(Options):
         return self
 
 
+class MetricsOptions(Options):
+    """Where the series go besides /metrics."""
+
+    ray_mirror_seconds: float = Field(10, ge=0)
+    """How often they are copied to Ray's own metrics ports, as ray_encoder_*; 0: never."""
+
+
 class ActorOptions(Options):
     """Everything that one encoder actor needs to know."""
 
@@ -213,3 +220,4 @@ class ActorOptions(Options):
     references: ReferenceOptions = ReferenceOptions()
     preprocess: PreprocessOptions = PreprocessOptions()
     tracing: TracingOptions = TracingOptions()
+    metrics: MetricsOptions = MetricsOptions()

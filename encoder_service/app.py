@@ -105,7 +105,14 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         max_ongoing_requests=options.ingress.max_ongoing_requests,
         graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
         logging_config=logs,
-    ).bind(encoder, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes)
+    ).bind(
+        encoder,
+        options.router,
+        spec.fingerprint,
+        options.tracing,
+        options.cache.max_bytes,
+        options.metrics,
+    )
     chat = wire_chat(options, llm, router, logs) if llm else None
     return serve.deployment(
         Ingress,

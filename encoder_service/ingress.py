@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost, Unavailable
 from actors.logs import name_requests
+from actors.mirror import start_mirror
 from actors.references import Kept
 from actors.shared import here
 from actors.spec import ModelSpec
@@ -61,6 +62,7 @@ class Ingress(EncoderCalls, HealthCalls):
         )
         scraped = [handle for handle in (encoder, router, own, chat) if handle]
         self.service = Service(options, spec, Fleet(self.router, scraped, own))
+        start_mirror(options.metrics, self.text)
         self.chat = None
         if chat and llm and options.llm:
             admission = self.service.admission
@@ -72,7 +74,11 @@ class Ingress(EncoderCalls, HealthCalls):
 
     def scrape(self) -> tuple[str, str]:
         """This replica's id, and its own series in Prometheus' text format."""
-        return self.replica, self.service.metrics.text() + self.router.metrics()
+        return self.replica, self.text()
+
+    def text(self) -> str:
+        """The same without the id. May be called from any thread."""
+        return self.service.metrics.text() + self.router.metrics()
 
     def failures(self) -> tuple[str, str]:
         """This replica's id, and its last failures as JSON."""

@@ -6,6 +6,7 @@ Series of replicas that are gone are removed: labels must not grow as replicas c
 from __future__ import annotations
 
 from collections.abc import Iterable
+from threading import Lock
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
@@ -51,21 +52,27 @@ class RouterMetrics:
             registry=self.registry,
         )
         self._seen: set[str] = set()
+        self._rendering = Lock()
 
     def sent(self, replica: str, patches: int) -> None:
         """One shard went to a replica."""
-        self._seen.add(replica)
         self.shards.inc()
-        self.patches.labels(replica).inc(patches)
+        with self._rendering:
+            self._seen.add(replica)
+            self.patches.labels(replica).inc(patches)
 
     def render(self, own: Iterable[tuple[str, int]]) -> str:
-        """Prometheus text. `own`: patches on each replica that there is; others are forgotten."""
+        """Prometheus text. `own`: patches on each replica that there is; others are forgotten.
+
+        May be called from any thread.
+        """
         present = dict(own)
-        for replica in self._seen - present.keys():
-            self.patches.remove(replica)
-            self.outstanding_patches.remove(replica)
-        self._seen = set(present)
-        for replica, patches in present.items():
-            self.patches.labels(replica)
-            self.outstanding_patches.labels(replica).set(patches)
+        with self._rendering:
+            for replica in self._seen - present.keys():
+                self.patches.remove(replica)
+                self.outstanding_patches.remove(replica)
+            self._seen = set(present)
+            for replica, patches in present.items():
+                self.patches.labels(replica)
+                self.outstanding_patches.labels(replica).set(patches)
         return generate_latest(self.registry).decode()

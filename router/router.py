@@ -20,7 +20,8 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import ServiceError
 from actors.logs import name_requests
-from actors.options import TracingOptions
+from actors.mirror import start_mirror
+from actors.options import MetricsOptions, TracingOptions
 from actors.origin import ORIGIN, Origin
 from actors.references import Kept
 from actors.tracing import NoSpans, Spans, open_spans
@@ -174,10 +175,11 @@ class Router:
         fingerprint: str | None = None,
         tracing: TracingOptions = TracingOptions(),  # noqa: B008, frozen
         cache_max_bytes: int = 0,
+        metrics: MetricsOptions | None = None,
     ) -> None:
         """`fingerprint`: only replicas that say the same of themselves are used, or nothing.
 
-        `cache_max_bytes`: of each replica's cache.
+        `cache_max_bytes`: of each replica's cache. `metrics`: of a router that is a deployment.
         """
         name_requests()
         self._fleet = ServeFleet(encoder, fingerprint, open_spans(tracing, "router"))
@@ -185,6 +187,8 @@ class Router:
         self._metrics = RouterMetrics()
         plan = POLICIES[options.policy](Random())
         self._dispatcher = Dispatcher(self._fleet, options, plan, self._metrics, cache_max_bytes)
+        if metrics and not is_local_testing():
+            start_mirror(metrics, self.metrics)
 
     async def encode(
         self,

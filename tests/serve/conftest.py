@@ -30,6 +30,8 @@ class Cluster:
     grpc: str
     logs: Path
     """Where Serve's replicas write theirs."""
+    ray_metrics: str
+    """Ray's own page."""
 
 
 def free_port() -> int:
@@ -43,7 +45,7 @@ def free_port() -> int:
 def cluster() -> Iterator[Cluster]:
     """Ray and Serve, started once and stopped at the end."""
     home = tempfile.mkdtemp(prefix="es")  # short: socket paths have a limit
-    http_port, grpc_port = free_port(), free_port()
+    http_port, grpc_port, metrics_port = free_port(), free_port(), free_port()
     ray.init(
         address="local",
         num_cpus=32,  # logical: replicas ask for a tenth
@@ -52,6 +54,8 @@ def cluster() -> Iterator[Cluster]:
         _temp_dir=home,
         log_to_driver=bool(os.environ.get("TEST_LOG")),
         namespace="serve",
+        _metrics_export_port=metrics_port,
+        _system_config={"metrics_report_interval_ms": 2000},
     )
     serve.start(
         proxy_location="HeadOnly",
@@ -64,8 +68,9 @@ def cluster() -> Iterator[Cluster]:
             ],
         },
     )
+    metrics = f"http://127.0.0.1:{metrics_port}/metrics"
     logs = Path(home, "session_latest", "logs", "serve")
-    yield Cluster(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", logs)
+    yield Cluster(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", logs, metrics)
     serve.shutdown()
     ray.shutdown()
     shutil.rmtree(home, ignore_errors=True)

@@ -22,6 +22,7 @@ MAY_IMPORT_RAY = {
     "router/router.py",
     "router/pinned.py",
     "actors/encoder.py",
+    "actors/mirror.py",
     "actors/shared.py",
 }
 WITHIN = ("embedding.py", "vllm.py", "sglang.py")
