@@ -6,6 +6,7 @@ nothing of torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from actors.checkpoint import Files, Json
@@ -62,6 +63,20 @@ def llama4(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
     return tiled("llama4", options, halves | processor, vision, sizing, width)
 
 
+def gemma3(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+    """Gemma 3 with images: transformers.models.gemma3. Every image is one tile."""
+    vision, processor = config["vision_config"], image_processor(files, BILINEAR)
+    only(vision, {"hidden_act": "gelu_pytorch_tanh"}, "vision_config")
+    only(processor, {"do_pan_and_scan": False}, "the image processor")
+    side_patches = int(vision["image_size"]) // int(vision["patch_size"])
+    merge = side_patches // math.isqrt(config.get("mm_tokens_per_image", 256))
+    vision |= {"spatial_merge_size": merge}
+    one = StretchedTiles(**tile(vision, processor, 1 / merge), min_tiles=1, max_tiles=1)
+    halves = {"image_mean": 0.5, "image_std": 0.5}
+    width = config["text_config"]["hidden_size"]
+    return tiled("gemma3", options, halves | processor, vision, one, width)
+
+
 def tiled(
     family: str,
     options: ModelOptions,
@@ -101,4 +116,5 @@ FAMILIES: dict[str, Callable[[ModelOptions, Files, Json], ModelSpec]] = {
     "internvl": internvl,
     "internvl_chat": internvl_chat,
     "llama4": llama4,
+    "gemma3": gemma3,
 }

@@ -160,6 +160,25 @@ def write_llama4(folder: Path) -> Any:
     return model
 
 
+def write_gemma3(folder: Path) -> Any:
+    """Writes a whole Gemma 3 in float32 with a random tower; returns transformers' model of it."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    torch.manual_seed(0)
+    vision = INTERNVL | {"image_size": 112, "patch_size": 14, "vision_use_head": False}
+    text = TEXT | {"model_type": "gemma3_text", "head_dim": 16, "pad_token_id": 0}
+    config = Gemma3Config(
+        vision_config=vision, text_config=text, mm_tokens_per_image=4, image_token_id=5
+    )
+    model = Gemma3ForConditionalGeneration(config).eval()
+    scatter(model.model.vision_tower)
+    scatter(model.model.multi_modal_projector)
+    model.save_pretrained(folder, max_shard_size="150KB")
+    settings = PROCESSOR | {"size": {"height": 112, "width": 112}, "resample": 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return model
+
+
 def chat_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of transformers' model as OpenGVLab published them: q, k and v are one."""
     named: dict[str, Tensor] = {}

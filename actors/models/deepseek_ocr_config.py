@@ -31,7 +31,7 @@ SAM_BLOCKS = BlockNames(up=("mlp.lin1",), down="mlp.lin2")
 CLIP_BLOCKS = BlockNames(
     block="transformer.layers",
     norm1="layer_norm1",
-    qkv="self_attn.qkv_proj",
+    qkv=("self_attn.qkv_proj",),
     proj="self_attn.out_proj",
     norm2="layer_norm2",
     up=("mlp.fc1",),

@@ -14,6 +14,7 @@ from actors.attention import Attention
 from actors.models import (
     deepseek_ocr,
     deepseek_ocr_config,
+    gemma3,
     glm4v,
     internvl,
     internvl_config,
@@ -106,6 +107,7 @@ FAMILIES: Mapping[str, Family[Any]] = {
         llama4.parts,
         TileTower,
     ),
+    "gemma3": Family(gemma3.PREFIXES, gemma3.expected, gemma3.dimensions, gemma3.parts, TileTower),
     "deepseek_ocr": Family(
         deepseek_ocr_config.PREFIXES,
         deepseek_ocr_config.expected,

@@ -92,7 +92,8 @@ class BlockNames:
 
     block: str = "blocks"
     norm1: str = "norm1"
-    qkv: str = "attn.qkv"
+    qkv: tuple[str, ...] = ("attn.qkv",)
+    """One of all three, or three."""
     proj: str = "attn.proj"
     norm2: str = "norm2"
     up: tuple[str, ...] = ("mlp.linear_fc1",)
@@ -157,7 +158,7 @@ class Weights:
         return [
             BlockWeights(
                 norm1=self.affine(f"{block}.{names.norm1}"),
-                qkv=self.affine(f"{block}.{names.qkv}"),
+                qkv=self.affine(*(f"{block}.{name}" for name in names.qkv)),
                 proj=self.scaled(f"{block}.{names.proj}", ends[0] and f"{block}.{ends[0]}"),
                 norm2=self.affine(f"{block}.{names.norm2}"),
                 up=self.affine(*(f"{block}.{name}" for name in names.up)),
@@ -171,7 +172,7 @@ def expected_blocks(names: BlockNames, depth: int, width: int, mlp_width: int) -
     """Name and shape of every tensor of the blocks."""
     parts: dict[str, tuple[int, ...]] = {
         names.norm1: (width,),
-        names.qkv: (3 * width, width),
+        **dict.fromkeys(names.qkv, (3 * width // len(names.qkv), width)),
         names.proj: (width, width),
         names.norm2: (width,),
         **dict.fromkeys(names.up, (mlp_width, width)),

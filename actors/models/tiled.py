@@ -33,7 +33,8 @@ class TileParts:
     embedding: Tensor
     """[width, 3 x patch x patch], for `uint8 - 128`; its bias is part of `start`."""
     start: Tensor
-    """[1 + patches of a tile, width]: what is added to the embedded patches; the class token."""
+    """[class token + patches of a tile, width]: the class token, if there is one; what is added
+    to the embedded patches."""
     layers: Sequence[BlockWeights]
     style: Style
     head: Callable[[Tensor], Tensor]
@@ -43,7 +44,7 @@ class TileParts:
     stem: Callable[[Tensor], Tensor] | None = None
     """What happens to the rows before the blocks."""
     rotary: tuple[Tensor, Tensor] | None = None
-    """cos, sin: float32 [1 + patches of a tile, head size / 2]."""
+    """cos, sin: float32 [rows of `start`, head size / 2]."""
 
 
 class TileTower:
@@ -101,16 +102,16 @@ class TileTower:
 
     def forward(self, path: str, values: Values) -> Tensor:
         """See Tower. Rows beyond the last segment: finite, otherwise undefined."""
-        rows, width = self.parts.start.shape
+        (rows, width), patches = self.parts.start.shape, self.sizing.side_patches**2
         x = F.linear(values["patches"].to(self.dtype) - 128, self.parts.embedding)
-        x = F.pad(x.view(-1, rows - 1, width), (0, 0, 1, 0)) + self.parts.start
+        x = F.pad(x.view(-1, patches, width), (0, 0, rows - patches, 0)) + self.parts.start
         if self.parts.stem:
             x = self.parts.stem(x)
         cos, sin = None, None
         if self.parts.rotary:
             cos, sin = (table.repeat(len(x), 1) for table in self.parts.rotary)
         x, _ = self.blocks(x.flatten(0, 1), cos, sin, values)
-        x = x.view(-1, rows, width)[:, 1:]
+        x = x.view(-1, rows, width)[:, rows - patches :]
         return self.parts.head(x.reshape(-1, width * self.sizing.merge_size**2))
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:

@@ -25,7 +25,7 @@ from actors.types import Item, Size
 
 pytestmark = pytest.mark.gpu
 
-PRESETS = ("internvl3-8b", "internvl3-78b", "llama4-scout")
+PRESETS = ("internvl3-8b", "internvl3-78b", "llama4-scout", "gemma3-4b")
 
 
 @pytest.fixture(params=PRESETS)

@@ -38,6 +38,7 @@ FAMILIES = {
     "internvl": "InternVL 2, 2.5, 3, 3.5",
     "internvl_chat": "InternVL 2, 2.5, 3, 3.5",
     "llama4": "Llama 4",
+    "gemma3": "Gemma 3",
     "deepseek_vl_v2": "DeepSeek-OCR",
     "step3p7": "Step3-VL-10B, Step-3.7",
     "step_robotics": "Step3-VL-10B, Step-3.7",

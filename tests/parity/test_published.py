@@ -104,6 +104,7 @@ PUBLISHED = [
     Published("internvl3-8b", "InternVL 2, 2.5, 3, 3.5", 332, internvl),
     Published("internvl3-78b", "InternVL 2, 2.5, 3, 3.5", 5709, internvl),
     Published("llama4-scout", "Llama 4", 872, llama_4),
+    Published("gemma3-4b", "Gemma 3", 420, lambda size: 256),
     Published("deepseek-ocr", "DeepSeek-OCR", 401, deepseek),
     Published("step3vl-10b", "Step3-VL-10B, Step-3.7", 1981, step3),
     Published("step3-321b", "Step3 (321B)", 4675, step3),

@@ -25,7 +25,7 @@ from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
 from actors.preprocess import decode
 from actors.types import Item, ItemPlan, Size
-from tests.checkpoints_tiles import write_internvl, write_internvl_chat, write_llama4
+from tests.checkpoints_tiles import write_gemma3, write_internvl, write_internvl_chat, write_llama4
 from tests.images import PHOTOGRAPHS, photograph
 from tests.parity.table import check
 
@@ -64,6 +64,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tens
     "internvl_chat-300M": (lambda folder: write_internvl_chat(folder, "300M"), internvl),
     "internvl_chat-6B": (lambda folder: write_internvl_chat(folder, "6B"), internvl),
     "llama4": (write_llama4, llama4),
+    "gemma3": (write_gemma3, internvl),
 }
 
 

@@ -35,6 +35,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("internvl3-8b", "internvl", STRETCHED, 3584),
         ("internvl3-78b", "internvl_chat", STRETCHED, 8192),
         ("llama4-scout", "llama4", PADDED, 5120),
+        ("gemma3-4b", "gemma3", StretchedTiles(896, 14, 4, 1, 1), 2560),
     ],
 )
 def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
@@ -89,6 +90,7 @@ PROCESSOR = "preprocessor_config.json"
         ("internvl3-78b", "config.json", {"select_layer": -4}, "select_layer"),
         ("internvl3-78b", "config.json", {"llm_config": {}}, "lacks or misstates 'hidden_size'"),
         ("llama4-scout", PROCESSOR, {"resize_to_max_canvas": True}, "resize_to_max_canvas"),
+        ("gemma3-4b", PROCESSOR, {"do_pan_and_scan": True}, "do_pan_and_scan"),
         ("llama4-scout", PROCESSOR, {"resample": 3}, "resample of the image processor"),
     ],
 )
@@ -104,6 +106,7 @@ def test_what_the_tower_does_not_do_is_refused(
     [
         ("internvl.yaml", "internvl3-8b", "256 512 1024 2048 3328"),
         ("llama4.yaml", "llama4-scout", "144 288 576 1152 2304 2448"),
+        ("gemma3.yaml", "gemma3-4b", "256"),
     ],
 )
 def test_the_configs_can_be_served(
