@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +65,12 @@ class Embedding:
         memory = torch.frombuffer(bytearray(self.rows()), dtype=torch.uint8)
         return memory.view(getattr(torch, self.dtype)).view(self.shape)
 
-    def to_vllm(self, timestamps_seconds: Sequence[float] = ()) -> dict[str, Any]:
+    def to_vllm(self) -> dict[str, Any]:
         """A part of a chat message for vLLM, which loads no vision tower then: vllm.content_part.
 
         Of a reference: what names it to a vLLM that has EncoderServiceConnector. Needs torch.
         """
-        return content_part(self, timestamps_seconds)
+        return content_part(self)
 
     def to_sglang(self) -> dict[str, Any]:
         """`image_data` or `video_data` for SGLang: sglang.processor_output, which takes several."""

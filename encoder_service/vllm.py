@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,22 +26,22 @@ PATCHES_PER_TOKEN = 4
 """Of every family in GRIDS: merge_size 2, squared."""
 
 
-def content_part(embedding: Embedding, timestamps_seconds: Sequence[float] = ()) -> dict[str, Any]:
+def content_part(embedding: Embedding) -> dict[str, Any]:
     """{"type": "image_embeds", "image_embeds": ...}, or the same of a video.
 
     Tensors are base64 of torch.save: rows [tokens, width] in the embedding's dtype, the grid [3]
     int64 in patches, the times [grid t] float64, in seconds from the start of a video. A reference
     has no rows but its id as "uuid". Raises ValueError for what vLLM does not take.
     """
-    check(embedding, timestamps_seconds)
+    check(embedding)
     import torch
 
     name = f"{embedding.type}_embeds"
     if embedding.family in ROWS:
         return {"type": name, name: saved(embedding.torch())}
     content = {f"{embedding.type}_grid_thw": saved(torch.tensor(embedding.grid_thw))}
-    if timestamps_seconds:
-        content["timestamps"] = saved(torch.tensor(timestamps_seconds, dtype=torch.float64))
+    if timed(embedding):
+        content["timestamps"] = saved(torch.tensor(embedding.timestamps, dtype=torch.float64))
     if embedding.reference:
         return {"type": name, name: content, "uuid": embedding.reference}
     return {"type": name, name: {name: saved(embedding.torch())} | content}
@@ -57,7 +56,12 @@ def saved(tensor: torch.Tensor) -> str:
     return base64.b64encode(file.getbuffer()).decode()
 
 
-def check(embedding: Embedding, timestamps_seconds: Sequence[float]) -> None:
+def timed(embedding: Embedding) -> bool:
+    """Whether the prompt says when each temporal group was."""
+    return embedding.type == "video" and embedding.family in TIMED
+
+
+def check(embedding: Embedding) -> None:
     """Raises ValueError."""
     family, kind, grid = embedding.family, embedding.type, embedding.grid_thw
     if family not in GRIDS + ROWS or (kind == "video" and family in ROWS):
@@ -78,9 +82,5 @@ def check(embedding: Embedding, timestamps_seconds: Sequence[float]) -> None:
         )
     if family in GRIDS and rows * PATCHES_PER_TOKEN != math.prod(grid):
         raise ValueError(f"a grid of {grid} patches gives {math.prod(grid) // 4} rows, not {rows}")
-    needed = grid[0] if kind == "video" and family in TIMED else 0
-    if len(timestamps_seconds) != needed:
-        raise ValueError(
-            f"timestamps_seconds: {needed} are needed for this {kind} of the family {family!r}, "
-            f"one for each temporal group, not {len(timestamps_seconds)}"
-        )
+    if timed(embedding) and len(embedding.timestamps) != grid[0]:
+        raise ValueError(f"{len(embedding.timestamps)} timestamps for {grid[0]} temporal groups")

@@ -57,15 +57,15 @@ def test_plain_rows_arrive_in_vllm(family: str) -> None:
     assert torch.equal(arrived, one.torch())
 
 
-def test_videos_of_qwen3_vl_need_their_times() -> None:
-    video = replace(embedding((3, 4, 4)), type="video")
-    with pytest.raises(ValueError, match=r"3 are needed for this video .* not 0"):
-        video.to_vllm()
-    part = video.to_vllm(timestamps_seconds=[0.25, 0.75, 1.25])
+def test_videos_of_qwen3_vl_bring_their_times() -> None:
+    video = replace(embedding((3, 4, 4)), type="video", timestamps=(0.25, 0.75, 1.25))
+    part = video.to_vllm()
     assert torch.equal(vllm_rules.embeddings([part], 3 * HIDDEN)[0], video.torch())
     times = vllm_rules.decoded(part["video_embeds"]["timestamps"])
     assert times.tolist() == [0.25, 0.75, 1.25]
-    other = replace(embedding((3, 4, 4), "qwen2_5_vl"), type="video")
+    with pytest.raises(ValueError, match="2 timestamps for 3 temporal groups"):
+        replace(video, timestamps=(0.25, 0.75)).to_vllm()
+    other = replace(video, family="qwen2_5_vl", deepstack=0)
     assert set(other.to_vllm()["video_embeds"]) == {"video_embeds", "video_grid_thw"}
 
 
