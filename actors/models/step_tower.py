@@ -97,11 +97,10 @@ class StepTower:
         cos, sin = None, None
         if view.rotary:
             cos, sin = (table.repeat(len(x), 1) for table in view.rotary)
-        y, _ = self.blocks(x.flatten(0, 1), cos, sin, values)
-        y = y.view(-1, rows, width)[:, classes:]
-        y = self.parts.head(y.unflatten(1, (side, side)).permute(0, 3, 1, 2))
-        y = y.flatten(2).transpose(1, 2).flatten(0, 1)
-        return F.linear(y, self.parts.projector.weight, self.parts.projector.bias)
+        x, _ = self.blocks(x.flatten(0, 1), cos, sin, values)
+        x = x.view(-1, rows, width)[:, classes:].unflatten(1, (side, side))
+        x = self.parts.head(x.permute(0, 3, 1, 2)).flatten(2).transpose(1, 2)
+        return F.linear(x.flatten(0, 1), self.parts.projector.weight, self.parts.projector.bias)
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         """See Tower. Of each item the crops, then the whole: transformers.models.step3p7."""
