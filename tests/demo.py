@@ -21,6 +21,7 @@ from encoder_service.bench.scrape import Work, scrape, work_between
 from encoder_service.client import Client, Embedding
 from encoder_service.config import load
 from tests.images import PHOTOGRAPHS, jpeg, photograph
+from tests.videos import video
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny-chat.yaml"
 TOLERANCE = 1e-3
@@ -32,6 +33,7 @@ def main() -> int:
     console = Console()
     options = load(CONFIG)
     pictures = {name: photograph(name) for name in PHOTOGRAPHS}
+    pictures["moving coffee, MP4"] = video(20, size=(160, 96), fps=10)
     pictures["coffee, small JPEG"] = jpeg(160, 240)
     started = time.perf_counter()
     with cluster(logical_cpus(options), object_store_bytes=400_000_000) as where:
@@ -58,8 +60,8 @@ def encode(console: Console, url: str, pictures: dict[str, bytes]) -> list[Embed
         started = time.perf_counter()
         embeddings = client.encode(list(pictures.values()), dtype="float32")
         taken = time.perf_counter() - started
-    title = f"{url}: {len(pictures)} photographs in {taken * 1e3:.0f} ms"
-    shown = Table("photograph", "grid", "tokens", "shape", "source", title=title)
+    title = f"{url}: {len(pictures)} items in {taken * 1e3:.0f} ms"
+    shown = Table("item", "grid", "tokens", "shape", "source", title=title)
     for name, one in zip(pictures, embeddings, strict=True):
         grid, shape = (" x ".join(map(str, numbers)) for numbers in (one.grid_thw, one.shape))
         shown.add_row(name, grid, str(one.tokens), shape, one.source)
@@ -128,7 +130,7 @@ def judge(
     checks = {
         "HTTP and gRPC gave the same": equal,
         "all numbers are finite": all(np.isfinite(one.numpy()).all() for one in over_http),
-        "every photograph was seen by /metrics": work.hits + work.misses == 2 * len(over_http),
+        "every item was seen by /metrics": work.hits + work.misses == 2 * len(over_http),
         "every encoder worked": len(work.replica_patches) == replicas
         and min(work.replica_patches.values()) > 0,
         "the weights say that they are random": over_http[0].weights == "dummy",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from actors.models.load import load
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
 from actors.preprocess import decode
-from actors.types import Item, ItemPlan, Size
+from actors.types import Clip, Item, ItemPlan, Size
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_internvl_chat, write_llama4
 from tests.images import PHOTOGRAPHS, photograph
 from tests.parity.table import check
@@ -140,6 +141,27 @@ def test_photographs_through_the_engine(pair: Pair) -> None:
         exact = theirs(pair, torch.from_numpy(item.patches))
         check(tower.spec.family, encoded.rows, exact)
     engine.close()
+
+
+def test_a_frame_of_a_video_is_a_tile(pair: Pair) -> None:
+    tower, clip = pair.tower, Clip(Size(120, 90), frames=12, fps=3)
+    if not tower.spec.video:
+        pytest.skip("this family takes no videos")
+    generator = torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 256, (8, 3, 90, 120), dtype=torch.uint8, generator=generator)
+    item = tower.cut_video(clip, frames)
+    assert item.plan.grid_thw == (8, 6, 6)
+    assert item.plan.tokens == 8 * tower.sizing.tile_tokens
+    side = (tower.sizing.tile_pixels,) * 2
+    tiles = F.interpolate(frames, side, mode="bicubic", antialias=True)
+    mean, std = (torch.tensor(each)[:, None, None] for each in (tower.spec.mean, tower.spec.std))
+    with torch.no_grad():
+        exact = pair.features(pair.model, (tiles / 255 - mean) / std)
+    image = Item(*tower.patchify(torch.zeros(3, 90, 120, dtype=torch.uint8)))
+    for budget in (None, item.plan.tokens + image.plan.tokens):
+        plans, patches = [item.plan, image.plan], [item.patches, image.patches]
+        rows = encode(tower, plans, [torch.from_numpy(each) for each in patches], budget)
+        check(tower.spec.family, rows[: item.plan.tokens], exact)
 
 
 def test_a_budget_that_is_not_whole_tiles(pair: Pair) -> None:
