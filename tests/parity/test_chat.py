@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from actors.errors import CheckpointError
 from actors.options import ModelOptions
 from actors.types import ItemPlan, Size
 from encoder_service.llm import model as language_model
@@ -19,6 +22,7 @@ from encoder_service.llm.options import LlmOptions
 from encoder_service.llm.spec import FAMILIES, LlmSpec, read
 from encoder_service.llm.tokenizer import byte_tokenizer
 from encoder_service.llm.types import Finish, Sampling
+from tests.checkpoints import write
 from tests.parity.conftest import Pair, made
 from tests.parity.test_tower import encode, pixel_values, random_patches
 
@@ -82,6 +86,24 @@ def test_no_tower_is_loaded(chat: Chat) -> None:
     tower = sum(value.numel() for value in chat.pair.reference.model.visual.parameters())
     assert sum(value.numel() for value in chat.model.parameters()) == whole - tower
     assert {value.device.type for value in chat.model.parameters()} == {"cpu"}
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_vl", max_shard_size="1GB")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.language_model.layers.1.mlp.gate_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="gate_proj"):
+        language_model.load(ModelOptions(id=str(tmp_path), dtype="float32"), "cpu")
+
+
+def test_dummy_weights_are_the_same_in_every_process() -> None:
+    options = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
+    one, other = (language_model.load(options, "cpu") for _ in range(2))
+    ids = torch.tensor([[1, 2, 3]])
+    assert one.model.visual is None
+    assert torch.equal(one(ids).logits, other(ids).logits)
+    assert one(ids).logits.isfinite().all()
 
 
 def both(chat: Chat, sizes: Sequence[Size]) -> tuple[dict[str, Any], dict[str, Any]]:
