@@ -115,6 +115,10 @@ class DeviceOptions(Options):
     drain_timeout_seconds: float = Field(30, gt=0)
     """How long a replica that is being stopped may take to finish what it accepted."""
     health_check_period_seconds: float = Field(5, gt=0)
+    health_check_timeout_seconds: float = Field(8, gt=0)
+    """A replica that does not answer for so long, three times in a row, is replaced: one that hangs
+    after about half a minute. It may be busy as it likes: nothing that takes long runs where the
+    question is answered."""
 
     @model_validator(mode="after")
     def device_is_reserved(self) -> Self:

@@ -89,7 +89,7 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         },
         max_ongoing_requests=ENDLESS,
         health_check_period_s=options.encoder.health_check_period_seconds,
-        health_check_timeout_s=30,
+        health_check_timeout_s=options.encoder.health_check_timeout_seconds,
         graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
         request_router_config=RequestRouterConfig(
             request_router_class="router.pinned:PinnedRequestRouter",
@@ -139,7 +139,7 @@ def wire_chat(
         max_ongoing_requests=llm.max_ongoing_requests,
         max_queued_requests=llm.max_queued_requests,
         health_check_period_s=llm.health_check_period_seconds,
-        health_check_timeout_s=30,
+        health_check_timeout_s=llm.health_check_timeout_seconds,
         graceful_shutdown_timeout_s=llm.drain_timeout_seconds,
         logging_config=logs,
     ).bind(llm, llm.model or options.model, spec, router)

@@ -11,17 +11,18 @@ from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextvars import Context
 from functools import partial
-from typing import Protocol
 
 from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceError, Unavailable
 from actors.origin import ORIGIN
-from actors.types import Answer, Dtype, Embedding, Media, Reply
+from actors.types import Answer, Dtype, Embedding, Media
 from router.balance import Plan
 from router.coalesce import Carrier, Flight, Flights
+from router.fleet import Fleet, ReplicaDied, ReplicaFull, ShardLost
 from router.holders import Holders, plan_around
 from router.ledger import Ledger
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
+from router.watch import Watch
 
 logger = logging.getLogger("ray.serve")
 
@@ -34,36 +35,6 @@ MARGIN_PART = 0.1
 """Of the time that is left: the most that the margin may be."""
 LONE_DEATHS = 2
 """Replicas that may die of an item in a call of its own before it is given up."""
-
-
-class ReplicaFull(Exception):
-    """The replica has no room for one more call now."""
-
-
-class ShardLost(Exception):
-    """The replica is gone, or gave the call up."""
-
-
-class ReplicaDied(ShardLost):
-    """It took the call and died, perhaps of one of the items."""
-
-
-class Fleet(Protocol):
-    """The replicas."""
-
-    def reports(self) -> tuple[int, Mapping[str, int]]:
-        """A number that changes with every report, and what each replica reports to carry.
-
-        Outstanding patches by replica, in the order of their ids.
-        """
-
-    async def encode(
-        self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float
-    ) -> Reply:
-        """The answers of one replica, in order, and what it still has to do.
-
-        Raises ReplicaFull, ShardLost, or a ServiceError for all.
-        """
 
 
 class Dispatcher:
@@ -85,6 +56,7 @@ class Dispatcher:
         self._version = -1
         self._flights = Flights(self._landed)
         self._holders = Holders(cache_max_bytes if options.cache_affinity else 0)
+        self._watch = Watch(fleet.ask, options.stall_seconds)
         self.ledger = Ledger(options.max_outstanding_patches, options.exclude_seconds)
 
     async def answers(
@@ -139,8 +111,9 @@ class Dispatcher:
             if now() >= give_up:
                 raise Unavailable("no encoder replica is ready; try again later")
             await asyncio.sleep(POLL_SECONDS)
-        sound = [replica for replica in reports if not self.ledger.excluded(replica, now())]
-        return sound or list(reports)
+        answering = [replica for replica in reports if replica not in self._watch.silent]
+        sound = [replica for replica in answering if not self.ledger.excluded(replica, now())]
+        return sound or answering or list(reports)
 
     def _board(
         self, media: Sequence[Media], dtype: Dtype, deadline: float
@@ -209,7 +182,8 @@ class Dispatcher:
         media = [flight.media for flight in flights]
         singly = False
         try:
-            reply = await self._fleet.encode(replica, media, flights[0].dtype, left)
+            async with self._watch.over(replica):
+                reply = await self._fleet.encode(replica, media, flights[0].dtype, left)
         except ReplicaFull:
             await asyncio.sleep(BACKOFF_SECONDS)
         except ShardLost as error:

@@ -24,6 +24,9 @@ class RouterOptions(Options):
     is full does not count: it is tried again until the request's time is over."""
     exclude_seconds: float = Field(5, ge=0)
     """How long a replica that was lost, or refused a call, gets no new work from this router."""
+    stall_seconds: float = Field(10, gt=0)
+    """A replica that answers nothing for half of it, and then for the other half not even the
+    question how it is, has lost its calls, and gets no new ones until it answers."""
     replica_wait_seconds: float = Field(5, ge=0)
     """How long work waits for a replica when there is none, before it is Unavailable."""
     coalesce: bool = True

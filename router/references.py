@@ -14,14 +14,14 @@ from typing import Protocol
 from actors.errors import EmbeddingLost, NotFound, ServiceError, Unavailable
 from actors.references import Kept
 from actors.types import Answer, Embedding, Media
-from router.dispatch import ReplicaFull, ShardLost
+from router.fleet import ReplicaFull, ShardLost
 
 
 class Keepers(Protocol):
     """The replicas. Calls raise ReplicaFull, ShardLost or a ServiceError."""
 
     def reports(self) -> tuple[int, Mapping[str, int]]:
-        """See dispatch.Fleet."""
+        """See fleet.Fleet."""
 
     async def keep(self, replica: str, kept: list[Kept]) -> list[str]:
         """The name of each."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -27,7 +27,8 @@ from actors.references import Kept
 from actors.tracing import NoSpans, Spans, open_spans
 from actors.types import Answer, Dtype, Media, Reply
 from router.balance import POLICIES
-from router.dispatch import Dispatcher, ReplicaDied, ReplicaFull, ShardLost, now
+from router.dispatch import Dispatcher, now
+from router.fleet import ReplicaDied, ReplicaFull, ShardLost
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.pinned import PIN
@@ -73,7 +74,7 @@ class RouterStatus:
 
 
 class ServeFleet:
-    """The replicas of a deployment, reached through its handle (dispatch.Fleet)."""
+    """The replicas of a deployment, reached through its handle (fleet.Fleet)."""
 
     def __init__(
         self, encoder: DeploymentHandle, fingerprint: str | None, spans: Spans | None = None
@@ -91,7 +92,7 @@ class ServeFleet:
         return self._fleet()[1]
 
     def reports(self) -> tuple[int, Mapping[str, int]]:
-        """See dispatch.Fleet."""
+        """See fleet.Fleet."""
         version, replicas = self._fleet()
         for gone in self._pinned.keys() - replicas.keys():
             del self._pinned[gone]
@@ -100,7 +101,7 @@ class ServeFleet:
     async def encode(
         self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float
     ) -> Reply:
-        """See dispatch.Fleet. Cancelling it cancels the call."""
+        """See fleet.Fleet. Cancelling it cancels the call."""
         patches = sum(item.plan.patches for item in media)
         with self._spans.span(
             "route", "client", replica=replica, items=len(media), patches=patches
@@ -108,6 +109,11 @@ class ServeFleet:
             call = self._to(replica).remote(media, dtype, timeout_seconds, ORIGIN.get())
             reply: Reply = await self._told(call)
             return reply
+
+    async def ask(self, replica: str) -> None:
+        """See fleet.Fleet."""
+        with suppress(ReplicaFull):
+            await self._told(self._to(replica).check_health.remote())
 
     async def keep(self, replica: str, kept: list[Kept]) -> list[str]:
         """See references.Keepers."""

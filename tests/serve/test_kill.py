@@ -22,7 +22,7 @@ from tests.serve.conftest import Cluster
 from tests.serve.stand_in import application, item, right
 
 CALLERS = 4
-OPTIONS = RouterOptions(replicas=1, exclude_seconds=2)
+OPTIONS = RouterOptions(replicas=1, exclude_seconds=2, stall_seconds=2)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,17 @@ def test_failing_health_check(router: DeploymentHandle) -> None:
         within(60, lambda: replaced(router, victim))
 
 
+def test_a_process_that_hangs(router: DeploymentHandle) -> None:
+    with load(router) as outcomes:
+        victim = status(router).replicas[0].metadata["process"]
+        os.kill(victim, signal.SIGSTOP)
+        try:  # each caller meets it at most once or twice before it is known to be silent
+            after = len(outcomes) + 10 * CALLERS
+            within(60, lambda: len(outcomes) > after)
+        finally:
+            os.kill(victim, signal.SIGCONT)
+
+
 def test_rolling_update(router: DeploymentHandle) -> None:
     with load(router):
         serve.run(application(OPTIONS, version=2), name="killing", route_prefix=None)
@@ -66,8 +77,11 @@ def test_rolling_update(router: DeploymentHandle) -> None:
 
 
 @contextmanager
-def load(router: DeploymentHandle) -> Iterator[None]:
-    """Callers that never pause, before, while and after the block runs. All must succeed."""
+def load(router: DeploymentHandle) -> Iterator[list[str]]:
+    """Callers that never pause, before, while and after the block runs. All must succeed.
+
+    Gives what became of the requests so far.
+    """
     stop = threading.Event()
     outcomes: list[str] = []
     callers = [
@@ -78,7 +92,7 @@ def load(router: DeploymentHandle) -> Iterator[None]:
         caller.start()
     try:
         within(30, lambda: len(outcomes) > 2 * CALLERS)
-        yield
+        yield outcomes
         after = len(outcomes) + 2 * CALLERS
         within(30, lambda: len(outcomes) > after)
     finally:

@@ -6,7 +6,8 @@ import asyncio
 
 from actors.errors import DeadlineExceeded
 from actors.types import Answer, Media
-from router.dispatch import Dispatcher, ShardLost
+from router.dispatch import Dispatcher
+from router.fleet import ShardLost
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, item, right, settled, well
 
 

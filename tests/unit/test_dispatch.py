@@ -21,7 +21,8 @@ from actors.errors import (
     Unavailable,
 )
 from actors.types import Answer, Embedding, Media
-from router.dispatch import Dispatcher, ReplicaDied, ReplicaFull, ShardLost
+from router.dispatch import Dispatcher
+from router.fleet import ReplicaDied, ReplicaFull, ShardLost
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, embedding, item, right, settled, well
 
 
@@ -187,7 +188,7 @@ def test_whatever_happens_nothing_is_left(
         ) -> list[Answer]:
             for _ in range(random.randrange(4)):
                 await asyncio.sleep(0)
-            match random.randrange(9):
+            match random.randrange(10):
                 case 0 | 1:
                     raise ShardLost("killed")
                 case 2:
@@ -200,6 +201,12 @@ def test_whatever_happens_nothing_is_left(
                     return [random.choice([embedding(m, replica), broken]) for m in media]
                 case 6:
                     raise random.choice([ReplicaDied("killed"), ReplicaFull("no room")])
+                case 7:
+                    fleet.hung.add(replica)
+                    try:
+                        await asyncio.Event().wait()
+                    finally:
+                        fleet.hung.discard(replica)
             return [embedding(one, replica) for one in media]
 
         async def caller(numbers: list[int], timeout_seconds: float) -> None:
@@ -216,6 +223,7 @@ def test_whatever_happens_nothing_is_left(
             coalesce=coalesce,
             exclude_seconds=0,
             replica_wait_seconds=0.005,
+            stall_seconds=0.02,
             max_outstanding_patches=1000,
         )
         tasks = []

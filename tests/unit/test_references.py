@@ -15,7 +15,7 @@ from actors.metrics import EncoderMetrics
 from actors.options import ReferenceOptions
 from actors.references import OVERHEAD_BYTES, Kept, References
 from actors.types import Answer, Embedding, Media, SharedBytes, Timings
-from router.dispatch import ReplicaDied, ShardLost
+from router.fleet import ReplicaDied, ShardLost
 from router.references import Keeping
 from tests.unit.fleet import embedding, item
 

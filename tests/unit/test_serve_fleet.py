@@ -11,7 +11,7 @@ from actors.errors import InvalidMedia
 from actors.origin import Origin
 from actors.types import Answer, Dtype, Media
 from router import router
-from router.dispatch import ReplicaDied, ReplicaFull, ShardLost
+from router.fleet import ReplicaDied, ReplicaFull, ShardLost
 from router.registry import REGISTRY, PinnedReplicaFull, PinnedReplicaUnavailable, Replica
 from router.router import ServeFleet
 
