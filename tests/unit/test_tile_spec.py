@@ -42,7 +42,8 @@ def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
     model = spec.read(ModelOptions(id=preset, load_format="dummy"))
     assert (model.family, model.sizing, model.width) == (family, sizing, width)
     assert (model.paths, model.deepstack) == (("default",), 0)
-    assert model.kinds == (("image",) if family == "llama4" else ("image", "video"))
+    videos = ("video",) if family.startswith("internvl") else ()
+    assert model.kinds == ("image", *videos)
 
 
 def test_without_a_processor_the_means_are_those_of_imagenet(tmp_path: Path) -> None:
