@@ -1,8 +1,9 @@
-"""What Ray's object store of this machine holds."""
+"""What Ray's object store of this machine holds, and a process beside it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from ray._private.internal_api import node_stats
@@ -20,3 +21,9 @@ def used() -> Used:
     (node,) = ray.nodes()
     stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
     return Used(stats.object_store_bytes_used, stats.num_local_objects, stats.spilled_bytes_total)
+
+
+def own_private_bytes(_: object) -> int:
+    """Of the process that this runs in."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))

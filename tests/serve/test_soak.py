@@ -9,10 +9,10 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from itertools import count
-from pathlib import Path
 
 import pytest
 import ray
+import torch
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -21,13 +21,13 @@ from actors.options import ModelOptions
 from actors.spec import ModelSpec, read
 from actors.types import Embedding, SharedBytes
 from encoder_service.app import build
-from encoder_service.async_client import AsyncClient
+from encoder_service.client import AsyncClient, Client
 from encoder_service.config import LimitOptions
 from encoder_service.media import probe
 from router.here import encode_here
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
-from tests.serve.object_store import used
+from tests.serve.object_store import own_private_bytes, used
 from tests.serve.test_kill import within
 
 WIDTH = 3 * 4096
@@ -73,6 +73,20 @@ def router(cluster: Cluster, model: ModelOptions) -> Iterator[DeploymentHandle]:
     serve.delete("soak")
 
 
+def test_items_are_found_one_by_one_and_in_any_dtype(
+    cluster: Cluster, router: DeploymentHandle
+) -> None:
+    first, second = (jpeg(160, 160) + name for name in (b"first", b"second"))
+    with Client(cluster.http) as client:
+        (computed,) = client.encode([first], "float32")
+        found, new = client.encode([first, second], "float32")
+        assert [one.source for one in (computed, found, new)] == ["graph", "cache", "graph"]
+        assert found.data == computed.data
+        (halved,) = client.encode([first], "bfloat16")
+        assert halved.source == "cache"
+        assert torch.equal(halved.torch(), computed.torch().bfloat16())
+
+
 @pytest.mark.parametrize(
     "embeddings",
     [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
@@ -85,6 +99,7 @@ def test_memory_ends_where_it_began(
     before = soak.settled()
     spilled, memory = used().spilled_bytes, private_bytes()
     asyncio.run(soak.run(embeddings))
+    assert soak.found > embeddings // ROUND // 2  # the image of every round, in the cache
     after = soak.settled()
     print(f"{embeddings} embeddings of {EMBEDDING_BYTES} bytes; object store {before} -> {after}")
     for process, size in private_bytes().items():
@@ -103,6 +118,7 @@ class Soak:
         self.spec = spec
         self.image = jpeg(160, 160)
         self.numbers = count()
+        self.found = 0
 
     async def run(self, embeddings: int) -> None:
         """So many, in rounds, a few at a time."""
@@ -117,8 +133,9 @@ class Soak:
 
     async def round(self, client: AsyncClient) -> None:
         """Five over HTTP, of which one is the same in every round; three by handle; two by id."""
-        for one in await client.encode([self.image, *self.images(4)], "float32"):
-            assert len(one.data) == EMBEDDING_BYTES
+        answers = await client.encode([self.image, *self.images(4)], "float32")
+        assert all(len(one.data) == EMBEDDING_BYTES for one in answers)
+        self.found += answers[0].source == "cache"
         await self.by_handle(self.images(3))
         for kept in await client.encode(self.images(2), "float32", reference=True):
             assert len((await client.fetch(kept.reference)).data) == EMBEDDING_BYTES
@@ -151,9 +168,3 @@ def private_bytes() -> dict[str, int]:
             handle = ray.get_actor(actor["name"], namespace=actor["namespace"])
             found[actor["name"]] = ray.get(handle.__ray_call__.remote(own_private_bytes))
     return found
-
-
-def own_private_bytes(_: object) -> int:
-    """Of the process that this runs in."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))

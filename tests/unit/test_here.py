@@ -1,0 +1,75 @@
+"""What is lost before it is read is encoded again, alone, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from actors.errors import EmbeddingLost, InvalidMedia, Overloaded
+from actors.types import Answer, Dtype, Media
+from router.here import ATTEMPTS, encode_here, encode_until
+from tests.unit.fleet import embedding, item, right
+
+MEDIA = [item(number) for number in range(3)]
+
+
+class Encodes:
+    """A router that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[Media]] = []
+        self.left_seconds: list[float] = []
+
+    async def encode(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float
+    ) -> list[Answer]:
+        self.asked.append(media)
+        self.left_seconds.append(timeout_seconds)
+        return [embedding(one, "a") for one in media]
+
+
+def test_what_is_there_is_given_as_it_is() -> None:
+    router = Encodes()
+    assert right(MEDIA, asyncio.run(encode_here(router.encode, MEDIA, "bfloat16", 5)))
+    assert router.asked == [MEDIA]
+
+
+@pytest.mark.parametrize("losses", range(ATTEMPTS + 1))
+def test_only_lost_ones_are_encoded_again(losses: int) -> None:
+    router = Encodes()
+
+    async def lose(media: list[Media], answers: list[Answer]) -> list[Answer]:
+        """The second item, for so many times."""
+        lost = len(router.asked) <= losses
+        return [
+            EmbeddingLost("gone") if lost and one is MEDIA[1] else answer
+            for one, answer in zip(media, answers, strict=True)
+        ]
+
+    answers = asyncio.run(encode_until(router.encode, lose, MEDIA, "bfloat16", 5))
+    assert router.asked == [MEDIA] + [[MEDIA[1]]] * min(losses, ATTEMPTS - 1)
+    assert router.left_seconds == sorted(router.left_seconds, reverse=True)
+    if losses < ATTEMPTS:
+        assert right(MEDIA, answers)
+    else:
+        assert isinstance(answers[1], EmbeddingLost)
+        assert right([MEDIA[0], MEDIA[2]], [answers[0], answers[2]])
+
+
+def test_other_errors_stand_as_they_are() -> None:
+    bad = InvalidMedia("bad")
+
+    async def encode(media: list[Media], dtype: Dtype, timeout_seconds: float) -> list[Answer]:
+        return [bad, embedding(MEDIA[1], "a")]
+
+    answers = asyncio.run(encode_here(encode, MEDIA[:2], "bfloat16", 5))
+    assert answers[0] is bad
+
+
+def test_a_request_that_is_refused_is_refused() -> None:
+    async def encode(media: list[Media], dtype: Dtype, timeout_seconds: float) -> list[Answer]:
+        raise Overloaded("full")
+
+    with pytest.raises(Overloaded):
+        asyncio.run(encode_here(encode, MEDIA, "bfloat16", 5))
