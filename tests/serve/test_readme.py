@@ -27,6 +27,9 @@ def blocks(language: str, word: str) -> list[str]:
     return [block for block in found if word in block]
 
 
+EXAMPLES = [block for block in blocks("python", "") if "ray" not in block]
+
+
 @pytest.fixture(scope="module")
 def folder(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the files that the examples name, and configs/tiny-chat.yaml served."""
@@ -56,13 +59,11 @@ def test_curl(folder: Path, cluster: Cluster) -> None:
     assert '"tokens":' in ran.stdout
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_python(folder: Path, cluster: Cluster, number: int) -> None:
-    examples = [block for block in blocks("python", "") if "ray" not in block]
-    assert len(examples) == 6
     ran = subprocess.run(
         [sys.executable, "-W", "ignore::ResourceWarning", "-c",
-         here(examples[number], cluster)],
+         here(EXAMPLES[number], cluster)],
         cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
