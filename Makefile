@@ -3,7 +3,7 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
-.PHONY: setup serve demo test lint bench manifests screenshot soak chaos
+.PHONY: setup serve demo test lint bench manifests api-fuzz fuzz audit screenshot soak chaos
 
 setup: .venv/.installed
 
@@ -46,3 +46,29 @@ screenshot: setup
 # 10,000 embeddings: the object store and the processes must end where they began. Minutes.
 soak: setup
 	OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -s -m slow tests/serve/test_soak.py
+
+# Requests that the OpenAPI document allows, and some that it does not, against the front door.
+api-fuzz: setup .venv-security/.installed
+	tests/loopback $(BIN)/python -m tests.fuzz.api .venv-security/bin/schemathesis run '{url}' \
+		--header 'Authorization: Bearer open' --exclude-checks positive_data_acceptance \
+		--max-examples 50 --seed 1 --no-color
+
+# New inputs for everything that takes bytes, FUZZ_SECONDS each; see tests/fuzz/__main__.py.
+FUZZ_SECONDS ?= 60
+FUZZ ?= image decoder http_json http_msgpack http_form grpc read_json read_msgpack read_safetensors url redirect
+fuzz: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3'
+	for target in $(FUZZ); do $(BIN)/python -m tests.fuzz $$target .fuzz/$$target \
+		-max_total_time=$(FUZZ_SECONDS) -max_len=8192 -verbosity=0 -print_final_stats=1 || exit 1; done
+
+# Known vulnerabilities of what is installed, and a list of it (CycloneDX). Needs the network.
+audit: setup .venv-security/.installed
+	.venv-security/bin/cyclonedx-py environment $(BIN)/python --output-file sbom.json
+	.venv-security/bin/pip-audit --path $$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') --progress-spinner off
+
+# Tools that look at ours from outside, with dependencies that are none of ours.
+.venv-security/.installed: Makefile
+	test -x .venv-security/bin/python || $(PYTHON) -m venv .venv-security
+	.venv-security/bin/python -m pip install --quiet --disable-pip-version-check \
+		'schemathesis>=4.32' 'pip-audit>=2.10' 'cyclonedx-bom>=7.5'
+	touch $@

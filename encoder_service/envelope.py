@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.origin import Origin
@@ -90,4 +91,16 @@ async def http_exception(request: Request, error: HTTPException) -> Response:
     row = row_of_status(error.status_code)
     answer = response(Fault(row, f"{request.method} {request.url.path}: {error.detail}"))
     answer.headers.update(error.headers or {})
+    if error.status_code == 405:
+        # The framework names those of the first route of the path alone.
+        answer.headers["allow"] = ", ".join(sorted(methods(request)))
     return answer
+
+
+def methods(request: Request) -> set[str]:
+    """All that the routes of a path take together."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] != Match.NONE:
+            found |= getattr(route, "methods", None) or set()
+    return found

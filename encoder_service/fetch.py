@@ -7,6 +7,7 @@ of the name server that changes in between leads nowhere. Knows nothing of what 
 from __future__ import annotations
 
 import asyncio
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
@@ -36,6 +37,8 @@ class Fetcher:
             trust_env=False,
             timeout=options.timeout_seconds,
             limits=httpx.Limits(max_keepalive_connections=0),
+            # No cookie is kept: one of an address would be sent to another name at that address.
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
         )
 
     async def get(self, url: str) -> bytes:

@@ -122,7 +122,7 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
 
     if chat:
         chat_http.add(app, service, chat)
-    describe(app)
+    describe(app, closed=service.tokens.required)
     return app
 
 

@@ -33,6 +33,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+OPEN = {"/", "/healthz", "/readyz", "/metrics"}
+"""Paths that nobody needs a token for."""
+
+
 def schema(model: type[BaseModel]) -> dict[str, Any]:
     """A reference to a model of schema.py."""
     return {"schema": {"$ref": PREFIX + model.__name__}}
@@ -51,7 +55,12 @@ ANSWER: dict[str, Any] = {
 
 ENCODE: dict[str, Any] = {
     "parameters": [
-        {"name": "X-Request-Id", "in": "header", "schema": {"type": "string", "maxLength": 128}}
+        {
+            "name": "X-Request-Id",
+            "in": "header",
+            "description": "Up to 128 letters, digits, ._:- or it is replaced.",
+            "schema": {"type": "string"},
+        }
     ],
     "requestBody": {
         "required": True,
@@ -83,8 +92,8 @@ MISSING: dict[int | str, dict[str, Any]] = {
 }
 
 
-def describe(app: FastAPI) -> None:
-    """Adds the schemas that the bodies refer to, and the token."""
+def describe(app: FastAPI, *, closed: bool) -> None:
+    """Adds the schemas that the bodies refer to; `closed`: and the token, where it is asked for."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -102,8 +111,12 @@ def describe(app: FastAPI) -> None:
             _, shared = models_json_schema(models, ref_template=PREFIX + "{model}")
             components = document.setdefault("components", {})
             components.setdefault("schemas", {}).update(shared["$defs"])
-            components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-            document["security"] = [{"bearer": []}]
+            if closed:
+                components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+                document["security"] = [{"bearer": []}]
+            for path in OPEN & document["paths"].keys():
+                for operation in document["paths"][path].values():
+                    operation["security"] = []
             app.openapi_schema = document
         return app.openapi_schema
 

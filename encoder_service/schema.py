@@ -137,7 +137,7 @@ class BodyItem(BaseModel):
 class EncodeBody(BaseModel):
     """The body of POST /v1/encode in JSON or msgpack."""
 
-    items: list[BodyItem]
+    items: list[BodyItem] = Field(min_length=1)
     options: RequestOptions = RequestOptions()
 
 

@@ -36,6 +36,9 @@ def to_array(data: Buffer, dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]
 
 def from_rows(rows: Sequence[Sequence[float]], dtype: str) -> bytes:
     """The memory of rows of numbers; exact for numbers that came from that dtype."""
+    # numpy would take the name of a dtype for an expression, and parse it.
+    if dtype not in CODES:
+        raise ValueError(f"dtype {dtype!r} is none of {', '.join(CODES)}")
     values = np.asarray(rows, "<f4")
     if dtype == "bfloat16":
         return (values.view("<u4") >> np.uint32(16)).astype("<u2").tobytes()

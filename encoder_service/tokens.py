@@ -33,9 +33,14 @@ class Tokens:
             self._stamp = stamp(self._file)
             self._read = digests(self._file)
 
+    @property
+    def required(self) -> bool:
+        """Whether there are any; otherwise everybody may."""
+        return bool(self._file or self._named)
+
     def authorize(self, authorization: str | None) -> None:
         """Takes the value of the header. Raises Unauthorized."""
-        if self._file is None and not self._named:
+        if not self.required:
             return
         scheme, _, token = (authorization or "").partition(" ")
         digest = hashlib.sha256(token.strip().encode(errors="replace")).hexdigest()

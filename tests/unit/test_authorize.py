@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from starlette.testclient import TestClient
 
 from actors.errors import ConfigError, Unauthorized
 from actors.options import ModelOptions
 from actors.spec import read
 from encoder_service.config import AuthOptions, ServiceOptions
+from encoder_service.http import build
 from encoder_service.service import Backend, Service
 from encoder_service.tokens import Tokens
 
@@ -86,3 +88,19 @@ def test_a_service_without_its_tokens_does_not_start(tmp_path: Path, content: st
     with pytest.raises(ConfigError, match="token_sha256_file") as refused:
         Tokens(AuthOptions(token_sha256_file=str(file)))
     assert "hunter2" not in refused.value.message
+
+
+@pytest.mark.parametrize("tokens", [(), ("one",)])
+def test_the_documentation_says_where_a_token_is_asked_for(tokens: tuple[str, ...]) -> None:
+    http = TestClient(build(service(*tokens)))
+    document = http.get("/openapi.json").json()
+    assert document.get("security", []) == ([{"bearer": []}] if tokens else [])
+    assert document["paths"]["/healthz"]["get"]["security"] == []
+    assert "security" not in document["paths"]["/v1/model"]["get"]
+    assert http.get("/healthz").status_code == 200
+    assert http.get("/v1/model").status_code == (401 if tokens else 200)
+
+
+def test_a_method_that_is_not_taken_is_told_all_that_are() -> None:
+    answer = TestClient(build(service())).put("/v1/embeddings/a")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET, HEAD")
