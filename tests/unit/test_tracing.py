@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from queue import Queue
+from typing import Any, ClassVar
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from starlette.testclient import TestClient
 
 from actors.errors import Unavailable
 from actors.options import TracingOptions
 from actors.origin import NOBODY, ORIGIN, Origin
+from actors.otel import provider
 from actors.spec import read
 from actors.tracing import NoSpans, check_tracing, open_spans
 from encoder_service.config import ServiceOptions
@@ -137,6 +143,46 @@ def test_a_request_over_http_is_a_span_and_hands_it_on(tmp_path: Path) -> None:
     assert origin.request_id == "mine"
     assert origin.traceparent.split("-")[2] == good["context"]["span_id"].removeprefix("0x")
     assert (bad["status"]["status_code"], bad["attributes"]["encoder.code"]) == ("ERROR", "415")
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes what OTLP posts."""
+
+    came: ClassVar[Queue[tuple[str, bytes]]] = Queue()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.came.put((self.path, body))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+def test_a_collector_gets_them_over_http() -> None:
+    server = HTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
+    options = TracingOptions(export="otlp", endpoint=endpoint)
+    try:
+        with open_spans(options, "test").span("sent", patches=3):
+            pass
+        assert provider(options).force_flush(30_000)
+        path, body = Collector.came.get(timeout=30)
+    finally:
+        provider(options).shutdown()
+        server.shutdown()
+        server.server_close()
+    (resource,) = ExportTraceServiceRequest.FromString(gzip_or_plain(body)).resource_spans
+    (span,) = resource.scope_spans[0].spans
+    assert (path, span.name) == ("/v1/traces", "sent")
+    assert resource.scope_spans[0].scope.name == "encoder_service.test"
+
+
+def gzip_or_plain(body: bytes) -> bytes:
+    return gzip.decompress(body) if body.startswith(b"\x1f\x8b") else body
 
 
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
