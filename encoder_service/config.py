@@ -92,8 +92,7 @@ class AuthOptions(Options):
 
 
 class LoggingOptions(Options):
-    """Log lines of the replicas. Serve's proxies and controller have `logging_config` of their own,
-    at the top of the file."""
+    """Log lines of our replicas, not of Serve's proxies and controller."""
 
     format: Literal["text", "json"] = "text"
     access_log: bool = True
