@@ -64,6 +64,7 @@ def test_answers_keep_the_order_of_their_items(router: DeploymentHandle) -> None
 
 
 def test_patches_are_balanced_not_items(router: DeploymentHandle) -> None:
+    forget(router)
     patches = [8000, 2000, 2000, 2000, 2000, 4000, 4000]
     media = [item(2000 + number, size) for number, size in enumerate(patches)]
     answers = router.encode.remote(media, "bfloat16", 10.0).result(timeout_s=10)
@@ -76,8 +77,7 @@ def test_patches_are_balanced_not_items(router: DeploymentHandle) -> None:
 def test_the_simulation_places_as_the_service_does(router: DeploymentHandle) -> None:
     random, cost = Random(7), Cost(0, SECONDS_PER_PATCH, 0)
     for request in range(2):
-        time.sleep(REPORT_AGE_SECONDS)  # what the last answers told is forgotten
-        within(30, lambda: not any(reported(status) for status in ask(router, "status")))
+        forget(router)
         patches = [heavy_tailed(random) for _ in range(9)]
         media = [item(2100 + 10 * request + n, size) for n, size in enumerate(patches)]
         started = time.monotonic()
@@ -237,6 +237,12 @@ def test_a_full_replica_is_not_taken_for_a_lost_one(
 def ask(handle: DeploymentHandle, method: str) -> list[Any]:
     """The answer of every replica."""
     return list(handle.broadcast(method).results(timeout_s=10))
+
+
+def forget(router: DeploymentHandle) -> None:
+    """Waits until no router believes that a replica has anything to do."""
+    time.sleep(REPORT_AGE_SECONDS)  # what the last answers told counts no longer
+    within(30, lambda: not any(reported(status) for status in ask(router, "status")))
 
 
 def empty(status: RouterStatus) -> bool:
