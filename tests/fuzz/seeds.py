@@ -15,6 +15,7 @@ from encoder_service import encoder_pb2 as pb
 from encoder_service import wire
 from encoder_service.formats import JSON
 from tests.images import animated, encoded, exif_with, jpeg, jpeg_segments, opened, png
+from tests.videos import video
 
 CORPUS = Path(__file__).parent / "corpus"
 """Inputs that a fuzzer once failed with, by target. They are tried first, every time."""
@@ -48,6 +49,17 @@ def images() -> list[bytes]:
         jpeg_segments(jpeg(40, 24), (0xE1, exif_with([(0x0112, 3, 1, 6)]))),
     ]
     return [one for one in made if Image.open(BytesIO(one)).size]
+
+
+@cache
+def videos() -> list[bytes]:
+    """Small files of some containers."""
+    return [
+        video(4),
+        video(4, container="matroska"),
+        video(4, container="webm", codec="libvpx"),
+        video(4, container="avi", codec="mpeg4"),
+    ]
 
 
 @cache

@@ -56,6 +56,12 @@ def encode_image(data: bytes) -> None:
     assert item.plan == media.plan
 
 
+def encode_video(data: bytes) -> None:
+    """A video as it comes: its container at the front door, its frames in the actor."""
+    media = probe(data, "video", TOWER.spec, LIMITS)
+    assert prepare(TOWER, media).plan == media.plan
+
+
 def decode_image(data: bytes) -> None:
     """The actor's decoder alone, for files whose header declares few pixels."""
     try:
@@ -136,6 +142,7 @@ FORM = "multipart/form-data; boundary=BB"
 
 TARGETS = {
     "image": Target(encode_image, seeds.images, (ServiceError,), 600),
+    "video": Target(encode_video, seeds.videos, (ServiceError,), 300),
     "decoder": Target(decode_image, seeds.images, (ServiceError,), 600),
     "http_json": Target(post(JSON), lambda: seeds.requests(JSON), examples=200),
     "http_msgpack": Target(post(MSGPACK), lambda: seeds.requests(MSGPACK), examples=200),
