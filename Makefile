@@ -3,7 +3,7 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
-.PHONY: setup serve demo test lint bench manifests api-fuzz fuzz audit screenshot soak chaos
+.PHONY: setup serve demo test lint bench manifests api-fuzz fuzz audit screenshot soak chaos overload
 
 setup: .venv/.installed
 
@@ -33,6 +33,10 @@ bench: setup
 # Minutes of load while parts of the service die; prints what became of the requests.
 chaos: setup
 	tests/loopback $(BIN)/python -m tests.chaos
+
+# Five times as many requests as the service can do; prints who was answered, and how fast.
+overload: setup
+	tests/loopback $(BIN)/python -m tests.overload
 
 # What Kustomize's overlays serve, from configs/.
 manifests: setup

@@ -57,7 +57,9 @@ class Dispatcher:
         self._flights = Flights(self._landed)
         self._holders = Holders(cache_max_bytes if options.cache_affinity else 0)
         self._watch = Watch(fleet.ask, options.stall_seconds)
-        self.ledger = Ledger(options.max_outstanding_patches, options.exclude_seconds)
+        self.ledger = Ledger(
+            options.max_outstanding_patches, options.exclude_seconds, options.max_queue_seconds
+        )
 
     async def answers(
         self,
@@ -111,6 +113,8 @@ class Dispatcher:
             if now() >= give_up:
                 raise Unavailable("no encoder replica is ready; try again later")
             await asyncio.sleep(POLL_SECONDS)
+        for replica in self._watch.silent:
+            self.ledger.exclude(replica, now())
         answering = [replica for replica in reports if replica not in self._watch.silent]
         sound = [replica for replica in answering if not self.ledger.excluded(replica, now())]
         return sound or answering or list(reports)

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.errors import Overloaded, TooLarge
+from router.drain import Drain
 
-DRAIN_SECONDS = 5.0
-"""Over how long the drain rate looks back."""
 REPORT_AGE_SECONDS = 1.5
 """How old a report may be: the period of reports, and their way through Serve's controller."""
 RETRY_AFTER_SECONDS = (1.0, 30.0)
@@ -50,12 +49,15 @@ class Account:
 class Ledger:
     """Outstanding patches of one router."""
 
-    def __init__(self, limit_patches: int, exclude_seconds: float) -> None:
+    def __init__(
+        self, limit_patches: int, exclude_seconds: float, queue_seconds: float = math.inf
+    ) -> None:
+        """Admits up to the limit, and while what is there will be done within `queue_seconds`."""
         self._limit = limit_patches
         self._exclude_seconds = exclude_seconds
+        self._queue_seconds = queue_seconds
         self._accounts: dict[str, Account] = {}
-        self._drained = 0.0
-        self._drained_at = -math.inf
+        self._drain = Drain()
         self._outstanding = 0
 
     @property
@@ -72,8 +74,9 @@ class Ledger:
         """One reservation an item, all or none.
 
         Raises TooLarge for what could never be admitted, even with nothing in flight: waiting for
-        an empty ledger would starve it under load. Raises Overloaded when there is no room now,
-        with the time that the recent drain rate needs to make it.
+        an empty ledger would starve it under load. Raises Overloaded when there is no room now, or
+        too much to do before, with the time that the recent drain rate needs to change that. The
+        request's own size does not count for the latter: large ones would never find their moment.
         """
         patches = sum(costs)
         if patches > self._limit:
@@ -86,8 +89,17 @@ class Ledger:
             raise Overloaded(
                 f"{self._outstanding} of {self._limit} patches are in flight, so that {patches} "
                 "more find no room; try again later",
-                self._retry_after(excess, now),
+                within(self._drain.seconds(excess)),
             )
+        ahead_seconds = self._drain.seconds(self._outstanding)
+        if ahead_seconds and ahead_seconds > self._queue_seconds and not self._idle(now):
+            raise Overloaded(
+                f"what was here before takes about {ahead_seconds:.0f} s, more than the "
+                f"{self._queue_seconds:g} s of router.max_queue_seconds; try again later",
+                within(ahead_seconds - self._queue_seconds),
+            )
+        if not self._outstanding:
+            self._drain.resume(now)
         self._outstanding += patches
         return [Reservation(cost) for cost in costs]
 
@@ -104,15 +116,13 @@ class Ledger:
             account.peaks[0] = max(account.peaks[0], account.own)
 
     def release(self, reservation: Reservation, now: float, *, done: bool) -> None:
-        """Gives the patches back, once: again is nothing. `done`: encoded, so the rate counts."""
+        """Gives the patches back, once: again is nothing. `done`: encoded, so the rate rises."""
         if reservation.released:
             return
         self.assign(reservation, None)
         reservation.released = True
         self._outstanding -= reservation.patches
-        if done:
-            self._drained = self._rate(now) * DRAIN_SECONDS + reservation.patches
-            self._drained_at = now
+        self._drain.did(reservation.patches if done else 0, now)
 
     def report(self, reported: Mapping[str, int]) -> None:
         """What the replicas say they carry. Forgets replicas that are gone and carry nothing."""
@@ -161,12 +171,13 @@ class Ledger:
         account = self._accounts.get(replica)
         return account is not None and now < account.excluded_until_seconds
 
-    def _rate(self, now: float) -> float:
-        """Patches a second, recent ones weighing more."""
-        return self._drained * math.exp((self._drained_at - now) / DRAIN_SECONDS) / DRAIN_SECONDS
+    def _idle(self, now: float) -> bool:
+        """Whether a sound replica has nothing to do, as far as is known: then nothing waits."""
+        sound = [replica for replica in self._accounts if not self.excluded(replica, now)]
+        return 0 in self.loads(sound, now).values()
 
-    def _retry_after(self, excess: int, now: float) -> float:
-        least, most = RETRY_AFTER_SECONDS
-        if not self._drained:
-            return least
-        return min(most, max(least, excess / max(self._rate(now), 1e-9)))
+
+def within(seconds: float | None) -> float:
+    """What a refused caller is told to wait."""
+    least, most = RETRY_AFTER_SECONDS
+    return min(most, max(least, seconds or least))

@@ -19,6 +19,9 @@ class RouterOptions(Options):
     policy: Policy = "largest_first"
     max_outstanding_patches: PositiveInt = 1_000_000
     """Patches in flight through one router; beyond it requests are refused with Overloaded."""
+    max_queue_seconds: float = Field(20, gt=0)
+    """Requests are refused with Overloaded while what came before them takes longer, as fast as
+    this router's items were encoded of late, and every replica is at work."""
     max_attempts: PositiveInt = 4
     """How many replicas may be lost, or refuse, under an item before it is Unavailable. One that
     is full does not count: it is tried again until the request's time is over."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from random import Random
 
 from actors.errors import Overloaded
@@ -47,6 +48,8 @@ class Scenario:
     cost: Cost
     limit_patches: int = 2**62
     """Admitted by one router at a time."""
+    queue_seconds: float = inf
+    """What a router admits nothing beyond; see its options."""
     report_period_seconds: float = 1.0
     report_delay_seconds: float = 0.3
     """On the way from a replica to the routers: what they know is older than it looks."""
@@ -123,7 +126,8 @@ class Simulation:
         self.scenario = scenario
         self.plans = [policy(Random(seed + router)) for router in range(scenario.routers)]
         self.ledgers = [
-            Ledger(scenario.limit_patches, scenario.exclude_seconds) for _ in self.plans
+            Ledger(scenario.limit_patches, scenario.exclude_seconds, scenario.queue_seconds)
+            for _ in self.plans
         ]
         self.servers = [Server() for _ in range(scenario.replicas)]
         self.outcome = Outcome(

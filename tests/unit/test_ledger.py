@@ -35,7 +35,7 @@ def test_retry_after_follows_the_drain_rate() -> None:
     book = ledger()
     for second in range(60):
         [reservation] = book.admit([100], now=second)
-        book.release(reservation, now=second, done=True)
+        book.release(reservation, now=second + 1, done=True)
     book.admit([1000], now=60)
     with pytest.raises(Overloaded) as refused:
         book.admit([800], now=60)
@@ -48,10 +48,63 @@ def test_retry_after_has_bounds() -> None:
     with pytest.raises(Overloaded) as refused:
         book.admit([1], now=0)
     assert refused.value.retry_after_seconds == 1
-    book.release(first, now=0, done=True)
+    book.release(first, now=2, done=True)
     with pytest.raises(Overloaded) as refused:
-        book.admit([900], now=10_000)
+        book.admit([900], now=2)
     assert refused.value.retry_after_seconds == 30
+
+
+def busy(queue_seconds: float) -> Ledger:
+    """Replicas a and b, each with work; 100 patches were done in each of 20 seconds."""
+    book = Ledger(10**6, exclude_seconds=5, queue_seconds=queue_seconds)
+    for replica in "ab":
+        [held] = book.admit([1], now=0)
+        book.assign(held, replica)
+    for second in range(20):
+        [reservation] = book.admit([100], now=second)
+        book.release(reservation, now=second + 1, done=True)
+    return book
+
+
+def test_what_would_wait_too_long_is_refused() -> None:
+    book = busy(queue_seconds=10)
+    book.admit([1500], now=20)
+    with pytest.raises(Overloaded, match=r"about 15 s.*max_queue_seconds") as refused:
+        book.admit([1], now=20)
+    assert refused.value.retry_after_seconds == pytest.approx(5, rel=0.1)
+
+
+def test_the_size_of_a_request_itself_does_not_matter() -> None:
+    book = busy(queue_seconds=10)
+    book.admit([900], now=20)
+    book.admit([5000], now=20)
+
+
+def test_nothing_is_refused_while_a_sound_replica_is_idle() -> None:
+    book = busy(queue_seconds=10)
+    book.admit([1500], now=20)
+    book.report({"a": 0, "b": 0, "c": 0})
+    book.admit([1], now=20)
+    book.exclude("c", now=20)
+    with pytest.raises(Overloaded):
+        book.admit([1], now=20)
+
+
+def test_time_without_work_does_not_slow_the_rate() -> None:
+    book = Ledger(10**6, exclude_seconds=5, queue_seconds=10)
+    for second in range(0, 600, 60):
+        [reservation] = book.admit([100], now=second)
+        book.release(reservation, now=second + 1, done=True)
+    book.admit([950], now=900)
+    book.admit([100], now=900)
+    with pytest.raises(Overloaded):
+        book.admit([1], now=900)
+
+
+def test_until_a_rate_is_measured_the_limit_alone_holds() -> None:
+    book = Ledger(10**6, exclude_seconds=5, queue_seconds=10)
+    book.admit([999_999], now=0)
+    book.admit([1], now=0.5)
 
 
 def test_patches_of_other_routers_count() -> None:

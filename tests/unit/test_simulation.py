@@ -18,6 +18,7 @@ from router.simulation import Cost, Outcome, Scenario, Simulation
 from router.traffic import burst, heavy_tailed, steady
 
 PLAIN = Cost(launch_seconds=0, patch_seconds=1, attention_seconds=0)
+SLOW = Cost(13e-3, 20e-6, 2.6e-9)
 TAILED = Cost(1.3e-3, 2e-6, 2.6e-10)
 
 
@@ -60,6 +61,17 @@ def test_what_does_not_fit_is_refused() -> None:
     scenario = Scenario(1, 1, [(0.0, [10]), (1.0, [10]), (11.0, [10])], PLAIN, limit_patches=15)
     outcome = simulate(scenario)
     assert (outcome.rejected, len(outcome.latencies_seconds)) == (1, 2)
+
+
+def test_five_times_too_much_costs_neither_goodput_nor_those_who_are_admitted() -> None:
+    queue_seconds = 5.0
+    for replicas, routers in ((1, 1), (4, 2), (16, 4)):
+        requests = 1500 * max(2, replicas // 2)
+        flow = steady(replicas, requests, 5, routers=routers, deaths=0, seed=1, cost=SLOW)
+        outcome = simulate(replace(flow, queue_seconds=queue_seconds))
+        assert sum(outcome.busy_seconds) > 0.9 * replicas * outcome.makespan_seconds
+        assert 0.7 < outcome.rejected / requests < 0.9
+        assert p99(outcome) < 2.5 * queue_seconds
 
 
 @given(
