@@ -3,7 +3,7 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
-.PHONY: setup serve demo test lint bench manifests api-fuzz fuzz audit screenshot soak chaos overload
+.PHONY: setup serve demo test lint bench manifests api-fuzz fuzz audit screenshot soak soak-service chaos overload
 
 setup: .venv/.installed
 
@@ -33,6 +33,11 @@ bench: setup
 # Minutes of load while parts of the service die; prints what became of the requests.
 chaos: setup
 	tests/loopback $(BIN)/python -m tests.chaos
+
+# Memory of a service under load: `make soak-service SECONDS=300`.
+SECONDS ?= 1800
+soak-service: setup
+	tests/loopback $(BIN)/python -m tests.soak_service --seconds $(SECONDS)
 
 # Five times as many requests as the service can do; prints who was answered, and how fast.
 overload: setup

@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from functools import partial
 from time import monotonic
 
+import torch
+
 from actors.budgets import Capacity
 from actors.cost import monotone
 from actors.device import Device
+from actors.errors import StartError
 from actors.exact import ExactGraphSet
 from actors.graphs import GraphSet
 from actors.metrics import EncoderMetrics
@@ -52,8 +55,15 @@ def capture(
         where = device.beside() if beside else device
         place = (tower, path, budgets, capacity.segments, where)
         most = capacity.exact_graphs
-        graphs[path] = ExactGraphSet(*place, most) if most else GraphSet(*place)
-        graphs[path].capture(report)
+        try:
+            graphs[path] = ExactGraphSet(*place, most) if most else GraphSet(*place)
+            graphs[path].capture(report)
+        except torch.OutOfMemoryError as error:
+            raise StartError(
+                f"out of device memory after {done} of {total} graphs, while those of path {path} "
+                "were captured: lower the largest of graphs.token_budgets, or give the replica a "
+                f"GPU of its own (encoder.num_gpus: 1). torch said: {error}"
+            ) from error
         metrics.captured_graphs.labels(path).set(graphs[path].captured())
     metrics.graph_memory_bytes.set(device.memory_bytes() - before)
     log.info("captured %d graphs in %.1f s", total, monotonic() - started)

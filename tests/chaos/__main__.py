@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,14 @@ from encoder_service.bench.cluster import cluster, logical_cpus, service
 from encoder_service.bench.scrape import scrape
 from encoder_service.client import Client
 from encoder_service.config import ServiceOptions, parse
-from tests.chaos.callers import Callers, Phase
+from tests.chaos.callers import Callers, Phase, known_files
 from tests.chaos.faults import ENCODERS, FAULTS
-from tests.images import jpeg
+from tests.chaos.sources import sources
 from tests.serve.object_store import used
 
-SIDES = (48, 64, 96, 120, 160, 200, 256)
 RECOVERY_SECONDS = 180.0
 """The longest that a recovery may take."""
-MAY_LOSE_CONNECTIONS = {"an ingress is killed", "the proxy is killed"}
+MAY_LOSE_CONNECTIONS = {"an ingress is killed", "the proxy is killed", "the router is killed"}
 """Whoever talks to a process that is killed cannot be answered by it."""
 STORE_BYTES = 400_000_000
 
@@ -38,27 +38,31 @@ STORE_BYTES = 400_000_000
 def main() -> int:
     """Runs every fault, prints a table, judges."""
     parser = argparse.ArgumentParser("chaos")
-    parser.add_argument("--seconds", type=float, default=10, help="of load after each recovery")
+    parser.add_argument(
+        "--seconds", type=float, default=5, help="of load before each fault and after"
+    )
     parser.add_argument("--only", nargs="*", choices=list(FAULTS), help="some of the faults")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    console = Console()
+    console = Console(width=150)
     made = hardy()
     rows: list[dict[str, Any]] = []
     with cluster(logical_cpus(made), object_store_bytes=STORE_BYTES) as where, service(made):
-        images = [jpeg(side, SIDES[-1 - place]) for place, side in enumerate(SIDES)]
         with Client(where.http) as client:
-            known = {image: client.encode([image], "float32")[0].numpy() for image in images}
+            known = known_files(client)
         before_bytes = used().bytes
-        callers = Callers(where, known)
+        callers = Callers(sources(where, made), known)
         callers.start()
         for name in options.only or FAULTS:
             console.print(f"{name} ...")
             callers.next_phase()
+            time.sleep(options.seconds)
+            before = callers.next_phase()
             started = time.monotonic()
             seconds = until(FAULTS[name](where), started)
+            during = callers.next_phase()
             time.sleep(options.seconds)
-            rows.append(row(name, seconds, callers.next_phase()))
+            rows.append(row(name, seconds, before, during, callers.next_phase()))
         callers.stop()
         left = rest(lambda: outstanding(where.http))
         kept = rest(lambda: max(0, used().bytes - before_bytes))
@@ -114,39 +118,51 @@ def outstanding(url: str) -> float:
     return sum(value for (name, _), value in scrape(url).items() if name == series)
 
 
-def row(name: str, seconds: float | None, phase: Phase) -> dict[str, Any]:
-    """One fault's figures."""
+def row(name: str, seconds: float | None, *phases: Phase) -> dict[str, Any]:
+    """One fault's figures: before it, until the recovery, and after."""
     allowed = {"connection"} if name in MAY_LOSE_CONNECTIONS else set[str]()
-    lost = sum(count for kind, count in phase.failed.items() if kind not in allowed)
-    p50, p99 = np.percentile(phase.latencies_seconds or [np.nan], [50, 99])
+    failed = sum((phase.failed for phase in phases), Counter[str]())
+    lost = sum(count for kind, count in failed.items() if kind not in allowed)
+    shown = {
+        when: dict(zip(("p50", "p99", "longest"), quantiles(phase), strict=True))
+        for when, phase in zip(("before", "during", "after"), phases, strict=True)
+    }
+    right = [len(phase.latencies_seconds) for phase in phases]
     return {
         "fault": name,
         "recovery_seconds": seconds,
-        "right": len(phase.latencies_seconds),
-        "failed": dict(phase.failed),
-        "wrong": phase.wrong,
-        "p50_seconds": float(p50),
-        "p99_seconds": float(p99),
-        "broken": seconds is None or not phase.latencies_seconds or lost > 0,
+        "right": right,
+        "failed": dict(failed),
+        "messages": sorted(set().union(*(phase.messages for phase in phases))),
+        "wrong": [one for phase in phases for one in phase.wrong],
+        "latency_seconds": shown,
+        "broken": seconds is None or not right[-1] or lost > 0,
     }
+
+
+def quantiles(phase: Phase) -> list[float]:
+    """Seconds of the requests that were answered right: half, 99 of 100, all took less."""
+    return [float(each) for each in np.percentile(phase.latencies_seconds or [0], [50, 99, 100])]
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """The figures, for people."""
-    shown = Table(title="requests that ended while it lasted", title_justify="left")
-    shown.add_column("fault", no_wrap=True)
-    for name in ("right", "p50 s", "p99 s", "recovered after s", "failed", "wrong"):
+    shown = Table(title="seconds before / until recovered / after", title_justify="left")
+    shown.add_column("fault")
+    for name in ("answered right", "p50", "p99", "longest", "recovered after", "failed", "wrong"):
         shown.add_column(name, justify="right")
     for one in rows:
         seconds = one["recovery_seconds"]
-        failed = ", ".join(f"{count} {kind}" for kind, count in one["failed"].items())
+        latencies = one["latency_seconds"].values()
         shown.add_row(
             one["fault"],
-            str(one["right"]),
-            f"{one['p50_seconds']:.2f}",
-            f"{one['p99_seconds']:.2f}",
+            " / ".join(map(str, one["right"])),
+            *(
+                " / ".join(f"{each[name]:.2f}" for each in latencies)
+                for name in ("p50", "p99", "longest")
+            ),
             "never" if seconds is None else f"{seconds:.1f}",
-            failed or "0",
+            ", ".join(f"{count} {kind}" for kind, count in one["failed"].items()) or "0",
             str(len(one["wrong"])),
         )
     return shown

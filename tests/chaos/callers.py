@@ -8,43 +8,48 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
 import numpy as np
 
-from encoder_service.bench.cluster import Cluster
-from encoder_service.client import Client, Embedding, ServiceError
-
-Rows = np.ndarray[Any, Any]
+from encoder_service.client import Client
+from tests.chaos.sources import BAD, Failed, Rows, Source
+from tests.images import jpeg
 
 TOLERANCE = 1e-3
 """float32; an item may share other packs than it did when it was alone."""
-BAD = b"not an image"
+SIDES = (48, 64, 96, 120, 160, 200, 256)
+
+
+def known_files(client: Client) -> dict[bytes, Rows]:
+    """Images and the rows that the service gives for each alone, while nothing is wrong."""
+    images = [jpeg(side, SIDES[-1 - place]) for place, side in enumerate(SIDES)]
+    return {image: client.encode([image], "float32")[0].numpy() for image in images}
 
 
 @dataclass(slots=True)
 class Phase:
-    """What came of the requests that ended while one fault was there."""
+    """What came of the requests that ended in a while."""
 
     latencies_seconds: list[float] = field(default_factory=list)
     """Of those that were answered right."""
     failed: Counter[str] = field(default_factory=Counter)
-    """By the type of the error; `connection`: the client lost it, and cannot know."""
+    """By the type of the error; `connection`: the caller lost it, and cannot know."""
+    messages: set[str] = field(default_factory=set)
+    """Of these."""
     wrong: list[str] = field(default_factory=list)
     """Answers that are not what was asked for: never allowed."""
 
 
 class Callers:
-    """HTTP and gRPC callers over known files; `phase` is where they note their outcomes."""
+    """One thread a source; `phase` is where they note their outcomes."""
 
-    def __init__(self, where: Cluster, known: Mapping[bytes, Rows]) -> None:
+    def __init__(self, sources: Sequence[Source], known: Mapping[bytes, Rows]) -> None:
         self.known = known
         self.phase = Phase()
         self._stop = threading.Event()
-        urls = [where.http, where.http, where.grpc]
         self._threads = [
-            threading.Thread(target=self._call, args=(url, Random(seed)), daemon=True)
-            for seed, url in enumerate(urls)
+            threading.Thread(target=self._call, args=(source, Random(seed)), daemon=True)
+            for seed, source in enumerate(sources)
         ]
 
     def start(self) -> None:
@@ -65,16 +70,16 @@ class Callers:
             if thread.is_alive():
                 raise RuntimeError("a request was never answered")
 
-    def _call(self, url: str, random: Random) -> None:
-        with Client(url, retries=0, timeout_seconds=120) as client:
+    def _call(self, source: Source, random: Random) -> None:
+        with source() as encode:
             while not self._stop.is_set():
                 files = random.choices([*self.known, BAD], k=random.randint(1, 5))
                 started = time.monotonic()
                 try:
-                    answers = client.encode(files, "float32", on_error="return")
-                except ServiceError as error:
-                    lost = error.status is None or "UNAVAILABLE" in str(error.status)
-                    self.phase.failed["connection" if lost else error.type] += 1
+                    answers = encode(files)
+                except Failed as error:
+                    self.phase.failed[error.kind] += 1
+                    self.phase.messages.add(str(error)[:300])
                     time.sleep(0.2)
                     continue
                 if problem := self._problem(files, answers):
@@ -82,18 +87,16 @@ class Callers:
                 else:
                     self.phase.latencies_seconds.append(time.monotonic() - started)
 
-    def _problem(
-        self, files: Sequence[bytes], answers: Sequence[Embedding | ServiceError]
-    ) -> str | None:
+    def _problem(self, files: Sequence[bytes], answers: Sequence[Rows | str]) -> str | None:
         """What is wrong with the answers; None: nothing."""
         if len(files) != len(answers):
             return f"{len(answers)} answers to {len(files)} items"
         for file, answer in zip(files, answers, strict=True):
-            if isinstance(answer, ServiceError):
+            if isinstance(answer, str):
                 if file != BAD:
-                    self.phase.failed[f"item: {answer.type}"] += 1
+                    self.phase.failed[f"item: {answer}"] += 1
             elif file == BAD:
                 return "an embedding of what is no image"
-            elif np.abs(answer.numpy() - self.known[file]).max() > TOLERANCE:
+            elif np.abs(answer - self.known[file]).max() > TOLERANCE:
                 return "rows of another item"
         return None

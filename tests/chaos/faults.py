@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 import ray
+import simplejpeg
 
 from encoder_service.bench.cluster import Cluster
 from tests.images import jpeg
@@ -23,6 +24,9 @@ Recovered = Callable[[], bool]
 ENCODERS = 3
 FILL_SECONDS = 5.0
 RUDE_CLIENTS = 40
+LARGE_IMAGES = 24
+LARGE_PIXELS = (6400, 6200)
+"""Just within `limits.max_pixels`."""
 
 
 def replicas(deployment: str) -> set[str]:
@@ -97,6 +101,17 @@ def clients_have_no_time(where: Cluster) -> Recovered:
     return lambda: ready(where)
 
 
+def decoding_stalls(where: Cluster) -> Recovered:
+    """More large images than there are threads to decode them."""
+    width, height = LARGE_PIXELS
+    image = simplejpeg.encode_jpeg(np.full((height, width, 1), 99, np.uint8), colorspace="GRAY")
+    # Each like no other, or the router would join them.
+    files = [("image", image + bytes([number])) for number in range(LARGE_IMAGES)]
+    answer = httpx.post(f"{where.http}/v1/encode", files=files, timeout=120)
+    answer.raise_for_status()
+    return lambda: ready(where)
+
+
 def ready(where: Cluster) -> bool:
     """All encoders may be given work, as far as the ingress knows."""
     try:
@@ -113,6 +128,7 @@ FAULTS: Mapping[str, Callable[[Cluster], Recovered]] = {
     "an ingress is killed": signalled("Ingress", signal.SIGKILL),
     "the router is killed": signalled("Router", signal.SIGKILL),
     "the proxy is killed": proxy_killed,
+    "decoding stalls": decoding_stalls,
     "the object store is full": store_filled,
     "clients leave": clients_leave,
     "clients have no time": clients_have_no_time,

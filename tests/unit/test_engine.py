@@ -7,11 +7,12 @@ from time import monotonic
 import pytest
 import torch
 
+from actors.attention import Values
 from actors.budgets import Capacity
 from actors.capture import capture
 from actors.device import CpuDevice
 from actors.engine import Encoded, Engine
-from actors.errors import EncodeFailed, Unavailable
+from actors.errors import EncodeFailed, StartError, Unavailable
 from actors.metrics import EncoderMetrics
 from tests.toy_tower import ToyTower, toy_item, toy_rows
 
@@ -100,6 +101,17 @@ def test_one_bad_item_fails_only_itself(rig: Rig) -> None:
     # The blocker's pack, then each of them by itself; the pack that failed does not count.
     assert rig.sample("pack_items_count") == 1 + 5
     assert rig.sample("graph_misses_total", path="default", reason="beyond_budgets") == 0
+
+
+def test_too_little_memory_for_the_graphs_names_what_to_change() -> None:
+    tower = ToyTower()
+
+    def forward(path: str, values: Values) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    tower.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(StartError, match=r"0 of 3 graphs.*graphs\.token_budgets"):
+        capture(tower, CAPACITY, CpuDevice(), EncoderMetrics())
 
 
 def test_a_cancelled_item_is_not_encoded(rig: Rig) -> None:

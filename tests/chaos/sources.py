@@ -1,0 +1,94 @@
+"""The three ways to ask a service: over HTTP, over gRPC, and from within Ray, all alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from actors import errors
+from actors.spec import read
+from actors.tensors import tensor
+from actors.types import Embedding
+from encoder_service.bench.cluster import Cluster
+from encoder_service.client import Client, ServiceError
+from encoder_service.config import LimitOptions, ServiceOptions
+from encoder_service.media import probe
+from router.here import encode_here
+
+Rows = np.ndarray[Any, Any]
+Encode = Callable[[Sequence[bytes]], list["Rows | str"]]
+"""Rows of each file in float32, or the type of its error. Raises Failed for all of them."""
+Source = Callable[[], AbstractContextManager[Encode]]
+
+TIMEOUT_SECONDS = 120.0
+BAD = b"not an image"
+
+
+class Failed(Exception):
+    """A request was not answered. `kind`: the error's type; `connection` where it was lost."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def sources(where: Cluster, options: ServiceOptions) -> list[Source]:
+    """One for each caller."""
+    urls = (where.http, where.http, where.grpc)
+    return [*(partial(from_outside, url) for url in urls), partial(within_ray, options)]
+
+
+@contextmanager
+def from_outside(url: str) -> Iterator[Encode]:
+    """By the client, which here tries nothing again."""
+    with Client(url, retries=0, timeout_seconds=TIMEOUT_SECONDS) as client:
+
+        def encode(files: Sequence[bytes]) -> list[Rows | str]:
+            try:
+                answers = client.encode(files, "float32", on_error="return")
+            except ServiceError as error:
+                lost = error.status in (None, "UNAVAILABLE")
+                raise Failed("connection" if lost else error.type, str(error)) from error
+            return [
+                each.type if isinstance(each, ServiceError) else each.numpy() for each in answers
+            ]
+
+        yield encode
+
+
+@contextmanager
+def within_ray(options: ServiceOptions) -> Iterator[Encode]:
+    """By a handle of the Router deployment. What is no image does not get as far as this."""
+    spec = read(options.model)
+    router = serve.get_deployment_handle("Router", "encoder")
+
+    def encode(files: Sequence[bytes]) -> list[Rows | str]:
+        media = [probe(file, "image", spec, LimitOptions()) for file in files if file != BAD]
+        try:
+            answers = asyncio.run(
+                encode_here(router.encode.remote, media, "float32", TIMEOUT_SECONDS)
+            )
+        except (RayActorError, DeploymentUnavailableError) as error:
+            raise Failed("connection", str(error)) from error
+        except errors.ServiceError as error:
+            raise Failed(type(error).__name__, error.message) from error
+        left = iter(answers)
+        return ["invalid_media" if file == BAD else rows(next(left)) for file in files]
+
+    yield encode
+
+
+def rows(answer: object) -> Rows | str:
+    """Of an answer within Ray."""
+    if isinstance(answer, Embedding):
+        found: Rows = tensor(answer).numpy()
+        return found
+    return type(answer).__name__

@@ -1,0 +1,98 @@
+"""`make soak-service`: a service under load for long. Exits with 1 if memory grows.
+
+Of each process of the service the anonymous memory (RssAnon: what is not shared), and the bytes in
+the object store. Growth is that of the second half, by a fitted line: the first warms up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import ray
+from rich.console import Console
+
+from encoder_service.bench.cluster import cluster, logical_cpus, service
+from encoder_service.client import Client
+from tests.chaos.__main__ import STORE_BYTES, hardy, rest
+from tests.chaos.callers import Callers, known_files
+from tests.chaos.faults import process
+from tests.chaos.sources import sources
+from tests.serve.object_store import used
+
+SAMPLES = 60
+MOST_GROWTH = 0.05
+"""Of the memory at half-time, over the second half: the most that counts as flat."""
+
+
+def main() -> int:
+    """Calls, samples, fits, judges."""
+    parser = argparse.ArgumentParser("soak_service")
+    parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    made = hardy()
+    samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    with cluster(logical_cpus(made), object_store_bytes=STORE_BYTES) as where, service(made):
+        with Client(where.http) as client:
+            known = known_files(client)
+        empty = used().bytes
+        processes = {name: process(name) for name in actors()}
+        callers = Callers(sources(where, made), known)
+        callers.start()
+        start = time.monotonic()
+        while (passed := time.monotonic() - start) < options.seconds:
+            for name, number in processes.items():
+                samples[name].append((passed, private_bytes(number)))
+            samples["the object store"].append((passed, used().bytes))
+            time.sleep(options.seconds / SAMPLES)
+        callers.stop()
+        phase = callers.next_phase()
+        left = rest(lambda: max(0, used().bytes - empty))
+    console = Console()
+    console.print(f"{len(phase.latencies_seconds)} requests answered right in {passed:.0f} s,")
+    console.print(f"{dict(phase.failed)} failed, {len(phase.wrong)} wrong; {left:g} bytes left")
+    rows = {name: growth(points) for name, points in samples.items()}
+    for name, (level, grown) in rows.items():
+        console.print(f"{name:60} {level / 2**20:8.1f} MiB {grown / 2**20:+8.2f} MiB in its half")
+    if options.json:
+        options.json.write_text(json.dumps({"seconds": passed, "samples": samples}) + "\n")
+    grew = [
+        name
+        for name, (level, grown) in rows.items()
+        if name != "the object store" and grown > MOST_GROWTH * level
+    ]
+    broken = grew + phase.wrong + sorted(phase.failed) + ["bytes in the store"] * bool(left)
+    console.print(f"[red]broken: {', '.join(broken)}" if broken else "memory is flat")
+    return 1 if broken else 0
+
+
+def actors() -> list[str]:
+    """Names of all actors of the service, and of Serve's own."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(each["name"] for each in named if each["name"].startswith("SERVE_"))
+
+
+def private_bytes(number: int) -> int:
+    """What a process has for itself alone."""
+    status = Path(f"/proc/{number}/status").read_text()
+    found = re.search(r"RssAnon:\s+(\d+) kB", status)
+    assert found is not None, "no RssAnon: Linux before 4.5"
+    return int(found[1]) * 1024
+
+
+def growth(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Level at half-time, and what a line through the second half rises by in it."""
+    half = np.array(points[len(points) // 2 :])
+    slope, _ = np.polyfit(half[:, 0], half[:, 1], 1)
+    return float(half[0, 1]), float(slope * (half[-1, 0] - half[0, 0]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
