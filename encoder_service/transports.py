@@ -12,7 +12,12 @@ from encoder_service.over_grpc import GrpcTransport
 from encoder_service.over_http import HttpTransport
 from encoder_service.wire import RequestItem
 
-GRPC_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+GRPC_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # By default up to two minutes, in which every call fails with what was wrong before.
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
 
 
 class Transport(Protocol):

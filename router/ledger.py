@@ -17,12 +17,17 @@ REPORT_AGE_SECONDS = 1.5
 RETRY_AFTER_SECONDS = (1.0, 30.0)
 """The least and the most that a refused caller is told to wait."""
 
+WAITED_PART = 0.25
+"""Of the longest queue: what the oldest item must have waited before one is believed in."""
+
 
 @dataclass(slots=True, eq=False)
 class Reservation:
     """The patches of one item, from admission to release."""
 
     patches: int
+    since_seconds: float
+    """When it was admitted."""
     replica: str | None = None
     """Who carries them; None between two replicas."""
     released: bool = False
@@ -59,6 +64,8 @@ class Ledger:
         self._accounts: dict[str, Account] = {}
         self._drain = Drain()
         self._outstanding = 0
+        self._open: dict[Reservation, None] = {}
+        """In the order of admission."""
 
     @property
     def outstanding(self) -> int:
@@ -91,8 +98,8 @@ class Ledger:
                 "more find no room; try again later",
                 within(self._drain.seconds(excess)),
             )
-        ahead_seconds = self._drain.seconds(self._outstanding)
-        if ahead_seconds and ahead_seconds > self._queue_seconds and not self._idle(now):
+        ahead_seconds = self._drain.seconds(self._outstanding) or 0.0
+        if ahead_seconds > self._queue_seconds and self._queues(now):
             raise Overloaded(
                 f"what was here before takes about {ahead_seconds:.0f} s, more than the "
                 f"{self._queue_seconds:g} s of router.max_queue_seconds; try again later",
@@ -101,7 +108,9 @@ class Ledger:
         if not self._outstanding:
             self._drain.resume(now)
         self._outstanding += patches
-        return [Reservation(cost) for cost in costs]
+        admitted = [Reservation(cost, now) for cost in costs]
+        self._open.update(dict.fromkeys(admitted))
+        return admitted
 
     def assign(self, reservation: Reservation, replica: str | None) -> None:
         """Moves the patches to a replica, or away from one. Nothing once released."""
@@ -121,6 +130,7 @@ class Ledger:
             return
         self.assign(reservation, None)
         reservation.released = True
+        del self._open[reservation]
         self._outstanding -= reservation.patches
         self._drain.did(reservation.patches if done else 0, now)
 
@@ -171,10 +181,16 @@ class Ledger:
         account = self._accounts.get(replica)
         return account is not None and now < account.excluded_until_seconds
 
-    def _idle(self, now: float) -> bool:
-        """Whether a sound replica has nothing to do, as far as is known: then nothing waits."""
+    def _queues(self, now: float) -> bool:
+        """Whether items really wait: the oldest for a while, and no sound replica is idle.
+
+        With little to do, or small items, the rate is far below the fleet's best.
+        """
+        oldest = next(iter(self._open), None)
+        if oldest is None or now < oldest.since_seconds + WAITED_PART * self._queue_seconds:
+            return False
         sound = [replica for replica in self._accounts if not self.excluded(replica, now)]
-        return 0 in self.loads(sound, now).values()
+        return 0 not in self.loads(sound, now).values()
 
 
 def within(seconds: float | None) -> float:

@@ -30,8 +30,14 @@ from tests.serve.object_store import used
 
 RECOVERY_SECONDS = 180.0
 """The longest that a recovery may take."""
-MAY_LOSE_CONNECTIONS = {"an ingress is killed", "the proxy is killed", "the router is killed"}
-"""Whoever talks to a process that is killed cannot be answered by it."""
+MAY_FAIL = {
+    "an ingress is killed": {"connection", "http_error"},
+    "the proxy is killed": {"connection"},
+    "the router is killed": {"connection"},
+    "decoding stalls": {"overloaded", "Overloaded"},
+}
+"""Whoever talks to a process that is killed cannot be answered by it: over HTTP, Serve's proxy says
+500 in its place. Refusals are no answers that were lost."""
 STORE_BYTES = 400_000_000
 
 
@@ -120,7 +126,7 @@ def outstanding(url: str) -> float:
 
 def row(name: str, seconds: float | None, *phases: Phase) -> dict[str, Any]:
     """One fault's figures: before it, until the recovery, and after."""
-    allowed = {"connection"} if name in MAY_LOSE_CONNECTIONS else set[str]()
+    allowed = MAY_FAIL.get(name, set())
     failed = sum((phase.failed for phase in phases), Counter[str]())
     lost = sum(count for kind, count in failed.items() if kind not in allowed)
     shown = {

@@ -34,7 +34,7 @@ from actors.metrics import EncoderMetrics
 from tests.toy_tower import ToyTower, toy_item
 
 tower, device, metrics = ToyTower(), CudaDevice(), EncoderMetrics()
-limits = Capacity(((),), (0,), items=8, frames=0)
+limits = Capacity(((),), (64,), items=8, frames=0)
 engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
 assert engine.submit(toy_item(4, 1)).result(60).source == "eager"
 beyond = torch.tensor([5], device="cuda")
@@ -66,7 +66,7 @@ def test_too_little_memory_for_the_graphs_names_what_to_change() -> None:
     from actors.cuda import CudaDevice
 
     device = CudaDevice()
-    large = Capacity(((2**24,),), (8,), items=8, frames=0)
+    large = Capacity(((2**24,),), (2**24,), items=8, frames=0)
     with (
         memory_fraction(0.001),
         pytest.raises(StartError, match=r"graphs\.token_budgets"),

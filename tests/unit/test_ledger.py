@@ -90,6 +90,16 @@ def test_nothing_is_refused_while_a_sound_replica_is_idle() -> None:
         book.admit([1], now=20)
 
 
+def test_nothing_is_refused_before_anything_has_waited() -> None:
+    book = Ledger(10**6, exclude_seconds=5, queue_seconds=10)
+    [first] = book.admit([100], now=0)
+    book.release(first, now=2, done=True)
+    book.admit([600], now=10)
+    book.admit([1], now=12.4)
+    with pytest.raises(Overloaded):
+        book.admit([1], now=12.6)
+
+
 def test_time_without_work_does_not_slow_the_rate() -> None:
     book = Ledger(10**6, exclude_seconds=5, queue_seconds=10)
     for second in range(0, 600, 60):
@@ -98,7 +108,7 @@ def test_time_without_work_does_not_slow_the_rate() -> None:
     book.admit([950], now=900)
     book.admit([100], now=900)
     with pytest.raises(Overloaded):
-        book.admit([1], now=900)
+        book.admit([1], now=903)
 
 
 def test_until_a_rate_is_measured_the_limit_alone_holds() -> None:

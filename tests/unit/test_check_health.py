@@ -1,0 +1,44 @@
+"""What an encoder answers when Serve, or a router, asks whether it is well."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.encoder import Encoder
+from actors.errors import Unavailable
+from actors.options import EncoderOptions
+
+
+@dataclass
+class StuckEngine:
+    """It says how long nothing has landed."""
+
+    seconds: float
+    running: bool = True
+
+    def stalled_seconds(self) -> float:
+        return self.seconds
+
+    def alive(self) -> bool:
+        return self.running
+
+
+def asked(engine: StuckEngine) -> None:
+    options = SimpleNamespace(encoder=EncoderOptions(max_stall_seconds=60))
+    encoder: Any = SimpleNamespace(engine=engine, options=options)
+    asyncio.run(Encoder.check_health(encoder))
+
+
+def test_one_whose_work_moves_is_well() -> None:
+    asked(StuckEngine(59))
+
+
+@pytest.mark.parametrize("engine", [StuckEngine(61), StuckEngine(0, running=False)])
+def test_one_that_is_stuck_is_to_be_replaced(engine: StuckEngine) -> None:
+    with pytest.raises(Unavailable, match="stuck"):
+        asked(engine)
