@@ -99,7 +99,7 @@ class Ledger:
                 within(self._drain.seconds(excess)),
             )
         ahead_seconds = self._drain.seconds(self._outstanding) or 0.0
-        if ahead_seconds > self._queue_seconds and self._queues(now):
+        if patches and ahead_seconds > self._queue_seconds and self._queues(now):
             raise Overloaded(
                 f"what was here before takes about {ahead_seconds:.0f} s, more than the "
                 f"{self._queue_seconds:g} s of router.max_queue_seconds; try again later",

@@ -72,6 +72,7 @@ def test_what_would_wait_too_long_is_refused() -> None:
     with pytest.raises(Overloaded, match=r"about 15 s.*max_queue_seconds") as refused:
         book.admit([1], now=20)
     assert refused.value.retry_after_seconds == pytest.approx(5, rel=0.1)
+    assert book.admit([], now=20) == [], "all of its items are on their way already"
 
 
 def test_the_size_of_a_request_itself_does_not_matter() -> None:
