@@ -26,6 +26,10 @@ CODECS = frozenset({"h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", 
 CONTAINERS = "MP4, MOV, WebM, Matroska, AVI or MPEG-TS"
 LEAST_SHARE = 0.9
 """Of the frames that a header declares, how many must be there: editing leaves some out."""
+MARGIN_PIXELS = 128
+"""That a codec may add to a side of the declared frame, to fill its blocks."""
+FREE_PIXELS = 2**20
+"""That a decoder may always have: MPEG-4's takes more than it shows."""
 SYNC, PACKET_BYTES = 0x47, 188
 """Of MPEG-TS, which has no signature but this byte in this distance."""
 
@@ -66,6 +70,9 @@ def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
                     f"the codec {codec} is not supported: use {', '.join(sorted(CODECS))}"
                 )
             context.thread_count = 1  # the threads are for many videos
+            # A frame may be far larger than the header that was admitted says.
+            width, height = stream.width + MARGIN_PIXELS, stream.height + MARGIN_PIXELS
+            context.options = {"max_pixels": str(max(width * height, FREE_PIXELS))}
             yield container, stream
     except (av.error.FFmpegError, ValueError, IndexError) as error:
         reason = f"the video cannot be read, it is truncated or corrupt: {error}"
@@ -135,13 +142,12 @@ def frames(data: bytes, clip: Clip, wanted: Sequence[int]) -> Iterator[npt.NDArr
         last = len(found.shown) - 1
         times = [found.shown[min(place, last)] for place in wanted]
         for frame in at(container, stream, found, times):
-            pixels = frame.to_ndarray(format="rgb24")
-            if pixels.shape != (clip.size.height, clip.size.width, 3):
+            if (frame.width, frame.height) != (clip.size.width, clip.size.height):
                 raise InvalidMedia(
                     f"a frame of the video has {frame.width} x {frame.height} pixels, not the "
                     f"{clip.size.width} x {clip.size.height} of its header: encode it again"
                 )
-            yield pixels
+            yield frame.to_ndarray(format="rgb24")
 
 
 def at(container: Any, stream: Any, found: Index, times: Sequence[int]) -> Iterator[Any]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from fractions import Fraction
+from io import BytesIO
 from typing import Any
 
+import av
 import pytest
 
 from actors.container import demuxer, frames, read_clip
@@ -76,3 +79,32 @@ def test_damaged_files_are_the_clients_fault(counting: bytes, cut: float) -> Non
 def test_codecs_beyond_the_list_are_named() -> None:
     with pytest.raises(UnsupportedMedia, match="codec ffv1 is not supported"):
         read_clip(video(3, container="matroska", codec="ffv1"), 1000)
+
+
+def of_jpegs(*files: bytes) -> bytes:
+    """A video that declares 64 x 64 pixels, whatever its frames are."""
+    file = BytesIO()
+    with av.open(file, "w", format="avi") as output:
+        stream = output.add_stream("mjpeg", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuvj420p"
+        for time, data in enumerate(files):
+            packet = av.Packet(data)
+            packet.stream, packet.time_base, packet.is_keyframe = stream, Fraction(1, 10), True
+            packet.pts = packet.dts = time
+            output.mux(packet)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("side", "message"),
+    [
+        (80, "80 x 80 pixels, not the 64 x 64"),
+        (1200, "avcodec_send_packet"),  # the decoder refuses: no memory is taken for it
+    ],
+)
+def test_frames_larger_than_was_admitted_are_refused(side: int, message: str) -> None:
+    data = of_jpegs(*[images.jpeg(64, 64)] * 6, images.jpeg(side, side))
+    clip = read_clip(data, 1000)
+    assert clip.size == Size(64, 64)
+    with pytest.raises(InvalidMedia, match=message):
+        list(frames(data, clip, [0, 6]))
