@@ -38,13 +38,18 @@ def places(request: Json) -> list[Place]:
         content = message.get("content") if isinstance(message, dict) else None
         for j, part in enumerate(content if isinstance(content, list) else []):
             where = f"messages[{i}].content[{j}]"
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind == "video_url":
+            kinds = named(part) if isinstance(part, dict) else set()
+            if "video_url" in kinds:
                 raise InvalidRequest(f"{where}: videos are not encoded by this proxy; send images")
-            if kind == "image_url":
+            if "image_url" in kinds:
                 assert isinstance(content, list)
                 found.append(Place(where, content, j, part.get("uuid"), source(part, where)))
     return found
+
+
+def named(part: Json) -> set[Any]:
+    """What vLLM may take a part for: it goes by the keys where there is no type, or a uuid."""
+    return {part.get("type") if isinstance(part.get("type"), str) else None} | part.keys()
 
 
 def source(part: Json, where: str) -> bytes | str:

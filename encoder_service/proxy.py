@@ -136,9 +136,11 @@ class Proxy:
 
     async def send(self, request: Request, body: bytes) -> httpx.Response:
         """The server's answer, its body still to come. Raises Unavailable, DeadlineExceeded."""
-        headers = [(k, v) for k, v in request.headers.items() if k not in OF_A_CONNECTION]
+        named = request.headers.get("connection", "").lower().split(",")
+        dropped = OF_A_CONNECTION.union(map(str.strip, named))
+        headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1") not in dropped]
         if "accept-encoding" not in request.headers:
-            headers.append(("accept-encoding", "identity"))  # or httpx would ask for its own
+            headers.append((b"accept-encoding", b"identity"))  # or httpx would ask for its own
         outgoing = self.client.build_request(
             request.method, self.target(request), content=body, headers=headers
         )

@@ -184,6 +184,17 @@ def test_what_has_no_images_passes_byte_by_byte() -> None:
     told(story)
 
 
+def test_headers_pass_whatever_their_bytes_but_those_of_the_connection() -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        given = {b"x-user": b"Zo\xeb", b"x-hop": b"1", b"connection": b"close, X-Hop"}
+        answer = await client.get("/v1/models", headers=given)
+        assert answer.status_code == 200
+        assert vllm.requests[0].headers["x-user"] == "Zoë"
+        assert "x-hop" not in vllm.requests[0].headers
+
+    told(story)
+
+
 def test_an_answer_streams() -> None:
     async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
         body = chat(image(jpeg(64, 64)), stream=True)
@@ -218,6 +229,10 @@ def test_a_client_that_hangs_up_ends_the_servers_work() -> None:
         ({"type": "video_url", "video_url": {"url": "https://a/b.mp4"}}, "videos are not"),
         ({"type": "image_url", "image_url": {"url": "https://a/b.jpg"}}, "fetch.allow_hosts"),
         (image(b"no image"), "messages[1].content[0]"),
+        # vLLM goes by the keys where there is no type, or a uuid.
+        ({"image_url": "http://a/b.jpg"}, "or an https URL"),
+        ({"type": "text", "uuid": "x", "image_url": {"url": "http://a/b"}}, "or an https URL"),
+        ({"video_url": "http://a/b.mp4"}, "videos are not"),
     ],
 )
 def test_images_that_are_refused(part: dict[str, Any], message: str) -> None:
