@@ -89,6 +89,12 @@ class ChatService:
             if isinstance(one, ServiceError):
                 raise AtItem(index, one)
             media.append(one)
+        tokens = sum(one.plan.tokens for one in media)
+        if tokens >= self.spec.max_model_len:  # before the encoders work for nothing
+            raise InvalidRequest(
+                f"the images are {tokens} tokens; the maximum context length is "
+                f"{self.spec.max_model_len} (llm.max_model_len): send less, or scale them down"
+            )
         return Call(
             messages=parsed.request.template_messages(),
             media=tuple(media),

@@ -196,6 +196,16 @@ def test_what_is_wrong_is_named(change: dict[str, Any], words: str) -> None:
     assert words in answer.json()["error"]["message"]
 
 
+def test_images_beyond_the_context_are_not_encoded() -> None:
+    replicas = Replicas(WHOLE)
+    request = HELLO | {"messages": [{"role": "user", "content": [image(jpeg(64, 32))] * 2}]}
+    answer = client(replicas, max_model_len=12).post(PATH, json=request)
+    assert answer.status_code == 400
+    assert "12 tokens; the maximum context length" in answer.json()["error"]["message"]
+    assert not replicas.calls
+    assert client(replicas, max_model_len=13).post(PATH, json=request).status_code == 200
+
+
 def test_a_body_that_is_no_json() -> None:
     assert client(Replicas()).post(PATH, content=b"{").status_code == 400
 
