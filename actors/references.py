@@ -44,7 +44,8 @@ class References:
     def __init__(self, options: ReferenceOptions, metrics: EncoderMetrics) -> None:
         self._options = options
         self._metrics = metrics
-        self._kept: OrderedDict[str, tuple[Kept, float]] = OrderedDict()
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._ends: OrderedDict[str, float] = OrderedDict()  # ascending: all live equally long
         self.bytes = 0
 
     def keep(self, kept: Kept, now: float) -> str:
@@ -63,7 +64,8 @@ class References:
         if isinstance(data, np.ndarray):
             kept = replace(kept, embedding=replace(kept.embedding, data=data.copy()))
         name = token_urlsafe(ID_BYTES)
-        self._kept[name] = kept, now + self._options.ttl_seconds
+        self._kept[name] = kept
+        self._ends[name] = now + self._options.ttl_seconds
         self.bytes += kept.size_bytes
         self._report()
         return name
@@ -74,7 +76,7 @@ class References:
         if name not in self._kept:
             return None
         self._kept.move_to_end(name)
-        return self._kept[name][0]
+        return self._kept[name]
 
     def release(self, name: str) -> bool:
         """Lets go before the time. False: nothing is kept under this id."""
@@ -85,11 +87,12 @@ class References:
 
     def expire(self, now: float) -> None:
         """Lets go of all whose time is over."""
-        for name in [name for name, (_, end) in self._kept.items() if end <= now]:
-            self._remove(name)
+        while self._ends and self._ends[first := next(iter(self._ends))] <= now:
+            self._remove(first)
 
     def _remove(self, name: str) -> None:
-        self.bytes -= self._kept.pop(name)[0].size_bytes
+        self.bytes -= self._kept.pop(name).size_bytes
+        del self._ends[name]
         self._report()
 
     def _report(self) -> None:

@@ -46,6 +46,25 @@ def test_a_time_to_live_counts_from_the_keeping() -> None:
     assert (store.bytes, sample(metrics, "s"), sample(metrics, "_bytes")) == (0, 0, 0)
 
 
+class Watched(float):
+    """A time that counts what it is compared with."""
+
+    looks = 0
+
+    def __ge__(self, other: float) -> bool:
+        self.looks += 1
+        return super().__ge__(other)
+
+
+def test_a_look_does_not_go_through_all_that_is_kept() -> None:
+    store, _ = references(1000 * ENTRY_BYTES)
+    names = [store.keep(kept(number), number / 100) for number in range(1000)]
+    now = Watched(61)
+    assert store.get(names[-1], now) is not None
+    assert store.get(names[100], now) is None  # ended at 61
+    assert 101 < now.looks < 110
+
+
 def test_the_one_fetched_longest_ago_makes_room() -> None:
     store, metrics = references(2 * ENTRY_BYTES)
     first, second = store.keep(kept(1), 0), store.keep(kept(2), 0)
