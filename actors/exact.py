@@ -45,6 +45,8 @@ class ExactGraphSet(GraphSet):
         most: int,
     ) -> None:
         super().__init__(tower, path, budgets, segments, device)
+        # One graph sizes the pool, the one with the most inputs: another would only keep an output.
+        self.forms = self.forms[-1:]
         self.most = most
         self.kept: OrderedDict[Layout, Callable[[], Tensor]] = OrderedDict()
         self.seen: OrderedDict[Layout, None] = OrderedDict()

@@ -43,7 +43,8 @@ class GraphSet:
         self.device = device
         self.replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
         """By budget, and whether it is for packs with videos."""
-        self.forms = (False, True) if segments.frames and self.video_inputs(1) else (False,)
+        videos = segments.frames and self.video_inputs(1)
+        self.forms: tuple[bool, ...] = (False, True) if videos else (False,)
         if self.budgets:
             self.inputs = device.inputs(self._shapes(self.budgets[-1], self.forms[-1]))
 

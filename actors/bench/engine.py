@@ -90,7 +90,7 @@ class Bench:
         self.device = device
         self.settings = settings
         self.tower = build(spec, weights, device.device)
-        self.limits = model_capacity(GraphOptions(), spec)
+        self.limits = model_capacity(GraphOptions(max_frames_per_batch=0), spec)
         self.budgeted = self.graphs(self.limits.budgets[0], self.limits.segments)
         self.packing: Packing = smallest_first
         self.truth = Reference(spec, weights, torch.float32, device.device)
@@ -101,7 +101,7 @@ class Bench:
         )
 
     def capture(self, report: Report) -> None:
-        """The service's default graphs, and the packing that it would choose for them."""
+        """The service's default graphs for images, and the packing that it would choose."""
         self.budgeted.capture(report)
         self.packing = choose_packing(PackingOptions(), {self.budgeted.path: self.budgeted})
 

@@ -137,11 +137,7 @@ class PackedTower:
 
     def forward(self, path: str, values: Values) -> Tensor:
         """See Tower. Rows beyond the last segment: finite, otherwise undefined."""
-        first = values["patches"].to(self.dtype)
-        x = F.linear(first - 128, self.parts.embedding.weight, self.parts.embedding.bias)
-        if self.parts.later is not None and "later" in values:
-            # Bytes and their differences are exact in bfloat16; of an image they are zero.
-            x = torch.addmm(x, values["later"].to(self.dtype) - first, self.parts.later.t())
+        x = self.embedded(values)
         if self.parts.stem:
             x = self.parts.stem(x)
         if self.parts.positions:
@@ -149,6 +145,15 @@ class PackedTower:
         cos, sin = (F.embedding(values["places"], t).flatten(1) for t in (self.cos, self.sin))
         x, tapped = self.blocks(x, cos, sin, values)  # lets the embedding's memory go
         return self.parts.head(x, tapped)
+
+    def embedded(self, values: Values) -> Tensor:
+        """[patches, width]. What is made of the bytes on the way goes before the blocks come."""
+        first = values["patches"].to(self.dtype)
+        x = F.linear(first - 128, self.parts.embedding.weight, self.parts.embedding.bias)
+        if self.parts.later is None or "later" not in values:
+            return x
+        # Bytes and their differences are exact in bfloat16; of an image they are zero.
+        return torch.addmm(x, values["later"].to(self.dtype) - first, self.parts.later.t())
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         """See Tower."""

@@ -1,0 +1,115 @@
+"""What a CUDA graph cannot hold is in no tower's forward: values read back, tensors of the host.
+
+On torch's meta device, where values do not exist: reading one fails there as it does in a capture.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actors import spec
+from actors.attention import SegmentAttention, Values
+from actors.models import load
+from actors.models.block import ReferenceBlocks
+from actors.models.packed_weights import Weights
+from actors.models.tower import VideoTower
+from actors.options import ModelOptions
+from tests import checkpoints
+from tests.checkpoints_ocr import write_deepseek_ocr
+from tests.checkpoints_step import write_step3, write_step3p7
+from tests.checkpoints_tiles import write_gemma3, write_internvl, write_llama4
+
+META = torch.device("meta")
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    **{
+        kind: partial(checkpoints.write, model_type=kind)
+        for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", checkpoints.KIMI)
+    },
+    "internvl-300M": partial(write_internvl, tower="300M"),
+    "internvl-6B": partial(write_internvl, tower="6B"),
+    "llama4": write_llama4,
+    "gemma3": write_gemma3,
+    "deepseek_ocr": write_deepseek_ocr,
+    "step3p7": write_step3p7,
+    "step3": write_step3,
+}
+
+
+class ShapesOnly(SegmentAttention):
+    """In place of a kernel: the result lies over q, as the kernels' does; reads nothing."""
+
+    def __init__(self, pixels: Pixels) -> None:
+        self.pixels = pixels
+
+    def __call__(self, qkv: Tensor, values: Values) -> Tensor:
+        assert self.pixels.alive() == 0, "bytes in the tower's dtype are kept through the blocks"
+        return qkv.flatten(1)[:, : qkv[0, 0].numel()]
+
+
+class Pixels(TorchDispatchMode):
+    """Follows what has the shape of the patches, in the tower's dtype."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shape = shape
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.shape == self.shape and made.dtype == torch.bfloat16:
+            self.made.append(weakref.ref(made))
+        return made
+
+    def alive(self) -> int:
+        assert self.made, "the forward makes nothing of its patches: this test sees nothing"
+        return sum(one() is not None for one in self.made)
+
+
+def forwards(folder: Path, *, reference: bool = False) -> Sequence[Tensor]:
+    """Each path once, and once more with videos where those have inputs of their own."""
+    model = spec.read(ModelOptions(id=str(folder)))
+    weights = load.tensors(ModelOptions(id=str(folder)), model)
+    family = load.FAMILIES[model.family]
+    parts = family.parts(model, Weights(weights, META, torch.bfloat16))
+    rows = []
+    for path in model.paths:
+        for videos in (False, True):
+            tower = family.tower(model, parts, SegmentAttention(), ReferenceBlocks)
+            tokens = 2 * model.sizing.token_range()[1]
+            shapes = tower.inputs(path, tokens, 3)
+            if videos:
+                more = tower.video_inputs(path, tokens) if isinstance(tower, VideoTower) else {}
+                if not more:
+                    continue
+                shapes = shapes | more
+            values = {
+                name: torch.empty(shape, dtype=dtype, device=META)
+                for name, (shape, dtype) in shapes.items()
+            }
+            pixels = Pixels(values["patches"].shape)
+            attention = SegmentAttention() if reference else ShapesOnly(pixels)
+            tower = family.tower(model, parts, attention, ReferenceBlocks)
+            with torch.inference_mode(), pixels:
+                rows.append(tower.forward(path, values))
+    return rows
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_forward_reads_nothing_back_and_keeps_no_pixels(kind: str, tmp_path: Path) -> None:
+    WRITERS[kind](tmp_path)
+    rows = forwards(tmp_path)
+    assert {(one.device, one.dtype) for one in rows} == {(META, torch.bfloat16)}
+    with pytest.raises(RuntimeError):  # so does the attention that reads where segments end
+        forwards(tmp_path, reference=True)

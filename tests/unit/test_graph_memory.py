@@ -1,0 +1,72 @@
+"""Graphs of one pool write over each other's outputs on CUDA. Here as well, for these tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.budgets import Capacity, Segments
+from actors.capture import capture
+from actors.device import CpuDevice, Device
+from actors.engine import Engine
+from actors.exact import ExactGraphSet
+from actors.graphs import GraphSet
+from actors.metrics import EncoderMetrics
+from actors.models.load import load
+from actors.options import ModelOptions
+from tests.toy_two_paths import TwoPathToy, two_path_item, two_path_rows
+
+BUDGETS = Capacity(((4, 8), (0, 2, 6)), (8, 6), items=5, frames=0)
+EXACT = Capacity(((8,), (6,)), (8, 6), items=5, frames=0, exact_graphs=4)
+
+
+class Pool(CpuDevice):
+    """A replay writes over the outputs of graphs captured later: they lie where it works."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+
+    def beside(self) -> Device:
+        return Pool()
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        output = run()
+        place = len(self.outputs)
+        if all(other.data_ptr() != output.data_ptr() for other in self.outputs):
+            self.outputs.append(output)
+
+        def replay() -> Tensor:
+            for later in self.outputs[place + 1 :]:
+                later.fill_(math.nan)
+            rows = run()
+            if rows.data_ptr() != output.data_ptr():
+                output.copy_(rows)
+            return output
+
+        return replay
+
+
+@pytest.mark.parametrize("path_streams", [False, True])
+@pytest.mark.parametrize("capacity", [BUDGETS, EXACT], ids=["budgets", "exact"])
+def test_what_one_path_put_out_outlasts_the_other(capacity: Capacity, path_streams: bool) -> None:
+    tower, device, metrics = TwoPathToy(), Pool(), EncoderMetrics()
+    graphs = capture(tower, capacity, device, metrics, path_streams=path_streams)
+    engine = Engine(tower, graphs, capacity, device, metrics)
+    items = [two_path_item(1 + n % 9, n % 7, n) for n in range(60)]
+    answers = [engine.submit(item) for item in items + items]
+    for item, answer in zip(items + items, answers, strict=True):
+        assert torch.equal(answer.result(30).rows, two_path_rows(item))
+    engine.close()
+
+
+def test_exact_layouts_keep_one_graph_beside_them() -> None:
+    tower = load(ModelOptions(id="qwen3vl-tiny", load_format="dummy"), torch.device("cpu"))
+    place = (tower, "default", (64,), Segments(4, 2), CpuDevice())
+    for graphs, forms in ((GraphSet(*place), 2), (ExactGraphSet(*place, 3), 1)):
+        graphs.capture(lambda budget, seconds: None)
+        assert len(graphs.replays) == forms
+        assert "later" in graphs.inputs.tensors
