@@ -23,6 +23,8 @@ from encoder_service.llm.types import Message, Sampling
 from encoder_service.wire import RequestItem
 
 MOST_STOPS = 4
+MOST_TURNS, MOST_PARTS = 4096, 1024
+"""Messages of a request and parts of a message: each takes time, even if it says nothing."""
 DATA_URL = "data:"
 
 
@@ -66,7 +68,9 @@ class ChatMessage(Part):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[ContentPart], BeforeValidator(as_parts)] = Field(min_length=1)
+    content: Annotated[list[ContentPart], BeforeValidator(as_parts)] = Field(
+        min_length=1, max_length=MOST_PARTS
+    )
 
 
 class StreamOptions(Part):
@@ -77,14 +81,14 @@ class StreamOptions(Part):
 
 def as_list(stop: Any) -> Any:
     """One stop text is a list of one."""
-    return [stop] if isinstance(stop, str) else stop or []
+    return [stop] if isinstance(stop, str) else [] if stop is None else stop
 
 
 class ChatRequest(Part):
     """The body of POST /v1/chat/completions."""
 
     model: str
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_TURNS)
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, gt=0)

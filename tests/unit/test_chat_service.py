@@ -175,6 +175,12 @@ def test_the_time_is_kept_and_the_generation_ended() -> None:
         ({"max_tokens": 0}, "max_tokens: "),
         ({"stop": ["a"] * 5}, "stop: "),
         ({"stop": ""}, "stop.0: "),
+        ({"stop": False}, "stop: "),
+        ({"messages": [{"role": "user", "content": ""}] * 5000}, "messages: "),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2000}]},
+            "messages.0.content: ",
+        ),
         ({"stream_options": {"include_usage": True}}, "only with stream"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "'image_url'"),
