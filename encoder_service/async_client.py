@@ -24,6 +24,8 @@ from encoder_service.wire import RequestItem
 
 LONGEST_BACKOFF_SECONDS = 5.0
 """Between attempts, where the service does not say how long."""
+NOT_IN_PNG = ("CMYK", "YCbCr", "HSV")
+"""Pillow's modes of colours that become RGB on their way: printers' JPEGs are in many datasets."""
 Result = TypeVar("Result")
 
 
@@ -168,6 +170,7 @@ def request_item(source: Source) -> RequestItem:
         return RequestItem("video" if name_format(source) in VIDEOS else "image", source)
     if isinstance(source, Image.Image):
         file = BytesIO()
+        source = source.convert("RGB") if source.mode in NOT_IN_PNG else source
         source.save(file, "PNG", compress_level=1)
         return RequestItem("image", file.getvalue())
     name = str(source)
