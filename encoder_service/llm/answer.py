@@ -55,7 +55,7 @@ class Answers:
 
 
 def usage(finish: Finish) -> Json:
-    """Tokens; those of images count as many as their embeddings have rows."""
+    """Tokens; those of images and videos count as many as their embeddings have rows."""
     return {
         "prompt_tokens": finish.prompt_tokens,
         "completion_tokens": finish.completion_tokens,

@@ -29,6 +29,7 @@ from encoder_service.llm.embedder import Embedder
 from encoder_service.llm.generate import Emit, Generator
 from encoder_service.llm.metrics import ChatMetrics
 from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.placeholders import placed
 from encoder_service.llm.prompt import Prompt, prompt
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.llm.types import Call, Event, Failed, Finish, Piece, Sampling
@@ -88,10 +89,10 @@ class Chat:
     async def _complete(self, call: Call) -> AsyncGenerator[Event]:
         deadline = Deadline(call.timeout_seconds, "ask for fewer tokens")
         sampling = call.sampling
-        tokens = [one.plan.tokens for one in call.media]
+        seen = placed(call.media, self.spec.video)
         most = sampling.max_tokens or self.options.default_max_tokens
         made, embeddings = await asyncio.gather(
-            asyncio.to_thread(prompt, call.messages, tokens, most, self.spec, self.language),
+            asyncio.to_thread(prompt, call.messages, seen, most, self.spec, self.language),
             self._encode(call, deadline),
         )
         loop, flag = asyncio.get_running_loop(), Flag()
@@ -134,11 +135,10 @@ class Chat:
         flag: Flag,
     ) -> Finish:
         """In the thread that owns the device."""
-        spec, device = self.spec, self.generator.model.device
+        device = self.generator.model.device
         try:
             rows = [tensor(one).to(device) for one in embeddings]
-            grids = [one.grid_thw for one in embeddings]
-            inputs = model.inputs(made.ids, spec.image_token_id, rows, grids, spec.deepstack)
+            inputs = model.inputs(made, rows, self.spec)
             return self.generator.generate(inputs, sampling, made.max_tokens, emit, flag)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()

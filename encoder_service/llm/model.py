@@ -15,6 +15,8 @@ from transformers.utils import logging
 from actors.checkpoint import Preset, find
 from actors.errors import CheckpointError, StartError
 from actors.options import ModelOptions
+from encoder_service.llm.prompt import Prompt
+from encoder_service.llm.spec import LlmSpec
 
 DUMMY_SEED = 0
 """Fixed: every replica writes the same."""
@@ -94,29 +96,37 @@ def dummy(kind: Any, config: Any, dtype: torch.dtype) -> Any:
         logging.set_verbosity(level)
 
 
-def inputs(
-    ids: Sequence[int],
-    image_token_id: int,
-    rows: Sequence[Tensor],
-    grids: Sequence[Sequence[int]],
-    deepstack: int,
-) -> dict[str, Any]:
+def inputs(prompt: Prompt, rows: Sequence[Tensor], spec: LlmSpec) -> dict[str, Any]:
     """What `forward` and `generate` take of one prompt.
 
-    ids: of the prompt, with the image token for each row. rows: [tokens, hidden x (1 + deepstack)]
-    of each image, on the model's device. grids: (t, h, w) of each image, in patches. transformers
-    computes the positions (M-RoPE) from them.
+    rows: [tokens, hidden x (1 + deepstack)] of each image and video of the prompt, in order, on the
+    model's device. transformers computes the positions (M-RoPE) from their grids, and those of
+    Qwen2.5-VL's videos from their times.
     """
     device = rows[0].device if rows else None
-    input_ids = torch.tensor([ids], device=device)
+    input_ids = torch.tensor([prompt.ids], device=device)
     made: dict[str, Any] = {
         "input_ids": input_ids,
         "attention_mask": torch.ones_like(input_ids),
-        "mm_token_type_ids": (input_ids == image_token_id).int(),
+        "mm_token_type_ids": torch.tensor([prompt.kinds], dtype=torch.int, device=device),
     }
-    if rows:
-        made["image_grid_thw"] = torch.tensor([list(grid) for grid in grids], device=device)
-        made["mm_encoder_outputs"] = {"image": encoded(rows, deepstack)}
+    outputs: dict[str, list[Tensor]] = {}
+    for kind in ("image", "video"):
+        ones = [one for one in prompt.placed if one.kind == kind]
+        if ones:
+            grids = [list(one.grid_thw) for one in ones]
+            made[f"{kind}_grid_thw"] = torch.tensor(grids, device=device)
+        if ones and kind == "video" and spec.video_style.timed:
+            seconds = [one.seconds_per_group for one in ones]
+            made["second_per_grid_ts"] = torch.tensor(seconds, device=device)
+    for one, each in zip(prompt.placed, rows, strict=True):
+        # One token for both: then the rows are told apart by nothing but their order.
+        kind = "image" if spec.video_style.as_images else one.kind
+        outputs.setdefault(kind, []).append(each)
+    if outputs:
+        made["mm_encoder_outputs"] = {
+            kind: encoded(ones, spec.deepstack) for kind, ones in outputs.items()
+        }
     return made
 
 

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from actors.errors import InvalidRequest
+from actors.types import Kind
 from encoder_service.formats import WireError, from_base64
 from encoder_service.llm.types import Message, Sampling
 from encoder_service.wire import RequestItem
@@ -26,6 +27,9 @@ MOST_STOPS = 4
 MOST_TURNS, MOST_PARTS = 4096, 1024
 """Messages of a request and parts of a message: each takes time, even if it says nothing."""
 DATA_URL = "data:"
+FRAMES = "data:video/jpeg;base64"
+KINDS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
+"""`type` of a part -> of an item."""
 
 
 class Part(BaseModel):
@@ -56,12 +60,28 @@ class ImagePart(Part):
     image_url: ImageUrl
 
 
+class VideoUrl(Part):
+    """`data:video/mp4;base64,...`, or https of a host that `fetch.allow_hosts` names.
+
+    `data:video/jpeg;base64,` before JPEGs with commas between them: its frames, all encoded.
+    """
+
+    url: str
+
+
+class VideoPart(Part):
+    """A video of a message."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl
+
+
 def as_parts(content: Any) -> Any:
     """A string is one part."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
 
 
 class ChatMessage(Part):
@@ -129,12 +149,12 @@ class ChatRequest(Part):
         parts = (part for message in self.messages for part in message.content)
         return sum(len(part.text) for part in parts if isinstance(part, TextPart))
 
-    def images(self) -> Iterator[tuple[str, ImageUrl]]:
-        """Where each image stands, and its URL, in order."""
+    def media(self) -> Iterator[tuple[str, ImagePart | VideoPart]]:
+        """Where each image and video stands, and what it is, in order."""
         for i, message in enumerate(self.messages):
             for j, part in enumerate(message.content):
-                if isinstance(part, ImagePart):
-                    yield f"messages[{i}].content[{j}].image_url", part.image_url
+                if not isinstance(part, TextPart):
+                    yield f"messages[{i}].content[{j}].{part.type}", part
 
 
 def parse(document: Mapping[str, Any]) -> ChatRequest:
@@ -165,20 +185,27 @@ def template_message(message: ChatMessage) -> Message:
     return {
         "role": role,
         "content": [
-            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            {"type": "text", "text": part.text}
+            if isinstance(part, TextPart)
+            else {"type": KINDS[part.type]}
             for part in message.content
         ],
     }
 
 
-def item(where: str, image: ImageUrl) -> RequestItem:
-    """The image as an item to be admitted. Raises InvalidRequest."""
-    if image.url[: len(DATA_URL)].lower() != DATA_URL:
-        return RequestItem("image", None, image.url)
-    head, comma, data = image.url.partition(",")
+def item(where: str, part: ImagePart | VideoPart) -> RequestItem:
+    """The image or video as an item to be admitted. Raises InvalidRequest."""
+    kind = KINDS[part.type]
+    url = part.image_url.url if isinstance(part, ImagePart) else part.video_url.url
+    if url[: len(DATA_URL)].lower() != DATA_URL:
+        return RequestItem(kind, None, url)
+    head, comma, data = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise InvalidRequest(f"{where}: a data URL must read data:image/...;base64,...")
+        raise InvalidRequest(f"{where}: a data URL must read data:{kind}/...;base64,...")
     try:
-        return RequestItem("image", from_base64(data, where), None)
+        if kind == "video" and head.lower() == FRAMES:
+            frames = (from_base64(frame, where) for frame in data.split(","))
+            return RequestItem("video", frames=tuple(frames))
+        return RequestItem(kind, from_base64(data, where), None)
     except WireError as error:
         raise InvalidRequest(str(error)) from None

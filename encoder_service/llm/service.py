@@ -55,11 +55,11 @@ class Parsed:
 
     request: ChatRequest
     items: tuple[RequestItem, ...]
-    """Its images, in order."""
+    """Its images and videos, in order."""
 
     def place(self, index: int) -> str:
-        """Where an image stands in the request."""
-        return list(self.request.images())[index][0]
+        """Where an image or video stands in the request."""
+        return list(self.request.media())[index][0]
 
 
 class ChatService:
@@ -82,7 +82,7 @@ class ChatService:
         return parsed
 
     async def admit(self, parsed: Parsed) -> Call:
-        """Raises ServiceError, or AtItem with the position of the image at fault."""
+        """Raises ServiceError, or AtItem with the position of the image or video at fault."""
         media: list[Media] = []
         admitted = await self.admission.admit(parsed.items) if parsed.items else []
         for index, one in enumerate(admitted):
@@ -92,7 +92,7 @@ class ChatService:
         tokens = sum(one.plan.tokens for one in media)
         if tokens >= self.spec.max_model_len:  # before the encoders work for nothing
             raise InvalidRequest(
-                f"the images are {tokens} tokens; the maximum context length is "
+                f"the images and videos are {tokens} tokens; the maximum context length is "
                 f"{self.spec.max_model_len} (llm.max_model_len): send less, or scale them down"
             )
         return Call(
@@ -115,7 +115,7 @@ class ChatService:
                 f"the messages are {characters} characters; the maximum context length is "
                 f"{self.spec.max_model_len} tokens (llm.max_model_len): send less"
             )
-        return Parsed(request, tuple(item(*image) for image in request.images()))
+        return Parsed(request, tuple(item(*one) for one in request.media()))
 
     async def ready_replicas(self) -> int:
         """Raises Unavailable if there is none."""

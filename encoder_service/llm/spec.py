@@ -9,7 +9,9 @@ from actors.errors import CheckpointError, ConfigError
 from actors.options import ModelOptions
 from actors.spec import ModelSpec
 from actors.types import Dtype
+from actors.video import VideoSizing
 from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.placeholders import STYLES, VideoStyle
 
 FAMILIES = {
     "qwen2_vl": "qwen2_vl",
@@ -42,6 +44,11 @@ class LlmSpec:
     """How many deepstack features follow the main ones in a row of an embedding."""
     image_token_id: int
     """Stands in a prompt for one row of an image's embedding."""
+    video_token_id: int
+    """Stands for a video in what the chat template writes, and mostly for each of its rows."""
+    video: VideoSizing | None
+    """How the encoders cut videos up. None: they take none."""
+    video_style: VideoStyle
     max_model_len: int
     """Tokens of prompt and answer together."""
 
@@ -58,7 +65,10 @@ def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
         )
     text = config.get("text_config", config)  # Qwen2-VL's is flat
     try:
-        hidden_size, image_token_id = int(text["hidden_size"]), int(config["image_token_id"])
+        hidden_size = int(text["hidden_size"])
+        image_token_id, video_token_id = (
+            int(config[f"{each}_token_id"]) for each in ("image", "video")
+        )
         longest = int(text.get("max_position_embeddings", COMMON_LENGTH))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -81,5 +91,8 @@ def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
         hidden_size=hidden_size,
         deepstack=tower.deepstack,
         image_token_id=image_token_id,
+        video_token_id=video_token_id,
+        video=tower.video,
+        video_style=STYLES[kind],
         max_model_len=options.max_model_len or longest,
     )

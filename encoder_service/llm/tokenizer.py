@@ -26,6 +26,7 @@ CHATML = """\
 {%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
 {% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>\
+{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>\
 {% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""

@@ -15,7 +15,8 @@ from actors.origin import NOBODY, Origin
 from actors.types import Media
 
 Message = dict[str, Any]
-"""{"role", "content"} as chat templates read it; an image is {"type": "image"} in the content."""
+"""{"role", "content"} as chat templates read it; images and videos of the
+content are {"type": "image"} and {"type": "video"}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Call:
 
     messages: tuple[Message, ...]
     media: tuple[Media, ...]
-    """Of the images, in the order of the messages."""
+    """Of the images and videos, in the order of the messages."""
     sampling: Sampling
     timeout_seconds: float
     origin: Origin = NOBODY
@@ -59,7 +60,7 @@ class Finish:
 
     reason: Literal["stop", "length"]
     prompt_tokens: int
-    """Those of the images included."""
+    """Those of images and videos included."""
     completion_tokens: int
 
 
@@ -69,7 +70,7 @@ class Failed:
 
     error: ServiceError
     item: int | None = None
-    """Position of the image that caused it; None: the request as a whole."""
+    """Position of the image or video that caused it; None: the request as a whole."""
 
 
 Event = Piece | Finish

@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from actors.options import ModelOptions
+from actors.spec import read as read_tower
 from encoder_service.llm import model as language_model
 from encoder_service.llm.generate import Generator
+from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.placeholders import Placed
+from encoder_service.llm.prompt import Prompt
+from encoder_service.llm.spec import read
 from encoder_service.llm.tokenizer import byte_tokenizer
 from encoder_service.llm.types import Finish, Sampling
 from tests.checkpoints import TOKENS, write
@@ -31,12 +36,15 @@ def test_logits_and_answers_are_those_of_the_cpu(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_vl")
     options = ModelOptions(id=str(tmp_path), dtype="float32")
     rows = torch.randn(ROWS, 96 * 4, generator=torch.Generator().manual_seed(0))
+    spec = read(LlmOptions(), options, read_tower(options))
     ids = [5, 6, 2002, *[TOKEN] * ROWS, 2003, 7, 8]
+    kinds = [1 if one == TOKEN else 0 for one in ids]
+    prompt = Prompt(ids, kinds, (Placed("image", GRID, ROWS),), 8)
     logits, answers = [], []
     for device in ("cpu", "cuda"):
         model = language_model.load(options, device)
         assert {value.device.type for value in model.parameters()} == {device}
-        inputs: dict[str, Any] = language_model.inputs(ids, TOKEN, [rows.to(device)], [GRID], 3)
+        inputs: dict[str, Any] = language_model.inputs(prompt, [rows.to(device)], spec)
         with torch.inference_mode():
             logits.append(model(**inputs).logits.cpu())
         generator = Generator(model, byte_tokenizer())

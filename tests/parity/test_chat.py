@@ -12,25 +12,41 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.video_utils import VideoMetadata
 
+from actors.budgets import Segments
+from actors.device import CpuDevice
 from actors.errors import CheckpointError
+from actors.graphs import GraphSet
 from actors.options import ModelOptions
-from actors.types import ItemPlan, Size
+from actors.types import Clip, ItemPlan, Media, Size
 from encoder_service.llm import model as language_model
 from encoder_service.llm.generate import Generator
 from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.placeholders import Placed, place
+from encoder_service.llm.prompt import Prompt, expand
 from encoder_service.llm.spec import FAMILIES, LlmSpec, read
-from encoder_service.llm.tokenizer import byte_tokenizer
+from encoder_service.llm.tokenizer import CHATML, Language, byte_tokenizer
 from encoder_service.llm.types import Finish, Sampling
 from tests.checkpoints import write
 from tests.parity.conftest import Pair, made
 from tests.parity.test_tower import encode, pixel_values, random_patches
+from tests.parity.test_video import cut
 
 TOLERANCE = 1e-4
 """float32; logits are about 1."""
-IMAGES = {
+LANGUAGE = Language(byte_tokenizer(), CHATML)
+SEEN: dict[str, list[Size | Clip]] = {
     "text only": [],
     "one image": [Size(224, 160)],
+    "a video": [Clip(Size(130, 200), frames=5, fps=1, chosen=True)],
+    "images and videos": [
+        Clip(Size(84, 56), frames=4, fps=3),
+        Size(96, 64),
+        Clip(Size(300, 120), frames=40, fps=25),
+        Size(64, 64),
+    ],
     "many": [Size(96, 64), Size(320, 64), Size(64, 64), Size(200, 300)],
 }
 
@@ -52,9 +68,9 @@ def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Chat(pair, spec, language_model.load(options, "cpu"))
 
 
-@pytest.mark.parametrize("images", sorted(IMAGES))
-def test_logits_equal_those_of_the_whole_model(chat: Chat, images: str) -> None:
-    ours, theirs = both(chat, IMAGES[images])
+@pytest.mark.parametrize("seen", sorted(SEEN))
+def test_logits_equal_those_of_the_whole_model(chat: Chat, seen: str) -> None:
+    ours, theirs = both(chat, SEEN[seen])
     with torch.inference_mode():
         expected = chat.pair.reference(**theirs).logits
         found = chat.model(**ours).logits
@@ -63,9 +79,9 @@ def test_logits_equal_those_of_the_whole_model(chat: Chat, images: str) -> None:
     assert (found - expected).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("images", sorted(IMAGES))
-def test_greedy_tokens_equal_those_of_the_whole_model(chat: Chat, images: str) -> None:
-    ours, theirs = both(chat, IMAGES[images])
+@pytest.mark.parametrize("seen", sorted(SEEN))
+def test_greedy_tokens_equal_those_of_the_whole_model(chat: Chat, seen: str) -> None:
+    ours, theirs = both(chat, SEEN[seen])
     expected = chat.pair.reference.generate(**theirs, max_new_tokens=12, do_sample=False)
     length = ours["input_ids"].shape[1]
     tokenizer = byte_tokenizer()
@@ -106,28 +122,76 @@ def test_dummy_weights_are_the_same_in_every_process() -> None:
     assert one(ids).logits.isfinite().all()
 
 
-def both(chat: Chat, sizes: Sequence[Size]) -> tuple[dict[str, Any], dict[str, Any]]:
+def both(chat: Chat, seen: Sequence[Size | Clip]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Ours from the tower's rows, theirs from the same pixels."""
-    plans = [chat.pair.tower.spec.sizing.plan(size) for size in sizes]
-    token = chat.spec.image_token_id
+    pair, spec = chat.pair, chat.spec
+    made = [video(pair, one) if isinstance(one, Clip) else image(pair, one) for one in seen]
     ids = list(range(10, 20))
-    for number, plan in enumerate(plans):
-        ids += [2002, *[token] * plan.tokens, 2003, 30 + number]
-    ids += [5, 6, 7]
-    patches = random_patches(chat.pair.tower, plans) if plans else torch.empty(0)
-    grids = [plan.grid_thw for plan in plans]
-    ours = language_model.inputs(ids, token, rows(chat, plans, patches), grids, chat.spec.deepstack)
+    for number, one in enumerate(made):
+        token = spec.video_token_id if one.placed.kind == "video" else spec.image_token_id
+        ids += [2002, token, 2003, 30 + number]
+    placed = tuple(one.placed for one in made)
+    prompt = Prompt(*expand([*ids, 5, 6, 7], placed, spec, LANGUAGE), placed, 12)
+    ours = language_model.inputs(prompt, [one.rows for one in made], spec)
     theirs = {name: ours[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
-    if plans:
-        theirs["pixel_values"] = pixel_values(chat.pair, plans, patches)
-        theirs["image_grid_thw"] = torch.tensor(grids)
+    if spec.video_style.as_images and {one.placed.kind for one in made} == {"image", "video"}:
+        return ours, theirs | from_features(chat, made)
+    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        ones = [one for one in made if one.placed.kind == kind]
+        if ones:
+            theirs[pixels] = torch.cat([one.pixels for one in ones])
+            theirs[f"{kind}_grid_thw"] = torch.tensor([one.placed.grid_thw for one in ones])
+    if pair.model_type == "qwen2_5_vl" and "video_grid_thw" in theirs:
+        theirs["second_per_grid_ts"] = [
+            2 / metadata(pair, one).sampled_fps for one in seen if isinstance(one, Clip)
+        ]
     return ours, theirs
 
 
-def rows(chat: Chat, plans: Sequence[ItemPlan], patches: Tensor) -> list[Tensor]:
-    """The tower's rows of each image."""
-    if not plans:
-        return []
-    tokens = [plan.tokens for plan in plans]
-    found = encode(chat.pair.tower, plans, patches, sum(tokens) + 3, segments=8)
-    return list(found.split(tokens))
+def from_features(chat: Chat, made: Sequence[Seen]) -> dict[str, Any]:
+    """GLM-V of transformers takes no pixels of images and videos at once: its own rows of each."""
+    model, rows = chat.pair.reference.model, []
+    grids: dict[str, list[Any]] = {"image_grid_thw": [], "video_grid_thw": []}
+    for one in made:
+        grid = torch.tensor([one.placed.grid_thw])
+        grids[f"{one.placed.kind}_grid_thw"].append(grid)
+        features = getattr(model, f"get_{one.placed.kind}_features")
+        with torch.inference_mode():
+            rows += features(one.pixels, grid, return_dict=True).pooler_output
+    outputs = {"image": BaseModelOutputWithPooling(pooler_output=rows)}
+    return {name: torch.cat(each) for name, each in grids.items()} | {"mm_encoder_outputs": outputs}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An image or a video: for our language model, and for the whole one."""
+
+    placed: Placed
+    rows: Tensor
+    pixels: Tensor
+
+
+def image(pair: Pair, size: Size) -> Seen:
+    plan = pair.tower.spec.sizing.plan(size)
+    patches = random_patches(pair.tower, [plan])
+    rows = encode(pair.tower, [plan], patches, plan.tokens + 3, segments=8)
+    return Seen(place(media(plan), None), rows, pixel_values(pair, [plan], patches))
+
+
+def video(pair: Pair, clip: Clip) -> Seen:
+    item, pixels = cut(pair, clip)
+    graphs = GraphSet(pair.tower, "default", (256,), Segments(4, 64, 4), CpuDevice())
+    rows = graphs.run(None, [item])
+    return Seen(place(media(item.plan, clip), pair.tower.spec.video), rows, pixels)
+
+
+def media(plan: ItemPlan, clip: Clip | None = None) -> Media:
+    return Media("video" if clip else "image", b"", plan, "", clip=clip)
+
+
+def metadata(pair: Pair, clip: Clip) -> VideoMetadata:
+    """What the family's own processor knows of the video."""
+    sizing = pair.tower.spec.video
+    assert sizing
+    indices = sizing.indices(clip)
+    return VideoMetadata(total_num_frames=clip.frames, fps=clip.fps, frames_indices=indices)

@@ -36,6 +36,16 @@ def videos(pair: Pair) -> list[tuple[Item, Tensor]]:
 
 
 def made(pair: Pair, clip: Clip) -> tuple[Item, Tensor]:
+    item, pixels = cut(pair, clip)
+    with torch.no_grad():
+        features = pair.reference.model.get_video_features(
+            pixels, torch.tensor([item.plan.grid_thw]), return_dict=True
+        )
+    return item, rows_of(features)
+
+
+def cut(pair: Pair, clip: Clip) -> tuple[Item, Tensor]:
+    """Random frames, cut by the tower, and as pixel values by the family's own processor."""
     tower, video = pair.tower, pair.tower.spec.video
     assert isinstance(tower, PackedTower)
     assert video
@@ -50,11 +60,7 @@ def made(pair: Pair, clip: Clip) -> tuple[Item, Tensor]:
     pixels, *_ = Qwen3VLVideoProcessor.patchify(
         None, ((frames / 255 - mean) / std)[None], patch, tower.sizing.merge_size, video.group
     )
-    with torch.no_grad():
-        features = pair.reference.model.get_video_features(
-            pixels[0], torch.tensor([grid]), return_dict=True
-        )
-    return tower.cut_video(clip, frames), rows_of(features)
+    return tower.cut_video(clip, frames), pixels[0]
 
 
 def image(pair: Pair, size: Size) -> tuple[Item, Tensor]:

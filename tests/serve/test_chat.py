@@ -21,6 +21,7 @@ from tests.images import jpeg
 from tests.serve.conftest import Cluster
 from tests.serve.test_kill import within
 from tests.serve.tiny import ARGS, BEARER, MAX_ITEMS
+from tests.videos import video
 
 PATH = "/v1/chat/completions"
 MODEL = "qwen3vl-tiny"
@@ -101,6 +102,23 @@ def test_the_image_matters(http: httpx.Client) -> None:
     texts = [text_of(http, asked(image, max_tokens=40)) for image in [*images, *images]]
     assert texts[:2] == texts[2:]
     assert texts[0] != texts[1]
+
+
+def test_a_video_beside_an_image(http: httpx.Client) -> None:
+    clips = [video(8, size=(96, 64), fps=4, counting=each) for each in (False, True)]
+    urls = ["data:video/mp4;base64," + b64encode(clip).decode() for clip in clips]
+    urls.append("data:video/jpeg;base64," + ",".join(2 * [b64encode(jpeg(96, 64)).decode()]))
+    answers = []
+    for url in urls:
+        request = asked(jpeg(64, 64), max_tokens=40)
+        request["messages"][0]["content"].insert(
+            0, {"type": "video_url", "video_url": {"url": url}}
+        )
+        answers.append(http.post(PATH, json=request).json())
+    plain = http.post(PATH, json=asked(jpeg(64, 64))).json()["usage"]["prompt_tokens"]
+    # Of each group 6 rows, 2 marks, "<0.0 seconds>"; 2 marks around all.
+    assert [one["usage"]["prompt_tokens"] - plain for one in answers] == [44, 44, 23]
+    assert len({one["choices"][0]["message"]["content"] for one in answers}) == 3
 
 
 def test_a_seed_repeats_an_answer(http: httpx.Client) -> None:

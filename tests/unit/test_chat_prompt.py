@@ -11,24 +11,48 @@ from actors.options import ModelOptions
 from actors.spec import read
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.placeholders import Placed
 from encoder_service.llm.prompt import expand, prompt
 from encoder_service.llm.tokenizer import load
 from encoder_service.llm.types import Message
 
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 CPU = LlmOptions(num_gpus=0, device="cpu")
-IMAGE = 258
+IMAGE, VIDEO = 258, 259
+
+
+def rows(count: int) -> Placed:
+    return Placed("image", (1, 2, 2 * count), count)
+
+
+CLIP = Placed("video", (2, 2, 4), 4, (0.25, 1.0), 0.5)
+
+
+def expanded(ids: list[int], *placed: Placed) -> tuple[list[int], list[int]]:
+    return expand(ids, placed, llm_spec.read(CPU, TINY, read(TINY)), load(TINY))
 
 
 def test_an_image_stands_as_often_as_it_has_rows() -> None:
-    assert expand([1, 9, 2, 9], [3, 1], 9) == [1, 9, 9, 9, 2, 9]
-    assert expand([1], [], 9) == [1]
+    ids, kinds = expanded([1, IMAGE, 2, IMAGE], rows(3), rows(1))
+    assert ids == [1, IMAGE, IMAGE, IMAGE, 2, IMAGE]
+    assert kinds == [0, 1, 1, 1, 0, 1]
+    assert expanded([1]) == ([1], [0])
 
 
-@pytest.mark.parametrize("counts", [[], [1, 1]])
-def test_a_text_cannot_pretend_to_be_an_image(counts: list[int]) -> None:
+def test_a_video_stands_group_by_group_with_its_times() -> None:
+    ids, kinds = expanded([VIDEO, IMAGE], rows(1), CLIP)
+    group = "<|vision_start|><|video_pad|><|video_pad|><|vision_end|>"
+    assert load(TINY).tokenizer.decode(ids) == (
+        f"<0.2 seconds>{group}<1.0 seconds>{group}<|image_pad|>"
+    )
+    assert [one for one in kinds if one] == [2, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("token", [IMAGE, VIDEO])
+@pytest.mark.parametrize("placed", [[], [rows(1), CLIP, rows(1), CLIP]])
+def test_a_text_cannot_pretend_to_be_an_image(token: int, placed: list[Placed]) -> None:
     with pytest.raises(InvalidRequest, match="own tokens"):
-        expand([1, 9], counts, 9)
+        expanded([1, token], *placed)
 
 
 def test_the_preset_s_language_is_bytes_and_chatml() -> None:
@@ -38,7 +62,7 @@ def test_the_preset_s_language_is_bytes_and_chatml() -> None:
         {"role": "system", "content": "né"},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]},
     ]
-    made = prompt(messages, [2], 10, spec, language)
+    made = prompt(messages, [rows(2)], 10, spec, language)
     assert language.tokenizer.decode(made.ids) == (
         "<|im_start|>system\nné<|im_end|>\n"
         "<|im_start|>user\n<|vision_start|><|image_pad|><|image_pad|><|vision_end|>?<|im_end|>\n"
@@ -47,9 +71,9 @@ def test_the_preset_s_language_is_bytes_and_chatml() -> None:
     assert made.ids.count(IMAGE) == 2
     assert made.max_tokens == 10
     room = replace(spec, max_model_len=len(made.ids) + 4)
-    assert prompt(messages, [2], 10, room, language).max_tokens == 4
+    assert prompt(messages, [rows(2)], 10, room, language).max_tokens == 4
     with pytest.raises(InvalidRequest, match="maximum context length"):
-        prompt(messages, [2], 10, replace(spec, max_model_len=len(made.ids)), language)
+        prompt(messages, [rows(2)], 10, replace(spec, max_model_len=len(made.ids)), language)
 
 
 def test_a_language_model_must_fit_its_tower() -> None:

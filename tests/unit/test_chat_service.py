@@ -75,6 +75,10 @@ def linked(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def clip(url: str) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
 def events(body: str) -> list[Any]:
     return [json.loads(one) for one in body.split("data: ")[1:-1]]
 
@@ -189,6 +193,7 @@ def test_the_time_is_kept_and_the_generation_ended() -> None:
             {"messages": [{"role": "user", "content": [linked("data:,x")]}]},
             "messages[0].content[0].image_url",
         ),
+        ({"messages": [{"role": "user", "content": [clip("data:,x")]}]}, "must read data:video/"),
         ({"messages": [{"role": "user", "content": [image(b"")] * 3}]}, "limits.max_items"),
         (
             {"messages": [{"role": "user", "content": [linked("https://example.org/a.png")]}]},

@@ -1,0 +1,79 @@
+"""What stands for a video in a prompt against what each family's own processor writes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.video_utils import VideoMetadata
+
+from actors.options import ModelOptions
+from actors.sampling import Spread
+from actors.spec import read
+from actors.types import Clip, Media, Size
+from actors.video import MeanTimes, TotalPixels, VideoSizing
+from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.placeholders import STYLES, place
+from encoder_service.llm.prompt import VIDEO, expand
+from encoder_service.llm.tokenizer import CHATML, Language, byte_tokenizer
+
+GLM = ["<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"]
+GLM += ["<|begin_of_video|>", "<|end_of_video|>"]
+QWEN_MARKS = "<|vision_start|><|video_pad|><|vision_end|>"
+GLM_MARKS = "<|begin_of_video|><|video|><|end_of_video|>"
+CUT = (Spread(2.0, 4, 768), 16, 2, 2, 4096, 1048576)
+PROCESSORS: dict[str, tuple[Any, VideoSizing]] = {
+    "qwen2_vl": (Qwen2VLProcessor, TotalPixels(*CUT)),
+    "qwen2_5_vl": (Qwen2_5_VLProcessor, TotalPixels(*CUT)),
+    "qwen3_vl": (Qwen3VLProcessor, MeanTimes(*CUT)),
+    "glm4v": (Glm4vProcessor, TotalPixels(*CUT)),
+    "glm46v": (Glm46VProcessor, TotalPixels(*CUT)),
+}
+
+
+@pytest.mark.parametrize("frames", [4, 95])
+@pytest.mark.parametrize("model_type", sorted(PROCESSORS))
+def test_equals_the_processor(model_type: str, frames: int) -> None:
+    kind, video = PROCESSORS[model_type]
+    glm, clip = model_type.startswith("glm"), Clip(Size(96, 64), frames, 12.5)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": GLM})
+    plan = video.plan(clip)
+    text = "before" + (GLM_MARKS if glm else QWEN_MARKS) + "after"
+
+    processor = kind.__new__(kind)
+    processor.tokenizer = tokenizer
+    processor.image_token, processor.video_token = (
+        GLM[:2] if glm else ("<|image_pad|>", "<|video_pad|>")
+    )
+    processor.vision_start_token, processor.vision_end_token = "<|vision_start|>", "<|vision_end|>"
+    processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    metadata = VideoMetadata(
+        total_num_frames=frames, fps=clip.fps, frames_indices=video.indices(clip)
+    )
+    grids = {"video_grid_thw": np.array([plan.grid_thw]), "video_metadata": [metadata]}
+    written = processor.replace_video_token(grids, 0)
+    (whole,), _ = processor.get_text_with_replacements([text], videos_replacements=[written])
+
+    tiny = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
+    spec = replace(
+        llm_spec.read(LlmOptions(num_gpus=0, device="cpu"), tiny, read(tiny)),
+        image_token_id=tokenizer.convert_tokens_to_ids(processor.image_token),
+        video_token_id=tokenizer.convert_tokens_to_ids(processor.video_token),
+        video_style=STYLES[model_type],
+    )
+    placed = place(Media("video", b"", plan, "", clip=clip), video)
+    ids, kinds = expand(tokenizer.encode(text), [placed], spec, Language(tokenizer, CHATML))
+    assert ids == tokenizer.encode(whole)
+    assert kinds.count(VIDEO) == plan.tokens
+    if "qwen2_5" in model_type:
+        assert placed.seconds_per_group == pytest.approx(2 / metadata.sampled_fps)
