@@ -110,11 +110,9 @@ def test_a_video_beside_an_image(http: httpx.Client) -> None:
     urls.append("data:video/jpeg;base64," + ",".join(2 * [b64encode(jpeg(96, 64)).decode()]))
     answers = []
     for url in urls:
-        request = asked(jpeg(64, 64), max_tokens=40)
-        request["messages"][0]["content"].insert(
-            0, {"type": "video_url", "video_url": {"url": url}}
-        )
-        answers.append(http.post(PATH, json=request).json())
+        chat = asked(jpeg(64, 64), max_tokens=40)
+        chat["messages"][0]["content"].insert(0, {"type": "video_url", "video_url": {"url": url}})
+        answers.append(http.post(PATH, json=chat).json())
     plain = http.post(PATH, json=asked(jpeg(64, 64))).json()["usage"]["prompt_tokens"]
     # Of each group 6 rows, 2 marks, "<0.0 seconds>"; 2 marks around all.
     assert [one["usage"]["prompt_tokens"] - plain for one in answers] == [44, 44, 23]
