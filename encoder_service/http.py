@@ -117,7 +117,7 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """The series of all replicas, for Prometheus: scrape one address, not each replica."""
-        page = await asyncio.to_thread(merge, await service.backend.scrape())
+        page = await asyncio.to_thread(merge, await service.scrape.get())
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
     if chat:

@@ -81,6 +81,8 @@ class Service:
         self.card = card(options, spec)
         self.cache_max_bytes = options.cache.max_bytes
         self.status = Fresh(self.look, STATUS_SECONDS)
+        # Anybody may ask for it: those that come together wait for one scrape of the fleet.
+        self.scrape = Fresh(backend.scrape, 0)
 
     def authorize(self, authorization: str | None) -> None:
         """Takes the value of the header. Raises Unauthorized."""
@@ -122,11 +124,13 @@ class Service:
         deadline = self.deadline(options)
         admitted = await deadline.keep(self.admit(items, options))
         positions = [i for i, one in enumerate(admitted) if isinstance(one, Media)]
-        exchange.admitted([one for one in admitted if isinstance(one, Media)])
+        media = [one for one in admitted if isinstance(one, Media)]
+        exchange.admitted(media)
+        if options.reference:
+            check_answer(media, options, self.spec, self.limits, self.references)
         for index, one in enumerate(admitted):
             if not isinstance(one, Media):
                 yield entry(index, items[index], one, iter(()), options)
-        media = [one for one in admitted if isinstance(one, Media)]
         if not media:
             return
         answers = self.backend.stream(

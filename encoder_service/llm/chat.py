@@ -91,10 +91,15 @@ class Chat:
         sampling = call.sampling
         seen = placed(call.media, self.spec.video)
         most = sampling.max_tokens or self.options.default_max_tokens
-        made, embeddings = await asyncio.gather(
-            asyncio.to_thread(prompt, call.messages, seen, most, self.spec, self.language),
-            self._encode(call, deadline),
-        )
+        encoding = asyncio.ensure_future(self._encode(call, deadline))
+        encoding.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
+        try:
+            made = await asyncio.to_thread(
+                prompt, call.messages, seen, most, self.spec, self.language
+            )
+            embeddings = await encoding
+        finally:
+            encoding.cancel()  # what is refused by its prompt is not encoded for nobody
         loop, flag = asyncio.get_running_loop(), Flag()
         texts: asyncio.Queue[str | None] = asyncio.Queue()
 
