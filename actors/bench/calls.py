@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from actors.bench.reference import Reference
 from actors.budgets import Capacity
+from actors.device import Device
 from actors.graphs import GraphSet
 from actors.packing import Packing
 from actors.types import ItemPlan, Pack
@@ -36,12 +37,18 @@ class Batch:
         """Of all items."""
         return sum(plan.tokens for plan in self.plans)
 
+    def path_tokens(self) -> tuple[int, ...]:
+        """That each path computes of all items."""
+        return tuple(map(sum, zip(*(plan.path_tokens for plan in self.plans), strict=True)))
+
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """Packing, metadata, staging, replay, and a copy of the rows out of graph memory."""
+    """Packing, metadata, staging, replays, and a copy of the rows out of graph memory."""
 
-    graphs: GraphSet
+    graphs: Mapping[str, GraphSet]
+    """Of each path, in the model's order."""
+    device: Device
     capacity: Capacity
     packing: Packing
     batch: Batch
@@ -49,15 +56,25 @@ class EngineCall:
     @torch.inference_mode()
     def __call__(self) -> list[Tensor]:
         """See Call."""
-        tower, device = self.graphs.tower, self.graphs.device
+        tower = next(iter(self.graphs.values())).tower
         rows: dict[int, Tensor] = {}
         for pack in self.packs():
             plans = [self.batch.plans[index] for index in pack.items]
             patches = [self.batch.patches[index] for index in pack.items]
-            output = self.graphs.encode(pack.budgets[0], plans, patches)
-            packed = tower.postprocess([output], plans)
-            if pack.budgets[0] is not None:
-                with device.running():
+            outputs = [
+                graphs.encode(
+                    budget,
+                    plans,
+                    [each[plan.rows(path)] for each, plan in zip(patches, plans, strict=True)],
+                )
+                for path, (graphs, budget) in enumerate(
+                    zip(self.graphs.values(), pack.budgets, strict=True)
+                )
+            ]
+            with self.device.running():
+                packed = tower.postprocess(outputs, plans)
+                # With two paths it is a copy already.
+                if len(outputs) == 1 and pack.budgets[0] is not None:
                     packed = packed.clone()
             parts = packed.split([plan.tokens for plan in plans])
             rows.update(zip(pack.items, parts, strict=True))
@@ -67,7 +84,9 @@ class EngineCall:
         """The part of the call that is the processor's alone: packing and metadata."""
         for pack in self.packs():
             plans = [self.batch.plans[index] for index in pack.items]
-            self.graphs.metadata(pack.budgets[0], plans)
+            for graphs, budget in zip(self.graphs.values(), pack.budgets, strict=True):
+                if graphs.tokens(plans):
+                    graphs.metadata(budget, plans)
 
     def packs(self) -> list[Pack]:
         """What the service would make of these items if nothing else waited."""

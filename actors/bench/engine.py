@@ -13,7 +13,8 @@ from torch import Tensor
 
 from actors.bench.calls import Batch, Call, EngineCall, ReferenceCall
 from actors.bench.machine import device_name
-from actors.bench.reference import Reference, relative_error
+from actors.bench.operations import operations
+from actors.bench.reference import PlainTower, Reference, Truth, has_reference, relative_error
 from actors.bench.report import (
     BudgetTime,
     Figure,
@@ -24,14 +25,13 @@ from actors.bench.report import (
     WorkloadReport,
 )
 from actors.bench.timing import kernels, synchronize, timed
-from actors.bench.workloads import Workload, floor_seconds, operations
+from actors.bench.workloads import Workload, floor_seconds
 from actors.budgets import Capacity, Segments
 from actors.capture import choose_packing
 from actors.device import Device
 from actors.errors import ConfigError
 from actors.graphs import GraphSet, Report
 from actors.models.load import build, tensors
-from actors.models.qwen3vl_config import Architecture
 from actors.options import GraphOptions, ModelOptions, PackingOptions
 from actors.packing import Packing, smallest_first
 from actors.spec import ModelSpec, read
@@ -61,8 +61,8 @@ def run(
     """Every figure of a preset with random weights in bf16. Raises ConfigError, CheckpointError."""
     options = ModelOptions(id=model, load_format="dummy")
     spec = read(options)
-    if spec.family != "qwen3_vl":
-        raise ConfigError(f"--model {model}: bench engine knows Qwen3-VL, not {spec.family}")
+    if settings.every_budget and len(spec.paths) > 1:
+        raise ConfigError(f"--every-budget: {model} has two paths, whose budgets go in pairs")
     progress(f"{model}: weights")
     bench = Bench(spec, tensors(options, spec), device, settings)
     if "budget" in settings.modes or settings.every_budget:
@@ -77,11 +77,11 @@ def run(
         found = ", ".join(f"{each.mode} {each.times.median_ms:.2f} ms" for each in report.figures)
         progress(f"{model}: {workload.name}: {found}")
     every = bench.every_budget() if settings.every_budget else []
-    return ModelReport(model, workloads, every, profiles)
+    return ModelReport(model, bench.truth.name, workloads, every, profiles)
 
 
 class Bench:
-    """One tower, and transformers' with the same weights, on one device."""
+    """One tower, and what it is compared with, with the same weights on one device."""
 
     def __init__(
         self, spec: ModelSpec, weights: Mapping[str, Tensor], device: Device, settings: Settings
@@ -91,38 +91,45 @@ class Bench:
         self.settings = settings
         self.tower = build(spec, weights, device.device)
         self.limits = model_capacity(GraphOptions(max_frames_per_batch=0), spec)
-        self.budgeted = self.graphs(self.limits.budgets[0], self.limits.segments)
+        self.budgeted = self.graphs(self.limits.budgets, self.limits.segments)
         self.packing: Packing = smallest_first
-        self.truth = Reference(spec, weights, torch.float32, device.device)
+        known = has_reference(spec)
+        self.truth: Truth = (
+            Reference(spec, weights, torch.float32, device.device)
+            if known
+            else PlainTower(spec, weights, device.device)
+        )
         self.theirs = (
             Reference(spec, weights, torch.bfloat16, device.device)
-            if "transformers" in settings.modes
+            if known and "transformers" in settings.modes
             else None
         )
+        self.modes = tuple(each for each in settings.modes if each != "transformers" or known)
 
     def capture(self, report: Report) -> None:
         """The service's default graphs for images, and the packing that it would choose."""
-        self.budgeted.capture(report)
-        self.packing = choose_packing(PackingOptions(), {self.budgeted.path: self.budgeted})
+        for graphs in self.budgeted.values():  # in the order in which a pack replays them
+            graphs.capture(report)
+        self.packing = choose_packing(PackingOptions(), self.budgeted)
 
     def measure(self, workload: Workload) -> tuple[WorkloadReport, list[Profile]]:
         """The workload in every mode, and its profile if one was asked for."""
         batch = self.batch(workload.sizes)
         expected = self.truth.rows(batch.patches, batch.plans)
         figures, profiles = [], []
-        for mode in self.settings.modes:
+        for mode in self.modes:
             call = self.call(mode, batch)
             figures.append(self.figure(mode, call, expected, batch))
-            if workload.name in self.settings.profiled and mode == self.settings.modes[-1]:
+            if workload.name in self.settings.profiled and mode == self.modes[-1]:
                 profiles.append(Profile(workload.name, mode, kernels(call, self.device)))
-        arch = Architecture.of(self.spec)
-        floor = floor_seconds(arch, batch.plans, device_name(self.device))
+        total = operations(self.spec, batch.plans)
+        floor = floor_seconds(total, device_name(self.device))
         report = WorkloadReport(
             name=workload.name,
             images=len(batch.plans),
             patches=sum(plan.patches for plan in batch.plans),
             tokens=batch.tokens,
-            operations=operations(arch, batch.plans),
+            operations=total,
             floor_ms=floor * 1e3 if floor else None,
             figures=figures,
         )
@@ -135,9 +142,9 @@ class Bench:
         if not isinstance(call, EngineCall):
             return Figure(mode, times, None, (), 0, error)
         host = timed(call.host, self.device, self.settings.warmup, self.settings.repeats)
-        budgets = tuple(pack.budgets[0] for pack in call.packs())
-        replayed = tuple(budget for budget in budgets if budget is not None)
-        padding = 1 - batch.tokens / sum(replayed) if replayed == budgets else 0
+        budgets = [budget for pack in call.packs() for budget in pack.budgets]
+        replayed = tuple(budget for budget in budgets if budget)
+        padding = 0 if None in budgets else 1 - sum(batch.path_tokens()) / sum(replayed)
         return Figure(mode, times, host.median_ms, replayed, padding, error)
 
     def every_budget(self) -> list[BudgetTime]:
@@ -145,9 +152,9 @@ class Bench:
         batch = self.batch([SMALL])
         expected = self.truth.rows(batch.patches, batch.plans)
         found = []
-        for budget in self.budgeted.budgets:
+        for budget in self.limits.budgets[0]:
             if budget >= batch.tokens:
-                call = EngineCall(self.budgeted, only(budget, 1), smallest_first, batch)
+                call = self.engine_call(self.budgeted, only((budget,), 1), batch)
                 found.append(BudgetTime(budget, self.timed(call), self.error(call, expected)))
         return found
 
@@ -157,18 +164,31 @@ class Bench:
         if mode == "transformers" and self.theirs:
             pixels = self.theirs.pixels(batch.patches)
             return ReferenceCall(self.theirs, batch, pixels, self.theirs.grid(batch.plans))
+        tokens = batch.path_tokens()
         if mode == "exact":
-            exact = self.graphs((batch.tokens,), Segments(items))
-            exact.capture(lambda budget, seconds: None)
-            return EngineCall(exact, only(batch.tokens, items), smallest_first, batch)
+            limits = only(tokens, items)
+            exact = self.graphs(limits.budgets, Segments(items))
+            for graphs in exact.values():
+                graphs.capture(lambda budget, seconds: None)
+            return self.engine_call(exact, limits, batch)
         if mode == "eager":
-            whole = Capacity(((),), (batch.tokens,), items, 0)
-            return EngineCall(self.graphs((), Segments(0)), whole, smallest_first, batch)
-        return EngineCall(self.budgeted, self.limits, self.packing, batch)
+            nothing: tuple[tuple[int, ...], ...] = ((),) * len(tokens)
+            whole = Capacity(nothing, tokens, items, 0)
+            return self.engine_call(self.graphs(nothing, Segments(0)), whole, batch)
+        return EngineCall(self.budgeted, self.device, self.limits, self.packing, batch)
 
-    def graphs(self, budgets: tuple[int, ...], segments: Segments) -> GraphSet:
-        """Of the tower's only path."""
-        return GraphSet(self.tower, self.spec.paths[0], budgets, segments, self.device)
+    def engine_call(
+        self, graphs: Mapping[str, GraphSet], limits: Capacity, batch: Batch
+    ) -> EngineCall:
+        """All items in one pack."""
+        return EngineCall(graphs, self.device, limits, smallest_first, batch)
+
+    def graphs(self, budgets: Sequence[tuple[int, ...]], segments: Segments) -> dict[str, GraphSet]:
+        """Of each path of the tower."""
+        return {
+            path: GraphSet(self.tower, path, ladder, segments, self.device)
+            for path, ladder in zip(self.spec.paths, budgets, strict=True)
+        }
 
     def error(self, call: Call, expected: Sequence[Tensor]) -> float:
         """Of the worst item of one call."""
@@ -185,7 +205,8 @@ class Bench:
         plans = [self.spec.sizing.plan(size) for size in sizes]
         place = self.device.device
         generator = torch.Generator(place).manual_seed(len(plans))
-        values = self.tower.inputs(self.spec.paths[0], 1, 1)["patches"][0][1]
+        tokens = plans[0].path_tokens[0]  # whole tiles, whole views
+        values = self.tower.inputs(self.spec.paths[0], tokens, 1)["patches"][0][1]
         patches = [
             torch.randint(
                 256, (plan.patches, values), dtype=torch.uint8, device=place, generator=generator
@@ -196,6 +217,6 @@ class Bench:
         return Batch(plans, patches)
 
 
-def only(budget: int, items: int) -> Capacity:
-    """One budget, for so many images."""
-    return Capacity(((budget,),), (budget,), items, 0)
+def only(budgets: tuple[int, ...], items: int) -> Capacity:
+    """One budget a path, for so many images."""
+    return Capacity(tuple((budget,) for budget in budgets), budgets, items, 0)

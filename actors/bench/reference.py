@@ -1,4 +1,4 @@
-"""transformers' own tower with the same weights: what is measured beside ours, and what is true.
+"""What is true: transformers' own tower with the same weights, or ours in plain torch and float32.
 
 Knows nothing of graphs or budgets.
 """
@@ -6,17 +6,69 @@ Knows nothing of graphs or budgets.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from actors.models.load import build
 from actors.spec import ModelSpec
 from actors.types import ItemPlan
 
 
+class Truth(Protocol):
+    """What rows are compared with."""
+
+    name: str
+
+    def rows(self, patches: Sequence[Tensor], plans: Sequence[ItemPlan]) -> list[Tensor]:
+        """Each item's rows in float32."""
+
+
+def has_reference(spec: ModelSpec) -> bool:
+    """Whether Reference knows the family."""
+    return spec.family == "qwen3_vl"
+
+
+class PlainTower:
+    """Our own tower in float32: ReferenceBlocks and SegmentAttention, without graphs or kernels.
+
+    It checks graphs, kernels and bf16; that the tower is the published one, tests/parity checks.
+    """
+
+    name = "our own plain torch"
+
+    def __init__(
+        self, spec: ModelSpec, weights: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self.tower = build(replace(spec, dtype="float32"), weights, device)
+        self.device = device
+
+    @torch.inference_mode()
+    def rows(self, patches: Sequence[Tensor], plans: Sequence[ItemPlan]) -> list[Tensor]:
+        """See Truth; one item at a time to bound memory."""
+        return [self.encode(each, plan) for each, plan in zip(patches, plans, strict=True)]
+
+    def encode(self, patches: Tensor, plan: ItemPlan) -> Tensor:
+        """One item's rows."""
+        outputs = []
+        for index, path in enumerate(self.tower.spec.paths):
+            tokens = plan.path_tokens[index]
+            if not tokens:
+                outputs.append(torch.empty(0, self.tower.spec.width, device=self.device))
+                continue
+            host = self.tower.metadata(path, [plan], tokens, 1)
+            values = {name: value.to(self.device) for name, value in host.items()}
+            part = {"patches": patches[plan.rows(index)]}
+            outputs.append(self.tower.forward(path, values | part))
+        return self.tower.postprocess(outputs, [plan])
+
+
 class Reference:
     """transformers.Qwen3VLVisionModel, sdpa, run eagerly."""
+
+    name = "transformers"
 
     def __init__(
         self,

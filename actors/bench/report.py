@@ -12,7 +12,7 @@ tokens and segments; with the service's default graphs and packing."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 TOLERANCE = 2e-2
-"""Relative error against transformers in float32: bf16 alone makes about 1.3e-2 on full towers."""
+"""Relative error against float32: bf16 alone makes about 1.3e-2 on full towers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Figure:
     host_ms: float | None
     """Median of packing and metadata alone; None: not ours."""
     budgets: tuple[int, ...]
-    """The graphs that were replayed, one a pack; none: eager."""
+    """The graphs that were replayed, one a pack and path with tokens; none: eager."""
     padding_ratio: float
     """Tokens computed for nobody, of all that were computed."""
     error: float
-    """Of the worst item: Frobenius norm of the difference over that of transformers' float32."""
+    """Of the worst item: Frobenius norm of the difference over that of float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,8 @@ class ModelReport:
     """One tower with random weights."""
 
     model: str
+    reference: str
+    """What the errors are against, in float32: transformers' tower, or our own in plain torch."""
     workloads: list[WorkloadReport]
     budget_times: list[BudgetTime]
     profiles: list[Profile]

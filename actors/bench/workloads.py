@@ -1,12 +1,10 @@
-"""What the engine is measured on, and how much arithmetic that is. Pure: no torch, no device."""
+"""What the engine is measured on, and what a device would need at least. Pure: no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.models.qwen3vl_config import Architecture
-from actors.types import ItemPlan, Size
+from actors.types import Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +41,9 @@ DEFAULT = (
     Workload("20xmixed", MIXED),
 )
 
+SHORT = tuple(each for each in DEFAULT if each.name in ("1x336", "8x336", "1x1080p"))
+"""For runs over all families."""
+
 PEAK_FLOPS_PER_SECOND = {"H200": 790e12}
 """Dense bf16 matrix products, as measured (not the data sheet's), by a part of the device's name.
 
@@ -50,32 +51,8 @@ A device that is not here has no floor.
 """
 
 
-def operations(arch: Architecture, plans: Sequence[ItemPlan]) -> int:
-    """Floating-point operations of the published tower's matrix products for these items.
-
-    A multiply-add is two. Attention is counted within each temporal group, its softmax and all
-    norms are not.
-    """
-    width, merged = arch.width, arch.width * arch.merge_size**2
-    embedding = width * 3 * arch.frames * arch.patch_size**2
-    block = 4 * width**2 + 2 * width * arch.mlp_width
-    merger = merged**2 + merged * arch.out_width
-    a_patch = 2 * (embedding + arch.depth * block)
-    a_token = 2 * merger * (1 + len(arch.taps))
-    return sum(
-        plan.patches * (a_patch + 4 * arch.depth * width * group_patches(plan))
-        + plan.tokens * a_token
-        for plan in plans
-    )
-
-
-def group_patches(plan: ItemPlan) -> int:
-    """Patches that see each other."""
-    return plan.grid_thw[1] * plan.grid_thw[2]
-
-
-def floor_seconds(arch: Architecture, plans: Sequence[ItemPlan], device: str) -> float | None:
+def floor_seconds(operations: int, device: str) -> float | None:
     """What a device of this name would take at its peak; None for one whose peak is not known."""
     peaks = (peak for name, peak in PEAK_FLOPS_PER_SECOND.items() if name in device)
     peak = next(peaks, None)
-    return operations(arch, plans) / peak if peak else None
+    return operations / peak if peak else None

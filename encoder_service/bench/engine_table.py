@@ -30,7 +30,7 @@ def tables(report: Report) -> Iterator[Table]:
 def figures(model: ModelReport, device: str) -> Table:
     """A row a workload and mode."""
     known = [published(model.model, each.name, device) for each in model.workloads]
-    shown = plain(f"{model.model}, {device}")
+    shown = plain(f"{model.model}, {device}, errors against {model.reference} in float32")
     if any(known):
         shown.caption = f"* {SOURCE}. Goal: this project's."
         shown.caption_justify = "left"

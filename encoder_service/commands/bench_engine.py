@@ -14,10 +14,13 @@ from typing import Any
 from rich.console import Console
 
 from actors.bench.report import MODES, TOLERANCE, Report
-from actors.bench.workloads import DEFAULT, Workload
+from actors.bench.workloads import DEFAULT, SHORT, Workload
+from actors.checkpoint import preset_names
 from actors.errors import ConfigError
 from actors.types import Size
 from encoder_service.bench.mix import parse_mix
+
+ALL = "all"
 
 WIDTH = 118
 """Characters that the table needs; a pipe says 80."""
@@ -28,13 +31,21 @@ def add(kinds: Any) -> None:
     parser = kinds.add_parser(
         "engine", help="one device: presets of full size with random weights, checked"
     )
-    parser.add_argument("--model", nargs="+", action="extend", required=True, metavar="PRESET")
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="PRESET",
+        help="all: every preset of full size, on the short workloads",
+    )
     parser.add_argument(
         "--workload",
         nargs="+",
         type=workload,
         action="extend",
-        help=f"{', '.join(each.name for each in DEFAULT)} (all of them by default), "
+        help=f"{', '.join(each.name for each in DEFAULT)} (all of them by default; "
+        f"{', '.join(each.name for each in SHORT)} of all models), "
         "or sizes of images encoded together, such as 336x336*8+1024x1024",
     )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
@@ -66,13 +77,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
     console.width = max(console.width, WIDTH)
     if options.plot:
         require_matplotlib()
+    every = ALL in options.model
+    models = full_size() if every else options.model
+    workloads = tuple(options.workload or (SHORT if every else DEFAULT))
     settings = engine.Settings(
-        workloads=tuple(options.workload or DEFAULT),
+        workloads=workloads,
         modes=tuple(mode for mode in MODES if mode in options.modes),
         repeats=options.repeats,
         warmup=options.warmup,
         every_budget=options.every_budget,
-        profiled=profiled(options.profile, tuple(options.workload or DEFAULT)),
+        profiled=profiled(options.profile, workloads),
     )
     device = machine.open_device(options.device)
     report = Report(
@@ -87,8 +101,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
         tolerance=TOLERANCE,
         models=[],
     )
-    for model in options.model:
-        report.models.append(engine.run(model, device, settings, console.print))
+    failed = []
+    for model in models:
+        try:
+            report.models.append(engine.run(model, device, settings, console.print))
+        except Exception as error:
+            if not every:
+                raise
+            failed.append(model)
+            console.print(f"[red]FAILED:[/] {model}: {error!r}")
+        machine.release(device)
         # After each model: a later one that fails takes nothing along.
         if options.json:
             options.json.write_text(json.dumps(asdict(report), indent=2) + "\n")
@@ -100,7 +122,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
     wrong = [each.model for each in report.models if not each.correct()]
     if wrong:
         console.print(f"[red]WRONG:[/] {', '.join(wrong)}: an error is over {TOLERANCE}")
-    return 1 if wrong else 0
+    if failed:
+        console.print(f"[red]FAILED:[/] {', '.join(failed)}: see above")
+    return 1 if wrong or failed else 0
+
+
+def full_size() -> list[str]:
+    """The presets that are models of their published size."""
+    return [name for name in preset_names() if not name.endswith("-tiny")]
 
 
 def workload(text: str) -> Workload:

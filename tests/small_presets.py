@@ -1,0 +1,60 @@
+"""The presets with small towers: folders with JSON files and no weights, for random ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from actors.checkpoint import PRESETS
+
+LAYERS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
+SMALL: dict[str, dict[str, Any]] = {
+    "qwen2vl-7b": {"depth": 3, "embed_dim": 64, "num_heads": 4, "hidden_size": 96},
+    "qwen25vl-7b": {
+        **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 100},
+        **{"out_hidden_size": 96, "fullatt_block_indexes": [1]},
+    },
+    "qwen35-27b": {
+        **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128},
+        "out_hidden_size": 96,
+    },
+    "glm41v-9b": {
+        **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160},
+        "out_hidden_size": 96,
+    },
+    "kimivl-a3b": LAYERS | {"intermediate_size": 128},
+    "internvl3-8b": LAYERS | {"intermediate_size": 128, "image_size": [84, 84]},
+    "internvl3-78b": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "llama4-scout": LAYERS
+    | {"intermediate_size": 256, "image_size": 84, "projector_input_dim": 80}
+    | {"projector_output_dim": 80, "vision_output_dim": 80},
+    "gemma3-4b": LAYERS | {"intermediate_size": 128, "image_size": 224},
+    "step3vl-10b": {"width": 64, "heads": 4, "layers": 3, "mlp_ratio": 2, "image_size": 224},
+    "step3-321b": LAYERS | {"intermediate_size": 128, "output_hidden_size": 72, "image_size": 224},
+}
+"""What is other in `vision_config`."""
+
+TOKENS = {"gemma3-4b": {"mm_tokens_per_image": 16}, "internvl3-78b": {"force_image_size": 84}}
+SIZES = {"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224}
+
+
+def write_small(folder: Path, preset: str) -> Path:
+    """A folder with the JSON files of a preset whose tower is small."""
+    files = json.loads((PRESETS / f"{preset}.json").read_bytes())
+    config = files["config.json"]
+    config["vision_config"] |= SMALL[preset]
+    config |= TOKENS.get(preset, {})
+    processor = files.get("preprocessor_config.json")
+    if side := SIZES.get(preset):
+        processor["size"] = {"height": side, "width": side}
+    if processor and "in_token_limit" in processor:
+        processor["in_token_limit"] = 256
+    if processor and "max_pixels" in processor:
+        processor["max_pixels"] = 448**2
+    if processor and "longest_edge" in processor.get("size", {}):
+        processor["size"]["longest_edge"] = 448**2
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
