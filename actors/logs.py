@@ -1,4 +1,4 @@
-"""Request ids in the log lines of a Serve replica, whatever its format."""
+"""Log lines of a Serve replica, whatever its format: request ids, and what is left out."""
 
 from __future__ import annotations
 
@@ -23,6 +23,26 @@ class RequestIds(logging.Filter):
         if request_id:
             record.request_id = request_id
         return True
+
+
+class Told(logging.Filter):
+    """Drops Serve's traceback of an exception that only ends a stream: its client was told."""
+
+    def __init__(self, kind: type[BaseException]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is of anything else."""
+        error = record.exc_info[1] if record.exc_info else None
+        # Serve wraps what was raised after a status was set.
+        return not isinstance(getattr(error, "original_exception", error), self.kind)
+
+
+def keep_from_log(kind: type[BaseException]) -> None:
+    """Once in a replica that raises it, after Serve has set up its handlers."""
+    for handler in logging.getLogger(LOG).handlers:
+        handler.addFilter(Told(kind))
 
 
 def name_requests() -> None:

@@ -19,3 +19,8 @@ def __getattr__(name: str) -> Any:
     from encoder_service import client
 
     return getattr(client, name)
+
+
+def __dir__() -> list[str]:
+    """Also the names that are not loaded yet."""
+    return sorted({*globals(), *__all__})

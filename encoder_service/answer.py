@@ -71,8 +71,8 @@ def times(spec: ModelSpec, media: Media) -> Json:
     if media.clip is None or spec.video is None:
         return {}
     return {
-        "timestamps": spec.video.timestamps(media.clip),
-        "second_per_grid_ts": spec.video.seconds_per_group(media.clip),
+        "timestamps": [round(seconds, 6) for seconds in spec.video.timestamps(media.clip)],
+        "second_per_grid_ts": round(spec.video.seconds_per_group(media.clip), 6),
     }
 
 

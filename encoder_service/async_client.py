@@ -17,7 +17,7 @@ from rich.console import Console
 
 from encoder_service.dataset import DatasetOptions, Written, encode_dataset
 from encoder_service.embedding import Embedding, ServiceError, read_items
-from encoder_service.samples import Frames, Samples, Source
+from encoder_service.samples import File, Frames, Samples, Source
 from encoder_service.signatures import VIDEOS, name_format
 from encoder_service.transports import Transport, connect
 from encoder_service.wire import RequestItem
@@ -78,12 +78,15 @@ class AsyncClient:
         reference: bool = False,
         evs_rate: float = 0.0,
     ) -> list[Embedding] | list[Embedding | ServiceError]:
-        """An embedding for each source, in order. Raises ServiceError, or OSError for a path.
+        """An embedding for each source, in order.
+
+        Raises ServiceError, OSError for a path, TypeError for one source in place of a list.
 
         With on_error "return" the error of an item stands in its place. With `reference` the
         service keeps the embeddings for a while: they come without data, for `fetch`. `evs_rate`:
         the share of each video's rows that is left out where little changes.
         """
+        check_list(sources)
         items = await asyncio.to_thread(lambda: [request_item(source) for source in sources])
         options = {
             **{"dtype": dtype, "on_error": on_error},
@@ -101,9 +104,10 @@ class AsyncClient:
     ) -> Written:
         """Encodes a folder, files, or rows with images into shards and a manifest under `out`.
 
-        Streams: memory does not grow with the dataset. An item that the service refuses is recorded
-        in the manifest. Any other failure is raised (ServiceError, OSError, ValueError for another
-        dataset than before); the same call goes on where it ended. `console`: shows a progress bar.
+        Streams: memory does not grow with the dataset. An item that the service refuses, that
+        runs out of time or cannot be read is recorded in the manifest. Any other failure is raised
+        (ServiceError, OSError, ValueError for another dataset than before). The same call goes on
+        where it ended, and tries again what may work now. `console`: shows a progress bar.
         """
         return await encode_dataset(self, given, out, options or DatasetOptions(), console)
 
@@ -159,6 +163,12 @@ class AsyncClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+
+def check_list(sources: object) -> None:
+    """Raises TypeError for one source: the letters of a path are no paths."""
+    if isinstance(sources, File | Frames):
+        raise TypeError(f"encode takes a list, not one {type(sources).__name__}: encode([source])")
 
 
 def request_item(source: Source) -> RequestItem:

@@ -138,6 +138,8 @@ def sentence(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"{'.'.join(keys)}: no such key; known are {', '.join(known(keys[:-1]))}"
     said = f"{'.'.join(keys)}: {problem['msg']}"
+    if "token_sha256" in keys:
+        said += "; the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
     # The input of a section's own validator, or of a missing key, is the whole section.
     if "auth" in keys or problem["type"] in ("missing", "value_error"):
         return said
@@ -188,7 +190,8 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        # Of an OSError the reason alone: the whole names the file again.
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     applications = document.get("applications") if isinstance(document, dict) else None
     if not isinstance(applications, list) or not all(isinstance(one, dict) for one in applications):
         raise ConfigError(f"{path}: needs `applications:` with a list of applications")

@@ -23,8 +23,11 @@ from encoder_service.formats import Document
 from encoder_service.samples import Sample, Samples, Source, count, samples
 from encoder_service.shards import Entry, Manifest, write_shard
 
-FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large", "encode_failed")
-"""What is recorded for an item; anything else ends the run, which can go on later."""
+FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large")
+TRIED_AGAIN = ("deadline_exceeded", "encode_failed", "unreadable")
+"""Both are recorded for an item, and these tried again by the next run; anything else (429, 503)
+ends the run, which can go on later."""
+SHOWN_FAILURES = 5
 MOST_ITEMS = 10_000
 """In a shard."""
 
@@ -55,6 +58,10 @@ class Written:
     """Items that earlier runs had done."""
     weights: str
     """"checkpoint", or "dummy": random numbers."""
+    retryable: int = 0
+    """Of those that failed: the same call tries them again."""
+    failures: tuple[str, ...] = ()
+    """The first of them, with their reasons."""
 
 
 class Caller(Protocol):
@@ -76,10 +83,11 @@ async def encode_dataset(
     served = {key: card.get(key) for key in ("model", "revision", "weights")}
     chosen = {key: value for key, value in asdict(options).items() if key != "concurrency"}
     manifest = await asyncio.to_thread(Manifest, out, served | chosen)
-    done = manifest.items
+    found = manifest.items
+    done = [item["name"] for item in found if not tried_again(item)]
     with shown(console, await asyncio.to_thread(count, given, options.column)) as advance:
         advance(len(done))
-        left = remaining(samples(given, options.column), [item["name"] for item in done])
+        left = remaining(samples(given, options.column), found)
         waiting: list[Entry] = []
         held_bytes = 0
         async with aclosing(answers(caller, left, options)) as entries:
@@ -92,21 +100,42 @@ async def encode_dataset(
                 advance(1)
         if waiting:
             await asyncio.to_thread(write_shard, manifest, waiting, options.format)
-    failed = sum("error" in item for item in manifest.items)
-    encoded = len(manifest.items) - failed
-    return Written(encoded, failed, len(done), str(card["weights"]))
+    return summary(manifest.items, len(done), str(card["weights"]))
 
 
-def remaining(found: Iterator[Sample], done: list[str]) -> Iterator[Sample]:
-    """What comes behind the items that are done. Raises ValueError where they are others."""
-    for position, name in enumerate(done):
-        sample = next(found, None)
+def summary(items: list[Document], resumed: int, weights: str) -> Written:
+    """What the manifest says in the end."""
+    failed = [item for item in items if "error" in item]
+    return Written(
+        encoded=len(items) - len(failed),
+        failed=len(failed),
+        resumed=resumed,
+        weights=weights,
+        retryable=sum(map(tried_again, failed)),
+        failures=tuple(
+            f"{item['name']}: {item['error']['type']}: {item['error']['message']}"
+            for item in failed[:SHOWN_FAILURES]
+        ),
+    )
+
+
+def tried_again(item: Document) -> bool:
+    """Whether an item of the manifest is not done: it failed, and may not the next time."""
+    return "error" in item and item["error"]["type"] in TRIED_AGAIN
+
+
+def remaining(found: Iterator[Sample], before: list[Document]) -> Iterator[Sample]:
+    """What is not done of the items before, then all behind. Raises ValueError for others."""
+    for position, item in enumerate(before):
+        name, sample = item["name"], next(found, None)
         if sample is None or sample.name != name:
             now = "there is none" if sample is None else f"it is {sample.name!r}"
             raise ValueError(
                 f"item {position} was {name!r} in the run before, now {now}: take another folder"
             )
-    return found
+        if tried_again(item):
+            yield sample
+    yield from found
 
 
 async def answers(
@@ -140,7 +169,7 @@ async def attempt(caller: Caller, source: Source, dtype: str) -> Embedding | Ser
     try:
         (embedding,) = await caller.encode([source], dtype)
     except ServiceError as error:
-        if error.type not in FAULTS_OF_THE_ITEM:
+        if error.type not in FAULTS_OF_THE_ITEM + TRIED_AGAIN:
             raise
         return error
     except OSError as error:

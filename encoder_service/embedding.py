@@ -110,15 +110,20 @@ class ServiceError(Exception):
         return f"{self.type}{where}: {self.message}"
 
 
+TOKEN = "Client(url, token=...), or ENCODER_SERVICE_TOKEN for the command line"
+"""Where a token is given."""
+
+
 def service_error(
     document: Mapping[str, Any],
     status: int | str | None = None,
     retry_after_seconds: float | None = None,
 ) -> ServiceError:
     """From the service's {"type", "message", "item", "retryable"}."""
+    kind, message = document.get("type", "internal_error"), document.get("message", "no message")
     return ServiceError(
-        str(document.get("type", "internal_error")),
-        str(document.get("message", "no message")),
+        str(kind),
+        f"{message}; {TOKEN}" if kind == "unauthorized" else str(message),
         status,
         document.get("item"),
         bool(document.get("retryable", False)),

@@ -45,7 +45,7 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
 
     @app.post(ENCODE_PATH, responses=ERRORS, openapi_extra=ENCODE, response_class=Response)
     async def encode(request: Request) -> Response:
-        """Embeddings of images, in the order of the request."""
+        """Embeddings of images and videos, in the order of the request."""
         service.authorize(request.headers.get("authorization"))
         if request.query_params:
             raise InvalidOption("options stand in the body's `options`, not in the query")

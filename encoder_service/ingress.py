@@ -17,7 +17,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost, Unavailable
-from actors.logs import name_requests
+from actors.logs import keep_from_log, name_requests
 from actors.mirror import start_mirror
 from actors.references import Kept
 from actors.shared import here
@@ -32,7 +32,7 @@ from encoder_service.llm.service import ChatService
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.metrics import Page, Scrape
 from encoder_service.replicas import ask_all
-from encoder_service.rpc import EncoderCalls
+from encoder_service.rpc import EncoderCalls, Refused
 from encoder_service.service import Service
 from encoder_service.status import Glance
 from router.here import answers_here, encode_until
@@ -54,6 +54,7 @@ class Ingress(EncoderCalls, HealthCalls):
         llm: LlmSpec | None = None,
     ) -> None:
         name_requests()
+        keep_from_log(Refused)
         context = serve.get_replica_context()
         own = serve.get_deployment_handle(context.deployment, context.app_name)
         self.replica = context.replica_id.unique_id

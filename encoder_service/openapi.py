@@ -13,7 +13,7 @@ from encoder_service.schema import EncodeBody, EncodeDocument, ErrorDocument, Re
 
 DESCRIPTION = """Vision encoders of vision-language models, apart from the language models.
 
-Images in, embeddings out: rows in the order that the model's own processor gives."""
+Images and videos in, embeddings out: rows in the order that the model's own processor gives."""
 
 PREFIX = "#/components/schemas/"
 
@@ -21,7 +21,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorDocument, "description": meaning}
     for status, meaning in {
         400: "Malformed request or item.",
-        401: "No or a wrong bearer token.",
+        401: "No bearer token, or none of this service's.",
         413: "Body, items, pixels or aspect ratio over a limit.",
         415: "A format or kind that is not taken, or that cannot be answered in.",
         422: "An option is unknown or has a wrong value.",

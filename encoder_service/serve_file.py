@@ -28,9 +28,14 @@ def check_serve(document: dict[str, Any], path: str) -> None:
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
         raise ConfigError(f"{path}: {'; '.join(problems)}") from None
-    grpc = document.get("grpc_options", {})
-    check_keys(document.get("http_options", {}), HTTPOptionsSchema, f"{path}: http_options")
+    http, grpc = document.get("http_options", {}), document.get("grpc_options", {})
+    check_keys(http, HTTPOptionsSchema, f"{path}: http_options")
     check_keys(grpc, gRPCOptionsSchema, f"{path}: grpc_options")
+    port = HTTPOptionsSchema.model_validate(http).port
+    if port == gRPCOptionsSchema.model_validate(grpc).port:
+        raise ConfigError(
+            f"{path}: http_options.port and grpc_options.port are both {port}: they must differ"
+        )
     for name in grpc.get("grpc_servicer_functions", []):
         check_import(name, ".", f"{path}: grpc_options.grpc_servicer_functions")
     for index, application in enumerate(document["applications"]):

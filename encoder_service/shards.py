@@ -61,8 +61,9 @@ class Manifest:
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """Every item that is done, in order."""
-        return [item for shard in self.shards for item in shard["items"]]
+        """What became of every item at last, in the order of the items."""
+        latest = {item["name"]: item for shard in self.shards for item in shard["items"]}
+        return list(latest.values())
 
     def add(self, file: str | None, items: list[dict[str, Any]]) -> None:
         """A shard that is on disk, or None where all of its items failed."""

@@ -46,8 +46,10 @@ class Tokens:
         digest = hashlib.sha256(token.strip().encode(errors="replace")).hexdigest()
         # Every token is compared, so that the time tells nothing.
         matches = [hmac.compare_digest(digest, known) for known in self._known()]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise Unauthorized("this service asks for a token: send `Authorization: Bearer ...`")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise Unauthorized("this service asks for a token: send `Authorization: Bearer TOKEN`")
+        if not any(matches):
+            raise Unauthorized("the token is not one of this service's (auth.token_sha256)")
 
     def _known(self) -> tuple[str, ...]:
         """The digests of now. What can no longer be read stays as it was."""
@@ -78,7 +80,8 @@ def digests(path: Path) -> tuple[str, ...]:
     try:
         lines = path.read_text(encoding="utf-8").lower().splitlines()
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"auth.token_sha256_file: {path} cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"auth.token_sha256_file: {path} cannot be read: {reason}") from None
     found = []
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):

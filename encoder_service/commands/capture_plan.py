@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from actors.budgets import Capacity, powers_of_two
+from actors.budgets import Capacity
 from actors.errors import ConfigError
 from actors.ladder import best_ladder, padding_ratio, rounded_up, simulated_loads
 from actors.sizing import Sizing
@@ -55,7 +55,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     spec = read(service.model)
     if len(spec.paths) > 1:
         raise ConfigError(f"{options.config}: capture-plan plans one path, {spec.id} has several")
-    room = model_capacity(service.graphs, spec)
+    # Budgets are asked for, whatever mode is on now.
+    room = model_capacity(service.graphs.model_copy(update={"mode": "budget"}), spec)
     largest = room.tokens[0]
     counts = histogram(options.histogram)
     loads = pack_loads(counts, spec.sizing, room, options.waiting_items)
@@ -63,10 +64,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise ConfigError(f"{options.histogram}: nothing in it fits the largest budget, {largest}")
     token_bytes = spec.width * DTYPE_BYTES[spec.dtype]
     planned = within(loads, options.graphs, largest, options.memory_bytes, token_bytes)
-    doubled = powers_of_two(-(-largest // 2 ** (len(planned) - 1)), largest)
-    console.print(table({"powers of two": doubled, "planned": planned}, loads, token_bytes))
-    saved = 1 - (1 + padding_ratio(loads, planned)) / (1 + padding_ratio(loads, doubled))
-    console.print(f"{saved:.1%} fewer tokens computed. Under `graphs:` in {options.config}:")
+    now = room.budgets[0]
+    console.print(table({"configured": now, "planned": planned}, loads, token_bytes))
+    saved = 1 - (1 + padding_ratio(loads, planned)) / (1 + padding_ratio(loads, now))
+    compared = f"{abs(saved):.1%} {'fewer' if saved >= 0 else 'more'} tokens computed"
+    console.print(f"{compared} than as configured. Under `graphs:` in {options.config}:")
     console.print(f"token_budgets: {list(planned)}", soft_wrap=True, highlight=False)
     console.print(f"max_vision_items_per_batch: {room.items}", highlight=False)
     return 0

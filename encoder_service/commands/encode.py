@@ -34,7 +34,8 @@ def add(subcommands: Any) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="write shards and a manifest; the same again goes on",
+        help="write shards and a manifest; the same command again goes on where it ended, and "
+        "tries again what failed by timeout or in the service",
     )
     parser.add_argument("--format", default="safetensors", choices=("safetensors", "parquet"))
     parser.add_argument(
@@ -55,18 +56,34 @@ def run(options: argparse.Namespace, console: Console) -> int:
     except (ValueError, httpx.InvalidURL) as wrong:
         raise ConfigError(f"--url: {wrong}") from None
     with client:
+        check_paths(options.paths, folders=bool(options.out))
         if options.out:
             return write(client, options, console)
         return show(client, options, console)
 
 
+def check_paths(paths: list[str], *, folders: bool) -> None:
+    """Raises ConfigError before anything is sent."""
+    for path in paths:
+        if path.startswith("https://"):
+            continue
+        if not Path(path).exists():
+            raise ConfigError(f"{path}: there is no such file")
+        if Path(path).is_dir() and not folders:
+            raise ConfigError(f"{path} is a folder: --out DIR is needed")
+
+
 def write(client: Client, options: argparse.Namespace, console: Console) -> int:
-    """Shards and a manifest under --out; the failures of this run and of those before it."""
+    """Shards and a manifest under --out. 1 while any item is failed, also by a run before."""
     chosen = DatasetOptions(options.dtype, options.format, concurrency=options.concurrency)
     try:
         written = client.encode_dataset(options.paths, options.out, chosen, console)
     except ValueError as wrong:
         raise ConfigError(f"--out: {wrong}") from None
+    for failure in written.failures:
+        console.print(f"[red]failed:[/] {escape(failure)}", soft_wrap=True)
+    if written.retryable:
+        console.print(f"The same command tries {written.retryable} of those that failed again.")
     console.print(
         f"{written.encoded} encoded, {written.failed} failed, {written.resumed} of them by runs "
         f"before: {escape(str(options.out / 'manifest.jsonl'))}",

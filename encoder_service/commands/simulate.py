@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -122,6 +123,9 @@ def table(rows: list[Row], options: argparse.Namespace) -> Table:
         title=f"load {options.load:g}, {options.routers} routers, {options.deaths} deaths; "
         f"a burst of {BURST_REQUESTS} requests a replica",
         title_justify="left",
+        box=HORIZONTALS,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
     )
     shown.add_column("replicas", justify="right")
     shown.add_column("policy", no_wrap=True)

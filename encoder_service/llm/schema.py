@@ -5,7 +5,7 @@ A key that is not here is refused: nothing of a request is silently ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -26,6 +26,8 @@ from encoder_service.wire import RequestItem
 MOST_STOPS = 4
 MOST_TURNS, MOST_PARTS = 4096, 1024
 """Messages of a request and parts of a message: each takes time, even if it says nothing."""
+MESSAGE_PART = 5
+"""Keys to a part of a message: messages, i, content, j, its type (pydantic's, not the body's)."""
 DATA_URL = "data:"
 FRAMES = "data:video/jpeg;base64"
 KINDS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
@@ -157,16 +159,31 @@ class ChatRequest(Part):
                     yield f"messages[{i}].content[{j}].{part.type}", part
 
 
+class InvalidKey(InvalidRequest):
+    """A key of the request has a value that it cannot have."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message, param)
+        self.param = param
+        """Where, as `messages[0].content[1]`; None: the request as a whole."""
+
+
 def parse(document: Mapping[str, Any]) -> ChatRequest:
-    """Raises InvalidRequest, which names every offending key and quotes nothing of the content."""
+    """Raises InvalidKey, which names every offending key and quotes nothing of the content."""
     try:
         return ChatRequest.model_validate(document)
     except ValidationError as error:
-        problems = (
-            f"{'.'.join(map(str, one['loc'])) or 'the request'}: {reason(one)}"
-            for one in error.errors(include_input=False, include_url=False)
-        )
-        raise InvalidRequest("; ".join(problems)) from None
+        problems = error.errors(include_input=False, include_url=False)
+        said = (f"{place(one['loc']) or 'the request'}: {reason(one)}" for one in problems)
+        raise InvalidKey("; ".join(said), place(problems[0]["loc"]) or None) from None
+
+
+def place(keys: Sequence[int | str]) -> str:
+    """Where a key stands: `messages[0].content[1].text`."""
+    if keys[2:3] == ("content",):
+        keys = (*keys[: MESSAGE_PART - 1], *keys[MESSAGE_PART:])
+    named = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+    return "".join(named).removeprefix(".")
 
 
 def reason(problem: Mapping[str, Any]) -> str:
@@ -194,18 +211,18 @@ def template_message(message: ChatMessage) -> Message:
 
 
 def item(where: str, part: ImagePart | VideoPart) -> RequestItem:
-    """The image or video as an item to be admitted. Raises InvalidRequest."""
+    """The image or video as an item to be admitted. Raises InvalidKey."""
     kind = KINDS[part.type]
     url = part.image_url.url if isinstance(part, ImagePart) else part.video_url.url
     if url[: len(DATA_URL)].lower() != DATA_URL:
         return RequestItem(kind, None, url)
     head, comma, data = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise InvalidRequest(f"{where}: a data URL must read data:{kind}/...;base64,...")
+        raise InvalidKey(f"{where}: a data URL must read data:{kind}/...;base64,...", where)
     try:
         if kind == "video" and head.lower() == FRAMES:
             frames = (from_base64(frame, where) for frame in data.split(","))
             return RequestItem("video", frames=tuple(frames))
         return RequestItem(kind, from_base64(data, where), None)
     except WireError as error:
-        raise InvalidRequest(str(error)) from None
+        raise InvalidKey(str(error), where) from None

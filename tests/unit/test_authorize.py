@@ -53,6 +53,14 @@ def test_nothing_else_does(header: str | None) -> None:
         service("one").authorize(header)
 
 
+def test_no_token_and_another_are_told_apart() -> None:
+    for header in (None, "Bearer ", "Basic one"):
+        with pytest.raises(Unauthorized, match="asks for a token"):
+            service("one").authorize(header)
+    with pytest.raises(Unauthorized, match="is not one of this service's"):
+        service("one").authorize("Bearer two")
+
+
 def digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 

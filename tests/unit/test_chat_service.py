@@ -163,6 +163,41 @@ def test_errors_have_openai_s_shape(
     assert "secret" not in answer.text
 
 
+TEXT = {"type": "text", "text": "and"}
+TORN = {"type": "image_url", "image_url": {"url": "data:image/jpeg,abc"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"temperature": 3, "tools": []}, "temperature"),
+        ({"stream_options": {}}, None),
+        (
+            {"messages": [{"role": "user", "content": [TEXT, {"type": "text", "text": 1}]}]},
+            "messages[0].content[1].text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].image_url.url",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [TEXT, TORN]}]},
+            "messages[0].content[1].image_url",
+        ),
+    ],
+)
+def test_a_key_that_is_wrong_is_the_param(change: dict[str, Any], param: str | None) -> None:
+    answer = client(Replicas()).post(PATH, json=HELLO | change)
+    found = answer.json()["error"]
+    assert (answer.status_code, found["param"]) == (400, param)
+    assert (param or "the request") in found["message"]
+
+
 def test_the_time_is_kept_and_the_generation_ended() -> None:
     replicas = Replicas(waits=True)
     answer = client(replicas, timeout_seconds=0.1).post(PATH, json=HELLO)
@@ -178,15 +213,15 @@ def test_the_time_is_kept_and_the_generation_ended() -> None:
         ({"logprobs": True}, "logprobs: not supported here"),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"stop": ["a"] * 5}, "stop: "),
-        ({"stop": ""}, "stop.0: "),
+        ({"stop": ""}, "stop[0]: "),
         ({"stop": False}, "stop: "),
         ({"messages": [{"role": "user", "content": ""}] * 5000}, "messages: "),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2000}]},
-            "messages.0.content: ",
+            "messages[0].content: ",
         ),
         ({"stream_options": {"include_usage": True}}, "only with stream"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "'image_url'"),
         ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "maximum context length"),
         (

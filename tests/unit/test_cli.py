@@ -79,6 +79,8 @@ def test_check_names_what_is_wrong_with_the_language_model(
         ("router: {", "router: {max_outstanding_patches: 4095, ", "4096 patches of one largest"),
         ("num_gpus: 0, ", "", "device is cpu: set num_gpus to 0"),
         ("replicas: 3", "autoscaling: {max_replicas: 11}", "the ingresses admit 1000000: raise"),
+        ("port: 9000", "port: 8000", "grpc_options.port are both 8000: they must differ"),
+        ("router: {", "auth: {token_sha256: [me]}\n      router: {", "printf %s TOKEN | sha256sum"),
     ],
 )
 def test_check_names_what_is_wrong(
@@ -116,7 +118,30 @@ def test_check_of_a_file_that_is_no_text(
 
 def test_check_of_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "nowhere.yaml"]) == 1
-    assert "nowhere.yaml" in capsys.readouterr().err
+    assert capsys.readouterr().err == "failed: nowhere.yaml: No such file or directory\n"
+
+
+def test_capture_plan_compares_with_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = tmp_path / "sizes.txt"
+    sizes.write_text("336x336 3\n640x480 1\n")
+    config = changed(tmp_path, "router: {", "graphs: {token_budgets: [512, 1024]}\n      router: {")
+    assert cli.main(["capture-plan", str(sizes), "--config", config]) == 0
+    shown = capsys.readouterr().out
+    assert "512 1024" in next(line for line in shown.splitlines() if "configured" in line)
+    assert "fewer tokens computed than as configured" in shown
+
+
+def test_the_table_of_simulate_fits_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["simulate", "--replicas", "4", "--requests", "16"]) == 0
+    shown = capsys.readouterr().out
+    (head,) = (line.split() for line in shown.splitlines() if "policy" in line)
+    assert " ".join(head) == "replicas policy p50 ms p99 ms imbalance burst ms of best replans"
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def fake_answers(self: Client, sources: list[str], **_: Any) -> list[Embedding | ServiceError]:
@@ -134,15 +159,38 @@ def fake_answers(self: Client, sources: list[str], **_: Any) -> list[Embedding |
 
 
 def test_encode_shows_what_it_got(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Client, "encode", fake_answers)
-    assert cli.main(["encode", "a/cat.jpg", "a/bad.jpg"]) == 1
+    cat, bad = tmp_path / "cat.jpg", tmp_path / "bad.jpg"
+    cat.touch()
+    bad.touch()
+    assert cli.main(["encode", str(cat), str(bad)]) == 1
     shown = capsys.readouterr().out
     assert "random numbers" in shown
     assert "[bold]no[/] image" in shown
     assert "1 of 2" in shown
-    assert cli.main(["encode", "a/cat.jpg"]) == 0
+    assert cli.main(["encode", str(cat)]) == 0
+
+
+@pytest.mark.parametrize("out", [[], ["--out", "out"]])
+def test_encode_looks_at_its_paths_before_it_begins(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    out: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["encode", "https://a/b.jpg", "nope.jpg", *out]) == 1
+    assert capsys.readouterr().err == "failed: nope.jpg: there is no such file\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_encode_of_a_folder_needs_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["encode", str(tmp_path)]) == 1
+    assert f"{tmp_path} is a folder: --out DIR is needed" in capsys.readouterr().err
 
 
 def test_encode_writes_what_it_got(
@@ -162,10 +210,13 @@ def test_encode_writes_what_it_got(
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "cat.jpg").write_bytes(b"cat")
     out = tmp_path / "out"
-    arguments = ["encode", str(tmp_path / "in"), "a/bad.jpg", "--out", str(out)]
+    bad = tmp_path / "bad.jpg"
+    bad.touch()
+    arguments = ["encode", str(tmp_path / "in"), str(bad), "--out", str(out)]
     assert cli.main(arguments) == 1
     shown = capsys.readouterr().out
     assert "1 encoded, 1 failed, 0 of them by runs before" in shown
+    assert f"failed: {bad}: invalid_request: items[0] is [bold]no[/] image" in shown
     assert "random numbers" in shown
     with safe_open(out / "00000.safetensors", "pt") as file:
         expected = torch.tensor([[0, 1], [2, 3]], dtype=torch.bfloat16)

@@ -23,6 +23,7 @@ from encoder_service import encoder_pb2 as pb
 from encoder_service import encoder_pb2_grpc as pb_grpc
 from encoder_service import wire
 from encoder_service.client import AsyncClient, Client, Embedding, ServiceError, Source
+from encoder_service.embedding import TOKEN, service_error
 from encoder_service.over_http import HttpTransport
 from tests import images
 
@@ -180,6 +181,20 @@ def test_errors(client: Client, protocol: str) -> None:
     assert (bad.type, bad.item, bad.status) == ("invalid_media", 1, None)
 
 
+@pytest.mark.parametrize("source", ["photo.jpg", b"bytes", Path("photo.jpg")])
+def test_one_source_is_no_list(client: Client, server: Server, source: Any) -> None:
+    with pytest.raises(TypeError, match="encode takes a list, not one "):
+        client.encode(source)
+    assert server.calls == 0
+
+
+def test_a_token_that_is_missing_says_where_it_is_given() -> None:
+    error = service_error({"type": "unauthorized", "message": "a token"}, 401)
+    assert error.message == f"a token; {TOKEN}"
+    assert "token=" in TOKEN
+    assert "ENCODER_SERVICE_TOKEN" in TOKEN
+
+
 def test_refusals_are_tried_again(client: Client, server: Server) -> None:
     server.refusals = 2
     assert len(client.encode([b"x"])) == 1
@@ -259,6 +274,7 @@ def test_unknown_schemes() -> None:
 
 def test_the_package_offers_the_client_and_loads_nothing_heavy() -> None:
     assert encoder_service.Client is Client
+    assert {"Client", "Frames", "__version__"} <= set(dir(encoder_service))
     with pytest.raises(AttributeError, match="nothing"):
         encoder_service.nothing  # noqa: B018
     code = "import sys, encoder_service; encoder_service.Client; print(*sys.modules)"

@@ -34,8 +34,10 @@ ROW_BYTES = 8
 class Caller:
     """Rows made of an item's bytes. Refuses b"bad"; does not come back from call `last`."""
 
-    def __init__(self, log: Path, last: int | None = None, kill: bool = False) -> None:
-        self.log, self.last, self.kill = log, last, kill
+    def __init__(
+        self, log: Path, last: int | None = None, kill: bool = False, bad: str = "invalid_request"
+    ) -> None:
+        self.log, self.last, self.kill, self.bad = log, last, kill, bad
         self.calls = 0
 
     async def model(self) -> dict[str, Any]:
@@ -54,7 +56,7 @@ class Caller:
         with self.log.open("a") as file:
             file.write(f"{digest}\n")
         if data == b"bad":
-            raise ServiceError("invalid_request", "no image", 400, item=0)
+            raise ServiceError(self.bad, "no image", item=0)
         rows = torch.frombuffer(bytearray(bytes.fromhex(digest)[:ROW_BYTES]), dtype=torch.uint8)
         return [
             Embedding(
@@ -89,7 +91,9 @@ def files(out: Path) -> dict[str, bytes]:
 
 def test_a_folder_in_order(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert write(Caller(tmp_path / "log"), folder, out) == Written(9, 1, 0, "checkpoint")
+    written = write(Caller(tmp_path / "log"), folder, out)
+    failure = f"{folder / '4.jpg'}: invalid_request: no image"
+    assert written == Written(9, 1, 0, "checkpoint", 0, (failure,))
     settings, *shards = map(json.loads, (out / "manifest.jsonl").read_text().splitlines())
     assert settings["settings"]["model"] == "m"
     items = [item for shard in shards for item in shard["items"]]
@@ -118,6 +122,34 @@ def test_a_run_that_failed_goes_on(folder: Path, tmp_path: Path, last: int) -> N
     again = Caller(tmp_path / "log3")
     assert write(again, folder, halved).resumed == 10
     assert again.calls == 0
+
+
+def test_what_may_work_the_next_time_is_tried_again(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (folder / "5.jpg").unlink()
+    given = [str(folder / f"{number}.jpg") for number in (1, 4, 5, 2)]
+    late = write(Caller(tmp_path / "log", bad="deadline_exceeded"), given, out)
+    assert (late.encoded, late.failed, late.resumed, late.retryable) == (2, 2, 0, 2)
+    assert [one.split(": ")[1] for one in late.failures] == ["deadline_exceeded", "unreadable"]
+    (folder / "5.jpg").write_bytes(b"here now")
+    again = Caller(tmp_path / "log2")
+    written = write(again, given, out)
+    assert (again.calls, written.resumed) == (2, 2)
+    assert (written.encoded, written.failed, written.retryable) == (3, 1, 0)
+    with safe_open(out / "00001.safetensors", "pt") as file:
+        assert list(file.keys()) == [given[2]]
+    last = Caller(tmp_path / "log3")
+    assert write(last, given, out).resumed == 4
+    assert last.calls == 0, "what the service refused is refused for good"
+
+
+@pytest.mark.parametrize("kind", ["overloaded", "unavailable"])
+def test_what_is_nobody_s_fault_ends_the_run_and_counts_as_nothing(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
+    with pytest.raises(ServiceError, match=kind):
+        write(Caller(tmp_path / "log", bad=kind), [folder / "4.jpg"], tmp_path / "out")
+    assert write(Caller(tmp_path / "log"), [folder / "4.jpg"], tmp_path / "out").resumed == 0
 
 
 def test_a_run_that_was_killed_goes_on_and_encodes_no_finished_shard_twice(

@@ -9,16 +9,19 @@ from queue import Queue
 from threading import Event
 
 import pytest
+from grpc import StatusCode
+from ray.serve.exceptions import gRPCStatusError
 from starlette.testclient import TestClient
 
 from actors.errors import Overloaded
-from actors.logs import LOG, RequestIds, name_requests
+from actors.logs import LOG, RequestIds, keep_from_log, name_requests
 from actors.origin import NOBODY, ORIGIN, Origin
 from actors.tracing import NoSpans
 from encoder_service.access_log import Dropping, access_log
 from encoder_service.exchange import MOST_FAILURES, Observer
 from encoder_service.http import build
 from encoder_service.metrics import ServiceMetrics
+from encoder_service.rpc import Refused
 from tests.images import jpeg
 from tests.unit.test_service import Fleet, post, service
 
@@ -108,3 +111,16 @@ def test_lines_name_the_request_that_they_are_of(kept: Kept) -> None:
     first, second = kept.records
     assert not hasattr(first, "request_id")
     assert vars(second)["request_id"] == "r-7"
+
+
+def test_a_refusal_leaves_no_traceback(kept: Kept) -> None:
+    keep_from_log(Refused)
+    log = logging.getLogger(LOG)
+    for error in (Refused(), gRPCStatusError(Refused(), StatusCode.NOT_FOUND, "gone"), KeyError()):
+        try:
+            raise error
+        except (Refused, gRPCStatusError, KeyError):
+            log.exception("Request failed.")
+    log.error("without one")
+    kinds = [one.exc_info[0] if one.exc_info else None for one in kept.records]
+    assert kinds == [KeyError, None]
