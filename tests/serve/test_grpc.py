@@ -143,6 +143,14 @@ def test_tokens(stub: EncoderStub) -> None:
             assert refusal(call)[0] is grpc.StatusCode.UNAUTHENTICATED
 
 
+def test_a_refused_stream_leaves_no_traceback(stub: EncoderStub, cluster: Cluster) -> None:
+    metadata = (("x-request-id", "refused"), *METADATA)
+    refusal(lambda: list(stub.EncodeStream(request(b"no"), metadata=metadata)))
+    logs = [path.read_text() for path in cluster.logs.glob("*grpc_Ingress*")]
+    assert any("grpc_stream INVALID_ARGUMENT" in log for log in logs)
+    assert not any("Traceback" in log for log in logs)
+
+
 def test_the_model_is_that_of_http(stub: EncoderStub, cluster: Cluster) -> None:
     card = json.loads(stub.GetModel(pb.GetModelRequest(), metadata=METADATA).json)
     http = httpx.get(f"{cluster.http}/v1/model", headers={"authorization": BEARER})
