@@ -26,7 +26,7 @@ class RequestIds(logging.Filter):
 
 
 class Told(logging.Filter):
-    """Drops Serve's traceback of an exception that only ends a stream: its client was told."""
+    """Drops Serve's traceback of an exception that only ends a call: its client was told."""
 
     def __init__(self, kind: type[BaseException]) -> None:
         super().__init__()

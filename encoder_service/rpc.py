@@ -45,7 +45,7 @@ class Context(Protocol):
 
 
 class Refused(Exception):
-    """Ends a stream whose status is already set."""
+    """Ends a stream, or a call without its token, whose status is already set."""
 
 
 class EncoderCalls:
@@ -116,15 +116,19 @@ class EncoderCalls:
         trailing = [] if request_id == given else [("request_id", request_id)]
         context.set_trailing_metadata(trailing)
         origin = Origin(request_id, metadata.get("traceparent", ""))
+        begun = False
         with self.service.observer.exchange(api, origin, CANCELLED) as exchange:
             try:
                 self.service.authorize(metadata.get("authorization"))
+                begun = True
                 yield exchange
                 exchange.code = grpc.StatusCode.OK.name
             except Exception as error:
                 exchange.problem = fault(error, request_id)
                 exchange.code = exchange.problem.row.code.name
                 refuse(context, exchange.problem, trailing)
+        if not begun:  # the block cannot be skipped otherwise
+            raise Refused
 
 
 def refuse(context: Context, problem: Fault, trailing: list[tuple[str, str]]) -> None:
