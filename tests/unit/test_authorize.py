@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import cast
 
 import pytest
 from starlette.testclient import TestClient
@@ -14,17 +13,18 @@ from actors.options import ModelOptions
 from actors.spec import read
 from encoder_service.config import AuthOptions, ServiceOptions
 from encoder_service.http import build
-from encoder_service.service import Backend, Service
+from encoder_service.service import Service
 from encoder_service.tokens import Tokens
+from tests.unit.test_service import Fleet
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 
 
 def service(*tokens: str) -> Service:
-    """A front door without a fleet."""
+    """A front door to nobody."""
     digests = tuple(hashlib.sha256(token.encode()).hexdigest().upper() for token in tokens)
     options = ServiceOptions(model=MODEL, auth=AuthOptions(token_sha256=digests))
-    return Service(options, read(MODEL), cast(Backend, None))
+    return Service(options, read(MODEL), Fleet())
 
 
 def test_every_token_opens() -> None:
