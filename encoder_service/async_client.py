@@ -106,8 +106,9 @@ class AsyncClient:
 
         Streams: memory does not grow with the dataset. An item that the service refuses, that
         runs out of time or cannot be read is recorded in the manifest. Any other failure is raised
-        (ServiceError, OSError, ValueError for another dataset than before). The same call goes on
-        where it ended, and tries again what may work now. `console`: shows a progress bar.
+        (ServiceError, OSError, ValueError for another dataset than before, or while another run
+        writes there). The same call goes on where it ended, and tries again what may work now.
+        `console`: shows a progress bar.
         """
         return await encode_dataset(self, given, out, options or DatasetOptions(), console)
 

@@ -1,7 +1,8 @@
 """A chat request with images -> the same request with their embeddings, for vLLM.
 
-Nothing else of the request is touched. Data URLs are decoded here; https URLs go to the encoder
-service, which has its own rules of what it fetches; whatever else is refused.
+Nothing else of the request is touched; embeddings that a client made itself are refused. Data URLs
+are decoded here; https URLs go to the encoder service, which has its own rules of what it fetches;
+whatever else is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from encoder_service.embedding import Embedding
 from encoder_service.formats import WireError, from_base64
 
 Json = dict[str, Any]
+
+READY_MADE = ("image_pil", "kwargs_data")
+"""What else than ..._embeds holds tensors: kwargs_data does in /inference/v1/generate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,26 @@ def places(request: Json) -> list[Place]:
 def named(part: Json) -> set[Any]:
     """What vLLM may take a part for: it goes by the keys where there is no type, or a uuid."""
     return {part.get("type") if isinstance(part.get("type"), str) else None} | part.keys()
+
+
+def refuse_ready_made(request: Any) -> None:
+    """Raises InvalidRequest for a client's own embeddings, wherever they stand.
+
+    vLLM does not check them: wrong ones can end its process.
+    """
+    left = [("", request)]
+    while left:
+        where, one = left.pop()
+        if isinstance(one, list):
+            left += [(f"{where}[{i}]", each) for i, each in enumerate(one)]
+        if not isinstance(one, dict):
+            continue
+        for kind in named(one) - {None}:
+            if kind.endswith("_embeds") or kind in READY_MADE:
+                raise InvalidRequest(
+                    f"{where or 'the body'}: {kind} are not taken by this proxy; send images"
+                )
+        left += [(f"{where}.{key}".lstrip("."), each) for key, each in one.items()]
 
 
 def source(part: Json, where: str) -> bytes | str:

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from encoder_service.embedding import Embedding, ServiceError
 from encoder_service.formats import Document
 from encoder_service.samples import Sample, Samples, Source, count, samples
-from encoder_service.shards import Entry, Manifest, write_shard
+from encoder_service.shards import Entry, Manifest, alone, write_shard
 
 FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large")
 TRIED_AGAIN = ("deadline_exceeded", "encode_failed", "unreadable")
@@ -79,6 +79,14 @@ async def encode_dataset(
         raise ValueError("parquet needs pyarrow (pip install pyarrow); safetensors does without")
     if options.concurrency < 1:
         raise ValueError(f"concurrency is {options.concurrency}: at least 1 item is in flight")
+    with alone(out):
+        return await write(caller, given, out, options, console)
+
+
+async def write(
+    caller: Caller, given: Samples, out: Path, options: DatasetOptions, console: Console | None
+) -> Written:
+    """What is not done yet."""
     card = await caller.model()
     served = {key: card.get(key) for key in ("model", "revision", "weights")}
     chosen = {key: value for key, value in asdict(options).items() if key != "concurrency"}

@@ -1,7 +1,8 @@
 """In front of a vLLM server: images of chat requests become embeddings, all else passes unchanged.
 
-A client speaks OpenAI's API to it, with its own key, which goes to the server as it is. vLLM then
-runs without its vision tower (README: With vLLM). Knows nothing of Ray, nor of torch's towers.
+A client speaks OpenAI's API to it, with its own key, which goes to the server as it is; the proxy
+checks it only if it is told to, and before it encodes anything. vLLM then runs without its vision
+tower (README: With vLLM). Knows nothing of Ray, nor of torch's towers.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from actors.errors import DeadlineExceeded, InvalidRequest, TooLarge, Unavailabl
 from encoder_service import embedding, envelope
 from encoder_service.async_client import AsyncClient
 from encoder_service.buffered import Buffered
-from encoder_service.chat_images import place, places
-from encoder_service.config import LimitOptions
+from encoder_service.chat_images import place, places, refuse_ready_made
+from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.errors import TABLE, Fault, fault
 from encoder_service.formats import WireError, read_json
 from encoder_service.llm.answer import error as openai_error
 from encoder_service.request_id import request_id_of
+from encoder_service.tokens import Tokens
 from encoder_service.upload import read_body
 
 CHAT_PATH = "/v1/chat/completions"
@@ -51,6 +53,8 @@ class ProxyOptions:
     """URL of the vLLM server, without /v1."""
     limits: LimitOptions
     """Of bodies; timeout_seconds is how long a body, and the embeddings, may take."""
+    auth: AuthOptions
+    """Of clients, whose header goes on to vLLM all the same. Empty: everybody may."""
     upstream_timeout_seconds: float = 600
     """Between two pieces of an answer."""
 
@@ -86,6 +90,7 @@ class Proxy:
     ) -> None:
         self.options = options
         self.encoder = encoder
+        self.tokens = Tokens(options.auth)
         self.buffered = Buffered(options.limits.max_buffered_bytes)
         self.client = httpx.AsyncClient(
             base_url=options.upstream,
@@ -98,11 +103,15 @@ class Proxy:
     async def answer(self, request: Request) -> Response:
         """Whatever is asked."""
         try:
+            if request.method != "OPTIONS":  # a browser sends it no key, nor does vLLM ask for one
+                self.tokens.authorize(request.headers.get("authorization"))
             with ExitStack() as held:
                 take = held.enter_context(self.buffered.hold())
                 body = await read_body(request, self.options.limits, take)
-                if request.method == "POST" and request.url.path == CHAT_PATH:
+                if request.method == "POST" and request.scope["path"] == CHAT_PATH:
                     body = await self.with_embeddings(body)
+                else:
+                    await asyncio.to_thread(check_other, body)
                 return Relayed(await self.send(request, body))
         except ClientDisconnect:
             return Response(status_code=499)  # there is nobody to read it
@@ -115,6 +124,7 @@ class Proxy:
             document = await asyncio.to_thread(read_json, body)
         except WireError as error:
             raise InvalidRequest(str(error)) from None
+        await asyncio.to_thread(refuse_ready_made, document)
         found = await asyncio.to_thread(places, document)
         if not found:
             return body
@@ -163,6 +173,17 @@ class Proxy:
         """Gives the connections back."""
         await self.client.aclose()
         await self.encoder.close()
+
+
+def check_other(body: bytes) -> None:
+    """Of any path but the chat's. Raises InvalidRequest for ready-made embeddings."""
+    try:
+        document = json.loads(body)
+    except ValueError:
+        return  # a form, or nothing: vLLM reads embeddings from JSON alone
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    refuse_ready_made(document)
 
 
 def refusal(problem: Exception, request_id: str) -> Response:

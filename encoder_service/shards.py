@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,38 @@ from encoder_service.tensors import to_safetensors
 Entry = tuple[str, Embedding | ServiceError]
 """An item's name and what became of it."""
 
+MANIFEST = "manifest.jsonl"
 FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """No other run writes there meanwhile. Raises ValueError if one does.
+
+    The lock is the manifest's, and ends with the process however that ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if sys.platform == "win32":  # has no such locks
+        yield
+        return
+    import fcntl
+
+    with (folder / MANIFEST).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{folder}: another run is writing into it: let it end, or take another folder"
+            ) from None
+        yield
 
 
 class Manifest:
     """What is done. Raises ValueError for other settings, or a file that is none of ours."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.path = folder / "manifest.jsonl"
+        self.path = folder / MANIFEST
         self.shards: list[dict[str, Any]] = []
-        folder.mkdir(parents=True, exist_ok=True)
         lines = self.read()
         if not lines:
             self.append({"settings": dict(settings)})

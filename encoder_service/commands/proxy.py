@@ -10,11 +10,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
+from pydantic import ValidationError
 from rich.console import Console
 
 from actors.errors import ConfigError
 from encoder_service.async_client import AsyncClient
-from encoder_service.config import LimitOptions
+from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.proxy import Proxy, ProxyOptions, build
 
 
@@ -35,6 +36,14 @@ def add(subcommands: Any) -> None:
     parser.add_argument(
         "--timeout", type=float, default=60, metavar="SECONDS", help="of embeddings (%(default)s)"
     )
+    parser.add_argument(
+        "--token-sha256",
+        action="append",
+        default=[],
+        metavar="SHA256",
+        help="hexadecimal SHA-256 of a bearer token that clients send, which goes on to vLLM; "
+        "again for another token. Without any, whoever reaches the proxy uses the encoders",
+    )
     parser.set_defaults(run=run)
 
 
@@ -42,8 +51,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Until it is stopped. The encoder's token is read from ENCODER_SERVICE_TOKEN."""
     if urlsplit(options.upstream).scheme not in ("http", "https"):
         raise ConfigError(f"--upstream: {options.upstream!r} is not http:// or https://")
+    try:
+        auth = AuthOptions(token_sha256=tuple(options.token_sha256))
+    except ValidationError:  # its message would repeat what may be the token itself
+        raise ConfigError(
+            "--token-sha256 is not the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
+        ) from None
     limits = LimitOptions(timeout_seconds=options.timeout)
-    asyncio.run(serve(options, ProxyOptions(options.upstream, limits)))
+    asyncio.run(serve(options, ProxyOptions(options.upstream, limits, auth)))
     return 0
 
 

@@ -152,6 +152,30 @@ def test_what_is_nobody_s_fault_ends_the_run_and_counts_as_nothing(
     assert write(Caller(tmp_path / "log"), [folder / "4.jpg"], tmp_path / "out").resumed == 0
 
 
+def test_a_second_run_into_a_folder_ends_at_once(folder: Path, tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    write(Caller(tmp_path / "log"), folder, whole)
+
+    class Meets(Caller):
+        """While it encodes, another process and another task begin."""
+
+        async def model(self) -> dict[str, Any]:
+            with pytest.raises(ValueError, match=f"{out}: another run is writing into it"):
+                await encode_dataset(second, folder, out, OPTIONS, None)
+            command = [sys.executable, "-m", "encoder_service.cli", "encode", str(folder)]
+            command += ["--out", str(out), "--url", "http://127.0.0.1:9"]
+            ran = subprocess.run(command, timeout=100, capture_output=True, text=True, check=False)
+            assert ran.returncode == 1
+            assert f"--out: {out}: another run is writing" in ran.stderr
+            return await super().model()
+
+    second = Caller(tmp_path / "log2")
+    write(Meets(tmp_path / "log1"), folder, out)
+    assert second.calls == 0
+    assert files(out) == files(whole)
+    assert write(second, folder, out).resumed == 10, "the lock ends with the run"
+
+
 def test_a_run_that_was_killed_goes_on_and_encodes_no_finished_shard_twice(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +25,7 @@ from actors.errors import Overloaded
 from actors.types import Answer, Dtype, Media
 from encoder_service import cli
 from encoder_service.async_client import AsyncClient
-from encoder_service.config import LimitOptions
+from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.http import build as build_service
 from encoder_service.over_http import HttpTransport
 from encoder_service.proxy import Proxy, ProxyOptions, build
@@ -107,7 +108,13 @@ async def listening(app: Starlette) -> AsyncIterator[str]:
 Story = Callable[[httpx.AsyncClient, Vllm], Awaitable[None]]
 
 
-def told(story: Story, fleet: Fleet | None = None, upstream: str = "", **limits: Any) -> None:
+def told(
+    story: Story,
+    fleet: Fleet | None = None,
+    upstream: str = "",
+    digests: tuple[str, ...] = (),
+    **limits: Any,
+) -> None:
     """Runs a story with a client of the proxy and the server behind it."""
 
     async def run() -> None:
@@ -116,7 +123,8 @@ def told(story: Story, fleet: Fleet | None = None, upstream: str = "", **limits:
         encoder = AsyncClient("http://encoder", retries=0, transport=inner)
         async with AsyncExitStack() as stack:
             behind = await stack.enter_async_context(listening(vllm.app()))
-            options = ProxyOptions(upstream or behind, LimitOptions(**limits))
+            auth = AuthOptions(token_sha256=digests)
+            options = ProxyOptions(upstream or behind, LimitOptions(**limits), auth)
             front = await stack.enter_async_context(listening(build(Proxy(options, encoder))))
             client = httpx.AsyncClient(base_url=front, timeout=60)
             await story(await stack.enter_async_context(client), vllm)
@@ -245,6 +253,64 @@ def test_images_that_are_refused(part: dict[str, Any], message: str) -> None:
         assert not vllm.requests
 
     told(story)
+
+
+EMBEDS = {"type": "image_embeds", "image_embeds": {"image_embeds": "AA==", "image_grid_thw": "AA"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "where"),
+    [
+        ("chat/completions", chat(EMBEDS), "messages[1].content[0]: image_embeds"),
+        ("chat/completions", chat({"image_embeds": None, "uuid": "x"}), "content[0]: image_embeds"),
+        ("chat/completions", chat({"type": "video_embeds"}), "content[0]: video_embeds"),
+        ("chat/completions", chat({"image_pil": 1}), "content[0]: image_pil"),
+        ("completions", {"prompt_embeds": "AA=="}, "the body: prompt_embeds"),
+        ("embeddings", chat(EMBEDS), "messages[1].content[0]: image_embeds"),
+        ("../inference/v1/generate", {"features": {"kwargs_data": {}}}, "features: kwargs_data"),
+    ],
+)
+def test_embeddings_of_the_clients_own_are_refused(path: str, body: Any, where: str) -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        for content in (json.dumps(body), json.dumps(body).replace("embeds", r"\u0065mbeds")):
+            for encoding in ("utf-8", "utf-16"):
+                answer = await client.post(f"/v1/{path}", content=content.encode(encoding))
+                assert answer.status_code == 400
+                assert f"{where} are not taken" in answer.json()["error"]["message"]
+        assert not vllm.requests
+
+    told(story)
+
+
+def test_a_key_of_its_own_is_asked_for_before_anything_is_encoded() -> None:
+    fleet = Distinct()
+    digest = hashlib.sha256(b"mine").hexdigest().upper()
+
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        body = chat(image(jpeg(64, 64)))
+        for header in ({}, {"authorization": "Bearer other"}, {"authorization": "Basic mine"}):
+            answer = await client.post("/v1/chat/completions", json=body, headers=header)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "unauthorized"
+            assert (await client.get("/v1/models", headers=header)).status_code == 401
+        assert not vllm.requests
+        assert not fleet.calls
+        right = {"authorization": "Bearer mine"}
+        answer = await client.post("/v1/chat/completions", json=body, headers=right)
+        assert answer.status_code == 200
+        assert vllm.requests[0].headers["authorization"] == "Bearer mine"
+        assert fleet.calls
+
+    told(story, fleet, digests=(digest,))
+
+
+def test_a_key_in_the_place_of_its_digest_is_not_repeated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["proxy", "--upstream", "http://a", "--token-sha256", "hunter2"]) == 1
+    said = capsys.readouterr().err
+    assert "--token-sha256 is not" in said
+    assert "hunter2" not in said
 
 
 def test_errors_of_the_server_are_its_own() -> None:
