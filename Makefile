@@ -3,7 +3,7 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
-.PHONY: setup serve demo test lint bench manifests api-fuzz fuzz audit screenshot soak soak-service chaos overload
+.PHONY: setup serve demo test test-extended lint bench manifests api-fuzz fuzz audit screenshot soak soak-service chaos overload
 
 setup: .venv/.installed
 
@@ -21,6 +21,10 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest
+
+# Chats, videos, two paths, manifests, the status page, fuzzing: the rest of what CI runs.
+test-extended: setup
+	OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -m 'extended and not gpu and not slow'
 
 lint: setup
 	$(BIN)/ruff check .

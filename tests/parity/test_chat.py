@@ -34,6 +34,8 @@ from tests.parity.conftest import Pair, made
 from tests.parity.test_tower import encode, pixel_values, random_patches
 from tests.parity.test_video import cut
 
+pytestmark = pytest.mark.extended
+
 TOLERANCE = 1e-4
 """float32; logits are about 1."""
 LANGUAGE = Language(byte_tokenizer(), CHATML)

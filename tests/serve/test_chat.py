@@ -23,6 +23,8 @@ from tests.serve.test_kill import within
 from tests.serve.tiny import ARGS, BEARER, MAX_ITEMS
 from tests.videos import video
 
+pytestmark = pytest.mark.extended
+
 PATH = "/v1/chat/completions"
 MODEL = "qwen3vl-tiny"
 LONG = 4000

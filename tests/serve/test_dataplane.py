@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 
 from encoder_service.bench.dataplane import HITS, WAYS, measure, table
 from tests.serve.conftest import Cluster
+
+pytestmark = pytest.mark.extended
 
 
 def test_every_way_is_measured(cluster: Cluster) -> None:

@@ -19,6 +19,8 @@ from tests.images import photograph
 from tests.manifests import OVERLAYS
 from tests.serve.conftest import Cluster
 
+pytestmark = pytest.mark.extended
+
 SMALL: dict[str, Any] = {
     "num_gpus": 0,
     "num_cpus": 0.1,

@@ -30,6 +30,8 @@ from tests.serve.conftest import Cluster
 from tests.serve.object_store import own_private_bytes, used
 from tests.serve.test_kill import within
 
+pytestmark = pytest.mark.extended
+
 WIDTH = 3 * 4096
 """Of a row. A real tower's, after a tiny one: embeddings are large, encoding them is quick."""
 TOKENS = 25

@@ -17,6 +17,8 @@ from tests.parity.table import TOLERANCE
 from tests.parity.test_tiled import CHECKPOINTS, Pair, loaded, theirs
 from tests.serve.conftest import Cluster
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.mark.parametrize("name", ["internvl_chat-300M", "llama4"])
 def test_rows_of_photographs(cluster: Cluster, tmp_path: Path, name: str) -> None:

@@ -7,6 +7,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
@@ -19,6 +20,8 @@ from tests.images import PHOTOGRAPHS, jpeg, photograph
 from tests.parity.table import TOLERANCE
 from tests.parity.test_deepseek_ocr import Pair, loaded, theirs
 from tests.serve.conftest import Cluster
+
+pytestmark = pytest.mark.extended
 
 
 def test_rows_of_photographs(cluster: Cluster, tmp_path: Path) -> None:

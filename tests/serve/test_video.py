@@ -31,6 +31,8 @@ from tests.parity.test_tower import rows_of
 from tests.serve.conftest import Cluster
 from tests.videos import video
 
+pytestmark = pytest.mark.extended
+
 FILE = video(30, size=(160, 96), fps=10)
 IMAGES = [jpeg(96, 64, name) for name in ("coffee.png", "rocket.jpg", "chelsea.png")]
 

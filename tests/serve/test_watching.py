@@ -23,6 +23,8 @@ from tests.serve.conftest import Cluster
 from tests.serve.tiny import BEARER, TOKEN, running
 from tests.unit.test_monitoring import RAY
 
+pytestmark = pytest.mark.extended
+
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 SLOW = 60

@@ -23,6 +23,8 @@ from encoder_service import cli
 from encoder_service.commands import bench_engine
 from tests.small_presets import SMALL, write_small
 
+pytestmark = pytest.mark.extended
+
 BRIEF = ["--device", "cpu", "--repeats", "1", "--warmup", "1"]
 CPU = torch.device("cpu")
 

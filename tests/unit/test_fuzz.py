@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tests.fuzz.seeds import corpus
 from tests.fuzz.targets import TARGETS, run
 
+pytestmark = pytest.mark.extended
+
 EDITS = st.lists(
     st.tuples(
         st.floats(0, 1),
