@@ -14,31 +14,25 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any, TypeVar
 
-import numpy as np
-import simplejpeg
 import torch
 from ray import serve
 from torch import Tensor
 
 from actors.cache import EmbeddingCache, Entry
-from actors.capture import capture, choose_packing
-from actors.device import CpuDevice, Device
-from actors.engine import Engine
-from actors.errors import DeadlineExceeded, EncodeFailed, ServiceError, StartError, Unavailable
+from actors.errors import DeadlineExceeded, EncodeFailed, ServiceError, Unavailable
 from actors.evs import group_tokens, retained_tokens, retention_mask
 from actors.logs import name_requests
 from actors.metrics import EncoderMetrics
 from actors.mirror import start_mirror
-from actors.models.load import load
 from actors.options import ActorOptions
 from actors.origin import NOBODY, ORIGIN, Origin
-from actors.preprocess import decode, prepare
+from actors.preprocess import prepare
 from actors.references import Kept, References
 from actors.scaling import OUTSTANDING_PATCHES
 from actors.shared import INLINE_BYTES, read, share
+from actors.startup import open_engine
 from actors.tensors import flat_tensor
 from actors.tracing import open_spans
-from actors.two_paths import model_capacity
 from actors.types import Answer, Dtype, Embedding, Item, Media, Reply, Source, Timings
 
 log = logging.getLogger("ray.serve")
@@ -55,39 +49,17 @@ class Encoder:
         self.spans = open_spans(options.tracing, "encoder")
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.series = EncoderMetrics()
-        self.device = open_device(options.encoder.device)
-        self.tower = load(options.model, self.device.device)
+        self.engine = open_engine(options, self.series)
+        self.tower = self.engine.tower
         spec = self.tower.spec
-        self.capacity = model_capacity(options.graphs, spec)
-        self.graphs = capture(
-            self.tower,
-            self.capacity,
-            self.device,
-            self.series,
-            path_streams=options.graphs.path_streams,
-        )
-        packing = choose_packing(options.packing, self.graphs)
-        self._warm()
-        self.engine = Engine(
-            self.tower, self.graphs, self.capacity, self.device, self.series, packing
-        )
+        self.fingerprint = spec.fingerprint  # once: it is a digest of the whole configuration
         self.cache = EmbeddingCache(options.cache.max_bytes, self.series)
         self.references = References(options.references, self.series)
         self.decoders = ThreadPoolExecutor(options.preprocess.threads, "decode")
         self.outstanding_patches = 0
         start_mirror(options.metrics, self.series.text)
-        log.info("encoder %s is ready: %s on %s", self.replica, spec.id, self.device.backend)
-
-    def _warm(self) -> None:
-        """One small image all the way: what loads at first use loads before we are ready.
-
-        Through an engine of its own, so that the metrics count what clients sent alone.
-        """
-        grey = simplejpeg.encode_jpeg(np.full((64, 64, 3), 128, np.uint8))
-        plan, patches = self.tower.patchify(decode(grey))
-        engine = Engine(self.tower, self.graphs, self.capacity, self.device, EncoderMetrics())
-        engine.submit(Item(plan, patches)).result()
-        engine.close()
+        backend = self.engine.device.backend
+        log.info("encoder %s is ready: %s on %s", self.replica, spec.id, backend)
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin = NOBODY
@@ -133,7 +105,7 @@ class Encoder:
 
     async def _encode(self, media: Media, dtype: Dtype) -> Embedding:
         """Cache? Otherwise decode ahead of the device, then wait for the engine."""
-        key = (self.tower.spec.fingerprint, *media.identity)
+        key = (self.fingerprint, *media.identity)
         entry = self.cache.get(key, retained_tokens(media.plan, media.evs_rate))
         source: Source = "cache"
         timings = Timings(0.0, 0.0, 0.0)
@@ -214,7 +186,7 @@ class Encoder:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What the router goes by; asked once by Serve."""
-        return {"fingerprint": self.tower.spec.fingerprint}
+        return {"fingerprint": self.fingerprint}
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """The load that this replica has accepted from all routers; asked every second."""
@@ -246,20 +218,6 @@ async def off_the_loop(size_bytes: int, work: Callable[..., Result], *args: obje
     if size_bytes <= INLINE_BYTES:
         return work(*args)
     return await asyncio.to_thread(work, *args)
-
-
-def open_device(kind: str) -> Device:
-    """The device that this replica owns. Raises StartError where there is none."""
-    if kind == "cpu":
-        return CpuDevice()
-    if not torch.cuda.is_available():
-        raise StartError(
-            "encoder.device is cuda, but torch sees no CUDA device in this replica: check the "
-            "driver, encoder.num_gpus and that torch is a CUDA build, or set encoder.device to cpu"
-        )
-    from actors.cuda import CudaDevice
-
-    return CudaDevice()
 
 
 def shared_rows(rows: Tensor, dtype: Dtype) -> Entry:

@@ -1,0 +1,55 @@
+"""From options to an engine that is ready: device, weights, graphs, packing, one image to warm up.
+
+Knows nothing of Ray: the encoder actor and the benchmark of the engine alone start the same way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import simplejpeg
+import torch
+
+from actors.capture import capture, choose_packing
+from actors.device import CpuDevice, Device
+from actors.engine import Engine
+from actors.errors import StartError
+from actors.metrics import EncoderMetrics
+from actors.models.load import load
+from actors.options import ActorOptions
+from actors.preprocess import decode
+from actors.two_paths import model_capacity
+from actors.types import Item
+
+
+def open_engine(options: ActorOptions, series: EncoderMetrics) -> Engine:
+    """An engine on the device of the options, every graph captured. Raises StartError."""
+    device = open_device(options.encoder.device)
+    tower = load(options.model, device.device)
+    capacity = model_capacity(options.graphs, tower.spec)
+    graphs = capture(tower, capacity, device, series, path_streams=options.graphs.path_streams)
+    packing = choose_packing(options.packing, graphs)
+    # Through an engine of its own, so that the metrics count what clients sent alone.
+    warm(Engine(tower, graphs, capacity, device, EncoderMetrics()))
+    return Engine(tower, graphs, capacity, device, series, packing)
+
+
+def warm(engine: Engine) -> None:
+    """One small image all the way, then closes: what loads at first use is loaded afterwards."""
+    grey = simplejpeg.encode_jpeg(np.full((64, 64, 3), 128, np.uint8))
+    plan, patches = engine.tower.patchify(decode(grey))
+    engine.submit(Item(plan, patches)).result()
+    engine.close()
+
+
+def open_device(kind: str) -> Device:
+    """The device that this replica owns. Raises StartError where there is none."""
+    if kind == "cpu":
+        return CpuDevice()
+    if not torch.cuda.is_available():
+        raise StartError(
+            "encoder.device is cuda, but torch sees no CUDA device in this replica: check the "
+            "driver, encoder.num_gpus and that torch is a CUDA build, or set encoder.device to cpu"
+        )
+    from actors.cuda import CudaDevice
+
+    return CudaDevice()
