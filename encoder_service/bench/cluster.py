@@ -18,6 +18,8 @@ SERVICERS = (
     "encoder_service.encoder_pb2_grpc.add_EncoderServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 )
+APPLICATION = "encoder"
+"""Its name in Serve."""
 SPARE_CPUS = 4
 """For Serve's own actors and whatever else is run beside the service."""
 
@@ -93,12 +95,12 @@ def service(options: ServiceOptions) -> Iterator[None]:
     from encoder_service.app import build
 
     try:
-        serve.run(build(options.model_dump()), name="encoder", route_prefix="/")
+        serve.run(build(options.model_dump()), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:  # says which deployment failed, not why
-        found = serve.status().applications["encoder"].deployments.values()
+        found = serve.status().applications[APPLICATION].deployments.values()
         why = "\n".join(each.message for each in found if each.message)
         raise StartError(f"{error}\n{why}") from None
     try:
         yield
     finally:
-        serve.delete("encoder")
+        serve.delete(APPLICATION)

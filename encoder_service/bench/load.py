@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
+from actors.types import DTYPE_BYTES, Dtype
 from encoder_service.embedding import ServiceError
-from encoder_service.transports import Transport, connect
+from encoder_service.transports import Transport
 from encoder_service.wire import RequestItem
+
+ProtocolName = Literal["http", "grpc", "handle"]
+"""How callers reach the service; by handle: from inside Ray, as a language model does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,29 @@ class Load:
     requests: int
     seconds: float
     timeout_seconds: float
-    dtype: str
+    dtype: Dtype
+    reference: bool = False
+    """The embeddings stay in shared memory: what comes back is ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What the service says of one request."""
+
+    work_seconds: float
+    """It decoded, waited for the device and encoded: the longest of each over the items."""
+    embedding_bytes: int
+    """Sent back, or left in shared memory."""
+
+
+class Way(Protocol):
+    """How requests reach the service."""
+
+    async def encode(self, images: list[bytes]) -> Answered:
+        """One request. Raises ServiceError."""
+
+    async def close(self) -> None:
+        """No more of them."""
 
 
 @dataclass(slots=True)
@@ -35,17 +62,32 @@ class Result:
     """The same, less what the service reports for decoding and encoding."""
     images: int = 0
     sent_bytes: int = 0
-    received_bytes: int = 0
+    embedding_bytes: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     wall_seconds: float = 0
 
 
-async def send(
-    url: str, load: Load, requests: Iterator[list[bytes]], done: Callable[[], object]
-) -> Result:
-    """Runs the load; `done` is called after each request."""
+class Wire:
+    """Over HTTP or gRPC."""
+
+    def __init__(self, transport: Transport, load: Load) -> None:
+        self.transport = transport
+        self.options = {"dtype": load.dtype} | ({"reference": True} if load.reference else {})
+
+    async def encode(self, images: list[bytes]) -> Answered:
+        """See Way."""
+        items = [RequestItem("image", image, None) for image in images]
+        document = await self.transport.encode(items, self.options)
+        return Answered(work_seconds(document["timings"]), embedding_bytes(document["items"]))
+
+    async def close(self) -> None:
+        """See Way."""
+        await self.transport.close()
+
+
+async def send(way: Way, load: Load, requests: Iterator[list[bytes]]) -> Result:
+    """Runs the load, then closes the way."""
     result = Result()
-    transport = connect(url, None, load.timeout_seconds)
     end = time.perf_counter() + load.seconds
     left = load.requests
 
@@ -53,36 +95,53 @@ async def send(
         nonlocal left
         while left > 0 and time.perf_counter() < end:
             left -= 1
-            await one(transport, next(requests), load.dtype, result)
-            done()
+            await one(way, next(requests), result)
 
     started = time.perf_counter()
     try:
         await asyncio.gather(*(worker() for _ in range(load.concurrency)))
     finally:
-        await transport.close()
+        await way.close()
     result.wall_seconds = time.perf_counter() - started
     return result
 
 
-async def one(transport: Transport, images: list[bytes], dtype: str, result: Result) -> None:
+async def one(way: Way, images: list[bytes], result: Result) -> None:
     """One request, noted in `result`."""
-    items = [RequestItem("image", image, None) for image in images]
     started = time.perf_counter()
     try:
-        document = await transport.encode(items, {"dtype": dtype})
+        answered = await way.encode(images)
     except ServiceError as error:
         result.errors[error.type] += 1
         return
     taken = time.perf_counter() - started
     result.latencies_seconds.append(taken)
-    result.overheads_seconds.append(taken - work_seconds(document["timings"]))
+    result.overheads_seconds.append(taken - answered.work_seconds)
     result.images += len(images)
     result.sent_bytes += sum(len(image) for image in images)
-    result.received_bytes += sum(len(item["data"]) for item in document["items"])
+    result.embedding_bytes += answered.embedding_bytes
+
+
+def merged(results: Iterable[Result]) -> Result:
+    """Of callers that ran at the same time."""
+    whole = Result()
+    for one in results:
+        whole.latencies_seconds += one.latencies_seconds
+        whole.overheads_seconds += one.overheads_seconds
+        whole.images += one.images
+        whole.sent_bytes += one.sent_bytes
+        whole.embedding_bytes += one.embedding_bytes
+        whole.errors += one.errors
+        whole.wall_seconds = max(whole.wall_seconds, one.wall_seconds)
+    return whole
 
 
 def work_seconds(timings: dict[str, Any]) -> float:
     """What the service says it decoded, waited for the device and encoded."""
     stages = ("queue_ms", "preprocess_ms", "encode_ms")
     return float(sum(timings[stage] for stage in stages)) / 1e3
+
+
+def embedding_bytes(items: list[dict[str, Any]]) -> int:
+    """Of the items of a response, wherever their data are."""
+    return sum(math.prod(item["shape"]) * DTYPE_BYTES[item["dtype"]] for item in items)

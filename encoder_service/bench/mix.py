@@ -51,13 +51,13 @@ def stamped(jpeg: bytes, number: int) -> bytes:
     return jpeg[:2] + struct.pack(">BBHQ", 0xFF, 0xFE, 10, number) + jpeg[2:]
 
 
-def requests(kinds: list[list[Shape]]) -> Iterator[list[bytes]]:
-    """The images of one request after another, without end."""
+def requests(kinds: list[list[Shape]], first: int = 0) -> Iterator[list[bytes]]:
+    """The images of one request after another, without end, numbered from `first` on."""
     shapes = {shape for kind in kinds for shape in kind}
     made = {
         shape: itertools.cycle([picture(*shape, seed) for seed in range(VARIANTS)])
         for shape in sorted(shapes)
     }
-    numbers = itertools.count()
+    numbers = itertools.count(first)
     for kind in itertools.cycle(kinds):
         yield [stamped(next(made[shape]), next(numbers)) for shape in kind]

@@ -5,20 +5,18 @@ Each policy gets a fresh service on one private cluster, and the same requests.
 
 from __future__ import annotations
 
-import asyncio
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from actors.spec import read
 from actors.types import DTYPE_BYTES, Size
 from encoder_service.bench.cluster import Cluster, cluster, logical_cpus, service
-from encoder_service.bench.load import Load, Result, send
+from encoder_service.bench.load import Load, ProtocolName, Result
 from encoder_service.bench.mix import Shape, requests
 from encoder_service.bench.scrape import Work, scrape, work_between
 from encoder_service.config import ServiceOptions
@@ -39,7 +37,11 @@ class Plan:
     """Sizes of the images of a request; requests of each kind take turns."""
     load: Load
     policies: list[Policy]
-    protocol: str
+    protocol: ProtocolName
+    callers: int = 1
+    """Processes that send."""
+    alone: bool = False
+    """The engines are measured without the service as well."""
 
 
 def run(options: ServiceOptions, plan: Plan, console: Console) -> dict[str, Any]:
@@ -47,12 +49,22 @@ def run(options: ServiceOptions, plan: Plan, console: Console) -> dict[str, Any]
     with cluster(logical_cpus(options)) as where:
         console.print("measuring Ray Serve's own two hops ...")
         empty_ms, carrying_ms = measure_noop(where, options, plan)
+        alone = {}
+        if plan.alone:
+            from encoder_service.bench.alone import measure_alone
+
+            console.print("measuring the engines alone ...")
+            load = plan.load
+            alone = measure_alone(options, plan.kinds, load.concurrency, load.seconds)
         runs = [run_policy(options, plan, policy, where, console) for policy in plan.policies]
     for one in runs:
         one["overhead_ratio"] = one["overhead_ms"] / carrying_ms
         one["overhead_ratio_empty"] = one["overhead_ms"] / empty_ms
+        for name in ("engine", "pipeline") if plan.alone else ():
+            throughput = alone[f"{name}_images_per_second"]
+            one[f"{name}_ratio"] = one["images_per_second"] / throughput
     noop = {"noop_ms": carrying_ms, "empty_noop_ms": empty_ms}
-    return {"model": options.model.id} | noop | {"runs": runs}
+    return {"model": options.model.id} | noop | alone | {"runs": runs}
 
 
 def measure_noop(where: Cluster, options: ServiceOptions, plan: Plan) -> tuple[float, float]:
@@ -74,23 +86,23 @@ def run_policy(
     options: ServiceOptions, plan: Plan, policy: Policy, where: Cluster, console: Console
 ) -> dict[str, Any]:
     """Figures of one policy."""
+    from encoder_service.bench.callers import Callers
+
     console.print(f"starting the service with policy {policy} ...")
     router = options.router.model_copy(update={"policy": policy})
-    url = where.grpc if plan.protocol == "grpc" else where.http
-    single = Load(1, SINGLES, plan.load.seconds, plan.load.timeout_seconds, plan.load.dtype)
-    warm = Load(1, WARM_UPS * len(plan.kinds), plan.load.seconds, 300, plan.load.dtype)
+    single = replace(plan.load, concurrency=1, requests=SINGLES)
+    warm = replace(single, requests=WARM_UPS * len(plan.kinds), timeout_seconds=300)
     with service(options.model_copy(update={"router": router})):
-        asyncio.run(send(url, warm, requests(SMALL), int))
-        asyncio.run(send(url, warm, requests(plan.kinds), int))
-        alone = asyncio.run(send(url, single, requests(SMALL), int))
+        callers = Callers(plan.callers, options, where, plan.protocol)
+        callers.send(warm, SMALL)
+        callers.send(replace(warm, concurrency=plan.callers), plan.kinds)
+        alone = callers.send(single, SMALL)
         before = scrape(where.http)
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task(policy, total=plan.load.requests)
-            result = asyncio.run(
-                send(url, plan.load, requests(plan.kinds), lambda: progress.advance(task))
-            )
+        result = callers.send(plan.load, plan.kinds)
         work = work_between(before, scrape(where.http))
-    return {"policy": policy, "protocol": plan.protocol} | figures(result, work, alone)
+        callers.close()
+    told = {"policy": policy, "protocol": plan.protocol, "reference": plan.load.reference}
+    return told | figures(result, work, alone)
 
 
 def figures(result: Result, work: Work, alone: Result) -> dict[str, Any]:
@@ -109,7 +121,7 @@ def figures(result: Result, work: Work, alone: Result) -> dict[str, Any]:
         "images_per_second": result.images / seconds,
         "patches_per_second": work.patches / seconds,
         "sent_bytes_per_second": result.sent_bytes / seconds,
-        "received_bytes_per_second": result.received_bytes / seconds,
+        "embedding_bytes_per_second": result.embedding_bytes / seconds,
         "graph_hit_rate": work.hit_rate,
         "padding_ratio": work.padding,
         "balance": work.balance,
@@ -128,7 +140,7 @@ ROWS = (
     ("images_per_second", "images/s", "{:.1f}"),
     ("patches_per_second", "patches/s", "{:,.0f}"),
     ("sent_bytes_per_second", "bytes/s sent", "{:,.0f}"),
-    ("received_bytes_per_second", "bytes/s received", "{:,.0f}"),
+    ("embedding_bytes_per_second", "bytes/s of embeddings", "{:,.0f}"),
     ("graph_hit_rate", "graph hit rate", "{:.1%}"),
     ("padding_ratio", "padding ratio", "{:.1%}"),
     ("balance", "balance, max/mean patches", "{:.2f}"),
@@ -136,6 +148,8 @@ ROWS = (
     ("overhead_ms", "of that not decoding or encoding, ms", "{:.1f}"),
     ("overhead_ratio", "over two hops of Ray Serve with the same bytes", "{:.2f}x"),
     ("overhead_ratio_empty", "over two empty hops", "{:.2f}x"),
+    ("engine_ratio", "images/s, of the engines' own", "{:.1%}"),
+    ("pipeline_ratio", "of decoding and engines in one process", "{:.1%}"),
 )
 
 
@@ -145,11 +159,19 @@ def table(report: dict[str, Any]) -> Table:
         f"{report['model']}; two hops of Ray Serve: {report['noop_ms']:.1f} ms, "
         f"empty {report['empty_noop_ms']:.1f} ms"
     )
+    if "engine_images_per_second" in report:
+        title += (
+            f"; the engines alone: {report['engine_images_per_second']:.1f} images/s, "
+            f"with decoding {report['pipeline_images_per_second']:.1f}"
+        )
     shown = Table(title=title, title_justify="left")
     shown.add_column("")
     for run in report["runs"]:
-        shown.add_column(f"{run['policy']} ({run['protocol']})", justify="right")
+        way = run["protocol"] + (", reference" if run["reference"] else "")
+        shown.add_column(f"{run['policy']} ({way})", justify="right")
     for key, label, pattern in ROWS:
+        if any(key not in run for run in report["runs"]):
+            continue
         shown.add_row(label, *(pattern.format(run[key]) for run in report["runs"]))
     if any(run["errors"] for run in report["runs"]):
         shown.add_row("errors", *(str(run["errors"] or "none") for run in report["runs"]))

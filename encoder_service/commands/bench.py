@@ -11,7 +11,7 @@ from typing import Any, get_args
 from rich.console import Console
 
 from actors.types import Dtype
-from encoder_service.bench.load import Load
+from encoder_service.bench.load import Load, ProtocolName
 from encoder_service.bench.mix import parse_mix
 from encoder_service.commands import bench_dataplane, bench_engine
 from encoder_service.config import load
@@ -33,7 +33,18 @@ def add(subcommands: Any) -> None:
         help="sizes of the images of a request; after a comma, of the next (%(default)s)",
     )
     parser.add_argument("--concurrency", type=int, default=4, help="requests in flight")
-    parser.add_argument("--protocol", choices=("http", "grpc"), default="http")
+    parser.add_argument("--protocol", choices=get_args(ProtocolName), default="http")
+    parser.add_argument(
+        "--reference",
+        action="store_true",
+        help="the embeddings stay in shared memory and ids come back; by handle they always do",
+    )
+    parser.add_argument("--callers", type=int, default=1, help="processes that send")
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="first the engines without the service, for what it reaches of their throughput",
+    )
     parser.add_argument("--requests", type=int, help="how many (200, unless --seconds)")
     parser.add_argument("--seconds", type=float, help="how long")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one request")
@@ -61,9 +72,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
         seconds=options.seconds or math.inf,
         timeout_seconds=options.timeout,
         dtype=options.dtype,
+        reference=options.reference,
     )
     chosen = options.policy or [service.router.policy]
-    report = measure(service, Plan(options.mix, bench_load, chosen, options.protocol), console)
+    plan = Plan(
+        options.mix, bench_load, chosen, options.protocol, options.callers, alone=options.alone
+    )
+    report = measure(service, plan, console)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     console.print(table(report))

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import threading
 from collections import Counter
+from concurrent.futures import Future
 from io import BytesIO
 from itertools import islice
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from encoder_service.bench.load import Result
+from actors.bench.pipeline import measure, rate
+from actors.options import ActorOptions, EncoderOptions, ModelOptions
+from encoder_service.bench.callers import pictures_of, shares
+from encoder_service.bench.load import Answered, Load, Result, merged, send
 from encoder_service.bench.mix import parse_mix, requests
 from encoder_service.bench.scrape import Samples, work_between
 from encoder_service.bench.serve import ROWS, figures
+from encoder_service.embedding import ServiceError
 
 
 def test_mixes() -> None:
@@ -55,11 +64,84 @@ def test_work_is_what_counters_grew_by() -> None:
     assert work_between(after, after).balance == 0
 
 
+class Echo:
+    """A service that answers at once, and refuses every third request."""
+
+    def __init__(self) -> None:
+        self.seen: list[bytes] = []
+        self.closed = False
+
+    async def encode(self, images: list[bytes]) -> Answered:
+        self.seen += images
+        refused = len(self.seen) % 3 == 0
+        await asyncio.sleep(0)
+        if refused:
+            raise ServiceError("overloaded", "later")
+        return Answered(0.0, 100)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def test_a_load_in_parts_is_the_whole_load_and_no_picture_is_sent_twice() -> None:
+    load = Load(5, 21, math.inf, 60, "bfloat16")
+    parts = shares(load, 3)
+    assert [part.concurrency for part in parts] == [2, 2, 1]
+    assert sum(part.requests for part in parts) == 21
+    assert len(shares(load, 8)) == 5, "more callers than requests at a time: some are idle"
+    ways = [Echo() for _ in parts]
+    results = [
+        asyncio.run(send(way, part, pictures_of([[(32, 32)]], place, turn=1)))
+        for place, (way, part) in enumerate(zip(ways, parts, strict=True))
+    ]
+    whole = merged(results)
+    assert all(way.closed for way in ways)
+    assert (whole.images, whole.errors) == (14, Counter(overloaded=7))
+    assert whole.embedding_bytes == 1400
+    seen = [image for way in ways for image in way.seen]
+    assert len(set(seen)) == len(seen) == 21
+
+
+def test_a_rate_counts_what_ended_and_keeps_so_many_under_way() -> None:
+    under_way, most = 0, 0
+    lock = threading.Lock()
+
+    def begin(done: Any) -> None:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        threading.Timer(0.01, end, [done]).start()
+
+    def end(done: Any) -> None:
+        nonlocal under_way
+        with lock:
+            under_way -= 1
+        answer: Future[int] = Future()
+        answer.add_done_callback(done)
+        answer.set_result(0)
+
+    found = rate(begin, 3, 0.2)
+    assert most == 3
+    assert 0 < found <= 3 / 0.01
+
+
+def test_the_engine_alone() -> None:
+    options = ActorOptions(
+        model=ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"),
+        encoder=EncoderOptions(device="cpu", num_gpus=0),
+    )
+    found = measure(options, next(requests([[(64, 64), (32, 32)]])), 4, 0.05)
+    assert found.engine > 0
+    assert found.pipeline > 0
+
+
 def test_figures_have_all_rows() -> None:
     alone = Result([0.1], [0.05])
     result = Result([0.1 * i for i in range(1, 101)], [], 100, 10, 20, Counter(), 2.0)
     found = figures(result, work_between({}, samples(patches=100)), alone)
     found |= {"overhead_ratio": 1.0, "overhead_ratio_empty": 1.0}
+    found |= {"engine_ratio": 1.0, "pipeline_ratio": 1.0}
     assert {key for key, _, _ in ROWS} <= found.keys()
     assert found["p50_ms"] == pytest.approx(5050)
     assert found["p99_ms"] == pytest.approx(9901)

@@ -1,0 +1,155 @@
+"""Processes that call the service side by side: one Python process sends less than a GPU encodes.
+
+A caller over HTTP or gRPC is any client. A caller by handle is a process inside Ray, as a language
+model is: it reads headers and calls the Router deployment, and what it gets are references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from actors.spec import ModelSpec, read
+from actors.types import Embedding, SharedBytes
+from encoder_service.answer import timings
+from encoder_service.bench.cluster import APPLICATION, Cluster
+from encoder_service.bench.load import (
+    Answered,
+    Load,
+    ProtocolName,
+    Result,
+    Way,
+    Wire,
+    merged,
+    send,
+    work_seconds,
+)
+from encoder_service.bench.mix import Shape, requests
+from encoder_service.config import LimitOptions, ServiceOptions
+from encoder_service.embedding import ServiceError
+from encoder_service.errors import fault
+from encoder_service.media import probe
+from encoder_service.transports import connect
+
+APART = 2**40
+"""Between the numbers of two callers' pictures: none sends what another sent."""
+
+
+class ByHandle:
+    """Through the Router deployment: embeddings stay in shared memory."""
+
+    def __init__(
+        self, router: DeploymentHandle, spec: ModelSpec, limits: LimitOptions, load: Load
+    ) -> None:
+        self.router = router
+        self.spec = spec
+        self.limits = limits
+        self.load = load
+
+    async def encode(self, images: list[bytes]) -> Answered:
+        """See Way."""
+        media = [probe(image, "image", self.spec, self.limits) for image in images]
+        try:
+            answers = await self.router.encode.remote(
+                media, self.load.dtype, self.load.timeout_seconds
+            )
+        except Exception as error:
+            raise told(error) from error
+        found = [answer for answer in answers if isinstance(answer, Embedding)]
+        if len(found) < len(answers):
+            raise told(next(one for one in answers if not isinstance(one, Embedding)))
+        return Answered(work_seconds(timings(found)), sum(map(size_bytes, found)))
+
+    async def close(self) -> None:
+        """See Way."""
+
+
+class Caller:
+    """One process."""
+
+    def __init__(self, place: int, options: ServiceOptions, where: Cluster, protocol: ProtocolName):
+        self.place = place
+        self.options = options
+        self.where = where
+        self.protocol = protocol
+
+    async def send(self, load: Load, kinds: list[list[Shape]], turn: int) -> Result:
+        """Its part of the load. `turn`: of no other call to this process."""
+        pictures = pictures_of(kinds, self.place, turn)
+        return await send(self.way(load), load, pictures)
+
+    def way(self, load: Load) -> Way:
+        """To the service."""
+        if self.protocol == "handle":
+            router = serve.get_deployment_handle("Router", APPLICATION)
+            return ByHandle(router, read(self.options.model), self.options.limits, load)
+        url = self.where.grpc if self.protocol == "grpc" else self.where.http
+        return Wire(connect(url, None, load.timeout_seconds), load)
+
+
+class Callers:
+    """Several of them, beside a service that runs."""
+
+    def __init__(
+        self, count: int, options: ServiceOptions, where: Cluster, protocol: ProtocolName
+    ) -> None:
+        # No CPUs reserved: the service's replicas must find theirs.
+        actor: Any = ray.remote(num_cpus=0)(Caller)
+        self.actors = [actor.remote(place, options, where, protocol) for place in range(count)]
+        self.turns = 0
+
+    def send(self, load: Load, kinds: list[list[Shape]]) -> Result:
+        """Everybody takes a part of the load; a load of one at a time is one caller's."""
+        self.turns += 1
+        parts = shares(load, len(self.actors))
+        calls = [
+            actor.send.remote(part, kinds, self.turns)
+            for actor, part in zip(self.actors, parts, strict=False)
+        ]
+        results: list[Result] = ray.get(calls)
+        return merged(results)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+def shares(load: Load, callers: int) -> list[Load]:
+    """The load in parts, one for each caller that has something to do."""
+    callers = min(callers, load.concurrency)
+    return [
+        replace(
+            load,
+            concurrency=part(load.concurrency, place, callers),
+            requests=part(load.requests, place, callers),
+        )
+        for place in range(callers)
+    ]
+
+
+def part(whole: int, place: int, parts: int) -> int:
+    """Of a number, in parts that differ by one at most."""
+    return whole // parts + (place < whole % parts)
+
+
+def pictures_of(kinds: list[list[Shape]], place: int, turn: int) -> Iterator[list[bytes]]:
+    """Requests that no other caller sends, and this one in no other turn."""
+    return requests(kinds, (place * 2**10 + turn) * APART)
+
+
+def size_bytes(embedding: Embedding) -> int:
+    """Of the rows, wherever they are."""
+    data = embedding.data
+    return data.size_bytes if isinstance(data, SharedBytes) else data.nbytes
+
+
+def told(error: Exception) -> ServiceError:
+    """As a client would have been told over HTTP."""
+    problem = fault(error, "of the bench")
+    return ServiceError(problem.row.type, problem.message)
