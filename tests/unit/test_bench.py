@@ -96,8 +96,8 @@ def test_a_load_in_parts_is_the_whole_load_and_no_picture_is_sent_twice() -> Non
     ]
     whole = merged(results)
     assert all(way.closed for way in ways)
-    assert (whole.images, whole.errors) == (14, Counter(overloaded=7))
-    assert whole.embedding_bytes == 1400
+    assert (whole.images, whole.errors) == (15, Counter(overloaded=6))
+    assert whole.embedding_bytes == 1500
     seen = [image for way in ways for image in way.seen]
     assert len(set(seen)) == len(seen) == 21
 
