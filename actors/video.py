@@ -48,7 +48,8 @@ class VideoSizing(ABC):
             found = self.sampling.indices(clip.frames, clip.fps)
         if len(found) < self.group:
             raise InvalidMedia(
-                f"a video of {clip.frames} frames; this model needs {self.group}: send an image"
+                f"a video of {clip.frames} frames at {clip.fps:g} a second: this model takes "
+                f"{len(found)} of them and needs {self.group}: send an image"
             )
         if len(found) > self.sampling.most:
             raise TooLarge(

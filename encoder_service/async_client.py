@@ -24,8 +24,12 @@ from encoder_service.wire import RequestItem
 
 LONGEST_BACKOFF_SECONDS = 5.0
 """Between attempts, where the service does not say how long."""
-NOT_IN_PNG = ("CMYK", "YCbCr", "HSV")
-"""Pillow's modes of colours that become RGB on their way: printers' JPEGs are in many datasets."""
+IN_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B")
+CONVERTED = {
+    **dict.fromkeys(("CMYK", "YCbCr", "HSV", "LAB", "RGBX"), "RGB"),
+    **{"RGBa": "RGBA", "PA": "RGBA", "La": "LA"},
+}
+"""Pillow's modes that change on their way: printers' JPEGs are in many datasets."""
 Result = TypeVar("Result")
 
 
@@ -180,10 +184,7 @@ def request_item(source: Source) -> RequestItem:
     if isinstance(source, bytes):
         return RequestItem("video" if name_format(source) in VIDEOS else "image", source)
     if isinstance(source, Image.Image):
-        file = BytesIO()
-        source = source.convert("RGB") if source.mode in NOT_IN_PNG else source
-        source.save(file, "PNG", compress_level=1)
-        return RequestItem("image", file.getvalue())
+        return RequestItem("image", png(source))
     name = str(source)
     kind: Literal["image", "video"] = (
         "video" if (guess_type(name)[0] or "").startswith("video/") else "image"
@@ -191,3 +192,17 @@ def request_item(source: Source) -> RequestItem:
     if name.startswith("https://"):
         return RequestItem(kind, url=name)
     return RequestItem(kind, Path(name).read_bytes())
+
+
+def png(image: Image.Image) -> bytes:
+    """The file. Raises OSError for a mode whose values may be anything: no colour is known."""
+    if image.mode not in IN_PNG:
+        if image.mode not in CONVERTED:
+            raise OSError(
+                f"an image of mode {image.mode}: what its values mean is not known; scale them to "
+                "0 to 255 and convert it to L or RGB"
+            )
+        image = image.convert(CONVERTED[image.mode])
+    file = BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return file.getvalue()

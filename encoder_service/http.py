@@ -50,6 +50,7 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
         if request.query_params:
             raise InvalidOption("options stand in the body's `options`, not in the query")
         accept = answer_format(request.headers.get("accept", ""))
+        service.backend.check_room()
         with service.buffered.hold() as take:
             items, values = await read(request, service.limits, take)
             options = request_options(values)
@@ -76,7 +77,7 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
     async def kept(request: Request, reference: str) -> Response:
         """Whether an embedding is kept under an id."""
         service.authorize(request.headers.get("authorization"))
-        await service.fetch(reference, request.state.exchange.request_id)
+        await service.find(reference)
         return Response()
 
     @app.delete(REFERENCE_PATH, responses=ERRORS | MISSING, status_code=204)

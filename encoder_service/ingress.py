@@ -96,6 +96,10 @@ class Fleet:
         self.scraped = scraped
         self.own = own
 
+    def check_room(self) -> None:
+        """See service.Backend."""
+        self.router.check_room()
+
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False
     ) -> list[Answer]:
@@ -125,6 +129,10 @@ class Fleet:
             return replace(kept, embedding=await here(kept.embedding))
         except EmbeddingLost:  # its replica ended just now
             raise unknown(reference) from None
+
+    async def find(self, reference: str) -> None:
+        """See service.Backend. Rows that are no more than a message come with the answer."""
+        await self.router.fetch(reference)
 
     async def release(self, reference: str) -> None:
         """See service.Backend."""

@@ -56,6 +56,7 @@ class EncoderCalls:
     async def Encode(self, request: pb.EncodeRequest, grpc_context: Context) -> pb.EncodeResponse:
         """All items at once."""
         with self.answering("grpc", grpc_context) as exchange:
+            self.service.backend.check_room()
             with self.service.buffered.hold() as take:
                 items, options = read(request, self.service.limits, take)
                 document = await self.service.encode(items, options, exchange)
@@ -68,6 +69,7 @@ class EncoderCalls:
     ) -> AsyncIterator[pb.EncodeChunk]:
         """Each item as soon as it is ready, in chunks of about a megabyte."""
         with self.answering("grpc_stream", grpc_context) as exchange:
+            self.service.backend.check_room()
             with self.service.buffered.hold() as take:
                 items, options = read(request, self.service.limits, take)
                 async with aclosing(self.service.stream(items, options, exchange)) as entries:

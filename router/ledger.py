@@ -91,6 +91,17 @@ class Ledger:
                 f"the request has {patches} patches and the router takes {self._limit} at a time; "
                 "send fewer or smaller items, or raise router.max_outstanding_patches"
             )
+        if patches:
+            self.check_room(now, patches)
+        if not self._outstanding:
+            self._drain.resume(now)
+        self._outstanding += patches
+        admitted = [Reservation(cost, now) for cost in costs]
+        self._open.update(dict.fromkeys(admitted))
+        return admitted
+
+    def check_room(self, now: float, patches: int = 1) -> None:
+        """Raises Overloaded where `admit` would for so many patches: for one, where for any."""
         excess = self._outstanding + patches - self._limit
         if excess > 0:
             raise Overloaded(
@@ -99,18 +110,12 @@ class Ledger:
                 within(self._drain.seconds(excess)),
             )
         ahead_seconds = self._drain.seconds(self._outstanding) or 0.0
-        if patches and ahead_seconds > self._queue_seconds and self._queues(now):
+        if ahead_seconds > self._queue_seconds and self._queues(now):
             raise Overloaded(
                 f"what was here before takes about {ahead_seconds:.0f} s, more than the "
                 f"{self._queue_seconds:g} s of router.max_queue_seconds; try again later",
                 within(ahead_seconds - self._queue_seconds),
             )
-        if not self._outstanding:
-            self._drain.resume(now)
-        self._outstanding += patches
-        admitted = [Reservation(cost, now) for cost in costs]
-        self._open.update(dict.fromkeys(admitted))
-        return admitted
 
     def assign(self, reservation: Reservation, replica: str | None) -> None:
         """Moves the patches to a replica, or away from one. Nothing once released."""

@@ -226,6 +226,10 @@ class Router:
             async for position, answer in answers:
                 yield position, answer
 
+    def check_room(self) -> None:
+        """Raises Overloaded where `encode` would, whatever it is given. Costs next to nothing."""
+        self._dispatcher.check_room()
+
     async def keep(self, media: list[Media], answers: list[Answer]) -> list[Answer]:
         """Has embeddings kept by their replicas for a while: `reference` is the id of each."""
         return await self._keeping.keep(media, answers)

@@ -26,6 +26,10 @@ from encoder_service.wire import RequestItem
 MOST_STOPS = 4
 MOST_TURNS, MOST_PARTS = 4096, 1024
 """Messages of a request and parts of a message: each takes time, even if it says nothing."""
+MOST_STOP_CHARACTERS = 1000
+"""Of a stop text: each piece of the answer is searched for every beginning of it."""
+MOST_PROBLEMS, MOST_NAMED, MOST_KEY = 1000, 10, 100
+"""Of what is wrong with a request: looked at, named; and the characters shown of a key."""
 MESSAGE_PART = 5
 """Keys to a part of a message: messages, i, content, j, its type (pydantic's, not the body's)."""
 DATA_URL = "data:"
@@ -91,7 +95,7 @@ class ChatMessage(Part):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[ContentPart], BeforeValidator(as_parts)] = Field(
-        min_length=1, max_length=MOST_PARTS
+        min_length=1, max_length=MOST_PARTS, fail_fast=True
     )
 
 
@@ -110,7 +114,8 @@ class ChatRequest(Part):
     """The body of POST /v1/chat/completions."""
 
     model: str
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_TURNS)
+    # The first that is wrong is enough: a million of them would take seconds.
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_TURNS, fail_fast=True)
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, gt=0)
@@ -119,7 +124,7 @@ class ChatRequest(Part):
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]],
+        list[Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]],
         Field(max_length=MOST_STOPS),
         BeforeValidator(as_list),
     ] = []
@@ -169,20 +174,30 @@ class InvalidKey(InvalidRequest):
 
 
 def parse(document: Mapping[str, Any]) -> ChatRequest:
-    """Raises InvalidKey, which names every offending key and quotes nothing of the content."""
+    """Raises InvalidKey, which names the offending keys and quotes nothing of the content."""
     try:
         return ChatRequest.model_validate(document)
     except ValidationError as error:
-        problems = error.errors(include_input=False, include_url=False)
-        said = (f"{place(one['loc']) or 'the request'}: {reason(one)}" for one in problems)
-        raise InvalidKey("; ".join(said), place(problems[0]["loc"]) or None) from None
+        raise invalid(error) from None
+
+
+def invalid(error: ValidationError) -> InvalidKey:
+    """What is wrong, as far as one wants to read it and it takes no time to say."""
+    count = error.error_count()
+    if count > MOST_PROBLEMS:
+        return InvalidKey(f"the request: {count} keys or values are not supported here", None)
+    problems = error.errors(include_input=False, include_url=False)
+    said = [f"{place(one['loc']) or 'the request'}: {reason(one)}" for one in problems[:MOST_NAMED]]
+    if count > MOST_NAMED:
+        said.append(f"and {count - MOST_NAMED} more")
+    return InvalidKey("; ".join(said), place(problems[0]["loc"]) or None)
 
 
 def place(keys: Sequence[int | str]) -> str:
-    """Where a key stands: `messages[0].content[1].text`."""
+    """Where a key stands: `messages[0].content[1].text`. One of the client's own is cut short."""
     if keys[2:3] == ("content",):
         keys = (*keys[: MESSAGE_PART - 1], *keys[MESSAGE_PART:])
-    named = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+    named = (f"[{key}]" if isinstance(key, int) else f".{key[:MOST_KEY]}" for key in keys)
     return "".join(named).removeprefix(".")
 
 

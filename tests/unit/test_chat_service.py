@@ -19,6 +19,7 @@ from encoder_service.errors import AtItem
 from encoder_service.http import build
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.schema import InvalidKey, parse
 from encoder_service.llm.service import ATTEMPTS, ChatService, ReplicaLost
 from encoder_service.llm.types import Call, Event, Finish, Piece, Sampling
 from encoder_service.service import Service
@@ -198,6 +199,21 @@ def test_a_key_that_is_wrong_is_the_param(change: dict[str, Any], param: str | N
     assert (param or "the request") in found["message"]
 
 
+@pytest.mark.parametrize("count", [30, 100_000])
+def test_as_many_wrong_keys_as_there_may_be_are_a_short_message(count: int) -> None:
+    wrong = {f"k{i}" + "x" * 200: 1 for i in range(count)}
+    with pytest.raises(InvalidKey) as refused:
+        parse(HELLO | wrong)
+    said = refused.value.message
+    assert len(said) < 2000
+    if count == 30:
+        assert said.count("not supported here") == 10
+        assert said.endswith("; and 20 more")
+        assert refused.value.param == "k0" + "x" * 98
+    else:
+        assert said == "the request: 100000 keys or values are not supported here"
+
+
 def test_the_time_is_kept_and_the_generation_ended() -> None:
     replicas = Replicas(waits=True)
     answer = client(replicas, timeout_seconds=0.1).post(PATH, json=HELLO)
@@ -215,6 +231,7 @@ def test_the_time_is_kept_and_the_generation_ended() -> None:
         ({"stop": ["a"] * 5}, "stop: "),
         ({"stop": ""}, "stop[0]: "),
         ({"stop": False}, "stop: "),
+        ({"stop": "a" * 1001}, "stop[0]: "),
         ({"messages": [{"role": "user", "content": ""}] * 5000}, "messages: "),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2000}]},

@@ -94,6 +94,34 @@ def test_without_a_replica_the_request_is_refused_after_a_while() -> None:
     settled(test())
 
 
+def test_a_full_router_says_so_before_it_is_given_anything() -> None:
+    async def held(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        await done.wait()
+        return await well(replica, media, timeout_seconds)
+
+    done = asyncio.Event()
+
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet(["a"], held)
+        router, metrics = dispatcher(fleet, max_outstanding_patches=200)
+        router.check_room()
+        request = asyncio.create_task(collect(router, [item(0), item(1)]))
+        await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded, match="200 of 200 patches"):
+            router.check_room()
+        with pytest.raises(Overloaded):
+            await collect(router, [item(2)])
+        assert metrics.registry.get_sample_value("encoder_router_rejections_total") == 2
+        fleet.replicas = []
+        router.check_room()  # they may be on their way: what comes waits for them
+        done.set()
+        assert right([item(0), item(1)], await request)
+        router.check_room()
+        return router
+
+    settled(test())
+
+
 def test_a_replica_that_comes_in_time_is_waited_for() -> None:
     async def test() -> Dispatcher:
         fleet = MemoryFleet([], well)

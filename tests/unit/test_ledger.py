@@ -75,6 +75,21 @@ def test_what_would_wait_too_long_is_refused() -> None:
     assert book.admit([], now=20) == [], "all of its items are on their way already"
 
 
+def test_room_for_anything_is_the_room_for_the_least() -> None:
+    full = ledger()
+    full.check_room(now=0)
+    full.admit([999], now=0)
+    full.check_room(now=0)
+    full.admit([1], now=0)
+    with pytest.raises(Overloaded, match="1000 of 1000"):
+        full.check_room(now=0)
+    slow = busy(queue_seconds=10)
+    slow.check_room(now=20)
+    slow.admit([1500], now=20)
+    with pytest.raises(Overloaded, match="about 15 s"):
+        slow.check_room(now=20)
+
+
 def test_the_size_of_a_request_itself_does_not_matter() -> None:
     book = busy(queue_seconds=10)
     book.admit([900], now=20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from contextlib import suppress
+from dataclasses import replace
 from io import BytesIO
 from itertools import product
 from typing import Any
@@ -18,6 +19,7 @@ from PIL import Image, ImageOps
 from actors import spec
 from actors.errors import InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
 from actors.options import ModelOptions
+from actors.sampling import Thinning
 from actors.types import Clip, Media, Size
 from encoder_service.config import LimitOptions
 from encoder_service.frames import count_gif_frames
@@ -172,12 +174,22 @@ def test_frames_as_images() -> None:
         probe_frames([files[0], images.jpeg(60, 48)], None, MODEL, LimitOptions())
     with pytest.raises(InvalidMedia, match=r"frames\[1\]: the file is not an image"):
         probe_frames([files[0], bytes(9)], None, MODEL, LimitOptions())
-    with pytest.raises(InvalidMedia, match="1 frames; this model needs 2"):
+    with pytest.raises(InvalidMedia, match=r"1 frames .* takes 1 .* needs 2"):
         probe_frames(files[:1], None, MODEL, LimitOptions())
     with pytest.raises(InvalidMedia, match="no frames"):
         probe_frames([], None, MODEL, LimitOptions())
     with pytest.raises(TooLarge, match="769 frames"):
         probe_frames(files[:1] * 769, None, MODEL, LimitOptions())
+
+
+def test_a_sampling_that_takes_nothing_of_a_video_says_so() -> None:
+    """As transformers' processor of GLM-4.6V does of less than a sixth of a second."""
+    assert MODEL.video is not None
+    sizing = replace(MODEL.video, sampling=Thinning(2))
+    clip = Clip(Size(64, 48), 100, 1000.0)
+    with pytest.raises(InvalidMedia, match=r"100 frames at 1000 a second.*takes 0 .* needs 2"):
+        sizing.plan(clip)
+    assert sizing.plan(replace(clip, fps=30.0)).frames > 1
 
 
 def test_truncated_files_pass_when_their_header_is_whole() -> None:

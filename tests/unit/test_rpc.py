@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from actors.errors import Overloaded, Unavailable
 from encoder_service import encoder_pb2 as pb
+from encoder_service import rpc
 from encoder_service.health import MOST_WATCHES, HealthCalls
 from encoder_service.rpc import CHUNK_BYTES, EncoderCalls, Refused, chunks, response
 from tests.images import jpeg, png
@@ -82,6 +83,26 @@ def test_overload_says_when_to_come_back() -> None:
     assert context.trailing == [("retry-after", "2.5")]
     counted = 'encoder_requests_total{api="grpc",code="RESOURCE_EXHAUSTED"} 1.0'
     assert counted in calls.service.metrics.text()
+
+
+def test_without_room_a_call_is_refused_before_it_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(rpc, "read")
+    fleet = Fleet()
+    fleet.full = Overloaded("full", 2.5)
+    whole, _ = call(fleet, request())
+    streamed = Context()
+
+    async def stream() -> None:
+        async for _ in Calls(fleet).EncodeStream(request(), streamed):
+            pass
+
+    with pytest.raises(Refused):
+        asyncio.run(stream())
+    for context in (whole, streamed):
+        assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert context.trailing == [("retry-after", "2.5")]
 
 
 def test_the_unforeseen_is_not_told() -> None:

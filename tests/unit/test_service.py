@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,12 @@ class Fleet:
         self.calls: list[tuple[Dtype, float]] = []
         self.cancelled = False
         self.glances = 0
+        self.full: Overloaded | None = None
+        self.kept: set[str] = set()
+
+    def check_room(self) -> None:
+        if self.full:
+            raise self.full
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
@@ -67,6 +73,10 @@ class Fleet:
 
     async def fetch(self, reference: str) -> Kept:
         raise unknown(reference)
+
+    async def find(self, reference: str) -> None:
+        if reference not in self.kept:
+            raise unknown(reference)
 
     async def release(self, reference: str) -> None:
         raise unknown(reference)
@@ -130,6 +140,27 @@ def test_errors_of_the_fleet(error: Exception, status: int, name: str) -> None:
     assert "secret" not in response.text
 
 
+def test_without_room_a_request_is_refused_before_it_is_read() -> None:
+    fleet, read_bytes = Fleet(), 0
+
+    def body() -> Iterator[bytes]:
+        nonlocal read_bytes
+        for _ in range(3):
+            read_bytes += 1
+            yield b"x"
+
+    fleet.full = Overloaded("full", 1.2)
+    http = client(fleet)
+    response = http.post("/v1/encode", content=body(), headers={"content-type": "image/jpeg"})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "2")
+    assert response.json()["error"]["message"] == "full"
+    assert read_bytes == 0
+    assert http.get("/v1/model").status_code == 200
+    fleet.full = None
+    http.post("/v1/encode", content=body(), headers={"content-type": "image/jpeg"})
+    assert read_bytes == 3
+
+
 def test_requests_are_counted_by_status() -> None:
     one = service(Fleet())
     with TestClient(build(one)) as http:
@@ -138,6 +169,14 @@ def test_requests_are_counted_by_status() -> None:
         http.get("/v1/model")
     for code in ("200", "415"):
         assert f'encoder_requests_total{{api="http",code="{code}"}} 1.0' in one.metrics.text()
+
+
+def test_whether_an_embedding_is_kept_is_told_without_reading_it() -> None:
+    fleet = Fleet()
+    fleet.kept = {"a.b"}
+    http = client(fleet)
+    assert http.head("/v1/embeddings/a.b").status_code == 200
+    assert http.head("/v1/embeddings/a.c").status_code == 404
 
 
 def test_readiness_is_the_fleets() -> None:

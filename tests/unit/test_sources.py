@@ -1,0 +1,31 @@
+"""What the client makes of an image before it is sent."""
+
+from __future__ import annotations
+
+from io import BytesIO
+
+import pytest
+from PIL import Image
+
+from encoder_service.async_client import request_item
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "CMYK", "YCbCr", "HSV", "PA", "RGBa"])
+def test_images_of_any_colours_are_sent(mode: str) -> None:
+    opaque = "RGBA" if mode in ("RGBA", "RGBa") else "P" if mode == "PA" else "RGB"
+    photo = Image.new("RGB", (8, 8), (255, 0, 0)).convert(opaque).convert(mode)
+    sent = Image.open(BytesIO(request_item(photo).data or b""))
+    assert sent.size == (8, 8)
+    assert sent.convert("RGB").tobytes() == photo.convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("mode", ["LAB", "RGBX", "La"])
+def test_colours_that_pillow_does_not_make_of_others(mode: str) -> None:
+    sent = Image.open(BytesIO(request_item(Image.new(mode, (8, 8))).data or b""))
+    assert sent.size == (8, 8)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_values_that_are_no_colours_are_refused(mode: str) -> None:
+    with pytest.raises(OSError, match=f"mode {mode}.*convert it to L or RGB"):
+        request_item(Image.new(mode, (8, 8)))
