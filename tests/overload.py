@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -33,7 +35,6 @@ LEAST_GOODPUT = 0.9
 MOST_WAITING = 3.0
 """Times `router.max_queue_seconds`: the most that the p99 of those who were admitted may be."""
 CALLERS = 8
-MOST_IN_FLIGHT = 1000
 TIMEOUT_SECONDS = 120.0
 
 
@@ -96,35 +97,76 @@ def crowded() -> ServiceOptions:
     )
 
 
+class Sender:
+    """Sends one request again and again, as bytes that are made once: a client that costs little.
+
+    It shares the machine with what it measures.
+    """
+
+    def __init__(self, url: str) -> None:
+        files = [("image", jpeg(side, side)) for side in SIDES]
+        request = httpx.Request("POST", f"{url}/v1/encode", files=files)
+        head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+        self.sent = f"POST /v1/encode HTTP/1.1\r\n{head}\r\n".encode() + request.read()
+        self.host, self.port = request.url.host, request.url.port
+        self.idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def post(self) -> tuple[int, bytes]:
+        """Status and body. Raises OSError, EOFError, TimeoutError."""
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            reader, writer = await self.connection()
+            try:
+                writer.write(self.sent)
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                length = re.search(r"\ncontent-length: (\d+)\r", head)
+                assert length is not None, head
+                body = await reader.readexactly(int(length[1]))
+            except BaseException:
+                writer.close()
+                raise
+        self.idle.append((reader, writer))
+        return int(head.split()[1]), body
+
+    async def connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """One that lives, or a new one."""
+        while self.idle:
+            reader, writer = self.idle.pop()
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection(self.host, self.port)
+
+    async def call(self, outcome: Outcome) -> None:
+        """One request, noted."""
+        started = time.monotonic()
+        try:
+            status, body = await self.post()
+        except (OSError, EOFError) as error:  # a TimeoutError among them
+            outcome.other.append(repr(error))
+            return
+        now = time.monotonic()
+        if status == 200:
+            outcome.right.append((now, now - started))
+        elif status == 429:
+            outcome.refused_seconds.append(now - started)
+        else:
+            outcome.other.append(body.decode())
+
+
 async def measure(url: str, seconds: float) -> dict[str, float]:
     """Callers that wait for each answer, arrivals that wait for nothing, and the callers again."""
-    files = [("image", jpeg(side, side)) for side in SIDES]
-    limits = httpx.Limits(max_connections=MOST_IN_FLIGHT, max_keepalive_connections=MOST_IN_FLIGHT)
-    async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS, limits=limits) as client:
-
-        async def call(outcome: Outcome) -> None:
-            started = time.monotonic()
-            try:
-                answer = await client.post(f"{url}/v1/encode", files=files)
-            except httpx.HTTPError as error:
-                outcome.other.append(repr(error))
-                return
-            now = time.monotonic()
-            if answer.status_code == 200:
-                outcome.right.append((now, now - started))
-            elif answer.status_code == 429:
-                outcome.refused_seconds.append(now - started)
-            else:
-                outcome.other.append(answer.text)
-
-        await closed(call, seconds / 4)  # warm
-        peaks = [await peak(call, seconds)]
-        outcome = Outcome()
-        start = time.monotonic()
-        sent = await opened(call, outcome, FACTOR * peaks[0], seconds)
-        goodput = outcome.goodput(start, start + seconds)
-        # Again, as whatever else the machine does changes meanwhile.
-        peaks.append(await peak(call, seconds))
+    call = Sender(url).call
+    load = [os.getloadavg()[0]]
+    await closed(call, seconds / 4)  # warm
+    peaks = [await peak(call, seconds)]
+    outcome = Outcome()
+    start, own = time.monotonic(), time.process_time()
+    sent = await opened(call, outcome, FACTOR * peaks[0], seconds)
+    own = time.process_time() - own
+    goodput = outcome.goodput(start, start + seconds)
+    # Again, as whatever else the machine does changes meanwhile.
+    peaks.append(await peak(call, seconds))
+    load.append(os.getloadavg()[0])
     for error in outcome.other[:5]:
         print(error, file=sys.stderr)
     admitted = [taken for _, taken in outcome.right] or [np.inf]
@@ -142,6 +184,9 @@ async def measure(url: str, seconds: float) -> dict[str, float]:
         "refused_p50_seconds": float(np.percentile(refused, 50)),
         "refused_p99_seconds": float(np.percentile(refused, 99)),
         "failed": len(outcome.other),
+        "client_cpu_ms_per_request": 1e3 * own / sent,
+        "load_average_before": load[0],
+        "load_average_after": load[1],
     }
 
 

@@ -44,7 +44,7 @@ class Fleet:
         self.cancelled = False
         self.glances = 0
         self.full: Overloaded | None = None
-        self.kept: set[str] = set()
+        self.kept: dict[str, Kept] = {}
 
     def check_room(self) -> None:
         if self.full:
@@ -173,7 +173,8 @@ def test_requests_are_counted_by_status() -> None:
 
 def test_whether_an_embedding_is_kept_is_told_without_reading_it() -> None:
     fleet = Fleet()
-    fleet.kept = {"a.b"}
+    media = probe(jpeg(64, 64), "image", read(MODEL), LimitOptions())
+    fleet.kept["a.b"] = Kept(media, zeros(media))
     http = client(fleet)
     assert http.head("/v1/embeddings/a.b").status_code == 200
     assert http.head("/v1/embeddings/a.c").status_code == 404

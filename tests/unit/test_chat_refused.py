@@ -1,0 +1,69 @@
+"""A chat whose prompt is refused: its images are not encoded for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from actors.errors import InvalidRequest
+from actors.options import ModelOptions
+from actors.origin import Origin
+from actors.spec import read
+from actors.types import Embedding, Media
+from encoder_service.config import LimitOptions
+from encoder_service.deadline import Deadline
+from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.chat import Chat
+from encoder_service.llm.embedder import Embedder
+from encoder_service.llm.metrics import ChatMetrics
+from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.tokenizer import load
+from encoder_service.llm.types import Call, Failed, Sampling
+from encoder_service.media import probe
+from tests.images import jpeg
+
+TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
+CPU = LlmOptions(num_gpus=0, device="cpu")
+
+
+class Endless(Embedder):
+    """Encodes until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.begun = self.cancelled = False
+
+    async def encode(
+        self, media: Sequence[Media], deadline: Deadline, origin: Origin
+    ) -> list[Embedding]:
+        self.begun = True
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        raise AssertionError
+
+
+def test_the_images_of_a_refused_prompt_are_not_encoded_further() -> None:
+    tower = read(TINY)
+    chat = object.__new__(Chat)  # without weights, and not on Serve
+    chat.options = CPU
+    chat.spec = replace(llm_spec.read(CPU, TINY, tower), max_model_len=20)
+    chat.language = load(TINY)
+    chat.series = ChatMetrics()
+    chat.embedder = embedder = Endless()
+    media = probe(jpeg(64, 64), "image", tower, LimitOptions())
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a" * 50}]}
+
+    async def ask() -> list[object]:
+        call = Call((message,), (media,), Sampling(), timeout_seconds=60)
+        events: list[object] = [event async for event in chat.complete(call)]
+        await asyncio.sleep(0)  # for the cancelled task to end
+        return events
+
+    (refused,) = asyncio.run(asyncio.wait_for(ask(), 30))
+    assert isinstance(refused, Failed)
+    assert isinstance(refused.error, InvalidRequest)
+    assert (embedder.begun, embedder.cancelled) == (True, True)
+    assert 'encoder_chat_answers_total{finish="failed"} 1.0' in chat.series.text()
