@@ -21,7 +21,7 @@ Finish = Callable[[list[Media], list[Answer]], Awaitable[list[Answer]]]
 """Answers to answers, with EmbeddingLost for what could not be finished."""
 
 ATTEMPTS = 3
-"""How often an item is encoded whose bytes are lost before they are read."""
+"""How often an item is encoded that is lost before it is read: its encoder, or its router."""
 
 
 async def encode_here(

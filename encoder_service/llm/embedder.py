@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from actors.errors import ServiceError, Unavailable
+from actors.errors import EmbeddingLost, ServiceError
 from actors.origin import Origin
 from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.deadline import Deadline
 from encoder_service.errors import AtItem
 from router.here import encode_here
 from router.router import LOST, brief
-
-ATTEMPTS = 3
-"""How many routers may be lost under one request. Encoders that are lost are the router's care."""
 
 
 class Embedder:
@@ -34,26 +30,35 @@ class Embedder:
 
         Raises AtItem for the first item that failed, ServiceError for the request as a whole.
         """
+
+        async def call(items: list[Media], dtype: Dtype, seconds: float) -> list[Answer]:
+            return await self._call(items, dtype, seconds, origin)
+
+        if not media:
+            return []
         found: list[Embedding] = []
-        for index, answer in enumerate(await self._ask(media, deadline, origin) if media else []):
+        work = encode_here(call, media, self.dtype, deadline.left())
+        for index, answer in enumerate(await deadline.keep(work)):
+            if isinstance(answer, EmbeddingLost):
+                raise answer  # no item is at fault
             if isinstance(answer, ServiceError):
                 raise AtItem(index, answer)
             found.append(answer)
         return found
 
-    async def _ask(
-        self, media: Sequence[Media], deadline: Deadline, origin: Origin
+    async def _call(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin
     ) -> list[Answer]:
-        call = partial(self.router.remote, origin=origin)
-        failure: Exception = Unavailable("never asked")
-        for _ in range(ATTEMPTS):
-            try:
-                work = encode_here(call, media, self.dtype, deadline.left())
-                return await deadline.keep(work)
-            except LOST as error:
-                failure = error
-            except RayTaskError as error:
-                if isinstance(error.cause, ServiceError):
-                    raise error.cause from None
-                raise
-        raise Unavailable(f"the router was lost ({brief(failure)}): send the request again")
+        """One attempt. Items that are lost with their router are encode_here's to try again."""
+        try:
+            answers: list[Answer] = await self.router.remote(
+                media, dtype, timeout_seconds, origin=origin
+            )
+        except LOST as error:
+            lost = f"the router was lost ({brief(error)}): send the request again"
+            return [EmbeddingLost(lost)] * len(media)
+        except RayTaskError as error:
+            if isinstance(error.cause, ServiceError):
+                raise error.cause from None
+            raise
+        return answers

@@ -26,7 +26,8 @@ from encoder_service.offload import offload
 from encoder_service.wire import RequestItem
 
 ATTEMPTS = 3
-"""How many replicas may be lost under a request of which nothing was answered yet."""
+"""How many replicas may be lost under a request of which nothing was answered yet. What is lost of
+its embeddings is not counted: router/here.py tries that again."""
 
 MOST_VALUES = 2**20
 """Of a body, as bounds.py counts them: the commas of long texts among them."""

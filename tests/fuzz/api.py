@@ -19,7 +19,7 @@ from actors.spec import read
 from encoder_service.config import AuthOptions, ServiceOptions
 from encoder_service.http import build
 from encoder_service.service import Service
-from tests.unit.test_service import MODEL, Fleet
+from tests.unit.front_door import MODEL, Fleet
 
 
 def closed() -> Service:

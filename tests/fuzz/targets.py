@@ -26,8 +26,8 @@ from encoder_service.media import probe
 from encoder_service.tokens import Tokens
 from encoder_service.wire import WireError
 from tests.fuzz import seeds
+from tests.unit.front_door import MODEL, Fleet, service
 from tests.unit.test_rpc import Calls, Context
-from tests.unit.test_service import MODEL, Fleet, service
 
 LIMITS = LimitOptions(max_pixels=300_000, max_body_bytes=200_000)
 DOCUMENTED = {200, 400, 413, 415, 422, 504}

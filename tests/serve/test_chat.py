@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
 import threading
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 import ray
-from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from encoder_service.app import build
 from tests.images import jpeg
+from tests.serve.chats import LONG, MODEL, PATH, actors, asked, begun, count, read_events, text_of
 from tests.serve.conftest import Cluster
 from tests.serve.test_kill import within
 from tests.serve.tiny import ARGS, BEARER, MAX_ITEMS
@@ -25,25 +23,7 @@ from tests.videos import video
 
 pytestmark = pytest.mark.extended
 
-PATH = "/v1/chat/completions"
-MODEL = "qwen3vl-tiny"
-LONG = 4000
-"""Tokens of an answer that takes seconds: the preset's model never ends by itself."""
 WAITING = 6
-
-
-def data_url(data: bytes) -> str:
-    return "data:image/jpeg;base64," + b64encode(data).decode()
-
-
-def asked(*images: bytes, text: str = "What is it?", **options: Any) -> dict[str, Any]:
-    """A request with images before its text; greedy."""
-    parts: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": data_url(image)}} for image in images
-    ]
-    content = [*parts, {"type": "text", "text": text}]
-    messages = [{"role": "user", "content": content}]
-    return {"model": MODEL, "messages": messages, "max_tokens": 12, "temperature": 0} | options
 
 
 @pytest.fixture(scope="module")
@@ -258,45 +238,3 @@ def test_a_language_model_dies_under_its_answers(http: httpx.Client) -> None:
     caller.join(timeout=100)
     assert whole == [text]
     within(100, lambda: http.get("/readyz").json().get("ready_llm_replicas") == 1)
-
-
-@contextmanager
-def begun(http: httpx.Client) -> Iterator[Iterator[str]]:
-    """A long answer of which the first text has come: the lines that follow."""
-    request = asked(jpeg(64, 64), max_tokens=LONG, stream=True)
-    with http.stream("POST", PATH, json=request) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        yield lines
-
-
-def text_of(http: httpx.Client, request: dict[str, Any]) -> str:
-    answer = http.post(PATH, json=request)
-    assert answer.status_code == 200, answer.text
-    text: str = answer.json()["choices"][0]["message"]["content"]
-    return text
-
-
-def read_events(body: str) -> list[dict[str, Any]]:
-    """The events of a stream that came to its end."""
-    lines = [line.removeprefix("data: ") for line in body.splitlines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def count(http: httpx.Client, name: str, **labels: str) -> float:
-    """Of all replicas."""
-    page = http.get("/metrics").text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
-
-
-def actors(deployment: str) -> list[Any]:
-    """The actors of a deployment's replicas."""
-    named = ray.util.list_named_actors(all_namespaces=True)
-    names = [one["name"] for one in named if f"chat#{deployment}#" in one["name"]]
-    return [ray.get_actor(name, namespace="serve") for name in names]

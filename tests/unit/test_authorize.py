@@ -15,7 +15,7 @@ from encoder_service.config import AuthOptions, ServiceOptions
 from encoder_service.http import build
 from encoder_service.service import Service
 from encoder_service.tokens import Tokens
-from tests.unit.test_service import Fleet
+from tests.unit.front_door import Fleet
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 

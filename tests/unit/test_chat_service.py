@@ -24,7 +24,7 @@ from encoder_service.llm.service import ATTEMPTS, ChatService, ReplicaLost
 from encoder_service.llm.types import Call, Event, Finish, Piece, Sampling
 from encoder_service.service import Service
 from tests.images import jpeg
-from tests.unit.test_service import Fleet
+from tests.unit.front_door import Fleet
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 PATH = "/v1/chat/completions"

@@ -23,7 +23,7 @@ from encoder_service.http import build
 from encoder_service.metrics import ServiceMetrics
 from encoder_service.rpc import Refused
 from tests.images import jpeg
-from tests.unit.test_service import Fleet, post, service
+from tests.unit.front_door import Fleet, post, service
 
 
 class Kept(logging.Handler):

@@ -17,8 +17,8 @@ import torch
 from actors.errors import InvalidMedia
 from actors.preprocess import decode
 from encoder_service.header import read_header
+from tests.unit.front_door import Fleet, client
 from tests.unit.test_layers import modules
-from tests.unit.test_service import Fleet, client
 
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle", "code"}
 CALLS = {"eval", "exec", "compile", "__import__"}

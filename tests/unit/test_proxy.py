@@ -5,141 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from actors.errors import Overloaded
-from actors.types import Answer, Dtype, Media
 from encoder_service import cli
 from encoder_service.async_client import AsyncClient
-from encoder_service.config import AuthOptions, LimitOptions
-from encoder_service.http import build as build_service
-from encoder_service.over_http import HttpTransport
-from encoder_service.proxy import Proxy, ProxyOptions, build
 from tests import vllm_rules
 from tests.images import jpeg
-from tests.unit.test_service import Fleet, service, zeros
-
-WIDTH = 192
-
-
-class Distinct(Fleet):
-    """Rows that tell the images apart."""
-
-    async def encode(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float, **_: Any
-    ) -> list[Answer]:
-        await super().encode(media, dtype, timeout_seconds, reference=False)
-        return [replace(zeros(one), data=rows(one)) for one in media]
-
-
-def rows(media: Media) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The image's digest, over and over."""
-    digest = np.frombuffer(bytes.fromhex(media.digest), np.uint8)
-    return np.resize(digest, media.plan.tokens * WIDTH * 2)
-
-
-class Vllm:
-    """Reads embeddings as vLLM does, and says what it got."""
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.bodies: list[bytes] = []
-        self.go_on = asyncio.Event()
-        self.ended = asyncio.Event()
-
-    async def chat(self, request: Request) -> Response:
-        self.requests.append(request)
-        self.bodies.append(await request.body())
-        body = json.loads(self.bodies[-1])
-        if body.get("model") == "missing":
-            return JSONResponse({"error": {"message": "no such model", "code": 404}}, 404)
-        if body.get("stream"):
-            return StreamingResponse(self.pieces(), media_type="text/event-stream")
-        return JSONResponse({"id": "1", "choices": []}, headers={"x-request-id": "abc"})
-
-    async def pieces(self) -> AsyncIterator[bytes]:
-        try:
-            yield b"data: 1\n\n"
-            await self.go_on.wait()
-            yield b"data: [DONE]\n\n"
-        finally:
-            self.ended.set()
-
-    async def other(self, request: Request) -> Response:
-        self.requests.append(request)
-        return JSONResponse({"path": request.scope["raw_path"].decode(), "q": request.url.query})
-
-    def app(self) -> Starlette:
-        return Starlette(
-            routes=[
-                Route("/v1/chat/completions", self.chat, methods=["POST"]),
-                Route("/{path:path}", self.other),
-            ]
-        )
-
-
-@asynccontextmanager
-async def listening(app: Starlette) -> AsyncIterator[str]:
-    """Its URL, on a port of its own."""
-    config = uvicorn.Config(app, "127.0.0.1", 0, log_level="error", timeout_graceful_shutdown=10)
-    server = uvicorn.Server(config)
-    running = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    await running
-
-
-Story = Callable[[httpx.AsyncClient, Vllm], Awaitable[None]]
-
-
-def told(
-    story: Story,
-    fleet: Fleet | None = None,
-    upstream: str = "",
-    digests: tuple[str, ...] = (),
-    **limits: Any,
-) -> None:
-    """Runs a story with a client of the proxy and the server behind it."""
-
-    async def run() -> None:
-        vllm, app = Vllm(), build_service(service(fleet or Distinct()))
-        inner = HttpTransport("http://encoder", None, 60, httpx.ASGITransport(app))
-        encoder = AsyncClient("http://encoder", retries=0, transport=inner)
-        async with AsyncExitStack() as stack:
-            behind = await stack.enter_async_context(listening(vllm.app()))
-            auth = AuthOptions(token_sha256=digests)
-            options = ProxyOptions(upstream or behind, LimitOptions(**limits), auth)
-            front = await stack.enter_async_context(listening(build(Proxy(options, encoder))))
-            client = httpx.AsyncClient(base_url=front, timeout=60)
-            await story(await stack.enter_async_context(client), vllm)
-
-    asyncio.run(asyncio.wait_for(run(), 100))
-
-
-def image(file: bytes) -> dict[str, Any]:
-    url = f"data:image/jpeg;base64,{b64encode(file).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def chat(*parts: Any, **more: Any) -> dict[str, Any]:
-    turn = {"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}
-    return {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, turn]} | more
+from tests.unit.proxied import WIDTH, Distinct, Vllm, chat, image, spare, told
 
 
 def test_images_arrive_as_embeddings_that_vllm_reads() -> None:
@@ -169,12 +46,6 @@ def test_images_arrive_as_embeddings_that_vllm_reads() -> None:
         assert got["messages"][0] == body["messages"][0]
 
     told(story)
-
-
-def spare() -> HttpTransport:
-    """The same service once more."""
-    app = build_service(service(Distinct()))
-    return HttpTransport("http://e", None, 60, httpx.ASGITransport(app))
 
 
 def test_what_has_no_images_passes_byte_by_byte() -> None:

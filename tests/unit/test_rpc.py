@@ -21,7 +21,7 @@ from encoder_service import rpc
 from encoder_service.health import MOST_WATCHES, HealthCalls
 from encoder_service.rpc import CHUNK_BYTES, EncoderCalls, Refused, chunks, response
 from tests.images import jpeg, png
-from tests.unit.test_service import Fleet, service
+from tests.unit.front_door import Fleet, service
 
 PRINTABLE = string.ascii_letters + string.digits + string.punctuation.replace("%", "") + " "
 

@@ -15,7 +15,7 @@ from encoder_service.schema import RequestOptions
 from encoder_service.service import Service
 from encoder_service.wire import RequestItem
 from tests.images import jpeg
-from tests.unit.test_service import MODEL, Fleet, exchange
+from tests.unit.front_door import MODEL, Fleet, exchange
 
 
 class Counting(Fleet):

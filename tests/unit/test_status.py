@@ -19,7 +19,7 @@ from encoder_service.model_card import card
 from encoder_service.service import Service
 from encoder_service.status import Glance, status
 from router.metrics import RouterMetrics
-from tests.unit.test_service import MODEL, Fleet, service
+from tests.unit.front_door import MODEL, Fleet, service
 
 CARD = card(ServiceOptions(model=MODEL), read(MODEL))
 

@@ -28,7 +28,7 @@ from encoder_service.config import ServiceOptions
 from encoder_service.http import build
 from encoder_service.service import Service
 from tests.images import jpeg
-from tests.unit.test_service import MODEL, Fleet
+from tests.unit.front_door import MODEL, Fleet
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"

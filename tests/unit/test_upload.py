@@ -16,7 +16,7 @@ from encoder_service.buffered import Buffered
 from encoder_service.config import LimitOptions
 from encoder_service.http import build
 from tests.images import jpeg
-from tests.unit.test_service import JSON, Fleet, client, service
+from tests.unit.front_door import JSON, Fleet, client, service
 
 IMAGE = {"content-type": "image/jpeg"}
 

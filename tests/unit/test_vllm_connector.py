@@ -22,8 +22,8 @@ from encoder_service.client import Client, ServiceError
 from encoder_service.http import build
 from router.references import unknown
 from tests.images import jpeg
-from tests.unit.test_proxy import Distinct, listening
-from tests.unit.test_service import service
+from tests.unit.front_door import service
+from tests.unit.proxied import Distinct, listening
 
 HIDDEN = 64
 """192 in a row: with two deepstack features."""
