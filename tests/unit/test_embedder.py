@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
-from actors.errors import EmbeddingLost, InvalidMedia
+from actors.errors import EmbeddingLost, InvalidMedia, ServiceError
 from actors.origin import NOBODY
 from actors.types import Answer, Dtype, Media
 from encoder_service.deadline import Deadline
@@ -24,7 +24,7 @@ MEDIA = [item(number) for number in range(2)]
 class Routers:
     """Each call plays the next of `ends`: an error of the call, of the second item, or none."""
 
-    def __init__(self, *ends: Exception | None) -> None:
+    def __init__(self, *ends: RayActorError | ServiceError | None) -> None:
         self.ends = list(ends)
         self.asked: list[list[Media]] = []
 
