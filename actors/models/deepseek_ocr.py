@@ -18,13 +18,12 @@ from actors.attention import Attention, Shapes, Values
 from actors.models import sam, views
 from actors.models.block import Affine, BlocksForm, Style, layer_norm
 from actors.models.deepseek_ocr_config import (
-    CLIP_BLOCKS,
     SAM_BLOCKS,
     WINDOW,
     Architecture,
     crop_sizing,
 )
-from actors.models.packed_weights import Weights
+from actors.models.packed_weights import CLIP_NAMES, Weights
 from actors.spec import ModelSpec
 from actors.two_paths import PATHS
 from actors.types import Bytes, ItemPlan
@@ -70,7 +69,7 @@ class DeepseekOcrTower:
         self.neck = neck(weights)
         self.before_clip = weights.affine("pre_layrnorm")
         style = Style(arch.clip.heads, "quick_gelu", CLIP_EPSILON)
-        self.clip = blocks(weights.blocks(CLIP_BLOCKS, arch.clip.depth), style, attention, ())
+        self.clip = blocks(weights.blocks(CLIP_NAMES, arch.clip.depth), style, attention, ())
         self.projector = weights.affine("layers")
         self.newline = weights.place(weights.tensors["newline"])[None]
         self.separator = weights.place(weights.tensors["seperator"])[None]

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from actors.crops import CropSizing
 from actors.errors import CheckpointError
-from actors.models.packed_weights import BlockNames, Expected, affine, expected_blocks
+from actors.models.packed_weights import (
+    CLIP_NAMES,
+    BlockNames,
+    Expected,
+    affine,
+    expected_blocks,
+    stated,
+)
 from actors.spec import ModelSpec
 
 PREFIXES = (
@@ -27,16 +34,6 @@ MLP_RATIO = 4
 """The three are constants of the published code."""
 
 SAM_BLOCKS = BlockNames(up=("mlp.lin1",), down="mlp.lin2")
-
-CLIP_BLOCKS = BlockNames(
-    block="transformer.layers",
-    norm1="layer_norm1",
-    qkv=("self_attn.qkv_proj",),
-    proj="self_attn.out_proj",
-    norm2="layer_norm2",
-    up=("mlp.fc1",),
-    down="mlp.fc2",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class Architecture:
     @classmethod
     def of(cls, spec: ModelSpec) -> Architecture:
         """Raises CheckpointError for what these towers do not compute."""
-        try:
+        with stated(spec):
             towers = spec.vision["width"]
             sam, clip = towers["sam_vit_b"], towers["clip-l-14-224"]
             first, second = sam["downsample_channels"]
@@ -82,10 +79,6 @@ class Architecture:
                 halving=(int(first), int(second)),
                 clip_side=clip["image_size"] // clip["patch_size"],
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"model.id {spec.id!r}: vision_config lacks or misstates {error}"
-            ) from error
 
     @property
     def head_size(self) -> int:
@@ -109,7 +102,7 @@ def expected(spec: ModelSpec) -> Expected:
         "embeddings.class_embedding": (clip,),
         "embeddings.position_embedding.weight": (arch.clip_side**2 + 1, clip),
         **affine("pre_layrnorm", (clip,)),
-        **expected_blocks(CLIP_BLOCKS, arch.clip.depth, clip, MLP_RATIO * clip),
+        **expected_blocks(CLIP_NAMES, arch.clip.depth, clip, MLP_RATIO * clip),
         **affine("layers", (spec.width, clip + second)),
         "newline": (spec.width,),
         "seperator": (spec.width,),

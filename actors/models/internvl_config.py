@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from actors.errors import CheckpointError
 from actors.models.block import Norm
-from actors.models.packed_weights import Expected, affine
+from actors.models.packed_weights import Expected, affine, stated
 from actors.models.tiled import tile_sizing
 from actors.spec import ModelSpec
 
@@ -87,7 +86,7 @@ class Architecture:
     def of(cls, spec: ModelSpec) -> Architecture:
         """Raises CheckpointError for what this tower does not compute."""
         vision, native = spec.vision, spec.family == "internvl"
-        try:
+        with stated(spec):
             if vision.get("hidden_act", "gelu") != "gelu":
                 raise ValueError(f"hidden_act {vision['hidden_act']!r}: only gelu is supported")
             return cls(
@@ -101,10 +100,6 @@ class Architecture:
                 qkv_bias=bool(vision["attention_bias" if native else "qkv_bias"]),
                 qk_norm=bool(vision["use_qk_norm" if native else "qk_normalization"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"model.id {spec.id!r}: vision_config lacks or misstates {error}"
-            ) from error
 
     @property
     def head_size(self) -> int:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.errors import CheckpointError
-from actors.models.packed_weights import Expected, affine
+from actors.models.packed_weights import Expected, affine, stated
 from actors.models.tiled import tile_sizing
 from actors.spec import ModelSpec
 
@@ -33,7 +32,7 @@ class Architecture:
         """Raises CheckpointError for what this tower does not compute."""
         vision = spec.vision
         rotary = vision.get("rope_parameters") or vision
-        try:
+        with stated(spec):
             widths = {
                 int(vision[key])
                 for key in ("projector_input_dim", "projector_output_dim", "vision_output_dim")
@@ -48,10 +47,6 @@ class Architecture:
                 adapter_width=widths.pop(),
                 theta=float(rotary.get("rope_theta", 10000)),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"model.id {spec.id!r}: vision_config lacks or misstates {error}"
-            ) from error
 
     @property
     def head_size(self) -> int:

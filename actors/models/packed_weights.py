@@ -6,7 +6,8 @@ Knows nothing of files, nor of what is computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,17 @@ USUAL = {
 """The key of `vision_config` for each of the Dimensions."""
 
 
+@contextmanager
+def stated(spec: ModelSpec) -> Iterator[None]:
+    """Around the reading of `vision_config`. Raises CheckpointError for what it lacks."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"model.id {spec.id!r}: vision_config lacks or misstates {error}"
+        ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Dimensions:
     """Sizes that every tower of a packed family has."""
@@ -46,14 +58,10 @@ class Dimensions:
     @classmethod
     def read(cls, spec: ModelSpec, **keys: str) -> Dimensions:
         """Each from its key of `vision_config`, usual or given. Raises CheckpointError."""
-        try:
+        with stated(spec):
             return cls(
                 **{field: integer(spec.vision[key]) for field, key in (USUAL | keys).items()}
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"model.id {spec.id!r}: vision_config lacks or misstates {error}"
-            ) from error
 
     @property
     def head_size(self) -> int:
@@ -103,6 +111,18 @@ class BlockNames:
     """Those of the names above that have a weight alone."""
     scales: tuple[str, str] | None = None
     """What proj and down are scaled by, value for value."""
+
+
+CLIP_NAMES = BlockNames(
+    block="transformer.layers",
+    norm1="layer_norm1",
+    qkv=("self_attn.qkv_proj",),
+    proj="self_attn.out_proj",
+    norm2="layer_norm2",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+)
+"""As in DeepSeek's CLIP, and in Step3's own tower."""
 
 
 class Weights:

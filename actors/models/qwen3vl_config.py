@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from actors.errors import CheckpointError
 from actors.models.block import Activation
-from actors.models.packed_weights import BlockNames, affine, expected_blocks
+from actors.models.packed_weights import BlockNames, affine, expected_blocks, stated
 from actors.spec import ModelSpec
 
 PREFIXES = ("model.visual.", "visual.")
@@ -42,7 +41,7 @@ class Architecture:
     def of(cls, spec: ModelSpec) -> Architecture:
         """Raises CheckpointError for what this tower does not compute."""
         vision = spec.vision
-        try:
+        with stated(spec):
             return cls(
                 depth=int(vision["depth"]),
                 width=int(vision["hidden_size"]),
@@ -57,10 +56,6 @@ class Architecture:
                 activation=ACTIVATIONS[vision.get("hidden_act", "gelu_pytorch_tanh")],
                 theta=float((vision.get("rope_parameters") or {}).get("rope_theta", 10000)),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"model.id {spec.id!r}: vision_config lacks or misstates {error}"
-            ) from error
 
     @property
     def head_size(self) -> int:

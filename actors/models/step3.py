@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.models.block import Style
-from actors.models.packed_weights import Weights
-from actors.models.step_config import STEP3, Architecture, window_sizing
+from actors.models.packed_weights import CLIP_NAMES, Weights
+from actors.models.step_config import Architecture, window_sizing
 from actors.models.step_tower import StepParts, View
 from actors.spec import ModelSpec
 from actors.two_paths import PATHS
@@ -38,7 +38,7 @@ def parts(spec: ModelSpec, weights: Weights) -> StepParts:
             path: View(weights.place(start(spec, weights.tensors, arch, side)))
             for path, side in zip(PATHS, sizing.side_patches, strict=True)
         },
-        layers=weights.blocks(STEP3, arch.depth),
+        layers=weights.blocks(CLIP_NAMES, arch.depth),
         style=Style(arch.heads, "quick_gelu", arch.epsilon, post_norm=True),
         head=head,
         projector=weights.affine("large_projector"),

@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.errors import CheckpointError
-from actors.models.packed_weights import BlockNames, Expected, affine, expected_blocks
+from actors.models.packed_weights import (
+    CLIP_NAMES,
+    BlockNames,
+    Expected,
+    affine,
+    expected_blocks,
+    stated,
+)
 from actors.spec import ModelSpec
 from actors.windows import WindowSizing
 
@@ -29,16 +36,6 @@ PERCEPTION = BlockNames(
 ALIASES = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
 """What the Perception Encoder's own configuration calls what transformers' calls otherwise."""
 
-STEP3 = BlockNames(
-    block="transformer.layers",
-    norm1="layer_norm1",
-    qkv=("self_attn.qkv_proj",),
-    proj="self_attn.out_proj",
-    norm2="layer_norm2",
-    up=("mlp.fc1",),
-    down="mlp.fc2",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -56,7 +53,7 @@ class Architecture:
     @classmethod
     def of(cls, spec: ModelSpec) -> Architecture:
         """Of either tower, under the keys of either. Raises CheckpointError."""
-        try:
+        with stated(spec):
             vision = {ALIASES.get(key, key): value for key, value in spec.vision.items()}
             width = int(vision["hidden_size"])
             ratio = vision.get("mlp_ratio")
@@ -69,10 +66,6 @@ class Architecture:
                 table_side=int(vision["image_size"]) // int(vision["patch_size"]),
                 projector_bias=bool(vision["projector_bias"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"model.id {spec.id!r}: vision_config lacks or misstates {error}"
-            ) from error
 
     @property
     def head_size(self) -> int:
@@ -110,7 +103,7 @@ def step3_expected(spec: ModelSpec) -> Expected:
         "embeddings.class_embedding": (1, width),
         **affine("embeddings.patch_embedding", (width, 3, patch, patch)),
         "embeddings.position_embedding.weight": (arch.table_side**2 + 1, width),
-        **expected_blocks(STEP3, arch.depth, width, arch.mlp_width),
+        **expected_blocks(CLIP_NAMES, arch.depth, width, arch.mlp_width),
         **affine("downsampler", (first, width, 2, 2)),
         **affine("downsampler2", (2 * first, first, 3, 3)),
         **affine("large_projector", (spec.width, 2 * first), bias=arch.projector_bias),
