@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from time import monotonic
 
 import torch
@@ -19,6 +19,9 @@ from actors.metrics import EncoderMetrics
 from actors.models.tower import Tower
 from actors.options import PackingOptions
 from actors.packing import Packing, least_cost, smallest_first
+
+CACHED_PLANS = 256
+"""Lists of waiting items whose packs are remembered."""
 
 log = logging.getLogger("ray.serve")
 
@@ -55,8 +58,10 @@ def capture(
         where = device.beside() if beside else device
         place = (tower, path, budgets, capacity.segments, where)
         most = capacity.exact_graphs
+        # What a path puts out is read with that of the last one, after the replays of them all.
+        kept = path != tower.spec.paths[-1]
         try:
-            graphs[path] = ExactGraphSet(*place, most) if most else GraphSet(*place)
+            graphs[path] = ExactGraphSet(*place, most) if most else GraphSet(*place, kept=kept)
             graphs[path].capture(report)
         except torch.OutOfMemoryError as error:
             raise StartError(
@@ -82,4 +87,6 @@ def choose_packing(options: PackingOptions, graphs: Mapping[str, GraphSet]) -> P
     for path, seconds in zip(graphs, costs, strict=True):
         shown = ", ".join(f"{budget} {each * 1000:.2f}" for budget, each in seconds.items())
         log.info("milliseconds of a replay, %s: %s", path, shown)
-    return partial(least_cost, costs=costs)
+    # Traffic of few sizes asks again and again about the same items.
+    cut = lru_cache(CACHED_PLANS)(partial(least_cost, costs=costs))
+    return lambda plans, capacity: cut(tuple(plans), capacity)

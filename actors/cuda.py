@@ -1,13 +1,13 @@
 """The GPU: three streams, so that staging, replay and reading back overlap from pack to pack.
 
-staging stream    host -> staging buffers, while the pack before it replays
-compute stream    staging buffers -> static inputs, replay, output -> read-back buffer
+staging stream    patches, host -> staging buffers, while the pack before it replays
+compute stream    staging buffers, metadata -> static inputs; replay; output -> read-back buffer
 read-back stream  read-back buffer -> pinned host memory, while the next pack replays
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from actors.attention import Shapes
-from actors.device import Inputs, Rows, Values, allocate, fill
+from actors.device import Rows
+from actors.inputs import Inputs, allocate, count, joined
+from actors.inputs import Rows as MediaRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,33 +34,61 @@ class PinnedRows:
 
 
 class StagedInputs:
-    """Static inputs behind staging buffers of the same size.
+    """Static inputs, and staging buffers for the media that come from the host.
 
-    One set of staging buffers is enough: their rows are copied on before the replay begins, so the
-    next pack may overwrite them while this one replays.
+    Nothing here waits for the device, and nothing is written that is still to be read:
+    - Host memory: metadata is never written to again; patches are gathered in pinned memory, which
+      torch gives to others only when the copies that read it are done.
+    - Staging buffers: overwritten once the pack before has been copied on to the inputs
+      (`consumed`), which is before its replay begins. So one set of them is enough.
+    - Static inputs: only the compute stream writes them, between the replays that read them.
+    Media on the device go into the inputs without a stop: the compute stream reads them, so they
+    must have been written by then, and stay until the pack's rows have been read.
     """
 
     def __init__(
-        self, tensors: dict[str, Tensor], compute: torch.cuda.Stream, staging: torch.cuda.Stream
+        self,
+        tensors: dict[str, Tensor],
+        metadata: Tensor,
+        compute: torch.cuda.Stream,
+        staging: torch.cuda.Stream,
     ) -> None:
         self.tensors = tensors
+        self.metadata = metadata
         self.buffers = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
         self.compute = compute
         self.staging = staging
         self.consumed = torch.cuda.Event()
 
-    def stage(self, values: Values) -> None:
-        """Host to staging buffer while the last pack still replays, then into the inputs."""
-        self.staging.wait_event(self.consumed)
-        with torch.cuda.stream(self.staging):
-            for name, parts in values.items():
-                fill(self.buffers[name], parts)
-        self.compute.wait_stream(self.staging)
-        with torch.cuda.stream(self.compute):
-            for name, parts in values.items():
-                rows = sum(map(len, parts))
-                self.tensors[name][:rows].copy_(self.buffers[name][:rows], non_blocking=True)
-            self.consumed.record(self.compute)
+    def stage(self, metadata: Tensor, rows: MediaRows) -> None:
+        """See Inputs. The compute stream is the current one."""
+        staged = {
+            name: self.buffers[name][: count(parts)]
+            for name, parts in rows.items()
+            if not parts[0].is_cuda
+        }
+        if staged:
+            self.staging.wait_event(self.consumed)
+            with torch.cuda.stream(self.staging):
+                for name, buffer in staged.items():
+                    buffer.copy_(pinned(rows[name]), non_blocking=True)
+            self.compute.wait_stream(self.staging)
+        for name, parts in rows.items():
+            joined([staged[name]] if name in staged else parts, self.tensors[name][: count(parts)])
+        self.consumed.record(self.compute)
+        self.metadata[: len(metadata)].copy_(metadata, non_blocking=True)
+
+
+class Unowned:
+    """Memory of a graph's pool, for torch.as_tensor: to hold it keeps nothing allocated."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (rows.nbytes,),
+            "typestr": "|u1",
+            "data": (rows.data_ptr(), False),
+            "version": 3,
+        }
 
 
 class CudaDevice:
@@ -98,12 +128,20 @@ class CudaDevice:
 
     def inputs(self, shapes: Shapes) -> Inputs:
         """See Device."""
-        tensors = allocate(shapes, self.device)
+        tensors, metadata = allocate(shapes, self.device)
         torch.cuda.synchronize()
-        return StagedInputs(tensors, self.compute, self.staging)
+        return StagedInputs(tensors, metadata, self.compute, self.staging)
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """A CUDA graph in the pool that all graphs of this device share."""
+    def host_buffer(self, size_bytes: int) -> Tensor:
+        """See Device: pinned."""
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def capture(self, run: Callable[[], Tensor], *, kept: bool) -> Callable[[], Tensor]:
+        """A CUDA graph in the pool that all graphs of this device share.
+
+        An output that is not kept goes back to the pool, where graphs captured later work in its
+        memory: so all graphs together take what the largest takes, however many there are.
+        """
         with torch.cuda.stream(self.compute):
             run()
         self.compute.synchronize()
@@ -113,7 +151,9 @@ class CudaDevice:
         with torch.cuda.graph(
             graph, pool=self.pool, stream=self.compute, capture_error_mode="thread_local"
         ):
-            output = run()
+            output = run().contiguous()
+        if not kept:
+            output = unowned(output)
 
         def replay() -> Tensor:
             graph.replay()
@@ -149,3 +189,15 @@ class CudaDevice:
         except RuntimeError:
             return False
         return True
+
+
+def unowned(rows: Tensor) -> Tensor:
+    """The same rows in the same memory, which is free again when nobody else holds it."""
+    flat = torch.as_tensor(Unowned(rows), device=rows.device)
+    return flat.view(rows.dtype).view(rows.shape)
+
+
+def pinned(parts: Sequence[Tensor]) -> Tensor:
+    """All rows of the parts in pinned memory."""
+    shape = (count(parts), *parts[0].shape[1:])
+    return joined(parts, torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))

@@ -6,7 +6,7 @@ code everywhere. All verbs but `Rows.wait` are called from one thread, the engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.attention import Shapes
-
-Values = Mapping[str, Sequence[Tensor]]
-"""Host tensors by the input they fill; several of one input follow each other, row after row."""
+from actors.inputs import HostInputs, Inputs, allocate
 
 
 class Rows(Protocol):
@@ -25,18 +23,6 @@ class Rows(Protocol):
 
     def wait(self) -> Tensor:
         """The rows in host memory that nobody else will write to. Blocks until they are there."""
-
-
-class Inputs(Protocol):
-    """The static inputs of a path: allocated once, written pack after pack."""
-
-    tensors: dict[str, Tensor]
-
-    def stage(self, values: Values) -> None:
-        """Copies the values into the first rows of the inputs, ahead of what runs next.
-
-        Rows beyond them keep what they held: a replay writes only what changed.
-        """
 
 
 class Device(Protocol):
@@ -60,10 +46,14 @@ class Device(Protocol):
     def inputs(self, shapes: Shapes) -> Inputs:
         """Static inputs of these shapes, zero at first."""
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def host_buffer(self, size_bytes: int) -> Tensor:
+        """uint8, of any content, in host memory that copies to the device need not wait for."""
+
+    def capture(self, run: Callable[[], Tensor], *, kept: bool) -> Callable[[], Tensor]:
         """Runs once to warm up, records, and gives the replay.
 
-        Its result is overwritten by later replays of this graph, and of those captured before it.
+        Its result lasts until the next replay of any graph of this device. `kept`: it has memory of
+        its own among the graphs that are captured later, whose replays leave it alone.
         """
 
     def read_back(self, rows: Tensor) -> Rows:
@@ -85,18 +75,6 @@ class HostRows:
     def wait(self) -> Tensor:
         """At once."""
         return self.rows
-
-
-class HostInputs:
-    """Static inputs that the forward reads in place."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def stage(self, values: Values) -> None:
-        """See Inputs."""
-        for name, parts in values.items():
-            fill(self.tensors[name], parts)
 
 
 class CpuDevice:
@@ -121,9 +99,13 @@ class CpuDevice:
 
     def inputs(self, shapes: Shapes) -> Inputs:
         """See Device."""
-        return HostInputs(allocate(shapes, self.device))
+        return HostInputs(*allocate(shapes, self.device))
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def host_buffer(self, size_bytes: int) -> Tensor:
+        """See Device."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def capture(self, run: Callable[[], Tensor], *, kept: bool) -> Callable[[], Tensor]:
         """The function itself, after one warm-up."""
         run()
         return run
@@ -139,19 +121,3 @@ class CpuDevice:
     def alive(self) -> bool:
         """Always."""
         return True
-
-
-def allocate(shapes: Shapes, device: torch.device) -> dict[str, Tensor]:
-    """Zeros: every index and position in a fresh buffer is a valid one."""
-    return {
-        name: torch.zeros(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in shapes.items()
-    }
-
-
-def fill(target: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copies the parts into the first rows of the target, one after the other."""
-    start = 0
-    for part in parts:
-        target[start : start + len(part)].copy_(part, non_blocking=True)
-        start += len(part)

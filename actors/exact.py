@@ -44,7 +44,7 @@ class ExactGraphSet(GraphSet):
         device: Device,
         most: int,
     ) -> None:
-        super().__init__(tower, path, budgets, segments, device)
+        super().__init__(tower, path, budgets, segments, device, kept=True)
         # One graph sizes the pool, the one with the most inputs: another would only keep an output.
         self.forms = self.forms[-1:]
         self.most = most
@@ -56,7 +56,7 @@ class ExactGraphSet(GraphSet):
         """Captures the largest budget, from which every layout's graph takes its memory."""
         super().capture(report)
         with self.device.running():
-            self.rows = self.replays[self.budgets[-1], self.forms[-1]]()
+            self.output = self.replays[self.budgets[-1], self.forms[-1]]()
 
     def captured(self) -> int:
         """Layouts that can be replayed now."""
@@ -86,7 +86,8 @@ class ExactGraphSet(GraphSet):
                 self._remember(self._layout(plans))
             return super().encode(None, plans, patches, later)
         with self.device.running():
-            self.inputs.stage(self.values(None, plans, patches, later))
+            rows = self.rows(plans, patches, later)
+            self.inputs.stage(self.packed(None, tuple(plans)), rows)
             return self._replay(plans)()
 
     def _replay(self, plans: Sequence[ItemPlan]) -> Callable[[], Tensor]:
@@ -104,14 +105,12 @@ class ExactGraphSet(GraphSet):
         return replay
 
     def _captured(self, plans: Sequence[ItemPlan]) -> Callable[[], Tensor]:
-        tokens = self.tokens(plans)
-        segments = sum(max(1, plan.frames) for plan in plans)
-        shapes = self.tower.inputs(self.path, tokens, segments)
-        if self.videos(plans):
-            shapes = shapes | self.video_inputs(tokens)
-        static = self.static(shapes)
-        rows = self.rows[:tokens]
-        return self.device.capture(lambda: rows.copy_(self.tower.forward(self.path, static)))
+        tokens, segments = self.room(None, plans)
+        static = self.static(self._shapes(tokens, segments, self.videos(plans)))
+        rows = self.output[:tokens]
+        return self.device.capture(
+            lambda: rows.copy_(self.tower.forward(self.path, static)), kept=True
+        )
 
     def _remember(self, layout: Layout) -> None:
         self.seen[layout] = None

@@ -1,7 +1,7 @@
 """Captured graphs of one path, one or two a token budget, and what replays them.
 
-Static inputs are allocated once, for the largest budget; a smaller graph reads their first rows.
-All graphs share one pool, the largest captured first. Padding is data: rows that no segment covers.
+Static inputs are allocated once, for the largest budget (inputs.py). All graphs share one pool, the
+largest captured first. Padding is data: rows that no segment covers.
 A tower whose videos need inputs of their own has a second graph a budget, for packs with videos, so
 that images by themselves pay neither for those inputs nor for the segments of frames.
 """
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from actors.attention import Shapes
 from actors.budgets import Segments
-from actors.device import Device, Values
+from actors.device import Device
+from actors.inputs import Places, Rows
 from actors.models.tower import Tower, VideoTower
 from actors.types import Item, ItemPlan
 
@@ -24,6 +25,9 @@ Report = Callable[[int, float], None]
 """Called with a budget and the seconds that its capture took."""
 
 MEASURED_REPLAYS = 5
+
+CACHED_LAYOUTS = 32
+"""Packs of the same plans in the same order whose metadata is kept, in pinned memory on CUDA."""
 
 SKIPPED = "skip"
 """The label of a path on which a pack has no tokens."""
@@ -33,7 +37,14 @@ class GraphSet:
     """The graphs of one path of a tower on one device."""
 
     def __init__(
-        self, tower: Tower, path: str, budgets: Sequence[int], segments: Segments, device: Device
+        self,
+        tower: Tower,
+        path: str,
+        budgets: Sequence[int],
+        segments: Segments,
+        device: Device,
+        *,
+        kept: bool = False,
     ) -> None:
         self.tower = tower
         self.path = path
@@ -41,23 +52,27 @@ class GraphSet:
         self.budgets = tuple(budget for budget in budgets if budget)
         self.segments = segments
         self.device = device
+        self.kept_rows = kept
+        """Rows outlast replays of what is captured later: another path's."""
+        self._packed: dict[tuple[int | None, tuple[ItemPlan, ...]], Tensor] = {}
         self.replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
         """By budget, and whether it is for packs with videos."""
         videos = segments.frames and self.video_inputs(1)
         self.forms: tuple[bool, ...] = (False, True) if videos else (False,)
         if self.budgets:
-            self.inputs = device.inputs(self._shapes(self.budgets[-1], self.forms[-1]))
+            self.inputs = device.inputs(self.budget_shapes(self.budgets[-1], videos=self.forms[-1]))
 
     @torch.inference_mode()
     def capture(self, report: Report) -> None:
-        """Captures every budget, largest first. Afterwards nothing is allocated any more."""
+        """Captures every budget, largest first. Replays take no more device memory."""
         for budget in reversed(self.budgets):
             started = perf_counter()
             for videos in reversed(self.forms):
-                static = self.static(self._shapes(budget, videos))
+                static = self.static(self.budget_shapes(budget, videos=videos))
                 with self.device.running():
                     self.replays[budget, videos] = self.device.capture(
-                        lambda static=static: self.tower.forward(self.path, static)  # type: ignore[misc]
+                        lambda static=static: self.tower.forward(self.path, static),  # type: ignore[misc]
+                        kept=self.kept_rows,
                     )
             report(budget, perf_counter() - started)
 
@@ -115,23 +130,18 @@ class GraphSet:
         """
         if not self.tokens(plans):
             return self._nothing()
-        values = self.values(budget, plans, patches, later)
+        rows = self.rows(plans, patches, later)
         with self.device.running():
             if budget is None:
-                return self._eager(values)
-            self.inputs.stage(values)
+                return self._eager(plans, rows)
+            self.inputs.stage(self.packed(budget, tuple(plans)), rows)
             return self.replays[budget, self.videos(plans)]()[: self.tokens(plans)]
 
-    def values(
-        self,
-        budget: int | None,
-        plans: Sequence[ItemPlan],
-        patches: Sequence[Tensor],
-        later: Sequence[Tensor],
-    ) -> dict[str, Sequence[Tensor]]:
-        """What every input is filled with."""
-        metadata = {name: [value] for name, value in self.metadata(budget, plans).items()}
-        return metadata | {"patches": patches} | ({"later": later} if self.videos(plans) else {})
+    def rows(
+        self, plans: Sequence[ItemPlan], patches: Sequence[Tensor], later: Sequence[Tensor]
+    ) -> Rows:
+        """What the inputs of media are filled with."""
+        return {"patches": patches, "later": later} if self.videos(plans) else {"patches": patches}
 
     def videos(self, plans: Sequence[ItemPlan]) -> bool:
         """Whether these items need the inputs that are for videos."""
@@ -148,29 +158,55 @@ class GraphSet:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         return torch.empty(0, spec.width, dtype=dtype, device=self.device.device)
 
-    def metadata(self, budget: int | None, plans: Sequence[ItemPlan]) -> dict[str, Tensor]:
-        """Host values of the inputs other than the patches."""
+    def packed(self, budget: int | None, plans: tuple[ItemPlan, ...]) -> Tensor:
+        """Host values of the inputs that are no media, as one piece; None: of an exact layout.
+
+        Traffic of few sizes brings the same packs again, and finds what was made for them.
+        """
+        key = budget, plans
+        found = self._packed.pop(key, None)
+        if found is None:
+            tokens, segments = self.room(budget, plans)
+            places = Places(self._shapes(tokens, segments, self.videos(plans)))
+            values = self.tower.metadata(self.path, plans, tokens, segments)
+            found = places.packed(values, self.device.host_buffer(places.size_bytes))
+            if len(self._packed) == CACHED_LAYOUTS:
+                del self._packed[next(iter(self._packed))]  # the one unused for longest
+        self._packed[key] = found
+        return found
+
+    def room(self, budget: int | None, plans: Sequence[ItemPlan]) -> tuple[int, int]:
+        """Tokens and segments of a budget's graph for such a pack; None: no more than it has."""
         if budget is None:
-            segments = sum(max(1, plan.frames) for plan in plans)
-            return self.tower.metadata(self.path, plans, self.tokens(plans), segments)
-        segments = self.segments.of(budget, videos=self.videos(plans))
-        return self.tower.metadata(self.path, plans, budget, segments)
+            return self.tokens(plans), sum(max(1, plan.frames) for plan in plans)
+        return budget, self.segments.of(budget, videos=self.videos(plans))
 
     def static(self, shapes: Shapes) -> dict[str, Tensor]:
-        """The first rows of the static inputs, in these shapes."""
-        return {name: self.inputs.tensors[name][: shape[0]] for name, (shape, _) in shapes.items()}
+        """What a graph reads, in these shapes."""
+        media = {
+            name: tensor[: shapes[name][0][0]]
+            for name, tensor in self.inputs.tensors.items()
+            if name in shapes
+        }
+        return media | Places(shapes).views(self.inputs.metadata)
 
-    def _eager(self, values: Values) -> Tensor:
+    def _eager(self, plans: Sequence[ItemPlan], rows: Rows) -> Tensor:
         device = self.device.device
+        values = self.tower.metadata(self.path, plans, *self.room(None, plans)) | {
+            name: torch.cat(list(parts)) for name, parts in rows.items()
+        }
         return self.tower.forward(
-            self.path, {name: torch.cat(list(parts)).to(device) for name, parts in values.items()}
+            self.path, {name: value.to(device) for name, value in values.items()}
         )
 
     def tokens(self, plans: Sequence[ItemPlan]) -> int:
         """Tokens that these items have on this path."""
         return sum(plan.path_tokens[self.index] for plan in plans)
 
-    def _shapes(self, budget: int, videos: bool) -> Shapes:
-        segments = self.segments.of(budget, videos=videos)
-        shapes = self.tower.inputs(self.path, budget, segments)
-        return shapes | self.video_inputs(budget) if videos else shapes
+    def budget_shapes(self, budget: int, *, videos: bool) -> Shapes:
+        """Inputs of a budget's graph."""
+        return self._shapes(budget, self.segments.of(budget, videos=videos), videos)
+
+    def _shapes(self, tokens: int, segments: int, videos: bool) -> Shapes:
+        shapes = self.tower.inputs(self.path, tokens, segments)
+        return shapes | self.video_inputs(tokens) if videos else shapes

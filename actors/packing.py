@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise, product
-from math import inf
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from actors.budgets import Capacity, at_least
 from actors.cost import Costs, pack_seconds
 from actors.types import ItemPlan, Pack
+
+Integers = npt.NDArray[np.int64]
 
 Packing = Callable[[Sequence[ItemPlan], Capacity], list[Pack]]
 """A policy: cuts all items into packs."""
@@ -91,8 +94,10 @@ def least_cost(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -> l
     An item beyond a limit by itself gets a pack of its own, with None for the path it is beyond.
     """
     order = sorted(range(len(plans)), key=lambda i: plans[i].tokens)
-    alone = [i for i in order if not graphs_hold(plans[i], capacity)]
-    rest = [i for i in order if graphs_hold(plans[i], capacity)]
+    alone: list[int] = []
+    rest: list[int] = []
+    for index in order:
+        (rest if graphs_hold(plans[index], capacity) else alone).append(index)
     cuts = cheapest_cuts([plans[i] for i in rest], capacity, costs)
     packs = [[i] for i in alone] + [rest[a:b] for a, b in pairwise(cuts)]
     return [closed(pack, plans, capacity) for pack in packs]
@@ -106,43 +111,43 @@ def cheapest_cuts(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -
     first pack is the longest: it is the one of the oldest among equal items, and what remains at
     the end waits for company.
     """
-    paths = range(len(capacity.budgets))
-    totals = [running(plan.path_tokens[path] for plan in plans) for path in paths]
-    frames = running(plan.frames for plan in plans)
-    largest_first = [capacity.budgets[path][::-1] for path in paths]
-    seconds = [pack_seconds(budgets, costs) for budgets in product(*largest_first)]
     last = len(plans)
-    best, ends = [0.0] * (last + 1), [last] * (last + 1)
-    for begin in reversed(range(last)):
-        most = min(
-            begin + capacity.items, bisect_right(frames, frames[begin] + capacity.frames) - 1
+    if last < 2:
+        return list(range(last + 1))
+    frames = running([plan.frames for plan in plans])
+    most = np.minimum(np.arange(last) + capacity.items, reach(frames, [capacity.frames])[:, 0])
+    ends, seconds = most[:, None], np.zeros(1)
+    for path, (budgets, cost) in enumerate(zip(capacity.budgets, costs, strict=True)):
+        largest_first = budgets[::-1]
+        tokens = running([plan.path_tokens[path] for plan in plans])
+        held = np.minimum(
+            reach(tokens, largest_first),
+            reach(frames, [capacity.frames_in(budget) for budget in largest_first]),
         )
-        reach = [
-            [
-                min(
-                    bisect_right(total, total[begin] + budget),
-                    bisect_right(frames, frames[begin] + capacity.frames_in(budget)),
-                )
-                - 1
-                for budget in budgets
-            ]
-            for total, budgets in zip(totals, largest_first, strict=True)
-        ]
-        cheapest = inf
-        for stops, cost in zip(product(*reach), seconds, strict=True):
-            end = min(most, *stops)
-            if end > begin and cost + best[end] < cheapest - NANOSECOND:
-                cheapest, ends[begin] = cost + best[end], end
-        best[begin] = cheapest
+        # Each combination of budgets has a column.
+        ends = np.minimum(ends[:, :, None], held[:, None, :]).reshape(last, -1)
+        path_seconds = np.array([pack_seconds((budget,), (cost,)) for budget in largest_first])
+        seconds = (seconds[:, None] + path_seconds).ravel()
+    prices = np.where(ends > np.arange(last)[:, None], seconds, np.inf)
+    best, chosen = np.zeros(last + 1), [0] * last
+    for begin in reversed(range(last)):
+        totals = prices[begin] + best[ends[begin]]
+        column = int((totals <= totals.min() + NANOSECOND).argmax())
+        best[begin], chosen[begin] = totals[column], int(ends[begin, column])
     cuts = [0]
     while cuts[-1] < last:
-        cuts.append(ends[cuts[-1]])
+        cuts.append(chosen[cuts[-1]])
     return cuts
 
 
-def running(values: Iterable[int]) -> list[int]:
+def running(values: Sequence[int]) -> Integers:
     """Sums of the first 0, 1, 2, ... values."""
-    return list(accumulate(values, initial=0))
+    return np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
+
+
+def reach(sums: Integers, limits: Sequence[int]) -> Integers:
+    """Where a pack ends at the latest: [items that it may begin at, limits of the sum]."""
+    return np.searchsorted(sums, sums[:-1, None] + np.asarray(limits), side="right") - 1
 
 
 def graphs_hold(plan: ItemPlan, capacity: Capacity) -> bool:

@@ -65,7 +65,7 @@ class EngineCall:
                 graphs.encode(
                     budget,
                     plans,
-                    [each[plan.rows(path)] for each, plan in zip(patches, plans, strict=True)],
+                    patches if len(self.graphs) == 1 else of_path(patches, plans, path),
                 )
                 for path, (graphs, budget) in enumerate(
                     zip(self.graphs.values(), pack.budgets, strict=True)
@@ -81,16 +81,24 @@ class EngineCall:
         return [rows[index] for index in range(len(rows))]
 
     def host(self) -> None:
-        """The part of the call that is the processor's alone: packing and metadata."""
+        """The part of the call that is the processor's alone: packing and metadata.
+
+        As in the call, both are remembered from the calls before.
+        """
         for pack in self.packs():
             plans = [self.batch.plans[index] for index in pack.items]
             for graphs, budget in zip(self.graphs.values(), pack.budgets, strict=True):
                 if graphs.tokens(plans):
-                    graphs.metadata(budget, plans)
+                    graphs.packed(budget, tuple(plans))
 
     def packs(self) -> list[Pack]:
         """What the service would make of these items if nothing else waited."""
         return self.packing(self.batch.plans, self.capacity)
+
+
+def of_path(patches: Sequence[Tensor], plans: Sequence[ItemPlan], path: int) -> list[Tensor]:
+    """The patches of one path of each item, by the path's place in the model."""
+    return [each[plan.rows(path)] for each, plan in zip(patches, plans, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,10 +103,10 @@ def test_captured_when_a_layout_comes_again(pair: Pair, videos: list[tuple[Item,
 def test_images_alone_have_no_inputs_of_videos(pair: Pair) -> None:
     segments = Segments(items=4, frames=64, frame_tokens=4)
     graphs = GraphSet(pair.tower, "default", (256,), segments, CpuDevice())
-    images = graphs._shapes(256, videos=False)
+    images = graphs.budget_shapes(256, videos=False)
     assert "later" not in images
     assert images["segment_ends"][0] == (4,)
     if pair.tower.spec.video:
-        assert graphs._shapes(256, videos=True)["segment_ends"][0] == (68,)
+        assert graphs.budget_shapes(256, videos=True)["segment_ends"][0] == (68,)
     else:
         assert graphs.forms == (False,)

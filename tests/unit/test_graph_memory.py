@@ -25,23 +25,24 @@ EXACT = Capacity(((8,), (6,)), (8, 6), items=5, frames=0, exact_graphs=4)
 
 
 class Pool(CpuDevice):
-    """A replay writes over the outputs of graphs captured later: they lie where it works."""
+    """A replay writes over the outputs of graphs captured later, and over all that are not kept."""
 
     def __init__(self) -> None:
-        self.outputs: list[Tensor] = []
+        self.outputs: list[tuple[Tensor, bool]] = []
 
     def beside(self) -> Device:
         return Pool()
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, run: Callable[[], Tensor], *, kept: bool) -> Callable[[], Tensor]:
         output = run()
         place = len(self.outputs)
-        if all(other.data_ptr() != output.data_ptr() for other in self.outputs):
-            self.outputs.append(output)
+        if all(other.data_ptr() != output.data_ptr() for other, _ in self.outputs):
+            self.outputs.append((output, kept))
 
         def replay() -> Tensor:
-            for later in self.outputs[place + 1 :]:
-                later.fill_(math.nan)
+            for index, (other, safe) in enumerate(self.outputs):
+                if index > place or not (safe or index == place):
+                    other.fill_(math.nan)
             rows = run()
             if rows.data_ptr() != output.data_ptr():
                 output.copy_(rows)

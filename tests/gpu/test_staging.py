@@ -1,0 +1,92 @@
+"""On a GPU: a pack is staged while the one before replays, and no graph reads another's inputs."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from actors.attention import Values
+from actors.budgets import Capacity, Segments
+from actors.capture import capture
+from actors.device import Device
+from actors.engine import Engine
+from actors.graphs import GraphSet
+from actors.metrics import EncoderMetrics
+from tests.toy_tower import ToyTower, toy_item, toy_rows
+
+pytestmark = pytest.mark.gpu
+
+SLOW_CYCLES = 2_000_000
+"""About a millisecond: the next pack is staged meanwhile."""
+
+BUDGETS = (64, 256, 1024)
+
+
+class SlowToy(ToyTower):
+    """Reads metadata and patches when the replay has gone on for a while, and never on the host.
+
+    A row is as the toy's, and more by all the metadata together: the patches of the pack.
+    """
+
+    def forward(self, path: str, values: Values) -> torch.Tensor:
+        torch.cuda._sleep(SLOW_CYCLES)
+        return values["patches"].float().sum(1).view(-1, 4) + values["items"].sum()
+
+
+@pytest.fixture
+def device() -> Device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from actors.cuda import CudaDevice
+
+    return CudaDevice()
+
+
+def test_packs_from_the_host_keep_their_inputs(device: Device) -> None:
+    limits = Capacity((BUDGETS,), (BUDGETS[-1],), items=1, frames=0)
+    tower, metrics, random = SlowToy(), EncoderMetrics(), Random(0)
+    engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
+    items = [toy_item(random.randint(1, 1024), seed) for seed in range(200)]
+    answers = [engine.submit(item) for item in items]
+    for item, answer in zip(items, answers, strict=True):
+        assert torch.equal(answer.result(60).rows, toy_rows(item) + item.plan.patches)
+    engine.close()
+
+
+def test_packs_on_the_device_keep_their_inputs(device: Device) -> None:
+    tower, random = SlowToy(), Random(1)
+    graphs = GraphSet(tower, "default", BUDGETS, Segments(32), device)
+    graphs.capture(lambda budget, seconds: None)
+    packs = []
+    for seed in range(100):
+        items = [toy_item(random.randint(1, 50), 100 * seed + n) for n in range(20)]
+        rows = torch.cat([toy_rows(item) for item in items])
+        packs.append((items, rows + sum(item.plan.patches for item in items)))
+    placed = [
+        [torch.from_numpy(item.patches).to(device.device) for item in items] for items, _ in packs
+    ]
+    torch.cuda.synchronize()
+    found = []
+    for (items, rows), patches in zip(packs, placed, strict=True):
+        budget = 256 if len(rows) <= 256 else 1024
+        made = graphs.encode(budget, [item.plan for item in items], patches)
+        with device.running():
+            found.append(made.clone())
+    torch.cuda.synchronize()
+    for (_, rows), made in zip(packs, found, strict=True):
+        assert torch.equal(made.cpu(), rows)
+
+
+def test_graphs_share_the_memory_of_their_outputs(device: Device) -> None:
+    tower = SlowToy()
+    sizes = []
+    for budgets in ((2**20,), tuple(2**20 - 2**14 * n for n in reversed(range(16)))):
+        torch.cuda.empty_cache()
+        before = device.memory_bytes()
+        graphs = GraphSet(tower, "default", budgets, Segments(32), device.beside())
+        graphs.capture(lambda budget, seconds: None)
+        sizes.append(device.memory_bytes() - before)
+    one, sixteen = sizes
+    assert sixteen < 1.5 * one
