@@ -73,6 +73,20 @@ def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
     return (*budgets, largest)
 
 
+def graduated(smallest: int, largest: int, steps: int) -> tuple[int, ...]:
+    """`steps` budgets to each doubling, as far as multiples of the smallest allow, and `largest`.
+
+    Multiples of 64 tokens are whole tiles of rows in matrix products, those of a tile whole tiles.
+    """
+    doubled = powers_of_two(smallest, largest)
+    between = {
+        -(-power * (steps + step) // (steps * smallest)) * smallest
+        for power in doubled
+        for step in range(1, steps)
+    }
+    return tuple(sorted({*doubled, *(budget for budget in between if budget < largest)}))
+
+
 def at_least(budgets: Sequence[int], tokens: int) -> int | None:
     """The smallest budget that holds so many tokens; None: no budget does."""
     index = bisect_left(budgets, tokens)
@@ -98,7 +112,7 @@ def capacity(
             f"graphs.token_budgets: {given[-1]} is over {MOST_ITEMS_A_BUDGET} times the "
             f"{largest} tokens of the model's largest item: lower it"
         )
-    budgets = given or powers_of_two(smallest, largest)
+    budgets = given or graduated(smallest, largest, options.steps_per_doubling)
     graphs = {"budget": budgets, "exact": budgets[-1:], "off": ()}[options.mode]
     items = options.max_vision_items_per_batch or max(1, budgets[-1] // min(budgets[0], smallest))
     frames = options.max_frames_per_batch

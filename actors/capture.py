@@ -39,7 +39,7 @@ def capture(
     Paths are captured in the order in which a pack replays them, so that a later path's graphs
     leave alone what an earlier path has just put out, which they were captured beside.
     """
-    started, before = monotonic(), device.memory_bytes()
+    started, before, used_before = monotonic(), device.memory_bytes(), device.used_bytes()
     total = sum(budget > 0 for budgets in capacity.budgets for budget in budgets)
     done = 0
     graphs = {}
@@ -70,8 +70,13 @@ def capture(
                 f"GPU of its own (encoder.num_gpus: 1). torch said: {error}"
             ) from error
         metrics.captured_graphs.labels(path).set(graphs[path].captured())
-    metrics.graph_memory_bytes.set(device.memory_bytes() - before)
-    log.info("captured %d graphs in %.1f s", total, monotonic() - started)
+    ours = device.memory_bytes() - before
+    metrics.graph_memory_bytes.set(ours)
+    log.info(
+        "captured %d budgets in %.1f s: %.2f GB of tensors, %.3f GB that CUDA keeps of graphs",
+        *(total, monotonic() - started, ours / 1e9),
+        (device.used_bytes() - used_before - ours) / 1e9,
+    )
     return graphs
 
 

@@ -182,6 +182,11 @@ class CudaDevice:
         """What torch's allocator holds, graph pools included."""
         return torch.cuda.memory_reserved(self.device)
 
+    def used_bytes(self) -> int:
+        """See Device."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
     def alive(self) -> bool:
         """Whether the context still takes work: an illegal access or an assertion is for ever."""
         try:

@@ -60,7 +60,10 @@ class Device(Protocol):
         """Starts the copy of an output to the host; the output may be overwritten afterwards."""
 
     def memory_bytes(self) -> int:
-        """Device memory that this process holds."""
+        """Device memory that this process holds, without what the driver keeps for it."""
+
+    def used_bytes(self) -> int:
+        """Device memory in use by everyone, the driver included."""
 
     def alive(self) -> bool:
         """False: no work can succeed here any more and the process must be replaced."""
@@ -115,6 +118,10 @@ class CpuDevice:
         return HostRows(rows.clone())
 
     def memory_bytes(self) -> int:
+        """Not counted on the CPU."""
+        return 0
+
+    def used_bytes(self) -> int:
         """Not counted on the CPU."""
         return 0
 

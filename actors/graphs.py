@@ -24,7 +24,7 @@ from actors.types import Item, ItemPlan
 Report = Callable[[int, float], None]
 """Called with a budget and the seconds that its capture took."""
 
-MEASURED_REPLAYS = 5
+MEASURED_REPLAYS = 3
 
 CACHED_LAYOUTS = 32
 """Packs of the same plans in the same order whose metadata is kept, in pinned memory on CUDA."""

@@ -147,7 +147,8 @@ def running(values: Sequence[int]) -> Integers:
 
 def reach(sums: Integers, limits: Sequence[int]) -> Integers:
     """Where a pack ends at the latest: [items that it may begin at, limits of the sum]."""
-    return np.searchsorted(sums, sums[:-1, None] + np.asarray(limits), side="right") - 1
+    ends: Integers = np.searchsorted(sums, sums[:-1, None] + np.asarray(limits), side="right") - 1
+    return ends
 
 
 def graphs_hold(plan: ItemPlan, capacity: Capacity) -> bool:

@@ -21,7 +21,7 @@ from actors.ladder import best_ladder, padding_ratio, rounded_up, simulated_load
 from actors.sizing import Sizing
 from actors.spec import read
 from actors.two_paths import model_capacity
-from actors.types import DTYPE_BYTES, Size
+from actors.types import Size
 from encoder_service.config import load
 
 
@@ -35,9 +35,15 @@ def add(subcommands: Any) -> None:
         'or JSON: {"336x336": 120, ...}',
     )
     parser.add_argument("--config", type=Path, required=True, help="such as configs/qwen3vl.yaml")
-    parser.add_argument("--graphs", type=positive, default=9, help="most budgets (%(default)s)")
+    parser.add_argument("--graphs", type=positive, help="most budgets (as many as configured)")
     parser.add_argument(
-        "--memory-bytes", type=positive, help="most device memory for the outputs of the graphs"
+        "--memory-bytes", type=positive, help="most device memory that graphs may take"
+    )
+    parser.add_argument(
+        "--graph-bytes",
+        type=positive,
+        help="what CUDA keeps of one graph, from the log of a start; with --memory-bytes. All else "
+        "is shared, and the largest budget decides it",
     )
     parser.add_argument(
         "--waiting-items",
@@ -62,10 +68,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     loads = pack_loads(counts, spec.sizing, room, options.waiting_items)
     if not loads:
         raise ConfigError(f"{options.histogram}: nothing in it fits the largest budget, {largest}")
-    token_bytes = spec.width * DTYPE_BYTES[spec.dtype]
-    planned = within(loads, options.graphs, largest, options.memory_bytes, token_bytes)
     now = room.budgets[0]
-    console.print(table({"configured": now, "planned": planned}, loads, token_bytes))
+    most = within(options.graphs or len(now), options.memory_bytes, options.graph_bytes)
+    planned = best_ladder(rounded_up(loads, largest), most, largest)
+    console.print(table({"configured": now, "planned": planned}, loads))
     saved = 1 - (1 + padding_ratio(loads, planned)) / (1 + padding_ratio(loads, now))
     compared = f"{abs(saved):.1%} {'fewer' if saved >= 0 else 'more'} tokens computed"
     console.print(f"{compared} than as configured. Under `graphs:` in {options.config}:")
@@ -74,22 +80,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def within(
-    loads: Mapping[int, float],
-    graphs: int,
-    largest: int,
-    memory_bytes: int | None,
-    token_bytes: int,
-) -> tuple[int, ...]:
-    """The best ladder whose outputs, the one thing that graphs do not share, fit the memory."""
-    for count in range(graphs, 0, -1):
-        ladder = best_ladder(rounded_up(loads, largest), count, largest)
-        if memory_bytes is None or sum(ladder) * token_bytes <= memory_bytes:
-            return ladder
-    raise ConfigError(
-        f"--memory-bytes {memory_bytes}: the output of the largest budget alone, {largest} tokens, "
-        f"takes {largest * token_bytes}: give more, or a lower graphs.token_budgets"
-    )
+def within(graphs: int, memory_bytes: int | None, graph_bytes: int | None) -> int:
+    """Graphs that the memory holds, at most so many. Raises ConfigError: it holds none."""
+    if (memory_bytes is None) != (graph_bytes is None):
+        raise ConfigError("--memory-bytes and --graph-bytes go together")
+    if memory_bytes is None or graph_bytes is None:
+        return graphs
+    if memory_bytes < graph_bytes:
+        raise ConfigError(f"--memory-bytes {memory_bytes} holds no graph of {graph_bytes}")
+    return min(graphs, memory_bytes // graph_bytes)
 
 
 def pack_loads(
@@ -136,18 +135,12 @@ def histogram(path: Path) -> dict[str, float]:
     return counts
 
 
-def table(
-    ladders: Mapping[str, tuple[int, ...]], loads: Mapping[int, float], token_bytes: int
-) -> Table:
+def table(ladders: Mapping[str, tuple[int, ...]], loads: Mapping[int, float]) -> Table:
     """What each ladder costs."""
-    shown = Table("", "budgets", "padded tokens a token", "bytes of outputs")
+    shown = Table("", "graphs", "budgets", "padded tokens a token")
     for name, budgets in ladders.items():
-        shown.add_row(
-            name,
-            " ".join(map(str, budgets)),
-            f"{padding_ratio(loads, budgets):.3f}",
-            f"{sum(budgets) * token_bytes:,}",
-        )
+        ratio = f"{padding_ratio(loads, budgets):.3f}"
+        shown.add_row(name, str(len(budgets)), " ".join(map(str, budgets)), ratio)
     return shown
 
 

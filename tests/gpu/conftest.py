@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from actors.budgets import Capacity, capacity
+from actors.budgets import Capacity
 from actors.capture import capture
 from actors.device import Device
 from actors.graphs import GraphSet
@@ -16,6 +16,7 @@ from actors.metrics import EncoderMetrics
 from actors.models.load import load
 from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions
+from actors.two_paths import model_capacity
 
 PRESETS = ("qwen3vl-2b", "qwen3vl-8b")
 
@@ -30,6 +31,8 @@ class Captured:
     graphs: dict[str, GraphSet]
     device: Device
     metrics: EncoderMetrics
+    used_bytes: int
+    """What all graphs took of the device, the driver's part included."""
 
 
 @pytest.fixture(scope="session", params=PRESETS)
@@ -43,9 +46,11 @@ def captured(request: pytest.FixtureRequest) -> Iterator[Captured]:
     metrics = EncoderMetrics()
     options = ModelOptions(id=request.param, load_format="dummy", dtype="bfloat16")
     tower = load(options, device.device)
-    limits = capacity(GraphOptions(), tower.spec.sizing.token_range(), 0)
+    limits = model_capacity(GraphOptions(), tower.spec)  # a second graph a budget, for videos
+    before = device.used_bytes()
     graphs = capture(tower, limits, device, metrics)
+    used_bytes = device.used_bytes() - before
     reference = load(options.model_copy(update={"dtype": "float32"}), device.device)
-    yield Captured(tower, reference, limits, graphs, device, metrics)
+    yield Captured(tower, reference, limits, graphs, device, metrics, used_bytes)
     graphs.clear()
     torch.cuda.empty_cache()

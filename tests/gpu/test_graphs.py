@@ -115,7 +115,7 @@ def test_memory_beyond_the_weights(captured: Captured) -> None:
     used = captured.metrics.registry.get_sample_value("encoder_graph_memory_bytes")
     assert used is not None
     print(
-        f"{captured.tower.spec.id}: {len(captured.graphs['default'].budgets)} budgets, "
-        f"{used / 1e9:.2f} GB"
+        f"{captured.tower.spec.id}: {captured.graphs['default'].captured()} graphs, "
+        f"{used / 1e9:.2f} GB of tensors, {captured.used_bytes / 1e9:.2f} GB in all"
     )
-    assert used < 2.5e9
+    assert max(used, captured.used_bytes) < 2.5e9

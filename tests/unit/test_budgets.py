@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.budgets import at_least, capacity, powers_of_two
+from actors.budgets import at_least, capacity, graduated, powers_of_two
 from actors.errors import ConfigError
 from actors.options import GraphOptions
 
@@ -22,6 +22,24 @@ def test_powers_of_two_ascend_and_at_most_double(smallest: int, largest: int) ->
     assert all(a < b <= 2 * a for a, b in pairwise(budgets))
 
 
+@given(st.integers(1, 500), st.integers(1, 20_000), st.sampled_from([2, 4, 8]))
+def test_graduated_budgets_refine_the_doubled_ones(smallest: int, largest: int, steps: int) -> None:
+    largest = max(smallest, largest)
+    doubled, budgets = powers_of_two(smallest, largest), graduated(smallest, largest, steps)
+    assert set(doubled) <= set(budgets)
+    assert list(budgets) == sorted(set(budgets))
+    assert all(budget % smallest == 0 for budget in budgets[:-1])
+    for low, high in pairwise(budgets):
+        assert high - low <= max(smallest, 2 * low / steps)
+    assert len(budgets) <= steps * len(doubled)
+
+
+def test_four_steps_to_a_doubling() -> None:
+    assert graduated(64, 1024, 4) == (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+    assert graduated(64, 100, 4) == (64, 100)
+    assert graduated(64, 1000, 1) == powers_of_two(64, 1000)
+
+
 @given(st.lists(st.integers(1, 100), min_size=1, unique=True).map(sorted), st.integers(1, 120))
 def test_at_least_is_the_smallest_that_holds(budgets: list[int], tokens: int) -> None:
     assert at_least(budgets, tokens) == min((b for b in budgets if b >= tokens), default=None)
@@ -29,7 +47,7 @@ def test_at_least_is_the_smallest_that_holds(budgets: list[int], tokens: int) ->
 
 def test_automatic_limits_mean_what_they_mean_in_vllm() -> None:
     made = capacity(GraphOptions(), (64, 16384), max_frames_per_video=0)
-    assert len(made.budgets[0]) == 9
+    assert len(made.budgets[0]) == 28
     assert (made.items, made.frames, made.tokens) == (256, 0, (16384,))
     assert capacity(GraphOptions(), (64, 1024), max_frames_per_video=1).frames == 16
     assert capacity(GraphOptions(max_frames_per_batch=0), (64, 128), 8).frames == 0
@@ -71,7 +89,7 @@ def test_budgets_out_of_order_are_refused(budgets: tuple[int, ...]) -> None:
 
 
 def test_frames_do_not_inflate_what_graphs_are_captured_for() -> None:
-    made = capacity(GraphOptions(), (64, 16384), max_frames_per_video=384)
+    made = capacity(GraphOptions(steps_per_doubling=1), (64, 16384), max_frames_per_video=384)
     assert (made.items, made.frames) == (256, 512)  # not 256 x 384
     held = [made.segments.of(budget, videos=True) for budget in made.budgets[0]]
     assert held == [64, 128, 256, 272, 288, 320, 384, 512, 768]

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.budgets import Capacity, powers_of_two
+from actors.budgets import Capacity, graduated, powers_of_two
 from actors.ladder import best_ladder, padding_ratio, rounded_up, simulated_loads
+from actors.options import GraphOptions
 from actors.sizing import PackedSizing
-from actors.spec import read
 from actors.types import Size
 from encoder_service import cli
-from encoder_service.config import load
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LARGEST = 16384
@@ -88,6 +87,15 @@ def test_a_planned_ladder_saves_padding_on_traffic_it_has_not_seen(waiting_items
     assert planned < 0.85 * before
 
 
+@pytest.mark.parametrize("waiting_items", [1, 2, 16])
+def test_the_default_ladder_pads_half_as_much_as_powers_of_two(waiting_items: float) -> None:
+    loads = heavy_tailed_loads(1, waiting_items)
+    ratios = [padding_ratio(loads, graduated(64, LARGEST, steps)) for steps in (1, 2, 4, 8)]
+    print(f"{waiting_items} waiting, padding with 1, 2, 4, 8 steps: {ratios}")
+    default = (1, 2, 4, 8).index(GraphOptions().steps_per_doubling)
+    assert ratios[default] < 0.5 * ratios[0]
+
+
 def test_the_same_traffic_gives_the_same_plan() -> None:
     assert heavy_tailed_loads(3, 4) == heavy_tailed_loads(3, 4)
 
@@ -120,12 +128,15 @@ def test_packs_as_counted_and_a_limit_of_memory(
     path.write_text("100 10\n112 10\n600 10\n2000 3\n")
     config = ("--config", str(CONFIGS / "tiny.yaml"))
     assert "token_budgets: [112, 608, 1024]" in plan(capsys, str(path), *config, "--graphs", "5")
-    spec = read(load(CONFIGS / "tiny.yaml").model)
-    for tokens, budgets in ((1744, "[112, 608, 1024]"), (1743, "[112, 1024]"), (1135, "[1024]")):
-        limit = ("--memory-bytes", str(tokens * spec.width * 4))  # float32
-        assert f"token_budgets: {budgets}" in plan(capsys, str(path), *config, *limit)
-    assert cli.main(["capture-plan", str(path), *config, "--memory-bytes", "9"]) == 1
-    assert "the output of the largest budget alone" in capsys.readouterr().err
+    for limit, budgets in ((30, "[112, 608, 1024]"), (29, "[112, 1024]"), (10, "[1024]")):
+        memory = ["--memory-bytes", str(limit), "--graph-bytes", "10"]
+        assert f"token_budgets: {budgets}" in plan(capsys, str(path), *config, *memory)
+    for memory, message in (
+        (["--memory-bytes", "9", "--graph-bytes", "10"], "holds no graph of 10"),
+        (["--memory-bytes", "9"], "go together"),
+    ):
+        assert cli.main(["capture-plan", str(path), *config, *memory]) == 1
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

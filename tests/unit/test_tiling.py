@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.budgets import powers_of_two
+from actors.budgets import graduated
 from actors.sizing import Sizing
 from actors.tiling import PaddedTiles, StretchedTiles
 from actors.types import Size
@@ -78,6 +78,10 @@ def test_every_plan_is_whole_tiles_within_the_range(
 
 
 def test_budgets_are_whole_tiles() -> None:
-    assert powers_of_two(*INTERNVL.token_range()) == (256, 512, 1024, 2048, 3328)
-    assert powers_of_two(*LLAMA4.token_range()) == (144, 288, 576, 1152, 2304, 2448)
+    for sizing in (INTERNVL, LLAMA4):
+        tile, largest = sizing.token_range()
+        for steps in (1, 2, 4, 8):
+            assert all(budget % tile == 0 for budget in graduated(tile, largest, steps))
+    assert graduated(*INTERNVL.token_range(), 1) == (256, 512, 1024, 2048, 3328)
+    assert graduated(*LLAMA4.token_range(), 2) == (144, 288, 432, 576, 864, 1152, 1728, 2304, 2448)
     assert StretchedTiles(448, 14, 2, 1, 1).token_range() == (256, 256)
