@@ -5,7 +5,9 @@ Opens only the shards that hold the tower. Knows nothing of what the tensors are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,10 @@ SINGLE = "model.safetensors"
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the types of weights that are not quantised."""
+
+POOL = 2**22 - 3
+"""Normals that random weights are cut from. A prime: however long the rows of a matrix or the
+layers of a tower are, no two of them start at the same one."""
 
 QUANTISED = ("_scale", "_scale_inv", "scales", "qweight", "qzeros", "g_idx", "absmax", "quant_map")
 """How the companions of quantised weights end."""
@@ -139,18 +145,33 @@ def some(names: Iterable[str]) -> str:
     return (", ".join(ordered[:4]) or "none") + rest
 
 
-def dummy(expected: Expected, seed: int) -> dict[str, Tensor]:
-    """Random float32 weights: the same in every process for the same seed.
+class Dummy(Mapping[str, Tensor]):
+    """Random float32 weights on a device: the same in every process, whatever the device.
 
     Matrices keep the variance of what they multiply, scales are about 1, biases small, so that
-    outputs are finite and differ.
+    outputs are finite and differ. A tensor is made when it is asked for, anew each time, and not
+    kept: billions of parameters take neither the time to draw them nor the memory to hold them.
     """
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, shape in sorted(expected.items()):
-        values = torch.randn(shape, generator=generator)
+
+    def __init__(self, expected: Expected, seed: int, device: torch.device) -> None:
+        self.expected = expected
+        drawn = torch.randn(POOL, generator=torch.Generator().manual_seed(seed))
+        self.pool = drawn.to(device)
+        counts = (prod(expected[name]) for name in sorted(expected))
+        self.starts = dict(zip(sorted(expected), accumulate(counts, initial=0), strict=False))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The values that follow those of the tensor before it in the pool, round and round."""
+        shape = self.expected[name]
+        values = self.pool[self.starts[name] % POOL :][: prod(shape)]
+        rounds, rest = divmod(prod(shape) - len(values), POOL)
+        values = torch.cat([values, *[self.pool] * rounds, self.pool[:rest]]).view(shape)
         if len(shape) > 1:
-            weights[name] = values.mul_(values[0].numel() ** -0.5)
-        else:
-            weights[name] = values.mul_(0.1).add_(float(name.endswith("weight")))
-    return weights
+            return values.mul_(values[0].numel() ** -0.5)
+        return values.mul_(0.1).add_(float(name.endswith("weight")))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.expected)
+
+    def __len__(self) -> int:
+        return len(self.expected)

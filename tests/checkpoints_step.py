@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.weights import dummy
+from actors.weights import Dummy
 from tests.checkpoints_tiles import scatter
 
 PERCEPTION = {
@@ -125,7 +125,7 @@ def write_step3(folder: Path) -> dict[str, Tensor]:
             "layer_norm2": (width,),
         }.items():
             shapes |= {f"{block}.{name}.weight": shape, f"{block}.{name}.bias": shape[:1]}
-    weights = dummy(shapes, seed=0)
+    weights = dict(Dummy(shapes, 0, torch.device("cpu")))
     save_file(weights, folder / "model.safetensors")
     config = {
         "model_type": "step3_vl",

@@ -64,7 +64,7 @@ def run(
     if settings.every_budget and len(spec.paths) > 1:
         raise ConfigError(f"--every-budget: {model} has two paths, whose budgets go in pairs")
     progress(f"{model}: weights")
-    bench = Bench(spec, tensors(options, spec), device, settings)
+    bench = Bench(spec, tensors(options, spec, device.device), device, settings)
     if "budget" in settings.modes or settings.every_budget:
         bench.capture(
             lambda budget, seconds: progress(f"{model}: captured {budget} in {seconds:.2f} s")

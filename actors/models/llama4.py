@@ -29,7 +29,7 @@ def parts(spec: ModelSpec, weights: Weights) -> TileParts:
     linear = tensors["patch_embedding.linear.weight"]
     embedding = packed.folded_embedding(
         linear.view(-1, 3, 1, sizing.patch_size, sizing.patch_size),
-        torch.zeros(arch.width),
+        torch.zeros(arch.width, device=linear.device),
         spec.mean,
         spec.std,
     )

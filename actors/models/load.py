@@ -136,15 +136,21 @@ FAMILIES: Mapping[str, Family[Any]] = {
 def load(options: ModelOptions, device: torch.device) -> Tower:
     """Reads the tower's weights, and only those. Raises CheckpointError."""
     model = spec.read(options)
-    return build(model, tensors(options, model), device)
+    tower = build(model, tensors(options, model, device), device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what only building took is not the graphs' that follow
+    return tower
 
 
-def tensors(options: ModelOptions, model: ModelSpec) -> dict[str, Tensor]:
-    """The tower's weights on the CPU, under the checkpoint's names without their prefix."""
+def tensors(options: ModelOptions, model: ModelSpec, device: torch.device) -> Mapping[str, Tensor]:
+    """The tower's weights, under the checkpoint's names without their prefix.
+
+    A checkpoint's lie on the CPU; random ones are made on the tower's device.
+    """
     family = FAMILIES[model.family]
     expected = family.expected(model)
     if model.dummy:
-        return weights.dummy(expected, DUMMY_SEED)
+        return weights.Dummy(expected, DUMMY_SEED, device)
     return weights.load(checkpoint.find(options), family.prefixes, expected, family.unused)
 
 

@@ -123,7 +123,8 @@ def folded_embedding(weight: Tensor, bias: Tensor, mean: Rgb, std: Rgb) -> Affin
     weight [width, 3, frames, patch, patch] takes the same picture in each frame, so the frames are
     summed. Centred bytes are exact in bfloat16; bytes as they are would lose bits in the product.
     """
-    shift = 128 - torch.tensor(mean, dtype=torch.float64)[:, None, None] * 255
+    means = torch.tensor(mean, dtype=torch.float64, device=weight.device)
+    shift = 128 - means[:, None, None] * 255
     folded = scaled_to_bytes(weight.double().sum(2), std)
     return Affine(
         folded.flatten(1).float(), (bias.double() + (folded * shift).sum((1, 2, 3))).float()
@@ -132,8 +133,8 @@ def folded_embedding(weight: Tensor, bias: Tensor, mean: Rgb, std: Rgb) -> Affin
 
 def scaled_to_bytes(weight: Tensor, std: Rgb) -> Tensor:
     """A patch embedding [width, 3, patch, patch] for bytes, not normalised pixels, in float64."""
-    scale: Tensor = torch.tensor(std, dtype=torch.float64)[:, None, None] * 255
-    return weight.double() / scale
+    stds = torch.tensor(std, dtype=torch.float64, device=weight.device)
+    return weight.double() / (stds[:, None, None] * 255)
 
 
 @dataclass(frozen=True, slots=True)

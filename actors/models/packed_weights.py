@@ -142,11 +142,14 @@ class Weights:
     def affine(self, *names: str) -> Affine:
         """The layers of these names as one, its rows one after the other."""
         weights = [self.tensors[f"{name}.weight"] for name in names]
-        biases = [
-            self.tensors.get(f"{name}.bias", torch.zeros(len(weight)))
-            for name, weight in zip(names, weights, strict=True)
-        ]
+        biases = [self.bias(name, weight) for name, weight in zip(names, weights, strict=True)]
         return Affine(self.place(torch.cat(weights)), self.place(torch.cat(biases)))
+
+    def bias(self, name: str, weight: Tensor) -> Tensor:
+        """The bias of the layer of this name and weight, or zeros beside the weight."""
+        if f"{name}.bias" in self.tensors:
+            return self.tensors[f"{name}.bias"]
+        return torch.zeros(len(weight), device=weight.device)
 
     def scaled(self, linear: str, scale: str | None) -> Affine:
         """A linear layer whose result is scaled by the tensor of that name, in one."""
@@ -159,7 +162,7 @@ class Weights:
     def embedding(self, name: str, mean: Rgb, std: Rgb) -> Affine:
         """The patch embedding of this name for `uint8 - 128`: see packed.folded_embedding."""
         weight = self.tensors[f"{name}.weight"]
-        bias = self.tensors.get(f"{name}.bias", torch.zeros(len(weight)))
+        bias = self.bias(name, weight)
         folded = folded_embedding(
             weight if weight.dim() == 5 else weight[:, :, None], bias, mean, std
         )

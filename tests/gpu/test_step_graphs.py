@@ -44,7 +44,7 @@ def test_every_budget_equals_the_reference(options: ModelOptions) -> None:
 def worst_error(options: ModelOptions, device: Device) -> float:
     """Relative, over all budgets of both paths, in bfloat16 against float32."""
     model = spec.read(options)
-    weights = load.tensors(options, model)
+    weights = load.tensors(options, model, device.device)
     tower = load.build(model, weights, device.device)
     reference = load.build(replace(model, dtype="float32"), weights, device.device)
     assert isinstance(tower, StepTower)

@@ -46,7 +46,7 @@ def worst_error(preset: str, device: Device) -> float:
     """Relative, over all budgets and several packs of each, in bfloat16 against float32."""
     options = ModelOptions(id=preset, load_format="dummy", dtype="bfloat16")
     model = spec.read(options)
-    weights = load.tensors(options, model)
+    weights = load.tensors(options, model, device.device)
     tower = load.build(model, weights, device.device)
     reference = load.build(replace(model, dtype="float32"), weights, device.device)
     assert isinstance(tower, TileTower | PackedTower)

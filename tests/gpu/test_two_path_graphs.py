@@ -48,7 +48,7 @@ def towers(preset: str, device: Device) -> tuple[DeepseekOcrTower, DeepseekOcrTo
     """In bfloat16, and the same weights in float32."""
     options = ModelOptions(id=preset, load_format="dummy", dtype="bfloat16")
     model = spec.read(options)
-    weights = load.tensors(options, model)
+    weights = load.tensors(options, model, device.device)
     tower = load.build(model, weights, device.device)
     reference = load.build(replace(model, dtype="float32"), weights, device.device)
     assert isinstance(tower, DeepseekOcrTower)

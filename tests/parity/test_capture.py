@@ -80,7 +80,7 @@ class Pixels(TorchDispatchMode):
 def forwards(folder: Path, *, reference: bool = False) -> Sequence[Tensor]:
     """Each path once, and once more with videos where those have inputs of their own."""
     model = spec.read(ModelOptions(id=str(folder)))
-    weights = load.tensors(ModelOptions(id=str(folder)), model)
+    weights = load.tensors(ModelOptions(id=str(folder)), model, META)
     family = load.FAMILIES[model.family]
     parts = family.parts(model, Weights(weights, META, torch.bfloat16))
     rows = []

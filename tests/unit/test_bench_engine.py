@@ -59,7 +59,7 @@ def test_operations_are_those_that_torch_counts() -> None:
     options = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
     spec = read(options)
     cpu = torch.device("cpu")
-    reference = Reference(spec, tensors(options, spec), torch.float32, cpu)
+    reference = Reference(spec, tensors(options, spec, cpu), torch.float32, cpu)
     reference.model.set_attn_implementation("eager")  # products that torch can count on a CPU
     items = plans("qwen3vl-tiny", Size(320, 256), Size(64, 64))
     patches = [torch.zeros(plan.patches, 768, dtype=torch.uint8) for plan in items]

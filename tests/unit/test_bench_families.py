@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 def counted(spec: ModelSpec, options: ModelOptions, sizes: list[Size]) -> int:
     """What torch counts while our own tower runs, in plain products."""
-    plain = PlainTower(spec, tensors(options, spec), CPU)
+    plain = PlainTower(spec, tensors(options, spec, CPU), CPU)
     plans = [spec.sizing.plan(size) for size in sizes]
     values = plain.tower.inputs(spec.paths[0], spec.sizing.token_range()[1], 1)["patches"][0][1]
     patches = [torch.zeros(plan.patches, values, dtype=torch.uint8) for plan in plans]

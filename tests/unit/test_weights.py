@@ -13,8 +13,13 @@ from torch import Tensor
 
 from actors.checkpoint import Folder
 from actors.errors import CheckpointError
-from actors.weights import INDEX, SINGLE, dummy, load
+from actors.models import load as towers
+from actors.options import ModelOptions
+from actors.spec import read
+from actors.weights import INDEX, POOL, SINGLE, Dummy, load
+from tests.small_presets import SMALL, write_small
 
+CPU = torch.device("cpu")
 PREFIXES = ("model.visual.", "visual.")
 EXPECTED = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (4,)}
 
@@ -124,9 +129,32 @@ def test_no_safetensors_at_all(tmp_path: Path) -> None:
 
 
 def test_dummy_weights_are_the_same_in_every_process() -> None:
-    once, again, other = dummy(EXPECTED, 0), dummy(EXPECTED, 0), dummy(EXPECTED, 1)
+    once, again, other = (Dummy(EXPECTED, seed, CPU) for seed in (0, 0, 1))
     assert once.keys() == EXPECTED.keys()
     assert all(torch.equal(once[name], again[name]) for name in EXPECTED)
     assert not torch.equal(once["a.weight"], other["a.weight"])
     total = float(sum(values.sum() for values in once.values()))
-    assert total == pytest.approx(2.32437, abs=1e-4)  # as another process computed it
+    assert total == pytest.approx(2.83458, abs=1e-4)  # as another process computed it
+
+
+def test_dummy_weights_larger_than_their_pool_vary_and_no_two_are_equal() -> None:
+    shapes = {f"{layer}.weight": (2, POOL - 7) for layer in range(3)}
+    weights = Dummy(shapes, 0, CPU)
+    rows = torch.cat(list(weights.values()))
+    assert rows.std(1) == pytest.approx([(POOL - 7) ** -0.5] * 6, rel=1e-3)
+    assert (torch.corrcoef(rows) - torch.eye(6)).abs().max() < 5e-3
+    weights["1.weight"].zero_()  # nobody else's
+    assert weights["1.weight"].any()
+
+
+@pytest.mark.parametrize("preset", [*SMALL, "qwen3vl-tiny", "deepseek-ocr-tiny"])
+def test_every_tower_is_built_of_dummy_weights_on_its_own_device(
+    preset: str, tmp_path: Path
+) -> None:
+    folder = write_small(tmp_path, preset) if preset in SMALL else preset
+    options = ModelOptions(id=str(folder), load_format="dummy")
+    meta = torch.device("meta")  # refuses to compute with tensors of the CPU, as a GPU does
+    model = read(options)
+    weights = towers.tensors(options, model, meta)
+    assert {values.device for values in weights.values()} == {meta}
+    assert towers.build(model, weights, meta).spec.width == model.width
