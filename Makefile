@@ -3,7 +3,7 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
-.PHONY: setup serve demo test test-extended lint bench manifests api-fuzz fuzz audit screenshot soak soak-service chaos overload
+.PHONY: setup serve demo test test-extended lint bench manifests api-fuzz fuzz audit screenshot soak soak-service chaos overload refusals
 
 setup: .venv/.installed
 
@@ -46,6 +46,10 @@ soak-service: setup
 # Five times as many requests as the service can do; prints who was answered, and how fast.
 overload: setup
 	tests/loopback $(BIN)/python -m tests.overload
+
+# CPU of one refusal, by process.
+refusals: setup
+	tests/loopback $(BIN)/python -m tests.refusals
 
 # What Kustomize's overlays serve, from configs/.
 manifests: setup

@@ -1,0 +1,80 @@
+"""`make refusals`: what it costs to say no. CPU of each process of the service, for one refusal.
+
+The encoders are stopped with as much before them as the router takes: whatever comes is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from encoder_service.bench.cluster import cluster, logical_cpus, service
+from encoder_service.config import ServiceOptions, parse
+from tests.chaos.faults import process
+from tests.overload import Outcome, Sender, crowded
+from tests.soak_service import actors
+
+HELD = 2
+"""Requests before the stopped encoders."""
+PATCHES = 5680
+"""Of one of them (tests.overload.SIDES)."""
+REFUSALS = 400
+AT_ONCE = 4
+
+
+def main() -> int:
+    """Fills, stops, counts."""
+    made = full()
+    with cluster(logical_cpus(made)) as where, service(made):
+        processes = {name: process(name) for name in actors()}
+        seconds = asyncio.run(measure(where.http, processes))
+    for name, taken in sorted(seconds.items()):
+        print(f"{name:70} {1e3 * taken / REFUSALS:6.2f} ms")
+    print(f"{'together':70} {1e3 * sum(seconds.values()) / REFUSALS:6.2f} ms")
+    return 0
+
+
+def full() -> ServiceOptions:
+    """The service of `make overload`, which nobody takes for hung while it is stopped."""
+    options = crowded().model_dump()
+    long = {"health_check_period_seconds": 600, "health_check_timeout_seconds": 600}
+    options["encoder"] |= long
+    options["router"] |= {"max_outstanding_patches": HELD * PATCHES, "stall_seconds": 600}
+    return parse(options)
+
+
+async def measure(url: str, processes: dict[str, int]) -> dict[str, float]:
+    """Seconds of CPU of each process, for all refusals together."""
+    sender, outcome = Sender(url), Outcome()
+    for _ in range(HELD):
+        await sender.call(outcome)
+    encoders = [number for name, number in processes.items() if "#Encoder#" in name]
+    for number in encoders:
+        os.kill(number, signal.SIGSTOP)
+    try:
+        held = [asyncio.create_task(sender.call(Outcome())) for _ in range(HELD)]
+        await asyncio.sleep(2)
+        await asyncio.wait_for(sender.call(outcome), 60)  # the first to be refused
+        before = {name: cpu_seconds(number) for name, number in processes.items()}
+        for _ in range(REFUSALS // AT_ONCE):
+            await asyncio.gather(*(sender.call(outcome) for _ in range(AT_ONCE)))
+        after = {name: cpu_seconds(number) for name, number in processes.items()}
+    finally:
+        for number in encoders:
+            os.kill(number, signal.SIGCONT)
+    await asyncio.gather(*held)
+    assert len(outcome.refused_seconds) == REFUSALS + 1, outcome.other
+    return {name: after[name] - before[name] for name in processes}
+
+
+def cpu_seconds(number: int) -> float:
+    """What a process has taken so far."""
+    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
