@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.errors import StartError
+
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Values = Mapping[str, Tensor]
 
@@ -67,11 +69,29 @@ class SegmentAttention:
         return out.transpose(0, 1).flatten(1)
 
 
-def choose(device: torch.device, dtype: torch.dtype, head_size: int) -> Attention:
-    """The fastest attention that this device, dtype and head size have."""
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        from actors.kernels.tiles import HEAD_SIZES, Tiles
+def choose(
+    device: torch.device, dtype: torch.dtype, head_size: int, *, captured: bool = False
+) -> Attention:
+    """The fastest attention that this device, dtype and head size have.
 
-        if head_size in HEAD_SIZES:
-            return Tiles()
+    `captured`: graphs will hold it. Raises StartError where only the reference is there, which a
+    CUDA graph cannot hold.
+    """
+    if device.type != "cuda":
+        return SegmentAttention()
+    from actors.kernels.tiles import HEAD_SIZES, Tiles
+
+    known_size, known_dtype = head_size in HEAD_SIZES, dtype in (torch.bfloat16, torch.float16)
+    if known_size and known_dtype:
+        return Tiles()
+    if captured and known_size:
+        raise StartError(
+            f"model.dtype is {str(dtype).removeprefix('torch.')}, for which there is no attention "
+            "that a CUDA graph can hold: set it to bfloat16 or float16, or graphs.mode to off"
+        )
+    if captured:
+        raise StartError(
+            f"attention heads of {head_size} values: CUDA graphs hold those of "
+            f"{', '.join(map(str, HEAD_SIZES))} only: set graphs.mode to off"
+        )
     return SegmentAttention()

@@ -228,3 +228,14 @@ class ActorOptions(Options):
     preprocess: PreprocessOptions = PreprocessOptions()
     tracing: TracingOptions = TracingOptions()
     metrics: MetricsOptions = MetricsOptions()
+
+    @model_validator(mode="after")
+    def graphs_hold_the_dtype(self) -> Self:
+        """Said here too, so that `encoder-service check` finds it: see attention.choose."""
+        on_cuda, graphs = self.encoder.device == "cuda", self.graphs.mode != "off"
+        if self.model.dtype == "float32" and on_cuda and graphs:
+            raise ValueError(
+                "model.dtype is float32, for which there is no attention that a CUDA graph can "
+                "hold: set it to bfloat16 or float16, or graphs.mode to off"
+            )
+        return self

@@ -133,10 +133,14 @@ FAMILIES: Mapping[str, Family[Any]] = {
 }
 
 
-def load(options: ModelOptions, device: torch.device) -> Tower:
-    """Reads the tower's weights, and only those. Raises CheckpointError."""
+def load(options: ModelOptions, device: torch.device, *, captured: bool = False) -> Tower:
+    """Reads the tower's weights, and only those. Raises CheckpointError.
+
+    `captured`: for graphs. Raises StartError, before anything large is read, if it cannot be.
+    """
     model = spec.read(options)
-    tower = build(model, tensors(options, model, device), device)
+    kernel = choose_attention(model, device, captured=captured)
+    tower = assemble(model, tensors(options, model, device), device, kernel)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what only building took is not the graphs' that follow
     return tower
@@ -156,9 +160,24 @@ def tensors(options: ModelOptions, model: ModelSpec, device: torch.device) -> Ma
 
 def build(model: ModelSpec, tensors: Mapping[str, Tensor], device: torch.device) -> Tower:
     """The tower on its device, with the fastest attention and blocks that it has there."""
+    return assemble(model, tensors, device, choose_attention(model, device))
+
+
+def choose_attention(
+    model: ModelSpec, device: torch.device, *, captured: bool = False
+) -> Attention:
+    """See attention.choose."""
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    head_size = FAMILIES[model.family].sizes(model).head_size
+    return attention.choose(device, dtype, head_size, captured=captured)
+
+
+def assemble(
+    model: ModelSpec, tensors: Mapping[str, Tensor], device: torch.device, kernel: Attention
+) -> Tower:
+    """The tower on its device, with this attention and the fastest blocks that it has there."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     family = FAMILIES[model.family]
-    kernel = attention.choose(device, dtype, family.sizes(model).head_size)
     parts = family.parts(model, Weights(tensors, device, dtype))
     return family.tower(model, parts, kernel, choose_blocks(device, dtype))
 

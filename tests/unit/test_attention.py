@@ -1,0 +1,51 @@
+"""Which attention a device, dtype and head size get, and what cannot be captured. Needs no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from actors.attention import SegmentAttention, choose
+from actors.errors import ConfigError, StartError
+from actors.kernels.tiles import HEAD_SIZES, Tiles
+from actors.models.load import load
+from actors.options import ModelOptions
+from encoder_service.config import parse
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_are_captured(dtype: torch.dtype, head_size: int) -> None:
+    assert isinstance(choose(CUDA, dtype, head_size, captured=True), Tiles)
+
+
+def test_float32_on_cuda_is_the_reference_and_not_captured() -> None:
+    assert isinstance(choose(CUDA, torch.float32, 64), SegmentAttention)
+    with pytest.raises(StartError, match=r"model\.dtype is float32.*graphs\.mode to off"):
+        choose(CUDA, torch.float32, 64, captured=True)
+
+
+def test_other_heads_on_cuda_are_the_reference_and_not_captured() -> None:
+    assert isinstance(choose(CUDA, torch.bfloat16, 48), SegmentAttention)
+    with pytest.raises(StartError, match=r"48 values.* 64, 72, .*graphs\.mode to off"):
+        choose(CUDA, torch.bfloat16, 48, captured=True)
+
+
+def test_the_cpu_captures_what_it_likes() -> None:
+    assert isinstance(choose(CPU, torch.float32, 48, captured=True), SegmentAttention)
+
+
+def test_it_is_said_before_weights_are_read() -> None:
+    model = ModelOptions(id="qwen3vl-8b", load_format="dummy", dtype="float32")
+    with pytest.raises(StartError, match="graphs.mode to off"):
+        load(model, CUDA, captured=True)
+
+
+def test_check_says_it_too() -> None:
+    args = {"model": {"id": "qwen3vl-tiny", "load_format": "dummy", "dtype": "float32"}}
+    with pytest.raises(ConfigError, match="model.dtype is float32"):
+        parse(args)
+    assert parse(args | {"graphs": {"mode": "off"}}).model.dtype == "float32"
+    assert parse(args | {"encoder": {"device": "cpu", "num_gpus": 0}}).graphs.mode == "budget"
