@@ -157,7 +157,9 @@ class Encoder:
         )
         waited += encoded.queue_seconds
         timings = Timings(waited, preprocess_seconds, encoded.encode_seconds)
-        return encoded.rows, encoded.source, timings
+        pieces = sum(part.nbytes for part in encoded.parts[1:])  # one part is not copied
+        rows = await off_the_loop(pieces, lambda: encoded.rows)
+        return rows, encoded.source, timings
 
     def _prepare(self, media: Media, since: float) -> tuple[Item, float, float]:
         """The item, how long it waited for this thread, and how long it took."""

@@ -17,16 +17,17 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 import torch
-from torch import Tensor
 
 from actors.budgets import Capacity
 from actors.device import Device, Rows
+from actors.encoded import Encoded, joined
 from actors.errors import EncodeFailed, Unavailable
 from actors.exact import EXACT
 from actors.graphs import SKIPPED, GraphSet
 from actors.metrics import EncoderMetrics
 from actors.models.tower import Tower
 from actors.packing import Packing, oldest_first, smallest_first
+from actors.runs import cut
 from actors.types import Item, Pack, Source
 
 log = logging.getLogger("ray.serve")
@@ -37,17 +38,6 @@ FLIGHTS = 2
 
 Labels = Sequence[str | None]
 """The graph that serves each path of a pack; None: it runs eagerly; SKIPPED: nothing to run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """What the engine made of one item."""
-
-    rows: Tensor
-    """[tokens, width] in host memory, in the tower's dtype; a view of its pack's rows."""
-    source: Source
-    queue_seconds: float
-    encode_seconds: float
 
 
 @dataclass(slots=True)
@@ -99,14 +89,20 @@ class Engine:
         self._thread.start()
 
     def submit(self, item: Item) -> Future[Encoded]:
-        """Queues an item. Cancelling the future drops the item if it has not been launched yet."""
-        ticket = Ticket(item)
+        """Queues an item. Cancelling the future drops the item if it has not been launched yet.
+
+        A video beyond what a pack holds is queued run by run, and answered as one.
+        """
+        tickets = [Ticket(run) for run in cut(item, self.capacity)]
         with self._changed:
             if self._closed:
                 raise Unavailable("this encoder is stopping: try again")
-            self._waiting.append(ticket)
+            self._waiting.extend(tickets)
             self._changed.notify()
-        return ticket.answer
+        if len(tickets) == 1:
+            return tickets[0].answer
+        self.metrics.video_runs.inc(len(tickets))
+        return joined([ticket.answer for ticket in tickets])
 
     def stalled_seconds(self) -> float:
         """How long nothing has landed although something should: a device that hangs shows here.
@@ -206,7 +202,7 @@ class Engine:
             end = start + ticket.item.plan.tokens
             waited = flight.started - ticket.since
             self.metrics.queue_seconds.observe(waited)
-            ticket.answer.set_result(Encoded(rows[start:end], source, waited, seconds))
+            ticket.answer.set_result(Encoded((rows[start:end],), source, waited, seconds))
             start = end
 
     def _failed(self, tickets: Sequence[Ticket], error: Exception) -> None:

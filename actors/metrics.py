@@ -20,10 +20,14 @@ class EncoderMetrics:
             "item_failures_total", "Items answered with an error.", "error"
         )
         self.graph_hits = self._counter(
-            "graph_hits_total", "Items that a captured graph served.", "path", "budget", "backend"
+            "graph_hits_total",
+            "Items and runs that a captured graph served.",
+            "path",
+            "budget",
+            "backend",
         )
         self.graph_misses = self._counter(
-            "graph_misses_total", "Items that ran eagerly, and why.", "path", "reason"
+            "graph_misses_total", "Items and runs that ran eagerly, and why.", "path", "reason"
         )
         self.pack_outcomes = self._counter(
             "pack_outcomes_total", "Packs by what ran: graph, eager or skip a path.", "outcome"
@@ -33,6 +37,9 @@ class EncoderMetrics:
             "padded_tokens_total", "Tokens computed for nobody: budget less content.", "path"
         )
         self.patches = self._counter("patches_total", "Patches encoded.")
+        self.video_runs = self._counter(
+            "video_runs_total", "Runs of videos that one pack could not hold."
+        )
         self.pack_items = self._histogram("pack_items", "Items that shared a pack.", ITEMS)
         self.queue_seconds = self._histogram(
             "queue_seconds", "From being ready to the start of the pack.", SECONDS

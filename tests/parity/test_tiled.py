@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.budgets import Segments, capacity
+from actors.budgets import Capacity, Segments, capacity
 from actors.capture import capture
 from actors.device import CpuDevice
 from actors.engine import Engine
@@ -130,9 +130,8 @@ def test_names_that_begin_with_model(tmp_path: Path) -> None:
 
 
 def test_photographs_through_the_engine(pair: Pair) -> None:
-    tower, device, metrics = pair.tower, CpuDevice(), EncoderMetrics()
-    limits = capacity(GraphOptions(), tower.spec.sizing.token_range(), 0)
-    engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
+    tower = pair.tower
+    engine, _ = running(tower, capacity(GraphOptions(), tower.spec.sizing.token_range(), 0))
     items = [Item(*tower.patchify(decode(photograph(name)))) for name in PHOTOGRAPHS]
     answers = [engine.submit(item) for item in items]
     for item, answer in zip(items, answers, strict=True):
@@ -162,6 +161,19 @@ def test_a_frame_of_a_video_is_a_tile(pair: Pair) -> None:
         plans, patches = [item.plan, image.plan], [item.patches, image.patches]
         rows = encode(tower, plans, [torch.from_numpy(each) for each in patches], budget)
         check(tower.spec.family, rows[: item.plan.tokens], exact)
+    most = 3 * tower.sizing.tile_tokens
+    room = Capacity(((most,),), (most,), items=3, frames=3, frame_tokens=1)
+    engine, metrics = running(tower, room)
+    encoded = engine.submit(item).result(60)
+    engine.close()
+    assert (len(encoded.parts), encoded.source) == (3, "graph")
+    assert metrics.registry.get_sample_value("encoder_video_runs_total") == 3
+    check(tower.spec.family, encoded.rows, exact)
+
+
+def running(tower: TileTower, room: Capacity) -> tuple[Engine, EncoderMetrics]:
+    device, metrics = CpuDevice(), EncoderMetrics()
+    return Engine(tower, capture(tower, room, device, metrics), room, device, metrics), metrics
 
 
 def test_a_budget_that_is_not_whole_tiles(pair: Pair) -> None:

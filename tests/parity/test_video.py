@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from actors.budgets import Segments
+from actors.budgets import Capacity, Segments
+from actors.capture import capture
 from actors.device import CpuDevice
+from actors.engine import Engine
 from actors.exact import ExactGraphSet
 from actors.graphs import GraphSet
+from actors.metrics import EncoderMetrics
 from actors.models.packed_tower import PackedTower
 from actors.types import Clip, Item, Size
 from tests.parity.conftest import Pair
@@ -98,6 +101,20 @@ def test_captured_when_a_layout_comes_again(pair: Pair, videos: list[tuple[Item,
             pair.model_type, graphs, 1024, [videos[0], image(pair, Size(96, 120)), videos[2]]
         )
     assert graphs.captured() == 1
+
+
+def test_beyond_a_pack_in_runs(pair: Pair, videos: list[tuple[Item, Tensor]]) -> None:
+    items = [*videos, image(pair, Size(96, 120))]
+    largest = max(item.plan.tokens // max(1, item.plan.frames) for item, _ in items)
+    room = Capacity(((16, largest),), (largest,), items=4, frames=largest // 4, frame_tokens=4)
+    device, metrics = CpuDevice(), EncoderMetrics()
+    engine = Engine(pair.tower, capture(pair.tower, room, device, metrics), room, device, metrics)
+    answers = [engine.submit(item) for item, _ in items]
+    for (_, expected), answer in zip(items, answers, strict=True):
+        assert answer.result(60).source == "graph"
+        check(pair.model_type, answer.result().rows, expected)
+    engine.close()
+    assert max(len(answer.result().parts) for answer in answers) > 1
 
 
 def test_images_alone_have_no_inputs_of_videos(pair: Pair) -> None:

@@ -39,13 +39,13 @@ def test_the_cpu_captures_what_it_likes() -> None:
 
 def test_it_is_said_before_weights_are_read() -> None:
     model = ModelOptions(id="qwen3vl-8b", load_format="dummy", dtype="float32")
-    with pytest.raises(StartError, match="graphs.mode to off"):
+    with pytest.raises(StartError, match=r"graphs\.mode to off"):
         load(model, CUDA, captured=True)
 
 
 def test_check_says_it_too() -> None:
     args = {"model": {"id": "qwen3vl-tiny", "load_format": "dummy", "dtype": "float32"}}
-    with pytest.raises(ConfigError, match="model.dtype is float32"):
+    with pytest.raises(ConfigError, match=r"model\.dtype is float32"):
         parse(args)
     assert parse(args | {"graphs": {"mode": "off"}}).model.dtype == "float32"
     assert parse(args | {"encoder": {"device": "cpu", "num_gpus": 0}}).graphs.mode == "budget"

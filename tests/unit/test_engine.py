@@ -11,7 +11,8 @@ from actors.attention import Values
 from actors.budgets import Capacity
 from actors.capture import capture
 from actors.device import CpuDevice
-from actors.engine import Encoded, Engine
+from actors.encoded import Encoded
+from actors.engine import Engine
 from actors.errors import EncodeFailed, StartError, Unavailable
 from actors.metrics import EncoderMetrics
 from tests.toy_tower import ToyTower, toy_item, toy_rows

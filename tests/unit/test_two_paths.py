@@ -13,7 +13,8 @@ import torch
 from actors.budgets import Capacity
 from actors.capture import capture, choose_packing
 from actors.device import CpuDevice
-from actors.engine import Encoded, Engine
+from actors.encoded import Encoded
+from actors.engine import Engine
 from actors.errors import ConfigError
 from actors.metrics import EncoderMetrics
 from actors.options import GraphOptions, ModelOptions, PackingOptions

@@ -1,0 +1,130 @@
+"""Videos beyond a pack: how they are cut, and that one answer comes of many."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import wait as wait_for
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.budgets import Capacity
+from actors.encoded import Encoded, joined
+from actors.errors import EncodeFailed
+from actors.packing import smallest_first
+from actors.runs import cut
+from actors.types import Item, ItemPlan
+from tests.toy_tower import POISON, toy_item, toy_rows
+from tests.unit.test_engine import Rig
+
+ROOMY = Capacity(((4, 16, 64),), (64,), items=8, frames=64, frame_tokens=1)
+
+
+def video(groups: int, tokens: int, seed: int = 0) -> Item:
+    """A toy video whose groups have so many tokens."""
+    item = toy_item(groups * tokens, seed)
+    plan = ItemPlan(
+        (groups, 2, 2 * tokens),
+        item.plan.patches,
+        item.plan.tokens,
+        item.plan.path_tokens,
+        frames=groups,
+    )
+    return Item(plan, item.patches, item.patches[::-1].copy())
+
+
+@given(
+    groups=st.integers(1, 50),
+    tokens=st.integers(1, 90),
+    frames=st.integers(0, 20),
+    budgets=st.sampled_from([(64,), ()]),
+)
+def test_runs_are_the_video_and_fit_a_pack(
+    groups: int, tokens: int, frames: int, budgets: tuple[int, ...]
+) -> None:
+    room = Capacity((budgets,), (64,), items=8, frames=frames, frame_tokens=1 if frames else 0)
+    item = video(groups, tokens)
+    runs = cut(item, room)
+    assert np.array_equal(np.concatenate([run.patches for run in runs]), item.patches)
+    later = [run.later for run in runs if run.later is not None]
+    assert np.array_equal(np.concatenate(later), item.patches[::-1])
+    assert sum(run.plan.frames for run in runs) == groups
+    for run in runs:
+        plan = run.plan
+        assert plan.grid_thw == (plan.frames, 2, 2 * tokens)
+        assert plan.path_tokens == (plan.tokens,) == (plan.frames * tokens,)
+        assert len(run.patches) == plan.patches == 4 * plan.tokens
+        assert plan.frames == 1 or (plan.tokens <= 64 and plan.frames <= (frames or groups))
+    longest = runs[0].plan.frames
+    assert all(run.plan.frames == longest for run in runs[:-1])
+    if len(runs) > 1:  # one more group would be too many
+        assert (longest + 1) * tokens > 64 or longest + 1 > frames > 0
+    if frames and budgets and tokens <= 64:  # then no run is left to run eagerly
+        for pack in smallest_first([run.plan for run in runs], room):
+            assert pack.budgets == (64,)
+
+
+def test_images_and_what_fits_are_left_alone() -> None:
+    for item in (toy_item(500, 1), video(8, 8)):
+        assert cut(item, ROOMY) == [item]
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [(ROOMY, "graph"), (Capacity(((),), (64,), items=8, frames=0), "eager")],
+    ids=["graphs", "off"],
+)
+def test_one_answer_of_many_runs(room: Capacity, source: str) -> None:
+    rig = Rig(room)
+    items = [video(10, 10, 1), toy_item(5, 2), video(3, 80, 3)]
+    answers = [rig.engine.submit(item) for item in items]
+    for item, answer in zip(items, answers, strict=True):
+        assert torch.equal(answer.result(10).rows, toy_rows(item))
+    assert [len(answer.result().parts) for answer in answers] == [2, 1, 3]
+    assert [answer.result().source for answer in answers] == [source, source, "eager"]
+    assert rig.sample("video_runs_total") == 5
+    rig.engine.close()
+    patches = sum(item.plan.patches for item in items)
+    assert rig.sample("patches_total") == patches
+
+
+def test_a_cancelled_video_drops_the_runs_that_wait() -> None:
+    rig = Rig(ROOMY)
+    blocker = rig.hold()
+    answer = rig.engine.submit(video(40, 8))
+    assert answer.cancel()
+    rig.gate.set()
+    blocker.result(10)
+    rig.engine.close()
+    with pytest.raises(CancelledError):
+        answer.result(10)
+    assert rig.sample("tokens_total") == 1
+
+
+def test_a_run_that_fails_fails_the_video_and_drops_the_rest() -> None:
+    rig = Rig(ROOMY)
+    blocker = rig.hold()
+    item = video(40, 60)  # a group a pack
+    item.patches[0, 0] = POISON
+    answer, other = rig.engine.submit(item), rig.engine.submit(toy_item(5, 2))
+    rig.gate.set()
+    with pytest.raises(EncodeFailed, match="poisoned"):
+        answer.result(10)
+    assert torch.equal(other.result(10).rows, toy_rows(toy_item(5, 2)))
+    rig.engine.close()
+    wait_for([blocker])
+    assert rig.sample("tokens_total") < 40 * 60
+
+
+def test_times_are_from_the_first_start_to_the_last_end() -> None:
+    answers: list[Future[Encoded]] = [Future() for _ in range(3)]
+    whole = joined(answers)
+    parts = [torch.full((2, 4), float(index)) for index in range(3)]
+    for index in (2, 0, 1):
+        assert not whole.done()
+        answers[index].set_result(Encoded((parts[index],), "graph", 1.0 + index, 2.0))
+    assert whole.result() == Encoded(tuple(parts), "graph", 1.0, 4.0)
+    assert torch.equal(whole.result().rows, torch.cat(parts))
