@@ -11,7 +11,14 @@ from dataclasses import replace
 
 from actors.checkpoint import Files, Json
 from actors.options import ModelOptions
-from actors.sizing import BlockSizing, CappedSizing, EnlargingSizing, PackedSizing
+from actors.sizing import (
+    BlockSizing,
+    CappedSizing,
+    EnlargingSizing,
+    FittedSizing,
+    PackedSizing,
+    RoundingSizing,
+)
 from actors.spec import ModelSpec, image_processor, image_spec, only
 from actors.video_spec import spread_video, strided_video, thinning_video, timed_video
 
@@ -108,6 +115,70 @@ def kimivl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
     )
 
 
+PIXTRAL = {
+    **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24},
+    **{"num_attention_heads": 16, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu"},
+}
+"""What transformers takes for keys that `vision_config` leaves out."""
+
+
+def pixtral(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+    """Pixtral: LLaVA over its own tower: transformers.models.llava, transformers.models.pixtral."""
+    strategy = config.get("vision_feature_select_strategy", "default")
+    if strategy != "full" or config.get("vision_feature_layer", -2) != -1:
+        raise ValueError(
+            "vision_feature_select_strategy, vision_feature_layer: of Pixtral only full and -1 "
+            "are supported"
+        )
+    bias = config.get("multimodal_projector_bias", True)
+    return fitted("pixtral", options, files, config, {"projector_bias": bias}, merge=1)
+
+
+def mistral3(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+    """Mistral Small 3.1 and later: transformers.models.mistral3."""
+    only(config, {"vision_feature_layer": -1}, "config.json")
+    projector = {
+        "projector_bias": config.get("multimodal_projector_bias", False),
+        "projector_epsilon": config["text_config"].get("rms_norm_eps", 1e-5),
+    }
+    merge = config.get("spatial_merge_size", 2)
+    return fitted("mistral3", options, files, config, projector, merge)
+
+
+def fitted(
+    family: str, options: ModelOptions, files: Files, config: Json, projector: Json, merge: int
+) -> ModelSpec:
+    """What Pixtral and Mistral 3 share."""
+    vision, processor = PIXTRAL | config["vision_config"], image_processor(files)
+    only(config, {"projector_hidden_act": "gelu"}, "config.json")
+    only(vision, {"hidden_act": "silu"}, "vision_config")
+    size = processor.get("size") or {"longest_edge": vision["image_size"]}
+    theta = rope_theta(vision)
+    vision |= projector | {"spatial_merge_size": merge, "rope_theta": theta}
+    sizing = FittedSizing(int(vision["patch_size"]), merge, int(size["longest_edge"]))
+    return packed(family, options, processor, vision, sizing, config["text_config"]["hidden_size"])
+
+
+def paddleocr(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+    """PaddleOCR-VL: transformers.models.paddleocr_vl."""
+    vision, processor = config["vision_config"], image_processor(files)
+    only(vision, {"hidden_act": "gelu_pytorch_tanh"}, "vision_config")
+    vision = {"layer_norm_eps": 1e-6} | vision | {"rope_theta": rope_theta(vision)}
+    smallest, largest = pixel_range(processor, 384**2, 1536**2)
+    sizing = RoundingSizing(
+        int(vision["patch_size"]), int(vision["spatial_merge_size"]), smallest, largest
+    )
+    # The language model's settings stand beside it in published checkpoints.
+    width = config.get("text_config", config)["hidden_size"]
+    return packed("paddleocr_vl", options, processor, vision, sizing, width)
+
+
+def rope_theta(vision: Json) -> float:
+    """Under its name of today or of 2024; else transformers' default."""
+    today = vision.get("rope_parameters") or {}
+    return float(today.get("rope_theta") or vision.get("rope_theta") or 10000.0)
+
+
 def packed(
     family: str,
     options: ModelOptions,
@@ -146,4 +217,6 @@ FAMILIES: dict[str, Callable[[ModelOptions, Files, Json], ModelSpec]] = {
     "glm4v_moe": glm4v,
     "glm46v": glm46v,
     "kimi_vl": kimivl,
+    "mistral3": mistral3,
+    "paddleocr_vl": paddleocr,
 }

@@ -93,6 +93,56 @@ class EnlargingSizing(PackedSizing):
 
 
 @dataclass(frozen=True, slots=True)
+class RoundingSizing(PackedSizing):
+    """As EnlargingSizing, but the other side is rounded, not cut off (PaddleOCR-VL)."""
+
+    def resized(self, size: Size) -> Size:
+        """transformers.models.paddleocr_vl.image_processing_paddleocr_vl.smart_resize."""
+        factor = self.patch_size * self.merge_size
+        width, height = size.width, size.height
+        if height < factor:
+            width, height = round(width * factor / height), factor
+        if width < factor:
+            width, height = factor, round(height * factor / width)
+        return smart_resize(Size(width, height), factor, self.min_pixels, self.max_pixels)
+
+
+@dataclass(frozen=True, slots=True)
+class FittedSizing:
+    """Images shrunk until both sides fit, then stretched to whole merge blocks (Pixtral)."""
+
+    patch_size: int
+    merge_size: int
+    max_side: int
+    """Pixels of the longer side."""
+
+    def resized(self, size: Size) -> Size:
+        """transformers.models.pixtral: get_resize_output_image_size. Raises TooLarge."""
+        ratio = max(size.width / self.max_side, size.height / self.max_side, 1.0)
+        width, height = math.floor(size.width / ratio), math.floor(size.height / ratio)
+        if not min(width, height):
+            raise TooLarge(
+                f"an image of {size.width} x {size.height} pixels has nothing left of a side when "
+                f"the other is shrunk to {self.max_side}: crop it"
+            )
+        block = self.patch_size * self.merge_size
+        return Size(-(-width // block) * block, -(-height // block) * block)
+
+    def plan(self, size: Size) -> ItemPlan:
+        """One attention segment of rows x columns patches; merge_size ** 2 patches a token."""
+        return block_plan(self.resized(size), self.patch_size, self.merge_size)
+
+    def longest_side_patches(self) -> int:
+        """A bound on the rows and columns of any plan."""
+        return math.ceil(self.max_side / (self.patch_size * self.merge_size)) * self.merge_size
+
+    def token_range(self) -> tuple[int, int]:
+        """64 as in vLLM, unless the largest image is smaller."""
+        largest = (self.longest_side_patches() // self.merge_size) ** 2
+        return min(64, largest), largest
+
+
+@dataclass(frozen=True, slots=True)
 class CappedSizing:
     """Images at their own size, padded to whole merge blocks; shrunk over a limit (Kimi-VL)."""
 

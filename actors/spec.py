@@ -1,7 +1,7 @@
 """What a model is, read from its JSON files alone: enough for ingress, router and tower.
 
 Knows nothing of torch. What each family's config.json means: packed_spec.py, tile_spec.py,
-view_spec.py.
+clip_spec.py, view_spec.py.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ def read(options: ModelOptions) -> ModelSpec:
     config = files.read_json("config.json")
     if config is None:
         raise CheckpointError(f"model.id {options.id!r} has no config.json: not a model's folder?")
-    from actors import packed_spec, tile_spec, view_spec  # they build upon this module
+    # They build upon this module.
+    from actors import clip_spec, packed_spec, tile_spec, view_spec
 
-    families = packed_spec.FAMILIES | tile_spec.FAMILIES | view_spec.FAMILIES
+    families = packed_spec.FAMILIES | tile_spec.FAMILIES | view_spec.FAMILIES | clip_spec.FAMILIES
     architecture = str(config.get("model_type"))
     family = families.get(architecture)
     if family is None:

@@ -16,6 +16,7 @@ from actors.tiling import PaddedTiles, StretchedTiles, TileSizing
 from actors.video_spec import tiled_video
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+HALVES = {"image_mean": 0.5, "image_std": 0.5}
 
 
 def internvl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
@@ -58,9 +59,8 @@ def llama4(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
         **tile(vision, processor, vision["pixel_shuffle_ratio"]),
         max_tiles=int(processor.get("max_patches", 16)),
     )
-    halves = {"image_mean": 0.5, "image_std": 0.5}
     width = config["text_config"]["hidden_size"]
-    return tiled("llama4", options, halves | processor, vision, sizing, width)
+    return tiled("llama4", options, HALVES | processor, vision, sizing, width)
 
 
 def gemma3(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
@@ -72,9 +72,8 @@ def gemma3(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
     merge = side_patches // math.isqrt(config.get("mm_tokens_per_image", 256))
     vision |= {"spatial_merge_size": merge}
     one = StretchedTiles(**tile(vision, processor, 1 / merge), min_tiles=1, max_tiles=1)
-    halves = {"image_mean": 0.5, "image_std": 0.5}
     width = config["text_config"]["hidden_size"]
-    return tiled("gemma3", options, halves | processor, vision, one, width)
+    return tiled("gemma3", options, HALVES | processor, vision, one, width)
 
 
 def tiled(

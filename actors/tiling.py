@@ -15,6 +15,9 @@ import numpy as np
 
 from actors.types import ItemPlan, Size
 
+TILES_A_BUDGET = 16
+"""Where images are one tile each, so that they share a graph."""
+
 Layout = tuple[int, int]
 """Rows and columns of tiles."""
 
@@ -38,6 +41,10 @@ class TileSizing(ABC):
     @abstractmethod
     def resized(self, size: Size) -> Size:
         """The size of the image on its canvas, from the upper left corner; the rest is black."""
+
+    def corner(self, size: Size) -> tuple[int, int]:
+        """Where on the resized image its canvas begins: pixels from the left and from above."""
+        return 0, 0
 
     @property
     def side_patches(self) -> int:
@@ -113,6 +120,49 @@ class PaddedTiles(TileSizing):
         if across < down:
             return Size(width, max(1, min(math.floor(size.height * across), height)))
         return Size(max(1, min(math.floor(size.width * down), width)), height)
+
+
+@dataclass(frozen=True, slots=True)
+class OneTile(TileSizing):
+    """Every image is one tile, cut from a square picture of it (SigLIP, CLIP).
+
+    Of the picture, pixels that make no whole patch are left out, on the right and below.
+    """
+
+    picture_pixels: int
+    """The side of the picture."""
+    cropped: bool
+    """The picture is the middle of the image, whose shorter side it fills; otherwise all of it,
+    stretched."""
+    class_tokens: int
+    """Rows before those of the patches."""
+
+    def layout(self, size: Size) -> Layout:
+        """One tile."""
+        return 1, 1
+
+    def resized(self, size: Size) -> Size:
+        """transformers: get_resize_output_image_size, with a shortest edge."""
+        side = self.picture_pixels
+        if not self.cropped:
+            return Size(side, side)
+        if size.width <= size.height:
+            return Size(side, side * size.height // size.width)
+        return Size(side * size.width // size.height, side)
+
+    def corner(self, size: Size) -> tuple[int, int]:
+        """transformers: center_crop."""
+        resized, side = self.resized(size), self.picture_pixels
+        return (resized.width - side) // 2, (resized.height - side) // 2
+
+    @property
+    def tile_tokens(self) -> int:
+        """Of its patches, and of its class."""
+        return self.class_tokens + (self.side_patches // self.merge_size) ** 2
+
+    def token_range(self) -> tuple[int, int]:
+        """One tile; the largest budget holds TILES_A_BUDGET of them, as they are small."""
+        return self.tile_tokens, TILES_A_BUDGET * self.tile_tokens
 
 
 def with_overview(tiles: int) -> int:

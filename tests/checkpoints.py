@@ -98,6 +98,7 @@ GLM_PROCESSOR = PROCESSOR | {
     "patch_size": 14,
     "size": {"shortest_edge": 12544, "longest_edge": 2000000},
 }
+PADDLE = "paddleocr_vl"
 DEEPSTACK = VISION | {"deepstack_visual_indexes": [1, 2, 3]}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 
@@ -123,6 +124,17 @@ CHECKPOINTS = {
         GLM_PROCESSOR,
         "glm46v.Glm46V",
     ),
+    PADDLE: Checkpoint(
+        "PaddleOCRVL",
+        {
+            **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
+            **{"num_attention_heads": 4, "image_size": 84, "patch_size": 14},
+            "spatial_merge_size": 2,
+        },
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        CLIP | {"temporal_patch_size": 1},
+        "paddleocr_vl.PaddleOCRVL",
+    ),
 }
 
 KIMI = "kimi_vl"
@@ -143,8 +155,10 @@ def write(folder: Path, model_type: str, *, max_shard_size: str = "300KB") -> An
         vision_config=dict(made.vision), text_config=TEXT | dict(made.text), **TOKENS
     )
     model = getattr(transformers, f"{made.name}ForConditionalGeneration")(config).eval()
+    projector = getattr(model.model, "projector", None)
+    outside = projector.parameters() if projector else ()
     with torch.no_grad():
-        for values in model.model.visual.parameters():
+        for values in (*model.model.visual.parameters(), *outside):
             # Far from how they are initialised, so that a swap of any two shows.
             values.normal_(0, 0.08) if values.dim() > 1 else values.add_(
                 torch.randn_like(values) * 0.1

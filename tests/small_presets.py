@@ -30,13 +30,22 @@ SMALL: dict[str, dict[str, Any]] = {
     | {"intermediate_size": 256, "image_size": 84, "projector_input_dim": 80}
     | {"projector_output_dim": 80, "vision_output_dim": 80},
     "gemma3-4b": LAYERS | {"intermediate_size": 128, "image_size": 224},
+    "pixtral-12b": LAYERS | {"intermediate_size": 128},
+    "mistral-small31": LAYERS | {"intermediate_size": 128},
+    "paddleocr-vl": LAYERS | {"intermediate_size": 128},
+    "siglip-so400m": LAYERS | {"intermediate_size": 128, "image_size": 90},
+    "clip-vit-l-336": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "step3vl-10b": {"width": 64, "heads": 4, "layers": 3, "mlp_ratio": 2, "image_size": 224},
     "step3-321b": LAYERS | {"intermediate_size": 128, "output_hidden_size": 72, "image_size": 224},
 }
 """What is other in `vision_config`."""
 
 TOKENS = {"gemma3-4b": {"mm_tokens_per_image": 16}, "internvl3-78b": {"force_image_size": 84}}
-SIZES = {"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224}
+SIZES = {
+    **{"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224},
+    **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84},
+}
 
 
 def write_small(folder: Path, preset: str) -> Path:
@@ -48,12 +57,17 @@ def write_small(folder: Path, preset: str) -> Path:
     processor = files.get("preprocessor_config.json")
     if side := SIZES.get(preset):
         processor["size"] = {"height": side, "width": side}
+        if "crop_size" in processor:
+            processor["crop_size"] = side
     if processor and "in_token_limit" in processor:
         processor["in_token_limit"] = 256
     if processor and "max_pixels" in processor:
         processor["max_pixels"] = 448**2
     if processor and "longest_edge" in processor.get("size", {}):
-        processor["size"]["longest_edge"] = 448**2
+        # Pixtral's is a side, the others' an area.
+        processor["size"]["longest_edge"] = (
+            448 if preset in ("pixtral-12b", "mistral-small31") else 448**2
+        )
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))

@@ -62,7 +62,7 @@ def unit(spec: ModelSpec, name: str, shape: Sequence[int]) -> Unit | None:
     """What a weight is applied to; None: it is no matrix."""
     if len(shape) < 2 or re.search(TABLES, name):
         return None
-    if re.search(r"patch_embed|conv1\.|neck\.", name):
+    if re.search(r"patch_embed|patch_conv|conv1\.|neck\.", name):
         return "patch"
     if re.search(BLOCK, name):
         return "sam" if spec.family == "deepseek_ocr" and name.startswith("blocks.") else "row"

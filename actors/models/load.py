@@ -12,6 +12,7 @@ from torch import Tensor
 from actors import attention, checkpoint, spec, weights
 from actors.attention import Attention
 from actors.models import (
+    clip,
     deepseek_ocr,
     deepseek_ocr_config,
     gemma3,
@@ -21,7 +22,9 @@ from actors.models import (
     kimivl,
     llama4,
     llama4_config,
+    paddleocr,
     perception,
+    pixtral,
     qwen2vl,
     qwen3vl,
     qwen3vl_config,
@@ -62,7 +65,7 @@ class Family(Generic[Parts]):
     sizes: Callable[[ModelSpec], Heads]
     parts: Callable[[ModelSpec, Weights], Parts]
     tower: Callable[[ModelSpec, Parts, Attention, BlocksForm], Tower]
-    unused: frozenset[str] = frozenset()
+    unused: Callable[[ModelSpec], frozenset[str]] = lambda spec: frozenset()
     """Tensors that a checkpoint may have and no tower reads."""
 
 
@@ -73,6 +76,16 @@ QWEN3VL = Family(
     qwen3vl.parts,
     PackedTower,
 )
+
+
+PIXTRAL = Family(
+    pixtral.PREFIXES, pixtral.expected, pixtral.dimensions, pixtral.parts, pixtral.PixtralTower
+)
+
+
+def clip_family(prefixes: tuple[str, ...]) -> Family[TileParts]:
+    """CLIP's or SigLIP's tower, by itself or in LLaVA."""
+    return Family(prefixes, clip.expected, clip.dimensions, clip.parts, TileTower, clip.unused)
 
 
 def internvl_family(names: internvl_config.Names) -> Family[TileParts]:
@@ -98,6 +111,16 @@ FAMILIES: Mapping[str, Family[Any]] = {
     "kimi_vl": Family(
         kimivl.PREFIXES, kimivl.expected, kimivl.dimensions, kimivl.parts, PackedTower
     ),
+    "pixtral": PIXTRAL,
+    "mistral3": PIXTRAL,
+    "paddleocr_vl": Family(
+        paddleocr.PREFIXES,
+        paddleocr.expected,
+        paddleocr.dimensions,
+        paddleocr.parts,
+        PackedTower,
+        lambda spec: paddleocr.UNUSED,
+    ),
     "internvl": internvl_family(internvl_config.NATIVE),
     "internvl_chat": internvl_family(internvl_config.CHAT),
     "llama4": Family(
@@ -108,13 +131,16 @@ FAMILIES: Mapping[str, Family[Any]] = {
         TileTower,
     ),
     "gemma3": Family(gemma3.PREFIXES, gemma3.expected, gemma3.dimensions, gemma3.parts, TileTower),
+    "siglip": clip_family(clip.PREFIXES),
+    "clip": clip_family(clip.PREFIXES),
+    "llava": clip_family(clip.LLAVA_PREFIXES),
     "deepseek_ocr": Family(
         deepseek_ocr_config.PREFIXES,
         deepseek_ocr_config.expected,
         deepseek_ocr_config.Architecture.of,
         lambda spec, weights: weights,
         deepseek_ocr.DeepseekOcrTower,
-        deepseek_ocr_config.UNUSED,
+        lambda spec: deepseek_ocr_config.UNUSED,
     ),
     "step3p7": Family(
         step_config.PREFIXES,
@@ -155,7 +181,7 @@ def tensors(options: ModelOptions, model: ModelSpec, device: torch.device) -> Ma
     expected = family.expected(model)
     if model.dummy:
         return weights.Dummy(expected, DUMMY_SEED, device)
-    return weights.load(checkpoint.find(options), family.prefixes, expected, family.unused)
+    return weights.load(checkpoint.find(options), family.prefixes, expected, family.unused(model))
 
 
 def build(model: ModelSpec, tensors: Mapping[str, Tensor], device: torch.device) -> Tower:

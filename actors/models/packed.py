@@ -69,10 +69,22 @@ def bilinear_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[T
     corners aligned, as transformers.vision_utils.get_vision_interpolation_indices_and_weights.
     """
     spans = torch.tensor([rows - 1, columns - 1]).clamp(min=1)
-    source = places.float() * (side - 1) / spans
+    return linear_taps(places.float() * (side - 1) / spans, side)
+
+
+def centred_bilinear_taps(
+    places: Tensor, rows: int, columns: int, side: int
+) -> tuple[Tensor, Tensor]:
+    """As bilinear_taps, but with pixel centres aligned, borders repeated."""
+    source = (places.float() + 0.5) * side / torch.tensor([rows, columns]) - 0.5
+    return linear_taps(source, side)
+
+
+def linear_taps(source: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Taps and weights of places [patches, 2] on a table of side x side: see bilinear_taps."""
     floor = source.floor()
     below = floor.long()
-    index = torch.stack([below, (below + 1).clamp(max=side - 1)], -1)
+    index = torch.stack([below, below + 1], -1).clamp(0, side - 1)
     share = source - floor
     weight = torch.stack([1 - share, share], -1)
     taps = index[:, 0, :, None] * side + index[:, 1, None, :]
@@ -109,10 +121,15 @@ def window_order(rows: int, columns: int, window: int) -> tuple[Tensor, list[int
     return inside.argsort(stable=True), inside.bincount().tolist()
 
 
-def rotary_tables(length: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of one axis: float32 [length, head_size / 4]; rows and columns share them."""
+def rotary_tables(
+    length: int, head_size: int, theta: float, slower: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of one axis: float32 [length, head_size / 4]; rows and columns share them.
+
+    `slower`: what all frequencies are scaled by.
+    """
     axis = head_size // 2
-    frequencies = 1.0 / theta ** (torch.arange(0, axis, 2, dtype=torch.float32) / axis)
+    frequencies = slower / theta ** (torch.arange(0, axis, 2, dtype=torch.float32) / axis)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
     return angles.cos(), angles.sin()
 

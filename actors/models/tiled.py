@@ -111,7 +111,8 @@ class TileTower:
         if self.parts.rotary:
             cos, sin = (table.repeat(len(x), 1) for table in self.parts.rotary)
         x, _ = self.blocks(x.flatten(0, 1), cos, sin, values)
-        x = x.view(-1, rows, width)[:, rows - patches :]
+        kept = self.sizing.tile_tokens * self.sizing.merge_size**2
+        x = x.view(-1, rows, width)[:, rows - kept :]
         return self.parts.head(x.reshape(-1, width * self.sizing.merge_size**2))
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
@@ -123,10 +124,11 @@ def patchify(image: Tensor, sizing: TileSizing, mode: Resample) -> Bytes:
     """uint8 [3, height, width] to uint8 [patches of all tiles, 3 x patch x patch]."""
     size = Size(width=image.shape[2], height=image.shape[1])
     rows, columns = sizing.layout(size)
-    picture = packed.resize(image, sizing.resized(size), mode)
+    left, above = sizing.corner(size)
+    picture = packed.resize(image, sizing.resized(size), mode)[:, above:, left:]
     right = columns * sizing.tile_pixels - picture.shape[2]
     below = rows * sizing.tile_pixels - picture.shape[1]
-    patches = cut(F.pad(picture, (0, right, 0, below)), sizing)
+    patches = cut(F.pad(picture, (0, right, 0, below)), sizing)  # what is over is cut off
     if with_overview(rows * columns) > 1:
         overview = packed.resize(image, Size(sizing.tile_pixels, sizing.tile_pixels), mode)
         patches = torch.cat([patches, cut(overview, sizing)])

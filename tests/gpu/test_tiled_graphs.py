@@ -25,7 +25,10 @@ from actors.types import Item, Size
 
 pytestmark = pytest.mark.gpu
 
-PRESETS = ("internvl3-8b", "internvl3-78b", "llama4-scout", "gemma3-4b")
+PRESETS = (
+    *("internvl3-8b", "internvl3-78b", "llama4-scout", "gemma3-4b"),
+    *("siglip-so400m", "clip-vit-l-336", "llava15-7b"),
+)
 
 
 @pytest.fixture(params=PRESETS)

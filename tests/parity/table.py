@@ -35,16 +35,22 @@ FAMILIES = {
     "glm4v_moe": "GLM-4.1V, 4.5V, 4.6V",
     "glm46v": "GLM-4.1V, 4.5V, 4.6V",
     "kimi_vl": "Kimi-VL",
+    "pixtral": "Pixtral",
+    "mistral3": "Mistral Small 3.1, 3.2",
+    "paddleocr_vl": "PaddleOCR-VL",
     "internvl": "InternVL 2, 2.5, 3, 3.5",
     "internvl_chat": "InternVL 2, 2.5, 3, 3.5",
     "llama4": "Llama 4",
     "gemma3": "Gemma 3",
+    "siglip": "SigLIP",
+    "clip": "CLIP",
+    "llava": "LLaVA 1.5",
     "deepseek_vl_v2": "DeepSeek-OCR",
     "step3p7": "Step3-VL-10B, Step-3.7",
     "step_robotics": "Step3-VL-10B, Step-3.7",
     "step3_vl": "Step3 (321B)",
 }
-"""The family of each `model_type`."""
+"""The family of each `model_type`; that of Pixtral's tower, within LLaVA's, is its own."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ from actors.models.packed_weights import Weights
 from actors.models.tower import VideoTower
 from actors.options import ModelOptions
 from tests import checkpoints
+from tests.checkpoints_clip import write_clip, write_llava, write_siglip
 from tests.checkpoints_ocr import write_deepseek_ocr
+from tests.checkpoints_pixtral import write_mistral3, write_pixtral
 from tests.checkpoints_step import write_step3, write_step3p7
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_llama4
 
@@ -33,12 +35,24 @@ META = torch.device("meta")
 WRITERS: dict[str, Callable[[Path], object]] = {
     **{
         kind: partial(checkpoints.write, model_type=kind)
-        for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", checkpoints.KIMI)
+        for kind in (
+            "qwen2_vl",
+            "qwen2_5_vl",
+            "qwen3_vl",
+            "glm4v",
+            checkpoints.KIMI,
+            checkpoints.PADDLE,
+        )
     },
     "internvl-300M": partial(write_internvl, tower="300M"),
     "internvl-6B": partial(write_internvl, tower="6B"),
     "llama4": write_llama4,
     "gemma3": write_gemma3,
+    "pixtral": write_pixtral,
+    "mistral3": write_mistral3,
+    "siglip": write_siglip,
+    "clip": write_clip,
+    "llava": partial(write_llava, tower="clip"),
     "deepseek_ocr": write_deepseek_ocr,
     "step3p7": write_step3p7,
     "step3": write_step3,

@@ -20,7 +20,7 @@ from PIL import Image
 
 from actors.errors import TooLarge
 from actors.preprocess import decode
-from actors.sizing import EnlargingSizing, smart_resize
+from actors.sizing import EnlargingSizing, FittedSizing, RoundingSizing, smart_resize
 from actors.types import Size
 from tests.checkpoints import processor
 from tests.parity.conftest import Pair
@@ -72,13 +72,55 @@ def test_sizes_are_as_glm_gives_them(width: int, height: int) -> None:
         assert sizing.resized(Size(width, height)) == Size(columns, rows)
 
 
+@given(width=st.integers(1, 20_000), height=st.integers(1, 20_000))
+def test_sizes_are_as_paddleocr_gives_them(width: int, height: int) -> None:
+    from transformers.models.paddleocr_vl import image_processing_pil_paddleocr_vl as theirs
+
+    sizing = RoundingSizing(14, 2, min_pixels=147384, max_pixels=2822400)
+    try:
+        rows, columns = theirs.smart_resize(height, width, 28, 147384, 2822400)
+    except ValueError:
+        with pytest.raises(TooLarge):
+            sizing.resized(Size(width, height))
+    else:
+        assert sizing.resized(Size(width, height)) == Size(columns, rows)
+
+
+@given(
+    width=st.integers(1, 20_000),
+    height=st.integers(1, 20_000),
+    limits=st.sampled_from([(1024, 16, 1), (1540, 14, 2), (1000, 14, 2)]),
+)
+def test_sizes_are_as_pixtral_gives_them(
+    width: int, height: int, limits: tuple[int, int, int]
+) -> None:
+    from transformers.models.pixtral import image_processing_pil_pixtral as theirs
+
+    longest, patch, merge = limits
+    sizing = FittedSizing(patch, merge, longest)
+    image = np.empty((1, height, width), np.bool_)
+    rows, columns = theirs.get_resize_output_image_size(
+        image, longest, patch * merge, input_data_format="channels_first"
+    )
+    if not min(rows, columns):
+        with pytest.raises(TooLarge):
+            sizing.resized(Size(width, height))
+    else:
+        assert sizing.resized(Size(width, height)) == Size(columns, rows)
+        assert max(sizing.plan(Size(width, height)).grid_thw) <= sizing.longest_side_patches()
+
+
 @pytest.mark.parametrize("name", PHOTOGRAPHS)
 def test_patches_of_photographs(pair: Pair, name: str) -> None:
     data = photograph(name)
     plan, patches = pair.tower.patchify(decode(data))
     theirs = processor(pair.model_type)(Image.open(BytesIO(data)), return_tensors="pt")
     assert theirs["image_grid_thw"].tolist() == [list(plan.grid_thw)]
-    frames = theirs["pixel_values"].unflatten(1, (3, -1, pair.tower.spec.vision["patch_size"] ** 2))
+    frames = (
+        theirs["pixel_values"]
+        .flatten(1)
+        .unflatten(1, (3, -1, pair.tower.spec.vision["patch_size"] ** 2))
+    )
     mean, std = (
         torch.tensor(each)[:, None] for each in (pair.tower.spec.mean, pair.tower.spec.std)
     )

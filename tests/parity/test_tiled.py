@@ -26,6 +26,7 @@ from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
 from actors.preprocess import decode
 from actors.types import Clip, Item, ItemPlan, Size
+from tests.checkpoints_clip import write_clip, write_llava, write_siglip
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_internvl_chat, write_llama4
 from tests.images import PHOTOGRAPHS, photograph
 from tests.parity.table import check
@@ -59,6 +60,16 @@ def llama4(model: Any, pixels: Tensor) -> Tensor:
     return rows
 
 
+def hidden(model: Any, pixels: Tensor) -> Tensor:
+    rows: Tensor = model.vision_model(pixels, return_dict=True).last_hidden_state
+    return rows.flatten(0, 1)
+
+
+def llava(model: Any, pixels: Tensor) -> Tensor:
+    features = model.model.get_image_features(pixels, return_dict=True)
+    return torch.cat(list(features.pooler_output))
+
+
 CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tensor]]] = {
     "internvl-300M": (lambda folder: write_internvl(folder, "300M"), internvl),
     "internvl-6B": (lambda folder: write_internvl(folder, "6B"), internvl),
@@ -66,6 +77,19 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tens
     "internvl_chat-6B": (lambda folder: write_internvl_chat(folder, "6B"), internvl),
     "llama4": (write_llama4, llama4),
     "gemma3": (write_gemma3, internvl),
+    "siglip": (write_siglip, hidden),
+    "clip": (write_clip, hidden),
+    "llava-clip": (lambda folder: write_llava(folder, "clip"), llava),
+    "llava-class": (
+        lambda folder: write_llava(
+            folder, "clip", vision_feature_select_strategy="full", multimodal_projector_bias=False
+        ),
+        llava,
+    ),
+    "llava-siglip": (
+        lambda folder: write_llava(folder, "siglip", vision_feature_select_strategy="full"),
+        llava,
+    ),
 }
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from actors.models.tiled import cut, patchify
-from actors.tiling import PaddedTiles, StretchedTiles, TileSizing
+from actors.tiling import OneTile, PaddedTiles, StretchedTiles, TileSizing
 from actors.types import Size
 from tests.images import opened
 
@@ -36,8 +36,7 @@ def test_internvl_gives_the_tiles_of_the_processor(size: tuple[int, int]) -> Non
     settings: dict[str, Any] = {"size": {"height": 448, "width": 448}, "do_normalize": False}
     processor = GotOcr2ImageProcessorPil(**settings, crop_to_patches=True)
     theirs = processor(image, return_tensors="np")
-    tiles = [(tile * 255).round().astype(np.uint8) for tile in theirs["pixel_values"]]
-    compare(image, INTERNVL, tiles, "bicubic")
+    compare(image, INTERNVL, bytes_of(theirs["pixel_values"]), "bicubic")
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -47,8 +46,36 @@ def test_gemma3_gives_the_picture_of_the_processor(size: tuple[int, int]) -> Non
     image = opened().resize(size)
     settings: dict[str, Any] = {"size": {"height": 896, "width": 896}, "do_normalize": False}
     theirs = Gemma3ImageProcessorPil(**settings)(image, return_tensors="np")
-    tiles = [(tile * 255).round().astype(np.uint8) for tile in theirs["pixel_values"]]
-    compare(image, StretchedTiles(896, 14, 4, max_tiles=1, min_tiles=1), tiles, "bilinear")
+    sizing = StretchedTiles(896, 14, 4, max_tiles=1, min_tiles=1)
+    compare(image, sizing, bytes_of(theirs["pixel_values"]), "bilinear")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_siglip_gives_the_picture_of_the_processor(size: tuple[int, int]) -> None:
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    image = opened().resize(size)
+    settings: dict[str, Any] = {"size": {"height": 384, "width": 384}, "do_normalize": False}
+    theirs = SiglipImageProcessorPil(**settings)(image, return_tensors="np")
+    sizing = OneTile(378, 14, 1, 1, picture_pixels=384, cropped=False, class_tokens=0)
+    compare(image, sizing, bytes_of(theirs["pixel_values"][..., :378, :378]), "bicubic")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_clip_gives_the_middle_of_the_picture(size: tuple[int, int]) -> None:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    image = opened().resize(size)
+    processor = CLIPImageProcessorPil(
+        size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}, do_normalize=False
+    )
+    theirs = processor(image, return_tensors="np")
+    sizing = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=1)
+    compare(image, sizing, bytes_of(theirs["pixel_values"]), "bicubic")
+
+
+def bytes_of(pixels: npt.NDArray[np.float32]) -> list[Pixels]:
+    return [(tile * 255).round().astype(np.uint8) for tile in pixels]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

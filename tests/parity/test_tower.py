@@ -16,7 +16,7 @@ from actors.models.load import load
 from actors.models.tower import Tower
 from actors.options import ModelOptions
 from actors.types import ItemPlan, Size
-from tests.checkpoints import KIMI
+from tests.checkpoints import KIMI, PADDLE
 from tests.parity.conftest import Pair
 from tests.parity.table import check
 
@@ -73,6 +73,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
     reference = replace(pair, reference=deepcopy(pair.reference))
     original = reference.reference.model
     getattr(original, "visual", original).bfloat16()
+    if pair.model_type == PADDLE:  # outside
+        original.projector.bfloat16()
     theirs_rounded = theirs(reference, plans, patches).float()
     assert (ours - exact).norm() <= 1.1 * (theirs_rounded - exact).norm()
 
@@ -136,6 +138,9 @@ def pixel_values(pair: Pair, plans: Sequence[ItemPlan], patches: Tensor) -> Tens
     patches = as_published(pair, plans, patches)
     pixels: Tensor = (patches.unflatten(1, (3, -1)) / 255 - mean) / std
     frames = spec.vision.get("temporal_patch_size", 1)
+    if pair.model_type == PADDLE:
+        side: int = spec.vision["patch_size"]
+        return pixels.view(-1, 3, side, side)
     return pixels[:, :, None].expand(-1, -1, frames, -1).flatten(1)
 
 
@@ -146,7 +151,7 @@ def as_published(pair: Pair, plans: Sequence[ItemPlan], patches: Tensor) -> Tens
     if "window_size" in vision:
         order, _ = get_vision_window_index(grids, 2, vision["window_size"], vision["patch_size"])
         order = (4 * order[:, None] + torch.arange(4)).flatten()
-    elif pair.model_type == KIMI:  # raster order
+    elif pair.model_type in (KIMI, PADDLE):  # raster order
         starts = (grids.prod(1).cumsum(0) - grids.prod(1)).tolist()
         order = torch.cat(
             [
