@@ -100,6 +100,8 @@ def allocate(shapes: Shapes, device: torch.device) -> tuple[dict[str, Tensor], T
 
 def joined(parts: Sequence[Tensor], out: Tensor) -> Tensor:
     """All rows of the parts in one operation, however many parts there are."""
+    if len(parts) == 1:
+        return out.copy_(parts[0], non_blocking=True)
     return torch.cat(list(parts), out=out)
 
 

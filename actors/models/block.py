@@ -103,24 +103,33 @@ class ReferenceBlocks:
         }
         for index, layer in enumerate(self.weights):
             seen = windows if index in self.style.windowed else values
-            y = x if self.style.post_norm else self.norm(x, layer.norm1)
-            qkv = F.linear(y, layer.qkv.weight, layer.qkv.bias)
-            qkv = qkv.view(len(x), 3, self.style.heads, -1)
-            if layer.qk_norm is not None:
-                normed = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
-                qkv = torch.cat([normed, qkv[:, 2:]], dim=1)
-            if cos is not None and sin is not None:
-                qkv = torch.cat([rotate(qkv[:, :2], cos, sin), qkv[:, 2:]], dim=1)
-            y = F.linear(self.attention(qkv, seen), layer.proj.weight, layer.proj.bias)
-            if self.style.post_norm:
-                x = x + self.norm(y, layer.norm1)
-                x = x + self.norm(self.mlp(x, layer), layer.norm2)
-            else:
-                x = x + y
-                x = x + self.mlp(self.norm(x, layer.norm2), layer)
+            x = self.after(x, self.attention(self.before(x, cos, sin, layer), seen), layer)
             if index in self.taps:
                 tapped.append(x)
         return x, tapped
+
+    def before(
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, layer: BlockWeights
+    ) -> Tensor:
+        """What attention sees of x: packed q, k, v, rotated."""
+        y = x if self.style.post_norm else self.norm(x, layer.norm1)
+        qkv = F.linear(y, layer.qkv.weight, layer.qkv.bias)
+        qkv = qkv.view(len(x), 3, self.style.heads, -1)
+        if layer.qk_norm is not None:
+            normed = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
+            qkv = torch.cat([normed, qkv[:, 2:]], dim=1)
+        if cos is not None and sin is not None:
+            qkv = torch.cat([rotate(qkv[:, :2], cos, sin), qkv[:, 2:]], dim=1)
+        return qkv
+
+    def after(self, x: Tensor, attended: Tensor, layer: BlockWeights) -> Tensor:
+        """The rest of a layer, from what attention gave of x."""
+        y = F.linear(attended, layer.proj.weight, layer.proj.bias)
+        if self.style.post_norm:
+            x = x + self.norm(y, layer.norm1)
+            return x + self.norm(self.mlp(x, layer), layer.norm2)
+        x = x + y
+        return x + self.mlp(self.norm(x, layer.norm2), layer)
 
     def norm(self, x: Tensor, norm: Affine) -> Tensor:
         """Over the width."""
