@@ -58,10 +58,8 @@ def capture(
         where = device.beside() if beside else device
         place = (tower, path, budgets, capacity.segments, where)
         most = capacity.exact_graphs
-        # What a path puts out is read with that of the last one, after the replays of them all.
-        kept = path != tower.spec.paths[-1]
         try:
-            graphs[path] = ExactGraphSet(*place, most) if most else GraphSet(*place, kept=kept)
+            graphs[path] = ExactGraphSet(*place, most) if most else GraphSet(*place)
             graphs[path].capture(report)
         except torch.OutOfMemoryError as error:
             raise StartError(

@@ -44,7 +44,8 @@ class ExactGraphSet(GraphSet):
         device: Device,
         most: int,
     ) -> None:
-        super().__init__(tower, path, budgets, segments, device, kept=True)
+        super().__init__(tower, path, budgets, segments, device)
+        self.keeps_rows = True
         # One graph sizes the pool, the one with the most inputs: another would only keep an output.
         self.forms = self.forms[-1:]
         self.most = most

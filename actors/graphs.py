@@ -37,14 +37,7 @@ class GraphSet:
     """The graphs of one path of a tower on one device."""
 
     def __init__(
-        self,
-        tower: Tower,
-        path: str,
-        budgets: Sequence[int],
-        segments: Segments,
-        device: Device,
-        *,
-        kept: bool = False,
+        self, tower: Tower, path: str, budgets: Sequence[int], segments: Segments, device: Device
     ) -> None:
         self.tower = tower
         self.path = path
@@ -52,8 +45,9 @@ class GraphSet:
         self.budgets = tuple(budget for budget in budgets if budget)
         self.segments = segments
         self.device = device
-        self.kept_rows = kept
-        """Rows outlast replays of what is captured later: another path's."""
+        self.keeps_rows = path != tower.spec.paths[-1]
+        """Rows are read with those of the last path: they outlast replays of what is captured
+        later."""
         self._packed: dict[tuple[int | None, tuple[ItemPlan, ...]], Tensor] = {}
         self.replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
         """By budget, and whether it is for packs with videos."""
@@ -72,7 +66,7 @@ class GraphSet:
                 with self.device.running():
                     self.replays[budget, videos] = self.device.capture(
                         lambda static=static: self.tower.forward(self.path, static),  # type: ignore[misc]
-                        kept=self.kept_rows,
+                        kept=self.keeps_rows,
                     )
             report(budget, perf_counter() - started)
 

@@ -65,6 +65,10 @@ class GraphOptions(Options):
     path_streams: bool = False
     """Paths of one pack at the same time, each on a stream of its own, on CUDA. Takes more memory:
     each path's graphs have a pool of their own. Not measured yet."""
+    compile: bool = False
+    """Blocks that have no fast form go through torch.compile before they are captured: RMS norms,
+    SwiGLU, windows, norms after the residual. On CUDA in 16 bits; takes a C++ compiler and seconds
+    at a first start, and keeps what it made in TORCHINDUCTOR_CACHE_DIR. Not measured yet."""
     max_exact_graphs: PositiveInt = 64
     """Layouts that `mode: exact` keeps; the one unused for longest makes room."""
 
@@ -237,5 +241,14 @@ class ActorOptions(Options):
             raise ValueError(
                 "model.dtype is float32, for which there is no attention that a CUDA graph can "
                 "hold: set it to bfloat16 or float16, or graphs.mode to off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def compiled_for_cuda(self) -> Self:
+        """On the CPU there is no graph to save launches in, and float32 stays the reference."""
+        if self.graphs.compile and (self.encoder.device == "cpu" or self.model.dtype == "float32"):
+            raise ValueError(
+                "graphs.compile needs encoder.device cuda and model.dtype bfloat16 or float16"
             )
         return self

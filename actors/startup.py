@@ -24,8 +24,8 @@ from actors.types import Item
 def open_engine(options: ActorOptions, series: EncoderMetrics) -> Engine:
     """An engine on the device of the options, every graph captured. Raises StartError."""
     device = open_device(options.encoder.device)
-    captured = options.graphs.mode != "off"
-    tower = load(options.model, device.device, captured=captured)
+    captured, compiled = options.graphs.mode != "off", options.graphs.compile
+    tower = load(options.model, device.device, captured=captured, compiled=compiled)
     capacity = model_capacity(options.graphs, tower.spec)
     graphs = capture(tower, capacity, device, series, path_streams=options.graphs.path_streams)
     packing = choose_packing(options.packing, graphs)

@@ -31,7 +31,9 @@ from actors.capture import choose_packing
 from actors.device import Device
 from actors.errors import ConfigError
 from actors.graphs import GraphSet, Report
+from actors.models.compiled import CompiledBlocks
 from actors.models.load import build, tensors
+from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions, PackingOptions
 from actors.packing import Packing, smallest_first
 from actors.spec import ModelSpec, read
@@ -65,7 +67,7 @@ def run(
         raise ConfigError(f"--every-budget: {model} has two paths, whose budgets go in pairs")
     progress(f"{model}: weights")
     bench = Bench(spec, tensors(options, spec, device.device), device, settings)
-    if "budget" in settings.modes or settings.every_budget:
+    if {"budget", "compile"} & {*settings.modes} or settings.every_budget:
         bench.capture(
             lambda budget, seconds: progress(f"{model}: captured {budget} in {seconds:.2f} s")
         )
@@ -91,7 +93,11 @@ class Bench:
         self.settings = settings
         self.tower = build(spec, weights, device.device)
         self.limits = model_capacity(GraphOptions(max_frames_per_batch=0), spec)
-        self.budgeted = self.graphs(self.limits.budgets, self.limits.segments)
+        self.budgeted = self.graphs(self.tower, self.limits.budgets, self.limits.segments)
+        self.compiled: dict[str, GraphSet] = {}
+        if "compile" in settings.modes:
+            tower = build(spec, weights, device.device, CompiledBlocks)
+            self.compiled = self.graphs(tower, self.limits.budgets, self.limits.segments)
         self.packing: Packing = smallest_first
         known = has_reference(spec)
         self.truth: Truth = (
@@ -108,7 +114,7 @@ class Bench:
 
     def capture(self, report: Report) -> None:
         """The service's default graphs for images, and the packing that it would choose."""
-        for graphs in self.budgeted.values():  # in the order in which a pack replays them
+        for graphs in (*self.budgeted.values(), *self.compiled.values()):  # as packs replay them
             graphs.capture(report)
         self.packing = choose_packing(PackingOptions(), self.budgeted)
 
@@ -167,15 +173,16 @@ class Bench:
         tokens = batch.path_tokens()
         if mode == "exact":
             limits = only(tokens, items)
-            exact = self.graphs(limits.budgets, Segments(items))
+            exact = self.graphs(self.tower, limits.budgets, Segments(items))
             for graphs in exact.values():
                 graphs.capture(lambda budget, seconds: None)
             return self.engine_call(exact, limits, batch)
         if mode == "eager":
             nothing: tuple[tuple[int, ...], ...] = ((),) * len(tokens)
             whole = Capacity(nothing, tokens, items, 0)
-            return self.engine_call(self.graphs(nothing, Segments(0)), whole, batch)
-        return EngineCall(self.budgeted, self.device, self.limits, self.packing, batch)
+            return self.engine_call(self.graphs(self.tower, nothing, Segments(0)), whole, batch)
+        chosen = self.compiled if mode == "compile" else self.budgeted
+        return EngineCall(chosen, self.device, self.limits, self.packing, batch)
 
     def engine_call(
         self, graphs: Mapping[str, GraphSet], limits: Capacity, batch: Batch
@@ -183,10 +190,12 @@ class Bench:
         """All items in one pack."""
         return EngineCall(graphs, self.device, limits, smallest_first, batch)
 
-    def graphs(self, budgets: Sequence[tuple[int, ...]], segments: Segments) -> dict[str, GraphSet]:
+    def graphs(
+        self, tower: Tower, budgets: Sequence[tuple[int, ...]], segments: Segments
+    ) -> dict[str, GraphSet]:
         """Of each path of the tower."""
         return {
-            path: GraphSet(self.tower, path, ladder, segments, self.device)
+            path: GraphSet(tower, path, ladder, segments, self.device)
             for path, ladder in zip(self.spec.paths, budgets, strict=True)
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from actors.models import (
     step_config,
 )
 from actors.models.block import Blocks, BlocksForm, BlockWeights, ReferenceBlocks, Style
+from actors.models.compiled import CompiledBlocks
 from actors.models.packed_tower import PackedTower
 from actors.models.packed_weights import Expected, Weights
 from actors.models.step_tower import StepTower
@@ -159,14 +161,19 @@ FAMILIES: Mapping[str, Family[Any]] = {
 }
 
 
-def load(options: ModelOptions, device: torch.device, *, captured: bool = False) -> Tower:
+def load(
+    options: ModelOptions, device: torch.device, *, captured: bool = False, compiled: bool = False
+) -> Tower:
     """Reads the tower's weights, and only those. Raises CheckpointError.
 
     `captured`: for graphs. Raises StartError, before anything large is read, if it cannot be.
+    `compiled`: on CUDA in 16 bits, blocks that have no fast form go through torch.compile.
     """
     model = spec.read(options)
     kernel = choose_attention(model, device, captured=captured)
-    tower = assemble(model, tensors(options, model, device), device, kernel)
+    others = CompiledBlocks if compiled else ReferenceBlocks
+    blocks = choose_blocks(device, getattr(torch, model.dtype), others)
+    tower = assemble(model, tensors(options, model, device), device, kernel, blocks)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what only building took is not the graphs' that follow
     return tower
@@ -184,9 +191,15 @@ def tensors(options: ModelOptions, model: ModelSpec, device: torch.device) -> Ma
     return weights.load(checkpoint.find(options), family.prefixes, expected, family.unused(model))
 
 
-def build(model: ModelSpec, tensors: Mapping[str, Tensor], device: torch.device) -> Tower:
-    """The tower on its device, with the fastest attention and blocks that it has there."""
-    return assemble(model, tensors, device, choose_attention(model, device))
+def build(
+    model: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    blocks: BlocksForm | None = None,
+) -> Tower:
+    """The tower on its device, with the fastest attention, and blocks unless given."""
+    blocks = blocks or choose_blocks(device, getattr(torch, model.dtype))
+    return assemble(model, tensors, device, choose_attention(model, device), blocks)
 
 
 def choose_attention(
@@ -199,29 +212,42 @@ def choose_attention(
 
 
 def assemble(
-    model: ModelSpec, tensors: Mapping[str, Tensor], device: torch.device, kernel: Attention
+    model: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    kernel: Attention,
+    blocks: BlocksForm,
 ) -> Tower:
-    """The tower on its device, with this attention and the fastest blocks that it has there."""
+    """The tower on its device, with this attention and these blocks."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     family = FAMILIES[model.family]
     parts = family.parts(model, Weights(tensors, device, dtype))
-    return family.tower(model, parts, kernel, choose_blocks(device, dtype))
+    return family.tower(model, parts, kernel, blocks)
 
 
-def choose_blocks(device: torch.device, dtype: torch.dtype) -> BlocksForm:
-    """The fastest form of the blocks that this device and dtype have, for each style."""
+def choose_blocks(
+    device: torch.device, dtype: torch.dtype, others: BlocksForm = ReferenceBlocks
+) -> BlocksForm:
+    """The fastest form of the blocks that this device and dtype have, for each style.
+
+    `others`: the form of styles that have no fast one.
+    """
     if device.type == "cuda" and dtype != torch.float32:
-        return fastest
+        return partial(fastest, others)
     return ReferenceBlocks
 
 
 def fastest(
-    weights: Sequence[BlockWeights], style: Style, attention: Attention, taps: Sequence[int]
+    others: BlocksForm,
+    weights: Sequence[BlockWeights],
+    style: Style,
+    attention: Attention,
+    taps: Sequence[int],
 ) -> Blocks:
-    """On CUDA in 16 bits; styles that the fast form does not have run in the reference form."""
+    """On CUDA in 16 bits."""
     from actors.models.fast import FastBlocks  # Triton is not there without CUDA
 
     plain = style.norm == "layer" and not style.post_norm and not style.windowed
     if plain and style.activation != "swiglu":
         return FastBlocks(weights, style, attention, taps)
-    return ReferenceBlocks(weights, style, attention, taps)
+    return others(weights, style, attention, taps)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from actors.bench.report import MODES, TOLERANCE, Report
+from actors.bench.report import DEFAULT_MODES, MODES, TOLERANCE, Report
 from actors.bench.workloads import DEFAULT, SHORT, Workload
 from actors.checkpoint import preset_names
 from actors.errors import ConfigError
@@ -48,7 +48,7 @@ def add(kinds: Any) -> None:
         f"{', '.join(each.name for each in SHORT)} of all models), "
         "or sizes of images encoded together, such as 336x336*8+1024x1024",
     )
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=DEFAULT_MODES)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repeats", type=count, default=50, help="timed calls (%(default)s)")
     parser.add_argument("--warmup", type=count, default=10, help="calls before (%(default)s)")

@@ -82,7 +82,7 @@ def test_a_run_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert 0 < figure["times"]["median_ms"] <= figure["times"]["p99_ms"]
         assert (figure["host_ms"] is None) == (figure["mode"] == "transformers")
     by_mode = {figure["mode"]: figure for figure in one["figures"]}
-    assert tuple(by_mode) == report.MODES
+    assert tuple(by_mode) == report.DEFAULT_MODES
     assert by_mode["exact"]["budgets"] == [100]
     assert by_mode["budget"]["budgets"] == [128]
     assert by_mode["budget"]["padding_ratio"] == pytest.approx(28 / 128)
@@ -90,6 +90,18 @@ def test_a_run_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert len(several["figures"][-1]["budgets"]) > 1
     last = capsys.readouterr().out.splitlines()[-30:]
     assert any(line.split()[:2] == ["1x336", "transformers"] for line in last)
+
+
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, by itself
+def test_compiled_blocks(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    what = ["--workload", "336x336*2", "--modes", "compile"]
+    assert cli.main([*TINY, *BRIEF, *what, "--json", str(file)]) == 0
+    ((figure,),) = (
+        each["figures"] for each in json.loads(file.read_text())["models"][0]["workloads"]
+    )
+    assert (figure["mode"], figure["budgets"]) == ("compile", [256])
 
 
 def test_every_budget_and_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Blocks through torch.compile: the same rows, and nothing compiled again for more rows or layers."""
+"""Blocks through torch.compile: the same rows, compiled once for all numbers of them and layers."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def test_compiled_blocks_give_the_same_rows(style: Style) -> None:
             assert counters["stats"]["unique_graphs"] == 2, "the two halves of a block, once each"
 
 
-def assert_equal(
-    plain: Blocks, compiled: Blocks, attention: SegmentAttention, rows: int
-) -> None:
+def assert_equal(plain: Blocks, compiled: Blocks, attention: SegmentAttention, rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, WIDTH, generator=generator)
     cos, sin = torch.randn(2, rows, WIDTH // HEADS // 2, generator=generator)
