@@ -52,37 +52,50 @@ def best_ladder(loads: Mapping[int, float], graphs: int, largest: int) -> tuple[
 
 def padding_ratio(loads: Mapping[int, float], budgets: Sequence[int]) -> float:
     """Tokens computed for nobody for each token of content; the largest budget holds every load."""
-    content = sum(load * times for load, times in loads.items())
-    computed = sum((at_least(budgets, load) or load) * times for load, times in loads.items())
-    return computed / content - 1
+    return computed(loads, budgets) / content(loads) - 1 if loads else 0.0
 
 
-def rounded_up(loads: Mapping[int, float], largest: int) -> dict[int, float]:
-    """The loads in multiples of MULTIPLE_TOKENS, or `largest`: what budgets are chosen from."""
+def content(loads: Mapping[int, float]) -> float:
+    """Tokens of all packs."""
+    return sum(load * times for load, times in loads.items())
+
+
+def computed(loads: Mapping[int, float], budgets: Sequence[int]) -> float:
+    """The same, padding included."""
+    return sum((at_least(budgets, load) or load) * times for load, times in loads.items())
+
+
+def rounded_up(
+    loads: Mapping[int, float], largest: int, multiple: int = MULTIPLE_TOKENS
+) -> dict[int, float]:
+    """The loads in multiples of so many, or `largest`: what budgets are chosen from."""
     rounded: dict[int, float] = {}
     for load, times in loads.items():
-        whole = min(-(-load // MULTIPLE_TOKENS) * MULTIPLE_TOKENS, largest)
+        whole = min(-(-load // multiple) * multiple, largest)
         rounded[whole] = rounded.get(whole, 0.0) + times
     return rounded
 
 
 def simulated_loads(
-    item_tokens: Mapping[int, float], waiting_items: float, capacity: Capacity, rounds: int = 5000
-) -> dict[int, float]:
-    """Tokens of the packs that form when `waiting_items` items wait on average.
+    items: Mapping[ItemPlan, float], waiting_items: float, capacity: Capacity, rounds: int = 5000
+) -> list[dict[int, float]]:
+    """Tokens on each path of the packs that form when `waiting_items` items wait on average.
 
     Numbers are geometric, as in a queue: an idle service, with one item alone, is always among
-    them. `item_tokens`: how often an item has so many tokens. Always the same for the same traffic.
-    Items beyond the largest budget run eagerly and do not count.
+    them. `items`: how often each comes. Always the same for the same traffic. Items beyond the
+    largest budget run eagerly and do not count, nor does a path on which a pack has nothing.
     """
     waiting = np.random.default_rng(0).geometric(1 / waiting_items, rounds)
-    drawn = Random(0).choices(list(item_tokens), list(item_tokens.values()), k=int(waiting.sum()))
-    loads: Counter[int] = Counter()
+    drawn = Random(0).choices(list(items), list(items.values()), k=int(waiting.sum()))
+    loads: list[Counter[int]] = [Counter() for _ in capacity.tokens]
     start = 0
     for count in waiting.tolist():
-        plans = [ItemPlan((1, 1, n), n, n, (n,)) for n in drawn[start : start + count]]
+        plans = drawn[start : start + count]
         start += count
         for pack in smallest_first(plans, capacity):
-            if None not in pack.budgets:
-                loads[sum(plans[i].tokens for i in pack.items)] += 1
-    return dict(loads)
+            if None in pack.budgets:
+                continue
+            for path, load in enumerate(loads):
+                if tokens := sum(plans[i].path_tokens[path] for i in pack.items):
+                    load[tokens] += 1
+    return [dict(load) for load in loads]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,18 @@ from rich.table import Table
 
 from actors.budgets import Capacity
 from actors.errors import ConfigError
-from actors.ladder import best_ladder, padding_ratio, rounded_up, simulated_loads
-from actors.sizing import Sizing
-from actors.spec import read
+from actors.ladder import (
+    MULTIPLE_TOKENS,
+    best_ladder,
+    computed,
+    padding_ratio,
+    rounded_up,
+    simulated_loads,
+)
+from actors.sizing import BlockSizing
+from actors.spec import ModelSpec, read
 from actors.two_paths import model_capacity
-from actors.types import Size
+from actors.types import ItemPlan, Size
 from encoder_service.config import load
 
 
@@ -35,7 +42,9 @@ def add(subcommands: Any) -> None:
         'or JSON: {"336x336": 120, ...}',
     )
     parser.add_argument("--config", type=Path, required=True, help="such as configs/qwen3vl.yaml")
-    parser.add_argument("--graphs", type=positive, help="most budgets (as many as configured)")
+    parser.add_argument(
+        "--graphs", type=positive, help="most budgets of each path (as many as configured)"
+    )
     parser.add_argument(
         "--memory-bytes", type=positive, help="most device memory that graphs may take"
     )
@@ -56,55 +65,79 @@ def add(subcommands: Any) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Prints a table and the line to paste. Raises StartError, TooLarge."""
+    """Prints a table and the lines to paste. Raises StartError, TooLarge."""
     service = load(options.config)
     spec = read(service.model)
-    if len(spec.paths) > 1:
-        raise ConfigError(f"{options.config}: capture-plan plans one path, {spec.id} has several")
     # Budgets are asked for, whatever mode is on now.
     room = model_capacity(service.graphs.model_copy(update={"mode": "budget"}), spec)
-    largest = room.tokens[0]
-    counts = histogram(options.histogram)
-    loads = pack_loads(counts, spec.sizing, room, options.waiting_items)
-    if not loads:
+    loads = pack_loads(histogram(options.histogram), spec, room, options.waiting_items)
+    if not any(loads):
+        largest = ", ".join(map(str, room.tokens))
         raise ConfigError(f"{options.histogram}: nothing in it fits the largest budget, {largest}")
-    now = room.budgets[0]
-    most = within(options.graphs or len(now), options.memory_bytes, options.graph_bytes)
-    planned = best_ladder(rounded_up(loads, largest), most, largest)
-    console.print(table({"configured": now, "planned": planned}, loads))
-    saved = 1 - (1 + padding_ratio(loads, planned)) / (1 + padding_ratio(loads, now))
-    compared = f"{abs(saved):.1%} {'fewer' if saved >= 0 else 'more'} tokens computed"
-    console.print(f"{compared} than as configured. Under `graphs:` in {options.config}:")
-    console.print(f"token_budgets: {list(planned)}", soft_wrap=True, highlight=False)
+    now = [tuple(filter(None, budgets)) for budgets in room.budgets]
+    most = within(
+        [options.graphs or len(budgets) for budgets in now],
+        options.memory_bytes,
+        options.graph_bytes,
+    )
+    # Loads of the other families are whole tiles or views already.
+    multiple = MULTIPLE_TOKENS if isinstance(spec.sizing, BlockSizing) else 1
+    planned = [
+        best_ladder(rounded_up(load, largest, multiple), graphs, largest)
+        for load, largest, graphs in zip(loads, room.tokens, most, strict=True)
+    ]
+    for path, old, new, seen in zip(spec.paths, now, planned, loads, strict=True):
+        console.print(table(path, old, new, seen))
+    before, after = (sum(map(computed, loads, ladders)) for ladders in (now, planned))
+    change = f"{abs(1 - after / before):.1%} {'fewer' if after <= before else 'more'}"
+    console.print(f"{change} tokens computed than as configured. Under `graphs:` in", end=" ")
+    console.print(f"{options.config}:")
+    for path, ladder in zip(spec.paths, planned, strict=True):
+        key = "token_budgets" if len(spec.paths) == 1 else f"{path}_token_budgets"
+        console.print(f"{key}: {list(ladder)}", soft_wrap=True, highlight=False)
     console.print(f"max_vision_items_per_batch: {room.items}", highlight=False)
     return 0
 
 
-def within(graphs: int, memory_bytes: int | None, graph_bytes: int | None) -> int:
-    """Graphs that the memory holds, at most so many. Raises ConfigError: it holds none."""
+def within(
+    graphs: Sequence[int], memory_bytes: int | None, graph_bytes: int | None
+) -> Sequence[int]:
+    """Graphs of each path that the memory holds, at most so many, the paths in proportion.
+
+    Raises ConfigError: it holds less than one of each.
+    """
     if (memory_bytes is None) != (graph_bytes is None):
         raise ConfigError("--memory-bytes and --graph-bytes go together")
     if memory_bytes is None or graph_bytes is None:
         return graphs
-    if memory_bytes < graph_bytes:
-        raise ConfigError(f"--memory-bytes {memory_bytes} holds no graph of {graph_bytes}")
-    return min(graphs, memory_bytes // graph_bytes)
+    held = memory_bytes // graph_bytes
+    if held < len(graphs):
+        raise ConfigError(
+            f"--memory-bytes {memory_bytes} holds {held} graphs of {graph_bytes}, not "
+            f"{len(graphs)}: one of each path"
+        )
+    return [min(most, max(1, held * most // sum(graphs))) for most in graphs]
 
 
 def pack_loads(
-    counts: Mapping[str, float], sizing: Sizing, room: Capacity, waiting_items: float
-) -> dict[int, float]:
-    """How often a pack holds so many tokens: as counted, or from images as they would wait."""
-    largest = room.tokens[0]
+    counts: Mapping[str, float], spec: ModelSpec, room: Capacity, waiting_items: float
+) -> list[dict[int, float]]:
+    """How often a pack holds so many tokens of each path: as counted, or from images that wait."""
     if all(key.isdecimal() for key in counts):
-        return {int(key): times for key, times in counts.items() if int(key) <= largest}
-    item_tokens: dict[int, float] = {}
+        if len(spec.paths) > 1:
+            raise ConfigError(
+                f"{spec.id} has {len(spec.paths)} paths: give sizes of images, not tokens of packs"
+            )
+        return [{int(key): n for key, n in counts.items() if int(key) <= room.tokens[0]}]
+    items: dict[ItemPlan, float] = {}
     for key, times in counts.items():
         width, height = map(int, key.split("x"))
-        tokens = sizing.plan(Size(width, height)).tokens
-        item_tokens[tokens] = item_tokens.get(tokens, 0.0) + times
-    one_graph = Capacity(((largest,),), (largest,), room.items, room.frames)
-    return simulated_loads(item_tokens, waiting_items, one_graph)
+        plan = spec.sizing.plan(Size(width, height))
+        items[plan] = items.get(plan, 0.0) + times
+    one_graph = Capacity(
+        tuple((largest,) for largest in room.tokens), room.tokens, room.items, room.frames
+    )
+    return simulated_loads(items, waiting_items, one_graph)
 
 
 def histogram(path: Path) -> dict[str, float]:
@@ -135,10 +168,12 @@ def histogram(path: Path) -> dict[str, float]:
     return counts
 
 
-def table(ladders: Mapping[str, tuple[int, ...]], loads: Mapping[int, float]) -> Table:
-    """What each ladder costs."""
-    shown = Table("", "graphs", "budgets", "padded tokens a token")
-    for name, budgets in ladders.items():
+def table(
+    path: str, now: Sequence[int], planned: Sequence[int], loads: Mapping[int, float]
+) -> Table:
+    """What each ladder of a path costs."""
+    shown = Table(path, "graphs", "budgets", "padded tokens a token")
+    for name, budgets in (("configured", now), ("planned", planned)):
         ratio = f"{padding_ratio(loads, budgets):.3f}"
         shown.add_row(name, str(len(budgets)), " ".join(map(str, budgets)), ratio)
     return shown

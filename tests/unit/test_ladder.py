@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -67,12 +68,10 @@ def heavy_tailed(seed: int) -> list[tuple[int, int]]:
 
 
 def heavy_tailed_loads(seed: int, waiting_items: float) -> dict[int, float]:
-    item_tokens: dict[int, float] = {}
-    for width, height in heavy_tailed(seed):
-        tokens = SIZING.plan(Size(width, height)).tokens
-        item_tokens[tokens] = item_tokens.get(tokens, 0.0) + 1
+    items = Counter(SIZING.plan(Size(*size)) for size in heavy_tailed(seed))
     capacity = Capacity(((LARGEST,),), (LARGEST,), 256, 0)
-    return simulated_loads(item_tokens, waiting_items, capacity)
+    (loads,) = simulated_loads(items, waiting_items, capacity)
+    return loads
 
 
 @pytest.mark.parametrize("waiting_items", [1, 2, 16])
@@ -132,7 +131,7 @@ def test_packs_as_counted_and_a_limit_of_memory(
         memory = ["--memory-bytes", str(limit), "--graph-bytes", "10"]
         assert f"token_budgets: {budgets}" in plan(capsys, str(path), *config, *memory)
     for memory, message in (
-        (["--memory-bytes", "9", "--graph-bytes", "10"], "holds no graph of 10"),
+        (["--memory-bytes", "9", "--graph-bytes", "10"], "holds 0 graphs of 10, not 1"),
         (["--memory-bytes", "9"], "go together"),
     ):
         assert cli.main(["capture-plan", str(path), *config, *memory]) == 1
@@ -158,6 +157,59 @@ def test_what_is_wrong_with_a_histogram(
     path.write_text(text)
     assert cli.main(["capture-plan", str(path), "--config", str(CONFIGS / "tiny.yaml")]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def of_two_paths(tmp_path: Path) -> str:
+    """A configuration that serves DeepSeek-OCR."""
+    text = (CONFIGS / "deepseek_ocr.yaml").read_text()
+    path = tmp_path / "ocr.yaml"
+    preset = "{id: deepseek-ocr, load_format: dummy}"
+    path.write_text(text.replace("{id: deepseek-ai/DeepSeek-OCR}", preset))
+    return str(path)
+
+
+def test_two_paths_are_planned_each_by_what_it_computes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], of_two_paths: str
+) -> None:
+    path = tmp_path / "sizes"
+    path.write_text("600x600 50\n1280x1280 30\n640x1280 20\n")
+    one_by_one = ("--config", of_two_paths, "--waiting-items", "1")
+    shown = plan(capsys, str(path), *one_by_one, "--graphs", "4")
+    # 272 tokens of each image, and of some 2 or 4 crops of 100: nothing is padded.
+    assert "global_token_budgets: [272, 13824]\n" in shown
+    assert "local_token_budgets: [200, 400, 12800]\n" in shown
+    assert shown.count("0.000") >= 2
+    assert "fewer tokens computed" in shown
+    memory = ("--memory-bytes", "50", "--graph-bytes", "10")
+    shown = plan(capsys, str(path), *one_by_one, *memory)
+    assert "global_token_budgets: [272, 13824]\n" in shown
+    assert "local_token_budgets: [400, 12800]\n" in shown
+
+
+def test_a_path_that_nothing_takes_keeps_its_largest_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], of_two_paths: str
+) -> None:
+    path = tmp_path / "sizes"
+    path.write_text("600x600 50\n")
+    shown = plan(capsys, str(path), "--config", of_two_paths)
+    assert "local_token_budgets: [12800]\n" in shown
+    path.write_text("272 50\n")
+    assert cli.main(["capture-plan", str(path), "--config", of_two_paths]) == 1
+    assert "has 2 paths: give sizes of images" in capsys.readouterr().err
+
+
+def test_budgets_of_tiles_are_whole_tiles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (CONFIGS / "clip.yaml").read_text()
+    config, path = tmp_path / "clip.yaml", tmp_path / "sizes"
+    preset = "{id: clip-vit-l-336, load_format: dummy}"
+    config.write_text(text.replace("{id: openai/clip-vit-large-patch14-336}", preset))
+    path.write_text("600x600 50\n")
+    shown = plan(capsys, str(path), "--config", str(config), "--graphs", "4")
+    (line,) = (line for line in shown.splitlines() if line.startswith("token_budgets: ["))
+    assert all(budget % 577 == 0 for budget in json.loads(line.removeprefix("token_budgets: ")))
 
 
 @pytest.mark.parametrize("option", ["--graphs=0", "--memory-bytes=-1", "--waiting-items=0.5"])
