@@ -79,6 +79,10 @@ class CropSizing:
         rows, columns = layout
         return whole + rows * self.crop_side * (columns * self.crop_side + 1)
 
+    def largest_budget(self, most: int) -> int:
+        """See ViewSizing: all of it, as published."""
+        return most
+
     def token_range(self) -> tuple[int, int]:
         """See Sizing: an image without crops, and the most crops in the longest column."""
         found = layouts(self.crops.min_tiles, self.crops.max_tiles)

@@ -33,6 +33,9 @@ class ViewSizing(Sizing, Protocol):
     def view_tokens(self) -> tuple[int, int]:
         """Tokens that a path computes of one whole image, and of one crop."""
 
+    def largest_budget(self, most: int) -> int:
+        """Tokens that the largest budgets of both paths hold by default, at most so many."""
+
 
 @runtime_checkable
 class BlockSizing(Sizing, Protocol):

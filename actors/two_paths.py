@@ -17,7 +17,7 @@ from actors.spec import ModelSpec
 PATHS = ("global", "local")
 
 MOST_TOKENS = 13824
-"""The maximum of both paths unless the options name another."""
+"""The maximum of both paths unless the options name another, or the model asks for less."""
 
 
 def model_capacity(options: GraphOptions, spec: ModelSpec) -> Capacity:
@@ -26,21 +26,25 @@ def model_capacity(options: GraphOptions, spec: ModelSpec) -> Capacity:
     Raises ConfigError for options that do not suit the model.
     """
     if isinstance(spec.sizing, ViewSizing):
-        return two_path_capacity(options, spec.sizing.view_tokens)
+        most = spec.sizing.largest_budget(MOST_TOKENS)
+        return two_path_capacity(options, spec.sizing.view_tokens, most)
     for key in ("global_token_budgets", "local_token_budgets"):
         if getattr(options, key):
             raise ConfigError(f"graphs.{key}: {spec.id} has one path: use graphs.token_budgets")
     return capacity(options, spec.sizing.token_range(), spec.max_frames_per_video)
 
 
-def two_path_capacity(options: GraphOptions, view_tokens: tuple[int, int]) -> Capacity:
+def two_path_capacity(
+    options: GraphOptions, view_tokens: tuple[int, int], default: int = MOST_TOKENS
+) -> Capacity:
     """See model_capacity. `view_tokens`: of one whole image, and of one crop.
 
-    The maximum is the largest of `token_budgets`. Items: as many as the largest global budget
-    holds images. Raises ConfigError for a list out of order, or with less than one image or crop.
+    The maximum is the largest of `token_budgets`, or the default. Items: as many as the largest
+    global budget holds images. Raises ConfigError for a list out of order, or with less than one
+    image or crop.
     """
     image, crop = view_tokens
-    most = max(options.token_budgets, default=MOST_TOKENS)
+    most = max(options.token_budgets, default=default)
     if most < max(view_tokens):
         raise ConfigError(
             f"graphs.token_budgets: {most} is less than the {max(view_tokens)} tokens of one view"

@@ -22,6 +22,10 @@ LONG_ASPECT = 1.5
 ROUNDED_UP = 0.2
 """A rest of more than so much of a window is a window of its own."""
 
+IMAGES_A_BUDGET = 32
+"""Whole images that the largest budget holds by default. Doubled budgets of crops up to as many
+tokens hold 64 crops: all of the largest image, which has 49 at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Windows:
@@ -81,6 +85,10 @@ class WindowSizing:
         strip = self.longest_pixels // max(1, self.longest_pixels // MAX_ASPECT) + 1
         whole, crop = self.view_tokens
         return whole, whole + max(square**2, strip) * crop
+
+    def largest_budget(self, most: int) -> int:
+        """See ViewSizing: more fills no GPU better, and takes memory in proportion."""
+        return min(most, IMAGES_A_BUDGET * self.view_tokens[0])
 
     def windows(self, size: Size) -> Windows:
         """Raises TooLarge for an aspect ratio over 200."""

@@ -18,10 +18,10 @@ from actors.engine import Engine
 from actors.errors import ConfigError
 from actors.metrics import EncoderMetrics
 from actors.options import GraphOptions, ModelOptions, PackingOptions
-from actors.packing import Packing, least_cost, smallest_first
+from actors.packing import Packing, graphs_hold, least_cost, smallest_first
 from actors.spec import read
 from actors.two_paths import model_capacity, two_path_capacity
-from actors.types import Item, ItemPlan, Pack
+from actors.types import Item, ItemPlan, Pack, Size
 from tests.toy_two_paths import TwoPathToy, two_path_item, two_path_rows
 
 OCR = (272, 100)
@@ -38,6 +38,21 @@ def test_budgets_are_whole_images_and_whole_crops_up_to_one_maximum() -> None:
     )
     assert (made.tokens, made.items, made.frames) == ((13824, 12800), 50, 0)
     assert made == two_path_capacity(GraphOptions(), OCR)
+
+
+@pytest.mark.parametrize("preset", ["step3-321b", "step3vl-10b"])
+def test_large_towers_take_less_by_default_and_still_the_largest_image(preset: str) -> None:
+    spec = read(ModelOptions(id=preset, load_format="dummy"))
+    made = model_capacity(GraphOptions(), spec)
+    assert made.budgets == (
+        (169, 338, 676, 1352, 2704, 5408),
+        (0, 81, 162, 324, 648, 1296, 2592, 5184),
+    )
+    assert made.items == 32
+    longest = (spec.sizing.plan(Size(3024, height)) for height in (3024, 2520, 600, 504, 100, 16))
+    assert all(graphs_hold(plan, made) for plan in longest)
+    asked = model_capacity(GraphOptions(token_budgets=(13824,)), spec)
+    assert (asked.tokens, asked.items) == ((13824, 10368), 81)
 
 
 def test_the_largest_given_budget_is_the_maximum_of_both() -> None:
