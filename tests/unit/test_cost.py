@@ -55,6 +55,27 @@ H200_SECONDS = {
 """Replays of the Qwen3-VL-8B tower over short segments, measured at 100, 800 and 2000 tokens."""
 
 
+@pytest.mark.parametrize(
+    ("images", "budgets", "saved"),
+    [(24, [2048, 512], 0.3), (41, [4096, 128], 0.4), (39, [4096], 0), (20, [2048], 0)],
+)
+def test_a_batch_is_split_into_two_graphs_where_padding_costs_more(
+    images: int, budgets: list[int], saved: float
+) -> None:
+    capacity = Capacity((BUDGETS,), (BUDGETS[-1],), 256, 0)
+    plans = [ItemPlan((1, 20, 20), 400, 100, (100,))] * images
+    whole, split = (
+        sum(pack_seconds(pack.budgets, (H200_SECONDS,)) for pack in packs)
+        for packs in (
+            smallest_first(plans, capacity),
+            least_cost(plans, capacity, (H200_SECONDS,)),
+        )
+    )
+    packs = least_cost(plans, capacity, (H200_SECONDS,))
+    assert [pack.budgets[0] for pack in packs] == budgets
+    assert split <= (1 - saved) * whole
+
+
 def attention_seconds(tokens: int) -> float:
     """What an item's own attention adds there, in whichever pack: 4.3 ms for 1024 tokens."""
     return 4.3e-3 * (tokens / 1024) ** 2
