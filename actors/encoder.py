@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ import torch
 from ray import serve
 from torch import Tensor
 
-from actors.cache import EmbeddingCache, Entry
+from actors.cache import EmbeddingCache, Entry, Key
 from actors.errors import DeadlineExceeded, EncodeFailed, ServiceError, Unavailable
 from actors.evs import group_tokens, retained_tokens, retention_mask
 from actors.logs import name_requests
@@ -26,18 +25,20 @@ from actors.metrics import EncoderMetrics
 from actors.mirror import start_mirror
 from actors.options import ActorOptions
 from actors.origin import NOBODY, ORIGIN, Origin
-from actors.preprocess import prepare
 from actors.references import Kept, References
 from actors.scaling import OUTSTANDING_PATCHES
-from actors.shared import INLINE_BYTES, read, share
+from actors.shared import INLINE_BYTES, read, share, share_together
+from actors.stages import Made, Stages, Work
 from actors.startup import open_engine
 from actors.tensors import flat_tensor
 from actors.tracing import open_spans
-from actors.types import Answer, Dtype, Embedding, Item, Media, Reply, Source, Timings
+from actors.types import Answer, Bytes, Dtype, Embedding, Media, Reply, Source, Timings
 
 log = logging.getLogger("ray.serve")
 
 Result = TypeVar("Result")
+Outcome = Embedding | Exception | None
+"""Of an item; None: its time was over."""
 
 
 class Encoder:
@@ -55,7 +56,7 @@ class Encoder:
         self.fingerprint = spec.fingerprint  # once: it is a digest of the whole configuration
         self.cache = EmbeddingCache(options.cache.max_bytes, self.series)
         self.references = References(options.references, self.series)
-        self.decoders = ThreadPoolExecutor(options.preprocess.threads, "decode")
+        self.stages = Stages(self.engine, options.preprocess.threads, self.series)
         self.outstanding_patches = 0
         start_mirror(options.metrics, self.series.text)
         backend = self.engine.device.backend
@@ -72,59 +73,60 @@ class Encoder:
             with self.spans.span(
                 "shard", "server", replica=self.replica, items=len(media), patches=patches
             ):
-                answers = await asyncio.gather(
-                    *(self._answer(item, dtype, timeout_seconds) for item in media)
-                )
+                answers = await self._answers(media, dtype, timeout_seconds)
         finally:
             self.outstanding_patches -= patches
         return Reply(answers, self.outstanding_patches)
 
-    async def _answer(self, media: Media, dtype: Dtype, timeout_seconds: float) -> Answer:
-        answer: Answer
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                answer = await self._encode(media, dtype)
-        except TimeoutError:
-            answer = DeadlineExceeded(
-                f"not encoded within the {timeout_seconds:.1f} s that were left of the request's "
-                "time: give it more, or send less at a time"
-            )
-        except ServiceError as error:
-            answer = error
-            # Here, as the engine's thread knows of no request.
-            level = logging.ERROR if isinstance(error, EncodeFailed) else logging.INFO
-            log.log(level, "an item of grid %s failed: %s", media.plan.grid_thw, error)
-        except Exception as error:
-            log.exception("an item of grid %s failed", media.plan.grid_thw)
-            answer = EncodeFailed(f"the encoder failed on this item: {error}")
-        if isinstance(answer, Embedding):
-            self.series.items.labels(media.kind, answer.source).inc()
-        else:
-            self.series.failures.labels(type(answer).__name__).inc()
-        return answer
+    async def _answers(
+        self, media: Sequence[Media], dtype: Dtype, timeout_seconds: float
+    ) -> list[Answer]:
+        """Cache? Otherwise through the stages. What each item comes to, in order."""
+        cached = [
+            self.cache.get(self._key(one), retained_tokens(one.plan, one.evs_rate)) for one in media
+        ]
+        missing = [one for one, entry in zip(media, cached, strict=True) if entry is None]
+        call = self.stages.begin(missing, partial(self._share, dtype))
+        hits = [entry and await converted(entry, dtype) for entry in cached]
+        await call.wait(timeout_seconds)
+        works, answers = iter(call.works), []
+        for one, hit in zip(media, hits, strict=True):
+            if isinstance(hit, Entry):
+                outcome: Outcome = self._embedding(one, hit, "cache", Timings(0.0, 0.0, 0.0))
+            else:
+                outcome = hit or self._made(next(works))
+            answers.append(self._answer(one, outcome, timeout_seconds))
+        return answers
 
-    async def _encode(self, media: Media, dtype: Dtype) -> Embedding:
-        """Cache? Otherwise decode ahead of the device, then wait for the engine."""
-        key = (self.fingerprint, *media.identity)
-        entry = self.cache.get(key, retained_tokens(media.plan, media.evs_rate))
-        source: Source = "cache"
-        timings = Timings(0.0, 0.0, 0.0)
-        if entry is None:
-            rows, source, timings = await self._compute(media)
-            kept_as = self.tower.spec.dtype if self.cache.max_bytes else dtype
-            frame_tokens: tuple[int, ...] = ()
-            if media.evs_rate:
-                rows, frame_tokens = await off_the_loop(rows.nbytes, self._pruned, rows, media)
-            entry = await off_the_loop(rows.nbytes, shared_rows, rows, kept_as)
-            entry = replace(entry, frame_tokens=frame_tokens)
-            self.cache.put(key, entry)
-        if entry.dtype != dtype:
-            rows = flat_tensor(await read(entry.data), entry.dtype).view(entry.shape)
-            converted = await off_the_loop(rows.nbytes, shared_rows, rows, dtype)
-            entry = replace(converted, frame_tokens=entry.frame_tokens)
+    def _made(self, work: Work) -> Outcome:
+        """What the stages made of an item."""
+        made, plan = work.outcome, work.media.plan
+        if not isinstance(made, Made):
+            return made
+        now = monotonic()
+        self.spans.past(
+            "preprocess",
+            work.preprocess_seconds,
+            ago_seconds=now - work.decoded,
+            patches=plan.patches,
+        )
+        self.spans.past(
+            "replay",
+            made.encode_seconds,
+            ago_seconds=now - work.landed,
+            source=made.source,
+            patches=plan.patches,
+            tokens=plan.tokens,
+            queue_seconds=made.queue_seconds,
+        )
+        waited = work.queue_seconds + made.queue_seconds
+        timings = Timings(waited, work.preprocess_seconds, made.encode_seconds)
+        return self._embedding(work.media, made.entry, made.source, timings)
+
+    def _embedding(self, media: Media, entry: Entry, source: Source, timings: Timings) -> Embedding:
         return Embedding(
             data=entry.data,
-            dtype=dtype,
+            dtype=entry.dtype,
             shape=entry.shape,
             grid_thw=media.plan.grid_thw,
             source=source,
@@ -133,42 +135,54 @@ class Encoder:
             frame_tokens=entry.frame_tokens,
         )
 
+    def _answer(self, media: Media, outcome: Outcome, timeout_seconds: float) -> Answer:
+        """In the caller's words; counted, and logged where the request's id is known."""
+        if isinstance(outcome, Embedding):
+            self.series.items.labels(media.kind, outcome.source).inc()
+            return outcome
+        answer: ServiceError
+        if outcome is None:
+            answer = DeadlineExceeded(
+                f"not encoded within the {timeout_seconds:.1f} s that were left of the request's "
+                "time: give it more, or send less at a time"
+            )
+        elif isinstance(outcome, ServiceError):
+            answer = outcome
+            level = logging.ERROR if isinstance(outcome, EncodeFailed) else logging.INFO
+            log.log(level, "an item of grid %s failed: %s", media.plan.grid_thw, outcome)
+        else:
+            log.error("an item of grid %s failed", media.plan.grid_thw, exc_info=outcome)
+            answer = EncodeFailed(f"the encoder failed on this item: {outcome}")
+        self.series.failures.labels(type(answer).__name__).inc()
+        return answer
+
+    def _key(self, media: Media) -> Key:
+        return (self.fingerprint, *media.identity)
+
+    def _share(self, dtype: Dtype, done: Sequence[tuple[Media, Tensor]]) -> list[Entry]:
+        """Rows that left the engine, in the dtype that was asked for, to be referred to."""
+        kept = [self._pruned(rows, media) if media.evs_rate else (rows, ()) for media, rows in done]
+        if not self.cache.max_bytes:
+            data = share_together([as_bytes(rows, dtype) for rows, _ in kept])
+            return [
+                Entry(one, dtype, (rows.shape[0], rows.shape[1]), frame_tokens)
+                for one, (rows, frame_tokens) in zip(data, kept, strict=True)
+            ]
+        # Each by itself, so that the cache frees what it lets go of.
+        entries = []
+        for (media, _), (rows, frame_tokens) in zip(done, kept, strict=True):
+            entry = shared_rows(rows, self.tower.spec.dtype, frame_tokens)
+            self.cache.put(self._key(media), entry)
+            same = entry.dtype == dtype
+            entries.append(entry if same else shared_rows(rows, dtype, frame_tokens))
+        return entries
+
     def _pruned(self, rows: Tensor, media: Media) -> tuple[Tensor, tuple[int, ...]]:
         """The rows that are left of a video, told apart by their main features; of each group."""
         spec, plan = self.tower.spec, media.plan
         main = rows[:, : spec.width // (1 + spec.deepstack)].float().numpy()
         mask = retention_mask(main, plan, media.evs_rate)
         return rows[torch.from_numpy(mask)], group_tokens(mask, plan)
-
-    async def _compute(self, media: Media) -> tuple[Tensor, Source, Timings]:
-        """Rows [tokens, width] on the host."""
-        item, waited, preprocess_seconds = await asyncio.get_running_loop().run_in_executor(
-            self.decoders, self._prepare, media, monotonic()
-        )
-        self.spans.past("preprocess", preprocess_seconds, patches=item.plan.patches)
-        encoded = await asyncio.wrap_future(self.engine.submit(item))
-        self.spans.past(
-            "replay",
-            encoded.encode_seconds,
-            source=encoded.source,
-            patches=item.plan.patches,
-            tokens=item.plan.tokens,
-            queue_seconds=encoded.queue_seconds,
-        )
-        waited += encoded.queue_seconds
-        timings = Timings(waited, preprocess_seconds, encoded.encode_seconds)
-        pieces = sum(part.nbytes for part in encoded.parts[1:])  # one part is not copied
-        rows = await off_the_loop(pieces, lambda: encoded.rows)
-        return rows, encoded.source, timings
-
-    def _prepare(self, media: Media, since: float) -> tuple[Item, float, float]:
-        """The item, how long it waited for this thread, and how long it took."""
-        started = monotonic()
-        item = prepare(self.tower, media)
-        seconds = monotonic() - started
-        self.series.decode_queue_seconds.observe(started - since)
-        self.series.preprocess_seconds.observe(seconds)
-        return item, started - since, seconds
 
     async def keep(self, kept: list[Kept]) -> list[str]:
         """Keeps these for a while; gives the name of each. Raises TooLarge."""
@@ -207,22 +221,35 @@ class Encoder:
 
     def __del__(self) -> None:
         """Drained by Serve before: nothing is waiting any more."""
-        if hasattr(self, "decoders"):
-            self.engine.close()
-            self.decoders.shutdown()
+        if hasattr(self, "stages"):
+            self.stages.close()
+
+
+async def converted(entry: Entry, dtype: Dtype) -> Entry | Exception:
+    """The same in a dtype, or why it cannot be had."""
+    if entry.dtype == dtype:
+        return entry
+    try:
+        rows = flat_tensor(await read(entry.data), entry.dtype).view(entry.shape)
+        return await off_the_loop(rows.nbytes, shared_rows, rows, dtype, entry.frame_tokens)
+    except Exception as error:
+        return error
 
 
 async def off_the_loop(size_bytes: int, work: Callable[..., Result], *args: object) -> Result:
-    """work(...), which copies so many bytes: in a thread if they are many.
-
-    Not one of the decoding threads: what is done would wait behind what has not begun.
-    """
+    """work(...), which copies so many bytes: in a thread if they are many."""
     if size_bytes <= INLINE_BYTES:
         return work(*args)
     return await asyncio.to_thread(work, *args)
 
 
-def shared_rows(rows: Tensor, dtype: Dtype) -> Entry:
+def shared_rows(rows: Tensor, dtype: Dtype, frame_tokens: tuple[int, ...]) -> Entry:
     """Rows [tokens, width] in a dtype; in shared memory if they are many."""
-    data = rows.to(getattr(torch, dtype)).view(torch.uint8).numpy().reshape(-1)
-    return Entry(share(data), dtype, (rows.shape[0], rows.shape[1]))
+    data = share(as_bytes(rows, dtype))
+    return Entry(data, dtype, (rows.shape[0], rows.shape[1]), frame_tokens)
+
+
+def as_bytes(rows: Tensor, dtype: Dtype) -> Bytes:
+    """The bytes of rows in a dtype: a view if it is theirs."""
+    data: Bytes = rows.to(getattr(torch, dtype)).view(torch.uint8).numpy().reshape(-1)
+    return data

@@ -71,9 +71,11 @@ class OtelSpans:
                 # Not by a token: a stream may be closed from another context than it began in.
                 ORIGIN.set(outer)
 
-    def past(self, name: str, seconds: float, **attributes: Value) -> None:
+    def past(
+        self, name: str, seconds: float, *, ago_seconds: float = 0, **attributes: Value
+    ) -> None:
         """See Spans."""
-        outer, end = ORIGIN.get(), time.time_ns()
+        outer, end = ORIGIN.get(), time.time_ns() - int(ago_seconds * 1e9)
         recorded = self.tracer.start_span(
             name,
             parent(outer),

@@ -1,12 +1,13 @@
 """Embeddings that a replica keeps for a while, each under an id that nobody can guess.
 
-Bounded in time and in bytes: the one fetched longest ago makes room. Knows neither Ray nor clocks:
-time is an argument, in seconds of any steady clock. For one thread.
+Bounded in time and in bytes: the one fetched longest ago makes room. An object of shared memory is
+counted whole, once, as long as one of its embeddings is kept. Knows neither Ray nor clocks: time is
+an argument, in seconds of any steady clock. For one thread.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
 from secrets import token_urlsafe
 
@@ -32,10 +33,39 @@ class Kept:
 
     @property
     def size_bytes(self) -> int:
-        """Of memory."""
+        """Of memory, where nothing else of its object is kept."""
         data = self.embedding.data
-        rows = data.size_bytes if isinstance(data, SharedBytes) else data.nbytes
+        rows = data.object_bytes if isinstance(data, SharedBytes) else data.nbytes
         return rows + OVERHEAD_BYTES
+
+
+class Held:
+    """Bytes of memory that entries keep from being freed."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._users: Counter[object] = Counter()
+        """Entries of each object of shared memory."""
+
+    def added(self, kept: Kept) -> int:
+        """What it would add now."""
+        data = kept.embedding.data
+        there = isinstance(data, SharedBytes) and data.object_ref in self._users
+        return OVERHEAD_BYTES if there else kept.size_bytes
+
+    def add(self, kept: Kept) -> None:
+        """It is kept from now on."""
+        self.bytes += self.added(kept)
+        if isinstance(data := kept.embedding.data, SharedBytes):
+            self._users[data.object_ref] += 1
+
+    def remove(self, kept: Kept) -> None:
+        """It is no longer."""
+        if isinstance(data := kept.embedding.data, SharedBytes):
+            self._users[data.object_ref] -= 1
+            if not self._users[data.object_ref]:
+                del self._users[data.object_ref]
+        self.bytes -= self.added(kept)
 
 
 class References:
@@ -46,7 +76,12 @@ class References:
         self._metrics = metrics
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._ends: OrderedDict[str, float] = OrderedDict()  # ascending: all live equally long
-        self.bytes = 0
+        self._held = Held()
+
+    @property
+    def bytes(self) -> int:
+        """Of memory that all of them keep from being freed."""
+        return self._held.bytes
 
     def keep(self, kept: Kept, now: float) -> str:
         """Its id. Arrays are copied: they may be views of something larger. Raises TooLarge."""
@@ -57,7 +92,7 @@ class References:
                 f"references.max_bytes is {most}; raise it, or take the embedding itself"
             )
         self.expire(now)
-        while self.bytes + kept.size_bytes > most:
+        while self.bytes + self._held.added(kept) > most:
             self._remove(next(iter(self._kept)))
             self._metrics.reference_evictions.inc()
         data = kept.embedding.data
@@ -66,7 +101,7 @@ class References:
         name = token_urlsafe(ID_BYTES)
         self._kept[name] = kept
         self._ends[name] = now + self._options.ttl_seconds
-        self.bytes += kept.size_bytes
+        self._held.add(kept)
         self._report()
         return name
 
@@ -91,7 +126,7 @@ class References:
             self._remove(first)
 
     def _remove(self, name: str) -> None:
-        self.bytes -= self._kept.pop(name).size_bytes
+        self._held.remove(self._kept.pop(name))
         del self._ends[name]
         self._report()
 

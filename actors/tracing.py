@@ -41,8 +41,10 @@ class Spans(Protocol):
     ) -> AbstractContextManager[Span]:
         """Around work. What happens inside belongs to it, calls to other processes too."""
 
-    def past(self, name: str, seconds: float, **attributes: Value) -> None:
-        """Work that has just ended, after so long."""
+    def past(
+        self, name: str, seconds: float, *, ago_seconds: float = 0, **attributes: Value
+    ) -> None:
+        """Work that has ended, just now or some time ago, after so long."""
 
 
 class Silent:
@@ -67,7 +69,9 @@ class NoSpans:
         """Nothing."""
         return NOTHING
 
-    def past(self, name: str, seconds: float, **attributes: Value) -> None:
+    def past(
+        self, name: str, seconds: float, *, ago_seconds: float = 0, **attributes: Value
+    ) -> None:
         """Nothing."""
 
 

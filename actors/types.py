@@ -142,11 +142,21 @@ class Timings:
 class SharedBytes:
     """Bytes in Ray's shared memory, written once; they stay while anybody holds this (shared.py).
 
-    Lost with the process that wrote them.
+    Lost with the process that wrote them. Rows that were written together share an object, which
+    stays as long as anybody holds one of them.
     """
 
     object_ref: object
     size_bytes: int
+    place: int = 0
+    """Among the arrays of the object."""
+    others_bytes: int = 0
+    """Of the other arrays."""
+
+    @property
+    def object_bytes(self) -> int:
+        """Of the whole object."""
+        return self.size_bytes + self.others_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,14 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost
-from actors.shared import here, read
+from actors.shared import (
+    INLINE_BYTES,
+    MOST_TOGETHER_BYTES,
+    groups,
+    here,
+    read,
+    share_together,
+)
 from actors.tensors import tensor
 from actors.types import Answer, Dtype, Embedding, Media, SharedBytes
 from router.here import encode_here
@@ -52,6 +59,29 @@ def test_large_ones_travel_by_reference_and_are_views(router: DeploymentHandle) 
     rows = tensor(first)
     assert rows.shape == answer.shape
     assert rows.data_ptr() == first.data.ctypes.data
+
+
+def test_rows_that_are_shared_together_are_one_object_and_each_is_its_own(cluster: Cluster) -> None:
+    arrays = [np.full(2 * INLINE_BYTES // 3 + place, place, np.uint8) for place in range(4)]
+    shared = [one for one in share_together(arrays) if isinstance(one, SharedBytes)]
+    assert len({one.object_ref for one in shared}) == 1
+    assert {one.object_bytes for one in shared} == {sum(array.nbytes for array in arrays)}
+    for array, one in zip(arrays, shared, strict=True):
+        found = asyncio.run(read(one))
+        assert one.size_bytes == found.nbytes
+        assert (found == array).all()
+    assert share_together(arrays[:1])[0] is arrays[0], "few bytes stay where they are"
+
+
+def test_objects_are_bounded() -> None:
+    third = MOST_TOGETHER_BYTES // 3
+    assert groups([third, third, third, third, 2 * MOST_TOGETHER_BYTES, 5, 0]) == [
+        [0, 1, 2],
+        [3],
+        [4],
+        [5, 6],
+    ]
+    assert groups([]) == []
 
 
 def test_small_ones_travel_by_value(router: DeploymentHandle) -> None:

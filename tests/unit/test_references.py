@@ -78,6 +78,25 @@ def test_the_one_fetched_longest_ago_makes_room() -> None:
     assert sample(metrics, "_evictions_total") == 1
 
 
+def test_an_object_counts_whole_and_once_as_long_as_one_of_its_embeddings_is_kept() -> None:
+    store, metrics = references()
+    one = object()
+    nothing = Timings(0, 0, 0)
+    parts = [
+        Embedding(
+            SharedBytes(one, 500, place, 1000), "bfloat16", (1, 250), (1, 2, 2), "graph", nothing
+        )
+        for place in range(3)
+    ]
+    names = [store.keep(Kept(item(place), part), 0) for place, part in enumerate(parts)]
+    assert store.bytes == 1500 + 3 * OVERHEAD_BYTES
+    for name in names[:2]:
+        store.release(name)
+    assert store.bytes == sample(metrics, "_bytes") == 1500 + OVERHEAD_BYTES
+    store.release(names[2])
+    assert store.bytes == 0
+
+
 def test_one_that_could_never_be_kept_is_refused() -> None:
     store, _ = references(ENTRY_BYTES)
     with pytest.raises(TooLarge, match=r"references\.max_bytes"):
