@@ -17,6 +17,7 @@ from actors.models.load import load
 from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions
 from actors.two_paths import model_capacity
+from tests.gpu.towers import cuda
 
 PRESETS = ("qwen3vl-2b", "qwen3vl-8b")
 
@@ -38,12 +39,7 @@ class Captured:
 @pytest.fixture(scope="session", params=PRESETS)
 def captured(request: pytest.FixtureRequest) -> Iterator[Captured]:
     """bfloat16 on the GPU, and the same weights in float32 in the reference form."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    from actors.cuda import CudaDevice
-
-    device = CudaDevice()
-    metrics = EncoderMetrics()
+    device, metrics = cuda(), EncoderMetrics()
     options = ModelOptions(id=request.param, load_format="dummy", dtype="bfloat16")
     tower = load(options, device.device)
     limits = model_capacity(GraphOptions(), tower.spec)  # a second graph a budget, for videos

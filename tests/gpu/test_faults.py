@@ -17,6 +17,7 @@ from actors.errors import EncodeFailed, StartError
 from actors.metrics import EncoderMetrics
 from tests.gpu.conftest import Captured
 from tests.gpu.test_graphs import item
+from tests.gpu.towers import cuda
 from tests.toy_tower import ToyTower
 
 pytestmark = pytest.mark.gpu
@@ -44,16 +45,19 @@ engine.submit(toy_item(4, 2)).result(60)
 
 
 def test_a_lost_context_ends_the_process() -> None:
+    cuda()
     ended = subprocess.run(
-        [sys.executable, "-c", ASSERTS], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", ASSERTS], capture_output=True, text=True, timeout=100, check=False
     )
     assert ended.returncode == LOST, ended.stderr
 
 
 @contextmanager
-def memory_fraction(part: float) -> Iterator[None]:
-    """This process may have so much of the GPU and no more."""
+def memory_left(size_bytes: int) -> Iterator[None]:
+    """This process may have so much of the GPU beside what it holds, and no more."""
     torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    part = (torch.cuda.memory_reserved() + size_bytes) / total
     torch.cuda.set_per_process_memory_fraction(part)
     try:
         yield
@@ -63,12 +67,10 @@ def memory_fraction(part: float) -> Iterator[None]:
 
 
 def test_too_little_memory_for_the_graphs_names_what_to_change() -> None:
-    from actors.cuda import CudaDevice
-
-    device = CudaDevice()
+    device = cuda()
     large = Capacity(((2**24,),), (2**24,), items=8, frames=0)
     with (
-        memory_fraction(0.001),
+        memory_left(2**26),
         pytest.raises(StartError, match=r"graphs\.token_budgets"),
     ):
         capture(ToyTower(), large, device, EncoderMetrics())
@@ -79,11 +81,12 @@ def test_too_little_memory_for_an_item_fails_it_alone(captured: Captured) -> Non
     metrics = EncoderMetrics()
     engine = Engine(captured.tower, captured.graphs, captured.capacity, captured.device, metrics)
     side = int(captured.capacity.budgets[0][-1] ** 0.5) + 8  # beyond every budget: eager
-    held = torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
-    with memory_fraction(held + 0.0005):
-        large, small = engine.submit(item(side, side, 1)), engine.submit(item(4, 4, 2))
-        with pytest.raises(EncodeFailed, match="out of memory"):
-            large.result(120)
-        assert small.result(120).source == "graph"
-    assert engine.submit(item(side, side, 3)).result(120).source == "eager"
-    engine.close()
+    try:
+        with memory_left(2**26):
+            large, small = engine.submit(item(side, side, 1)), engine.submit(item(4, 4, 2))
+            with pytest.raises(EncodeFailed, match="out of memory"):
+                large.result(60)
+            assert small.result(60).source == "graph"
+        assert engine.submit(item(side, side, 3)).result(60).source == "eager"
+    finally:
+        engine.close()

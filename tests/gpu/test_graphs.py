@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from random import Random
 
 import numpy as np
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from actors.budgets import Segments
 from actors.engine import Engine
+from actors.graphs import GraphSet
 from actors.types import Item, ItemPlan
 from tests.gpu.conftest import Captured
+from tests.gpu.test_tiled_graphs import poison
+from tests.gpu.towers import finished, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -41,43 +45,22 @@ def items_within(tokens: int, most: int, seed: int) -> list[Item]:
     return items
 
 
-def relative_error(rows: Tensor, reference: Tensor) -> float:
-    return float((rows.float() - reference.float()).norm() / reference.float().norm())
-
-
-def poison(captured: Captured) -> None:
-    """Random bytes in the pixels of every row: whatever padding there is, it is not zero."""
-    tensors = captured.graphs["default"].inputs.tensors
-    tensors["patches"].random_(0, 256)
-    torch.cuda.synchronize()
-
-
-def finished(rows: Tensor) -> Tensor:
-    """A copy, once the compute stream has written them: this thread is on another stream."""
-    torch.cuda.synchronize()
-    return rows.clone()
-
-
 def test_every_budget_equals_the_reference(captured: Captured) -> None:
     graphs = captured.graphs["default"]
     worst = 0.0
-    for budget in graphs.budgets:
-        for most in (1, 3, 20):
-            poison(captured)
-            items = items_within(budget, most, seed=budget + most)
-            rows = finished(graphs.run(budget, items))
-            assert bool(rows.isfinite().all()), (budget, most)
-            reference = captured.reference if budget <= LARGEST_REFERENCE_TOKENS else captured.tower
-            expected = run_eagerly(captured, reference is captured.reference, items)
-            error = relative_error(rows, expected)
-            worst = max(worst, error)
-            assert error < 2e-2, (budget, most, error)
+    for budget, most in zip(graphs.budgets, cycle((20, 1, 3))):
+        poison(graphs)
+        items = items_within(budget, most, seed=budget + most)
+        rows = finished(graphs.run(budget, items))
+        assert bool(rows.isfinite().all()), (budget, most)
+        expected = run_eagerly(captured, budget <= LARGEST_REFERENCE_TOKENS, items)
+        error = relative_error(rows, expected)
+        worst = max(worst, error)
+        assert error < 2e-2, (budget, most, error)
     print(f"{captured.tower.spec.id}: worst relative error {worst:.1e}")
 
 
 def run_eagerly(captured: Captured, in_float32: bool, items: list[Item]) -> Tensor:
-    from actors.graphs import GraphSet
-
     tower = captured.reference if in_float32 else captured.tower
     return finished(GraphSet(tower, "default", (), Segments(0), captured.device).run(None, items))
 
@@ -87,7 +70,7 @@ def test_an_item_alone_in_every_budget_gives_the_same_rows(captured: Captured) -
     one = item(7, 9, seed=1)  # 63 tokens: fits the smallest
     rows = []
     for budget in graphs.budgets:
-        poison(captured)
+        poison(graphs)
         rows.append(finished(graphs.run(budget, [one])))
     for other in rows[1:]:
         # Each budget has its own matrix products, so its own rounding.
@@ -98,13 +81,15 @@ def test_rows_on_the_host_never_change_again(captured: Captured) -> None:
     engine = Engine(
         captured.tower, captured.graphs, captured.capacity, captured.device, captured.metrics
     )
-    items = [item(5 + seed % 9, 10, seed) for seed in range(60)]
-    answers = [engine.submit(each) for each in items]
-    rows = [answer.result(60).rows for answer in answers]
-    kept = [each.clone() for each in rows]
-    for again in [engine.submit(item(16, 16, 500 + seed)) for seed in range(40)]:
-        again.result(60)
-    engine.close()
+    items = [item(5 + seed % 9, 10, seed) for seed in range(24)]
+    try:
+        answers = [engine.submit(each) for each in items]
+        rows = [answer.result(60).rows for answer in answers]
+        kept = [each.clone() for each in rows]
+        for again in [engine.submit(item(16, 16, 500 + seed)) for seed in range(24)]:
+            again.result(60)
+    finally:
+        engine.close()
     for before, after, each in zip(kept, rows, items, strict=True):
         assert torch.equal(before, after)
         expected = run_eagerly(captured, True, [each]).cpu()

@@ -14,6 +14,7 @@ from actors.device import Device
 from actors.engine import Engine
 from actors.graphs import GraphSet
 from actors.metrics import EncoderMetrics
+from tests.gpu.towers import cuda
 from tests.toy_tower import ToyTower, toy_item, toy_rows
 
 pytestmark = pytest.mark.gpu
@@ -37,11 +38,7 @@ class SlowToy(ToyTower):
 
 @pytest.fixture
 def device() -> Device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    from actors.cuda import CudaDevice
-
-    return CudaDevice()
+    return cuda()
 
 
 def test_packs_from_the_host_keep_their_inputs(device: Device) -> None:

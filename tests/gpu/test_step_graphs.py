@@ -1,66 +1,55 @@
-"""On a GPU, at full size: the Step3 towers in every budget of both paths, poisoned."""
+"""On a GPU, at full width: the Step3 towers in several budgets of both paths, poisoned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
-import torch
 
-from actors import spec
 from actors.budgets import Segments
 from actors.capture import capture
 from actors.device import Device
 from actors.graphs import GraphSet
 from actors.metrics import EncoderMetrics
-from actors.models import load
 from actors.models.step_tower import StepTower
-from actors.options import GraphOptions, ModelOptions
+from actors.options import GraphOptions
 from actors.two_paths import PATHS, model_capacity
 from actors.types import Item, ItemPlan, Size
 from actors.windows import WindowSizing
-from tests.gpu.test_tiled_graphs import finished, synchronize
+from tests.gpu.test_tiled_graphs import poison
+from tests.gpu.towers import cuda, finished, relative_error, towers
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=["step3vl-10b", "step3-321b"])
-def options(request: pytest.FixtureRequest) -> Iterator[ModelOptions]:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    yield ModelOptions(id=request.param, load_format="dummy")
-    torch.cuda.empty_cache()
+@pytest.mark.parametrize("preset", ["step3vl-10b", "step3-321b"])
+def test_budgets_equal_the_reference(preset: str) -> None:
+    assert worst_error(preset, cuda()) < 3e-2
 
 
-def test_every_budget_equals_the_reference(options: ModelOptions) -> None:
-    from actors.cuda import CudaDevice
-
-    assert worst_error(options, CudaDevice()) < 3e-2
-
-
-def worst_error(options: ModelOptions, device: Device) -> float:
-    """Relative, over all budgets of both paths, in bfloat16 against float32."""
-    model = spec.read(options)
-    weights = load.tensors(options, model, device.device)
-    tower = load.build(model, weights, device.device)
-    reference = load.build(replace(model, dtype="float32"), weights, device.device)
+def worst_error(preset: str, device: Device, most: int = 8) -> float:
+    """Relative, over both paths' graphs of one, two and `most` views, in bfloat16 and float32."""
+    tower, reference = towers(preset, device)
     assert isinstance(tower, StepTower)
-    limits = model_capacity(GraphOptions(), model)
+    image, crop = tower.sizing.view_tokens
+    options = GraphOptions(
+        token_budgets=(most * image,),
+        global_token_budgets=(image, 2 * image, most * image),
+        local_token_budgets=(crop, 2 * crop, most * crop),
+    )
+    limits = model_capacity(options, tower.spec)
     worst = 0.0
     for path, graphs in capture(tower, limits, device, EncoderMetrics()).items():
         eager = GraphSet(reference, path, (), Segments(0), device)
         for seed, budget in enumerate(graphs.budgets):
-            graphs.inputs.tensors["patches"].random_(0, 256)
-            synchronize(device)
+            poison(graphs)
             items = items_within(tower, path, budget, seed)
-            rows = finished(graphs.run(budget, items), device)
+            rows = finished(graphs.run(budget, items))
             assert bool(rows.isfinite().all()), (path, budget)
-            exact = finished(eager.run(None, items), device)
-            worst = max(worst, float((rows.float() - exact).norm() / exact.norm()))
-    print(f"{options.id}: worst relative error {worst:.1e}, budgets {limits.budgets}")
+            worst = max(worst, relative_error(rows, finished(eager.run(None, items))))
+    print(f"{preset}: worst relative error {worst:.1e}, budgets {limits.budgets}")
     return worst
 
 

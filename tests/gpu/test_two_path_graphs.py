@@ -1,8 +1,8 @@
-"""On a GPU, at full size: both paths in every budget, poisoned, against float32."""
+"""On a GPU, at full width: both paths in pairs of budgets, poisoned, against float32."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 from random import Random
 
 import numpy as np
@@ -10,84 +10,99 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors import spec
 from actors.budgets import Capacity, Segments
 from actors.capture import capture
 from actors.device import Device
 from actors.engine import Engine
 from actors.graphs import GraphSet
 from actors.metrics import EncoderMetrics
-from actors.models import load
 from actors.models.deepseek_ocr import DeepseekOcrTower
-from actors.options import GraphOptions, ModelOptions
+from actors.options import GraphOptions
 from actors.two_paths import model_capacity
 from actors.types import Item, Size
-from tests.gpu.test_tiled_graphs import finished, synchronize
+from tests.gpu.test_tiled_graphs import poison
+from tests.gpu.towers import cuda, finished, relative_error, towers
 
 pytestmark = pytest.mark.gpu
 
 
-def test_every_pair_of_budgets_equals_the_reference() -> None:
-    assert worst_error("deepseek-ocr", cuda(), 1088) < 3e-2
+Pair = tuple[DeepseekOcrTower, DeepseekOcrTower]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Pair, Device]]:
+    """The towers of `ocr`, for all tests here."""
+    device = cuda()
+    yield ocr("deepseek-ocr", device), device
+    torch.cuda.empty_cache()
+
+
+def test_pairs_of_budgets_equal_the_reference(pair: tuple[Pair, Device]) -> None:
+    assert worst_error(*pair, 4) < 3e-2
 
 
 @pytest.mark.parametrize("path_streams", [False, True])
-def test_packs_through_the_engine_keep_their_rows(path_streams: bool) -> None:
-    assert engine_error("deepseek-ocr", cuda(), 4352, path_streams=path_streams) < 3e-2
+def test_packs_through_the_engine_keep_their_rows(
+    pair: tuple[Pair, Device], path_streams: bool
+) -> None:
+    assert engine_error(*pair, 16, 16, path_streams=path_streams) < 3e-2
 
 
-def cuda() -> Device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    from actors.cuda import CudaDevice
-
-    return CudaDevice()
-
-
-def towers(preset: str, device: Device) -> tuple[DeepseekOcrTower, DeepseekOcrTower]:
+def ocr(preset: str, device: Device) -> Pair:
     """In bfloat16, and the same weights in float32."""
-    options = ModelOptions(id=preset, load_format="dummy", dtype="bfloat16")
-    model = spec.read(options)
-    weights = load.tensors(options, model, device.device)
-    tower = load.build(model, weights, device.device)
-    reference = load.build(replace(model, dtype="float32"), weights, device.device)
+    tower, reference = towers(preset, device)
     assert isinstance(tower, DeepseekOcrTower)
     assert isinstance(reference, DeepseekOcrTower)
     return tower, reference
 
 
-def worst_error(preset: str, device: Device, most: int) -> float:
+def limits_of(tower: DeepseekOcrTower, images: int) -> Capacity:
+    """Budgets of one whole image and of so many; of one crop and of twice as many."""
+    image, crop = tower.sizing.view_tokens
+    options = GraphOptions(
+        token_budgets=(max(images * image, 2 * images * crop),),
+        global_token_budgets=(image, images * image),
+        local_token_budgets=(crop, 2 * images * crop),
+    )
+    return model_capacity(options, tower.spec)
+
+
+def worst_error(pair: Pair, device: Device, images: int) -> float:
     """Relative, over all pairs of budgets: what one path puts out survives the other's replay."""
-    tower, reference = towers(preset, device)
-    limits = model_capacity(GraphOptions(token_budgets=(most,)), tower.spec)
+    tower, reference = pair
+    limits = limits_of(tower, images)
     graphs = capture(tower, limits, device, EncoderMetrics())
     worst = 0.0
     for whole in limits.budgets[0]:
         for crops in limits.budgets[1]:
             for path in graphs.values():
-                path.inputs.tensors["patches"].random_(0, 256)
-            synchronize(device)
+                poison(path)
             items = items_within(tower, whole, crops)
             budgets = (whole, crops if sum(one.plan.path_tokens[1] for one in items) else 0)
             rows = encode(tower, graphs, budgets, items, device)
             assert bool(rows.isfinite().all()), budgets
-            worst = max(worst, error(rows, exact(reference, items, device)))
-    print(f"{preset}: worst relative error {worst:.1e}, budgets {limits.budgets}")
+            worst = max(worst, relative_error(rows, exact(reference, items, device)))
+    print(f"{tower.spec.id}: worst relative error {worst:.1e}, budgets {limits.budgets}")
     return worst
 
 
-def engine_error(preset: str, device: Device, most: int, *, path_streams: bool) -> float:
+def engine_error(
+    pair: Pair, device: Device, images: int, count: int, *, path_streams: bool
+) -> float:
     """Relative, of items that share packs and come one after the other without waiting."""
-    tower, reference = towers(preset, device)
-    limits: Capacity = model_capacity(GraphOptions(token_budgets=(most,)), tower.spec)
+    tower, reference = pair
+    limits = limits_of(tower, images)
     graphs = capture(tower, limits, device, EncoderMetrics(), path_streams=path_streams)
     engine = Engine(tower, graphs, limits, device, EncoderMetrics())
-    items = [item(tower, size(Random(seed)), seed) for seed in range(40)]
-    answers = [engine.submit(one) for one in items]
-    rows = [answer.result(300).rows.to(device.device) for answer in answers]
-    engine.close()
+    items = [item(tower, size(Random(seed)), seed) for seed in range(count)]
+    try:
+        answers = [engine.submit(one) for one in items]
+        rows = [answer.result(60).rows.to(device.device) for answer in answers]
+    finally:
+        engine.close()
     return max(
-        error(one, exact(reference, [each], device)) for one, each in zip(rows, items, strict=True)
+        relative_error(one, exact(reference, [each], device))
+        for one, each in zip(rows, items, strict=True)
     )
 
 
@@ -105,7 +120,7 @@ def encode(
         ]
         with device.running():
             rows = tower.postprocess(outputs, [one.plan for one in items])
-        return finished(rows, device)
+        return finished(rows)
 
 
 def exact(reference: DeepseekOcrTower, items: list[Item], device: Device) -> Tensor:
@@ -114,10 +129,6 @@ def exact(reference: DeepseekOcrTower, items: list[Item], device: Device) -> Ten
         path: GraphSet(reference, path, (), Segments(0), device) for path in reference.spec.paths
     }
     return encode(reference, eager, (None, None), items, device)
-
-
-def error(rows: Tensor, exact: Tensor) -> float:
-    return float((rows.float() - exact).norm() / exact.norm())
 
 
 def items_within(tower: DeepseekOcrTower, whole: int, crops: int) -> list[Item]:

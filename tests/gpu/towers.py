@@ -1,0 +1,93 @@
+"""Towers of published width, heads and tables, and of few layers: kernels and shapes are the same.
+
+Every layer does what the one before it did; what depth adds is rounding, and minutes. Qwen3-VL
+keeps all its layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors import spec
+from actors.device import Device
+from actors.models import load
+from actors.models.tower import Tower
+from actors.options import ModelOptions
+from actors.spec import ModelSpec
+
+FEWER: dict[str, dict[str, Any]] = {
+    "qwen2vl-7b": {"depth": 4},
+    "qwen25vl-7b": {"depth": 4, "fullatt_block_indexes": [1, 3]},
+    "qwen35-27b": {"depth": 4},
+    "glm41v-9b": {"depth": 4},
+    "kimivl-a3b": {"num_hidden_layers": 4},
+    "internvl3-8b": {"num_hidden_layers": 4},
+    "internvl3-78b": {"num_hidden_layers": 4},
+    "llama4-scout": {"num_hidden_layers": 4},
+    "gemma3-4b": {"num_hidden_layers": 4},
+    "siglip-so400m": {"used_layers": 4},
+    "clip-vit-l-336": {"used_layers": 4},
+    "llava15-7b": {"used_layers": 4},
+    "pixtral-12b": {"num_hidden_layers": 4},
+    "mistral-small31": {"num_hidden_layers": 4},
+    "paddleocr-vl": {"num_hidden_layers": 4},
+    "step3vl-10b": {"layers": 4},
+    "step3-321b": {"num_hidden_layers": 4},
+}
+"""What is other in `vision_config`."""
+
+FEWER_VIEWED: dict[str, dict[str, Any]] = {
+    "clip-l-14-224": {"layers": 4},
+    "sam_vit_b": {"layers": 4, "global_attn_indexes": [1, 3]},
+}
+"""The same of the two towers inside DeepSeek-OCR."""
+
+
+def cuda() -> Device:
+    """The GPU, or the test is skipped."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from actors.cuda import CudaDevice
+
+    return CudaDevice()
+
+
+def shallow(preset: str) -> ModelSpec:
+    """A preset in bfloat16, with random weights."""
+    model = spec.read(ModelOptions(id=preset, load_format="dummy", dtype="bfloat16"))
+    fewer = FEWER.get(preset, {})
+    if preset == "deepseek-ocr":
+        sizes = model.vision["width"]
+        fewer = {"width": {name: sizes[name] | other for name, other in FEWER_VIEWED.items()}}
+    return replace(model, vision={**model.vision, **fewer})
+
+
+def towers(preset: str, device: Device) -> tuple[Tower, Tower]:
+    """In bfloat16, and the same weights in float32."""
+    model = shallow(preset)
+    options = ModelOptions(id=preset, load_format="dummy")
+    weights = load.tensors(options, model, device.device)
+    tower = load.build(model, weights, device.device)
+    return tower, load.build(replace(model, dtype="float32"), weights, device.device)
+
+
+def finished(rows: Tensor) -> Tensor:
+    """A copy, once the compute stream has written them: this thread is on another stream."""
+    synchronize(rows.device)
+    return rows.clone()
+
+
+def synchronize(device: torch.device) -> None:
+    """Nothing runs any more."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def relative_error(rows: Tensor, reference: Tensor) -> float:
+    """Not a number if either holds one, and so below no bound."""
+    return float((rows.float() - reference.float()).norm() / reference.float().norm())
