@@ -18,6 +18,7 @@ from actors.sizing import (
     FittedSizing,
     PackedSizing,
     RoundingSizing,
+    ShrinkingSizing,
 )
 from actors.spec import ModelSpec, image_processor, image_spec, only
 from actors.video_spec import spread_video, strided_video, thinning_video, timed_video
@@ -113,6 +114,31 @@ def kimivl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
     return packed(
         "kimi_vl", options, processor, vision, sizing, config["text_config"]["hidden_size"]
     )
+
+
+def kimik25(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+    """Kimi-K2.5, images: moonshotai/Kimi-K2.5. Videos, whose frames see each other, are refused."""
+    given = config["vision_config"]
+    # Published with a prefix; without it, transformers' names.
+    plain = {key.removeprefix("vt_"): value for key, value in given.items()}
+    side = plain.get("init_pos_emb_height", plain.get("pos_emb_height"))
+    if side != plain.get("init_pos_emb_width", plain.get("pos_emb_width")):
+        raise ValueError("init_pos_emb_height: only that of init_pos_emb_width is supported")
+    media = (files.read_json("preprocessor_config.json") or {}).get("media_proc_cfg", {})
+    only(media, {"fixed_output_tokens": None}, "the image processor")
+    merge, other = plain["merge_kernel_size"]
+    if merge != other:
+        raise ValueError("merge_kernel_size: only squares are supported")
+    sizing = ShrinkingSizing(
+        patch_size=int(plain["patch_size"]),
+        merge_size=int(merge),
+        max_patches=int(media.get("in_patch_limit", 16384)),
+        max_side_patches=int(media.get("patch_limit_on_one_side", 512)),
+    )
+    vision = plain | {"init_pos_emb_height": side}
+    halves = {"image_mean": 0.5, "image_std": 0.5} | media
+    width = config["text_config"]["hidden_size"]
+    return packed("kimi_k25", options, halves, vision, sizing, width)
 
 
 PIXTRAL = {
@@ -217,6 +243,7 @@ FAMILIES: dict[str, Callable[[ModelOptions, Files, Json], ModelSpec]] = {
     "glm4v_moe": glm4v,
     "glm46v": glm46v,
     "kimi_vl": kimivl,
+    "kimi_k25": kimik25,
     "mistral3": mistral3,
     "paddleocr_vl": paddleocr,
 }

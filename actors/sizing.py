@@ -200,6 +200,28 @@ class CappedSizing:
         return (self.max_side_patches - 1) // self.merge_size
 
 
+@dataclass(frozen=True, slots=True)
+class ShrinkingSizing(CappedSizing):
+    """As CappedSizing, but a side that is too long is shrunk, not refused (Kimi-K2.5)."""
+
+    def resized(self, size: Size) -> Size:
+        """transformers.models.kimi_k25.image_processing_kimi_k25.navit_resize."""
+        patches = max(1, size.width // self.patch_size) * max(1, size.height // self.patch_size)
+        longest = self.max_side_patches * self.patch_size
+        scale = min(
+            1.0,
+            math.sqrt(self.max_patches / patches),
+            longest / size.height,
+            longest / size.width,
+        )
+        width, height = (max(1, int(side * scale)) for side in (size.width, size.height))
+        return Size(min(width, longest), min(height, longest))
+
+    def most_blocks(self) -> int:
+        """See CappedSizing: here a side may have all of its patches."""
+        return self.max_side_patches // self.merge_size
+
+
 def block_plan(size: Size, patch_size: int, merge_size: int) -> ItemPlan:
     """The plan of an image of this size, padded to whole merge blocks."""
     block = patch_size * merge_size

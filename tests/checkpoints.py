@@ -140,13 +140,16 @@ CHECKPOINTS = {
 KIMI = "kimi_vl"
 """Not in transformers."""
 
-MODEL_TYPES = (*CHECKPOINTS, KIMI)
+KIMI_K25 = "kimi_k25"
+"""In transformers, with weights renamed and permuted."""
+
+MODEL_TYPES = (*CHECKPOINTS, KIMI, KIMI_K25)
 
 
 def write(folder: Path, model_type: str, *, max_shard_size: str = "300KB") -> Any:
     """Writes a whole model in float32 with a random tower; returns the original of it."""
-    if model_type == KIMI:
-        return moonvit.write(folder)
+    if model_type in (KIMI, KIMI_K25):
+        return moonvit.write(folder, k25=model_type == KIMI_K25)
     import transformers
 
     made = CHECKPOINTS[model_type]
@@ -175,7 +178,7 @@ def write_qwen3vl(folder: Path, *, moe: bool = False, max_shard_size: str = "300
 
 def processor(model_type: str) -> Any:
     """The family's own image processor, with the settings of the checkpoint."""
-    if model_type == KIMI:
+    if model_type in (KIMI, KIMI_K25):
         return moonvit.processor
     made = CHECKPOINTS[model_type]
     package, name = made.image_processor.split(".")

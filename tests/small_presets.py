@@ -30,6 +30,10 @@ SMALL: dict[str, dict[str, Any]] = {
     | {"intermediate_size": 256, "image_size": 84, "projector_input_dim": 80}
     | {"projector_output_dim": 80, "vision_output_dim": 80},
     "gemma3-4b": LAYERS | {"intermediate_size": 128, "image_size": 224},
+    "kimik25": {
+        **{f"vt_{key}": value for key, value in LAYERS.items()},
+        "vt_intermediate_size": 128,
+    },
     "pixtral-12b": LAYERS | {"intermediate_size": 128},
     "mistral-small31": LAYERS | {"intermediate_size": 128},
     "paddleocr-vl": LAYERS | {"intermediate_size": 128},
@@ -59,6 +63,8 @@ def write_small(folder: Path, preset: str) -> Path:
         processor["size"] = {"height": side, "width": side}
         if "crop_size" in processor:
             processor["crop_size"] = side
+    if processor and "media_proc_cfg" in processor:
+        processor["media_proc_cfg"]["in_patch_limit"] = 256
     if processor and "in_token_limit" in processor:
         processor["in_token_limit"] = 256
     if processor and "max_pixels" in processor:

@@ -1,9 +1,9 @@
-"""The vision tower of Kimi-VL (MoonViT) with its projector: LayerNorm, bicubic positions.
+"""The vision tower of Kimi-VL and Kimi-K2.5 (MoonViT) with its projector, for images.
 
 The published rotary embedding turns neighbouring values of a head, columns before rows; ours turns
 halves, rows before columns: q and k are permuted once, at load, which no score can tell. Computes
 what transformers.models.kimi_k25.modeling_kimi_k25.Kimi_K25VisionModel and its projection compute
-for images, under the names of moonshotai/Kimi-VL-*. Knows nothing of graphs or budgets.
+for images, under the names of moonshotai/Kimi-VL-* and Kimi-K2.5. Knows nothing of graphs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from actors.models.packed_weights import (
 )
 from actors.spec import ModelSpec
 
-PREFIXES = ("vision_tower.", "multi_modal_projector.")
+PREFIXES = ("vision_tower.", "multi_modal_projector.", "mm_projector.")
+
+PROJECTORS = {"kimi_vl": ("linear_1", "linear_2"), "kimi_k25": ("proj.0", "proj.2")}
+"""What each family calls the projector's layers."""
 
 NAMES = BlockNames(
     block="encoder.blocks",
@@ -57,14 +60,15 @@ def expected(spec: ModelSpec) -> Expected:
     """Name and shape of every tensor of the tower, without the checkpoint's prefixes."""
     tower = dimensions(spec)
     side = int(spec.vision["init_pos_emb_height"])
+    up, down = PROJECTORS[spec.family]
     return {
         **affine("patch_embed.proj", (tower.width, 3, tower.patch_size, tower.patch_size)),
         **affine("patch_embed.pos_emb", (side, side, tower.width), bias=False),
         **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width),
         **affine("encoder.final_layernorm", (tower.width,)),
         **affine("pre_norm", (tower.width,)),
-        **affine("linear_1", (tower.merged, tower.merged)),
-        **affine("linear_2", (spec.width, tower.merged)),
+        **affine(up, (tower.merged, tower.merged)),
+        **affine(down, (spec.width, tower.merged)),
     }
 
 
@@ -72,10 +76,11 @@ def parts(spec: ModelSpec, weights: Weights) -> Parts:
     """The tower's, from tensors as `expected` names them."""
     tower = dimensions(spec)
     final = weights.affine("encoder.final_layernorm")
+    up, down = PROJECTORS[spec.family]
     merger = Merger(
         norm=weights.affine("pre_norm"),
-        up=weights.affine("linear_1"),
-        down=weights.affine("linear_2"),
+        up=weights.affine(up),
+        down=weights.affine(down),
         epsilon=EPSILON,
     )
 

@@ -80,6 +80,8 @@ QWEN3VL = Family(
 )
 
 
+KIMI = Family(kimivl.PREFIXES, kimivl.expected, kimivl.dimensions, kimivl.parts, PackedTower)
+
 PIXTRAL = Family(
     pixtral.PREFIXES, pixtral.expected, pixtral.dimensions, pixtral.parts, pixtral.PixtralTower
 )
@@ -110,9 +112,8 @@ FAMILIES: Mapping[str, Family[Any]] = {
         qwen25vl.WindowedTower,
     ),
     "glm4v": Family(glm4v.PREFIXES, glm4v.expected, glm4v.dimensions, glm4v.parts, PackedTower),
-    "kimi_vl": Family(
-        kimivl.PREFIXES, kimivl.expected, kimivl.dimensions, kimivl.parts, PackedTower
-    ),
+    "kimi_vl": KIMI,
+    "kimi_k25": KIMI,
     "pixtral": PIXTRAL,
     "mistral3": PIXTRAL,
     "paddleocr_vl": Family(

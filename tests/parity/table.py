@@ -35,6 +35,7 @@ FAMILIES = {
     "glm4v_moe": "GLM-4.1V, 4.5V, 4.6V",
     "glm46v": "GLM-4.1V, 4.5V, 4.6V",
     "kimi_vl": "Kimi-VL",
+    "kimi_k25": "Kimi-K2.5",
     "pixtral": "Pixtral",
     "mistral3": "Mistral Small 3.1, 3.2",
     "paddleocr_vl": "PaddleOCR-VL",

@@ -20,7 +20,13 @@ from PIL import Image
 
 from actors.errors import TooLarge
 from actors.preprocess import decode
-from actors.sizing import EnlargingSizing, FittedSizing, RoundingSizing, smart_resize
+from actors.sizing import (
+    EnlargingSizing,
+    FittedSizing,
+    RoundingSizing,
+    ShrinkingSizing,
+    smart_resize,
+)
 from actors.types import Size
 from tests.checkpoints import processor
 from tests.parity.conftest import Pair
@@ -84,6 +90,21 @@ def test_sizes_are_as_paddleocr_gives_them(width: int, height: int) -> None:
             sizing.resized(Size(width, height))
     else:
         assert sizing.resized(Size(width, height)) == Size(columns, rows)
+
+
+@given(width=st.integers(1, 40_000), height=st.integers(1, 40_000))
+def test_sizes_are_as_kimi_k25_gives_them(width: int, height: int) -> None:
+    """By its published rule (navit_resize): transformers' needs torchvision."""
+    begun = max(1, width // 14) * max(1, height // 14)
+    scale = min(1.0, (16384 / begun) ** 0.5, 512 * 14 / height, 512 * 14 / width)
+    resized = [min(max(1, int(side * scale)), 512 * 14) for side in (height, width)]
+    padded = [side + -side % 28 for side in resized]
+    sizing = ShrinkingSizing(14, 2, max_patches=16384, max_side_patches=512)
+    assert sizing.resized(Size(width, height)) == Size(resized[1], resized[0])
+    plan = sizing.plan(Size(width, height))
+    assert plan.grid_thw == (1, padded[0] // 14, padded[1] // 14)
+    assert plan.tokens <= sizing.token_range()[1]
+    assert max(plan.grid_thw) <= sizing.longest_side_patches()
 
 
 @given(

@@ -74,6 +74,15 @@ def paddleocr(size: Size) -> int:
     return int(prod(module.smart_resize(size.height, size.width, 28, 147384, 2822400))) // 28**2
 
 
+def kimi_k25(size: Size) -> int:
+    """Tokens by the published rule: at most 16384 patches and 512 on a side, then padded."""
+    begun = max(1, size.width // 14) * max(1, size.height // 14)
+    sides = (512 * 14 / size.width, 512 * 14 / size.height)
+    scale = min(1.0, (16384 / begun) ** 0.5, *sides)
+    down, across = (-(-int(pixels * scale) // 28) for pixels in (size.height, size.width))
+    return down * across
+
+
 def internvl(size: Size) -> int:
     """Tokens as transformers' image processor of InternVL cuts tiles."""
     module = import_module("transformers.models.got_ocr2.image_processing_pil_got_ocr2")
@@ -121,6 +130,7 @@ PUBLISHED = [
     Published("qwen25vl-7b", "Qwen2.5-VL", 677, qwen(28, 3136, 12845056)),
     Published("glm41v-9b", "GLM-4.1V, 4.5V, 4.6V", 892, glm),
     Published("kimivl-a3b", "Kimi-VL", 448, kimi),
+    Published("kimik25", "Kimi-K2.5", 471, kimi_k25),
     Published("pixtral-12b", "Pixtral", 435, pixtral(1024, 16)),
     Published("mistral-small31", "Mistral Small 3.1, 3.2", 439, pixtral(1540, 28)),
     Published("paddleocr-vl", "PaddleOCR-VL", 439, paddleocr),

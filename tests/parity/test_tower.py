@@ -16,7 +16,7 @@ from actors.models.load import load
 from actors.models.tower import Tower
 from actors.options import ModelOptions
 from actors.types import ItemPlan, Size
-from tests.checkpoints import KIMI, PADDLE
+from tests.checkpoints import KIMI, KIMI_K25, PADDLE
 from tests.parity.conftest import Pair
 from tests.parity.table import check
 
@@ -151,7 +151,7 @@ def as_published(pair: Pair, plans: Sequence[ItemPlan], patches: Tensor) -> Tens
     if "window_size" in vision:
         order, _ = get_vision_window_index(grids, 2, vision["window_size"], vision["patch_size"])
         order = (4 * order[:, None] + torch.arange(4)).flatten()
-    elif pair.model_type in (KIMI, PADDLE):  # raster order
+    elif pair.model_type in (KIMI, KIMI_K25, PADDLE):  # raster order
         starts = (grids.prod(1).cumsum(0) - grids.prod(1)).tolist()
         order = torch.cat(
             [

@@ -1,4 +1,4 @@
-"""What the JSON files of CLIP, SigLIP, LLaVA, Pixtral and PaddleOCR-VL say, and refusals."""
+"""What the JSON files of CLIP, SigLIP, LLaVA, Pixtral, PaddleOCR-VL, Kimi-K2.5 say; refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actors import spec
 from actors.checkpoint import Preset
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
-from actors.sizing import FittedSizing, RoundingSizing
+from actors.sizing import FittedSizing, RoundingSizing, ShrinkingSizing
 from actors.tiling import OneTile
 from actors.types import Size
 from tests.unit.test_tile_spec import CONFIGS, PROCESSOR, changed
@@ -30,6 +30,7 @@ LLAVA = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=0)
         ("llava15-7b", "llava", LLAVA, 4096),
         ("pixtral-12b", "pixtral", FittedSizing(16, 1, 1024), 5120),
         ("mistral-small31", "mistral3", FittedSizing(14, 2, 1540), 5120),
+        ("kimik25", "kimi_k25", ShrinkingSizing(14, 2, 16384, 512), 7168),
         ("paddleocr-vl", "paddleocr_vl", RoundingSizing(14, 2, 147384, 2822400), 1024),
     ],
 )
@@ -57,6 +58,9 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("pixtral-12b", "config.json", {"vision_feature_layer": -2}, "only full and -1"),
         ("pixtral-12b", "config.json", vision("pixtral-12b", hidden_act="gelu"), "hidden_act"),
         ("mistral-small31", "config.json", {"vision_feature_layer": -2}, "vision_feature_layer"),
+        ("kimik25", "config.json", vision("kimik25", init_pos_emb_width=32), "init_pos_emb_height"),
+        ("kimik25", "config.json", vision("kimik25", merge_kernel_size=[2, 1]), "only squares"),
+        ("kimik25", PROCESSOR, {"media_proc_cfg": {"fixed_output_tokens": 9}}, "fixed_output"),
         ("paddleocr-vl", "config.json", vision("paddleocr-vl", hidden_act="relu"), "hidden_act"),
     ],
 )
@@ -94,6 +98,8 @@ def test_a_pack_holds_many_small_images() -> None:
     assert SIGLIP.plan(Size(1000, 3)).tokens == 729
 
 
-@pytest.mark.parametrize("name", ["siglip", "clip", "llava", "pixtral", "mistral3", "paddleocr"])
+@pytest.mark.parametrize(
+    "name", ["siglip", "clip", "llava", "pixtral", "mistral3", "paddleocr", "kimik25"]
+)
 def test_there_is_a_config(name: str) -> None:
     assert (CONFIGS / f"{name}.yaml").is_file()
