@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,3 +168,59 @@ def test_parameters(published: Published) -> None:
     model = read(ModelOptions(id=published.preset, load_format="dummy"))
     shapes = FAMILIES[model.family].expected(model).values()
     assert round(sum(prod(shape) for shape in shapes) / 1e6) == published.million_parameters
+
+
+def vision(preset: str) -> dict[str, Any]:
+    return dict(read(ModelOptions(id=preset, load_format="dummy")).vision)
+
+
+def test_deepseek_ocr_is_as_transformers_configures_the_same_towers() -> None:
+    module = import_module("transformers.models.unlimited_ocr.configuration_unlimited_ocr")
+    sam, clip = module.UnlimitedOcrSamVisionConfig(), module.UnlimitedOcrVisionEncoderConfig()
+    ours = vision("deepseek-ocr")
+    assert ours["image_size"] == sam.image_size
+    assert ours["width"]["sam_vit_b"] == {
+        "layers": sam.num_hidden_layers,
+        "width": sam.hidden_size,
+        "heads": sam.num_attention_heads,
+        "global_attn_indexes": list(sam.global_attn_indexes),
+        "downsample_channels": list(sam.downsample_channels),
+    }
+    assert ours["width"]["clip-l-14-224"] == {
+        "layers": clip.num_hidden_layers,
+        "width": clip.hidden_size,
+        "heads": clip.num_attention_heads,
+        "image_size": clip.image_size,
+        "patch_size": clip.patch_size,
+    }
+    assert module.UnlimitedOcrTextConfig().hidden_size == 1280
+    assert read(ModelOptions(id="deepseek-ocr", load_format="dummy")).width == 1280
+
+
+def test_step3vl_is_as_transformers_configures_step_3_7() -> None:
+    theirs = import_module("transformers.models.step3p7.configuration_step3p7")
+    config, ours = theirs.Step3p7VisionConfig(), vision("step3vl-10b")
+    assert (ours["width"], ours["layers"], ours["heads"]) == (
+        *(config.hidden_size, config.num_hidden_layers, config.num_attention_heads),
+    )
+    assert (ours["image_size"], ours["patch_size"]) == (config.image_size, config.patch_size)
+    assert ours["mlp_ratio"] == pytest.approx(config.mlp_ratio)
+    assert ours["hidden_act"] == config.hidden_act
+
+
+def test_step3_is_eva_clip_without_its_last_layer() -> None:
+    """transformers has no Step3. EVA-CLIP-4B-14 has 64 layers of 1792, heads of 112, this ratio."""
+    ours = vision("step3-321b")
+    assert (ours["hidden_size"], ours["num_hidden_layers"]) == (1792, 64 - 1)
+    assert ours["hidden_size"] // ours["num_attention_heads"] == 112
+    assert ours["intermediate_size"] == round(1792 * 8.571428571428571)
+
+
+def test_mistral_is_as_transformers_configures_it() -> None:
+    theirs = import_module("transformers.models.mistral3.configuration_mistral3").Mistral3Config()
+    config, ours = theirs.vision_config, vision("mistral-small31")
+    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        assert ours[key] == getattr(config, key)
+    assert (ours["image_size"], ours["patch_size"]) == (config.image_size, config.patch_size)
+    assert ours["spatial_merge_size"] == theirs.spatial_merge_size
+    assert ours["projector_bias"] == theirs.multimodal_projector_bias
