@@ -66,9 +66,11 @@ class Places:
         The rows beyond are zero: valid as any index, and no other graph's metadata.
         """
         target = buffer.numpy()  # a call of torch for each slice would take longer than the copies
-        for name, (span, _, _) in self.spans.items():
+        for name, (span, _, dtype) in self.spans.items():
             value = values[name].numpy().reshape(-1).view(np.uint8)
             end = span.start + len(value)
+            assert values[name].dtype == dtype, f"{name} is not {dtype}. This is a bug."
+            assert end <= span.stop, f"{name} has too many rows. This is a bug."
             target[span.start : end] = value
             target[end : span.stop] = 0
         return buffer

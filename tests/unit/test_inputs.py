@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +61,14 @@ def test_nothing_is_left_of_another_budget() -> None:
     for name, value in values.items():
         assert torch.equal(static[name][: len(value)], value)
         assert not static[name][len(value) :].any()
+
+
+def test_metadata_of_another_type_or_size_is_a_bug() -> None:
+    places = Places({"ends": ((3,), torch.int32), "last": ((300,), torch.int32)})
+    last = torch.ones(300, dtype=torch.int32)
+    for ends in (torch.ones(3, dtype=torch.int64), torch.ones(4, dtype=torch.int32)):
+        with pytest.raises(AssertionError, match=r"ends .*This is a bug"):
+            places.packed({"ends": ends, "last": last}, CpuDevice().host_buffer(places.size_bytes))
 
 
 class Operations(TorchDispatchMode):
