@@ -26,6 +26,8 @@ PRESETS = (
 )
 MOST_TOKENS = 4096
 """Of the largest budget: as many as it takes for the long form of every kernel."""
+SMALLEST = Size(8, 8)
+"""An image of as few tokens as a family makes of one."""
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -37,9 +39,10 @@ def worst_error(preset: str, device: Device, most: int = MOST_TOKENS) -> float:
     """Relative, over three budgets and two packs of each, in bfloat16 against float32."""
     tower, reference = towers(preset, device)
     assert isinstance(tower, TileTower | PackedTower)
-    sizing = tower.spec.sizing
+    sizing = tower.sizing
     smallest, largest = sizing.token_range()
-    wanted = (smallest, 4 * smallest, most // smallest * smallest)
+    first = max(smallest, sizing.plan(SMALLEST).tokens)
+    wanted = (first, 4 * first, most // smallest * smallest)
     budgets = sorted({min(budget, largest) for budget in wanted})
     limits = capacity(GraphOptions(token_budgets=tuple(budgets)), (smallest, largest), 0)
     (graphs,) = capture(tower, limits, device, EncoderMetrics()).values()
@@ -67,7 +70,7 @@ def items_within(tower: TileTower | PackedTower, budget: int, seed: int) -> list
     """Items of mixed sizes with random pixels that together fit a budget, at least one."""
     random, generator = Random(seed), np.random.default_rng(seed)
     width = 3 * tower.sizing.patch_size**2
-    plans = [tower.sizing.plan(Size(8, 8))]
+    plans = [tower.sizing.plan(SMALLEST)]
     for _ in range(20):
         plan = tower.sizing.plan(Size(random.randint(50, 3000), random.randint(50, 3000)))
         if sum(other.tokens for other in plans) + plan.tokens <= budget:
