@@ -105,8 +105,8 @@ def test_what_the_tower_does_not_do_is_refused(
 @pytest.mark.parametrize(
     ("config", "preset", "budgets"),
     [
-        ("internvl.yaml", "internvl3-8b", "256 512 1024 2048 3328"),
-        ("llama4.yaml", "llama4-scout", "144 288 576 1152 2304 2448"),
+        ("internvl.yaml", "internvl3-8b", "256 512 768 1024 1280"),
+        ("llama4.yaml", "llama4-scout", "144 288 432 576 720"),
         ("gemma3.yaml", "gemma3-4b", "256"),
     ],
 )
