@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests import moonvit
+from tests import checkpoints_kimi, moonvit
 
 LAYERS = {"depth": 5, "num_heads": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 VISION = LAYERS | {
@@ -141,15 +141,17 @@ KIMI = "kimi_vl"
 """Not in transformers."""
 
 KIMI_K25 = "kimi_k25"
-"""In transformers, with weights renamed and permuted."""
+"""Its model is put together unlike the others'."""
 
 MODEL_TYPES = (*CHECKPOINTS, KIMI, KIMI_K25)
 
 
 def write(folder: Path, model_type: str, *, max_shard_size: str = "300KB") -> Any:
     """Writes a whole model in float32 with a random tower; returns the original of it."""
-    if model_type in (KIMI, KIMI_K25):
-        return moonvit.write(folder, k25=model_type == KIMI_K25)
+    if model_type == KIMI:
+        return moonvit.write(folder)
+    if model_type == KIMI_K25:
+        return checkpoints_kimi.write(folder)
     import transformers
 
     made = CHECKPOINTS[model_type]
@@ -178,8 +180,10 @@ def write_qwen3vl(folder: Path, *, moe: bool = False, max_shard_size: str = "300
 
 def processor(model_type: str) -> Any:
     """The family's own image processor, with the settings of the checkpoint."""
-    if model_type in (KIMI, KIMI_K25):
+    if model_type == KIMI:
         return moonvit.processor
+    if model_type == KIMI_K25:
+        return checkpoints_kimi.processor
     made = CHECKPOINTS[model_type]
     package, name = made.image_processor.split(".")
     module = import_module(f"transformers.models.{package}.image_processing_pil_{package}")

@@ -46,37 +46,6 @@ PROCESSOR = {
 }
 
 
-K25_CONFIG = {
-    "model_type": "kimi_k25",
-    "text_config": {"hidden_size": OUT},
-    "vision_config": {
-        "vt_hidden_size": WIDTH,
-        "vt_intermediate_size": INNER,
-        "vt_num_attention_heads": HEADS,
-        "vt_num_hidden_layers": LAYERS,
-        "patch_size": PATCH,
-        "init_pos_emb_height": SIDE,
-        "init_pos_emb_width": SIDE,
-        "init_pos_emb_time": 4,
-        "merge_kernel_size": [2, 2],
-    },
-}
-K25_PROCESSOR = {
-    **{key: PROCESSOR[key] for key in ("patch_size", "image_mean", "image_std")},
-    "in_patch_limit": LIMIT,
-    "patch_limit_on_one_side": 512,
-    "merge_kernel_size": 2,
-    "fixed_output_tokens": None,
-}
-
-
-def renamed(name: str) -> str:
-    """A tensor of Kimi-VL as Kimi-K2.5 calls it."""
-    for ours, theirs in (("linear_1", "proj.0"), ("linear_2", "proj.2")):
-        name = name.replace(ours, theirs)
-    return name.replace("multi_modal_projector.", "mm_projector.")
-
-
 class MoonViT(nn.Module):
     """The tower and the projector, by the checkpoint's own names."""
 
@@ -177,11 +146,8 @@ def turned(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
 
 
-def write(folder: Path, *, k25: bool = False) -> Any:
-    """A random checkpoint; gives an object with the tower as `model`, as transformers' models.
-
-    `k25`: under the names of moonshotai/Kimi-K2.5, of whose images the mathematics is the same.
-    """
+def write(folder: Path) -> Any:
+    """A random checkpoint; gives an object with the tower as `model`, as transformers' models."""
     torch.manual_seed(0)
     tower = MoonViT().eval()
     with torch.no_grad():
@@ -189,13 +155,9 @@ def write(folder: Path, *, k25: bool = False) -> Any:
             values.normal_(0, 0.08) if values.dim() > 1 else values.add_(
                 torch.randn_like(values) * 0.1
             )
-    weights, config, settings = tower.published(), CONFIG, PROCESSOR
-    if k25:
-        weights = {renamed(name): value for name, value in weights.items()}
-        config, settings = K25_CONFIG, {"media_proc_cfg": K25_PROCESSOR}
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    save_file(tower.published(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return SimpleNamespace(model=tower)
 
 

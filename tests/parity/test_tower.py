@@ -127,6 +127,8 @@ def theirs(pair: Pair, plans: Sequence[ItemPlan], patches: Tensor) -> Tensor:
     with torch.no_grad():
         grid = torch.tensor([plan.grid_thw for plan in plans])
         pixels = pixel_values(pair, plans, patches)
+        if pair.model_type == KIMI_K25:  # its tower does not do it
+            pixels = pixels.to(pair.reference.model.vision_tower.patch_embed.proj.weight.dtype)
         features = pair.reference.model.get_image_features(pixels, grid, return_dict=True)
     return rows_of(features)
 
@@ -138,7 +140,7 @@ def pixel_values(pair: Pair, plans: Sequence[ItemPlan], patches: Tensor) -> Tens
     patches = as_published(pair, plans, patches)
     pixels: Tensor = (patches.unflatten(1, (3, -1)) / 255 - mean) / std
     frames = spec.vision.get("temporal_patch_size", 1)
-    if pair.model_type == PADDLE:
+    if pair.model_type in (KIMI_K25, PADDLE):
         side: int = spec.vision["patch_size"]
         return pixels.view(-1, 3, side, side)
     return pixels[:, :, None].expand(-1, -1, frames, -1).flatten(1)

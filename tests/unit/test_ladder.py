@@ -205,7 +205,7 @@ def test_budgets_of_tiles_are_whole_tiles(
     text = (CONFIGS / "clip.yaml").read_text()
     config, path = tmp_path / "clip.yaml", tmp_path / "sizes"
     preset = "{id: clip-vit-l-336, load_format: dummy}"
-    config.write_text(text.replace("{id: openai/clip-vit-large-patch14-336}", preset))
+    config.write_text(text.replace("{id: openai/clip-vit-large-patch14}", preset))
     path.write_text("600x600 50\n")
     shown = plan(capsys, str(path), "--config", str(config), "--graphs", "4")
     (line,) = (line for line in shown.splitlines() if line.startswith("token_budgets: ["))
