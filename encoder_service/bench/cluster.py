@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import shutil
 import socket
 import tempfile
@@ -20,6 +21,8 @@ SERVICERS = (
 )
 APPLICATION = "encoder"
 """Its name in Serve."""
+MOST_CONNECTIONS, OTHER_FILES = 4096, 2500
+"""Of HAProxy as Serve starts it: connections, of two files each, and what it opens beside them."""
 SPARE_CPUS = 4
 """For Serve's own actors and whatever else is run beside the service."""
 
@@ -58,11 +61,12 @@ def cluster(
     os.environ["RAY_AUTH_MODE"] = "disabled"  # nobody else comes; leaves no token in $HOME
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
+    home = tempfile.mkdtemp(prefix="es")  # short: the paths of sockets have a limit
+    os.environ.update(ha_proxy(home, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     import ray  # reads its environment when it is imported
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    home = tempfile.mkdtemp(prefix="es")  # short: the paths of sockets have a limit
     http_port, grpc_port = free_ports(2)
     try:
         ray.init(
@@ -85,6 +89,26 @@ def cluster(
     finally:
         ray.shutdown()
         shutil.rmtree(home, ignore_errors=True)
+
+
+def ha_proxy(home: str, most_files: int) -> dict[str, str]:
+    """What HAProxy (RAY_SERVE_ENABLE_HA_PROXY=1) needs to start on any machine, beside anything.
+
+    Where a port of its is taken, or it may open too few files for its connections, Serve waits for
+    it for ever; its own files lie in one folder of the machine. `most_files`: the hard limit.
+    """
+    metrics_port, stats_port = free_ports(2)
+    found = {
+        "METRICS_PORT": str(metrics_port),
+        "STATS_PORT": str(stats_port),
+        "CONFIG_FILE_LOC": f"{home}/haproxy/haproxy.cfg",
+        "SOCKET_PATH": f"{home}/haproxy/admin.sock",
+        "SERVER_STATE_BASE": f"{home}/haproxy",
+        "SERVER_STATE_FILE": f"{home}/haproxy/server-state",
+    }
+    if 0 <= most_files < 2 * MOST_CONNECTIONS + OTHER_FILES:  # -1: there is no limit
+        found["MAXCONN"] = str(max(100, (most_files - OTHER_FILES) // 2))
+    return {f"RAY_SERVE_HAPROXY_{name}": value for name, value in found.items()}
 
 
 @contextmanager

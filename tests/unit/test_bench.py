@@ -17,6 +17,7 @@ from PIL import Image
 from actors.bench.pipeline import measure, rate
 from actors.options import ActorOptions, EncoderOptions, ModelOptions
 from encoder_service.bench.callers import pictures_of, shares
+from encoder_service.bench.cluster import OTHER_FILES, ha_proxy
 from encoder_service.bench.load import Answered, Load, Result, merged, send
 from encoder_service.bench.mix import parse_mix, requests
 from encoder_service.bench.scrape import Samples, work_between
@@ -100,6 +101,16 @@ def test_a_load_in_parts_is_the_whole_load_and_no_picture_is_sent_twice() -> Non
     assert whole.embedding_bytes == 1500
     seen = [image for way in ways for image in way.seen]
     assert len(set(seen)) == len(seen) == 21
+
+
+def test_ha_proxy_fits_the_machine() -> None:
+    found = ha_proxy("/tmp/x", 4096)
+    assert 2 * int(found["RAY_SERVE_HAPROXY_MAXCONN"]) + OTHER_FILES <= 4096
+    ports = {found[f"RAY_SERVE_HAPROXY_{name}_PORT"] for name in ("METRICS", "STATS")}
+    assert len(ports - {"9101", "8404"}) == 2
+    assert found["RAY_SERVE_HAPROXY_SOCKET_PATH"].startswith("/tmp/x/")
+    for plenty in (20_000, -1):
+        assert "RAY_SERVE_HAPROXY_MAXCONN" not in ha_proxy("/tmp/x", plenty)
 
 
 def test_a_rate_counts_what_ended_and_keeps_so_many_under_way() -> None:
