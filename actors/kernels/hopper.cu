@@ -1,134 +1,134 @@
-// Attention within segments of a packed sequence, over the table of query tiles of tiles.py, on
-// compute capability 9.0. hopper.py compiles it at run time behind hopper_ptx.cu and the products
-// that it writes itself, and defines ELEMENT, TYPE, HEADS, SIZE, KEYS, STAGES and SCALE.
+// Attention within segments of a packed sequence, over the table of hopper_tiles.py, on compute
+// capability 9.0. hopper.py compiles it at run time behind the other files of its name and the
+// products that it writes itself, and defines ELEMENT, TYPE, SIZE, GROUPS, KEYS, STAGES and SCALE.
 //
-// A block stays on its processor and takes tile after tile. One warp group copies keys and values
-// into a ring of stages; two compute 64 queries each: the products of one run while the other, and
-// the first itself on its previous scores, goes through the softmax. Keys and values lie in shared
-// memory as columns of 8, [SIZE / 8][KEYS][8]: the layout in which a head of 72 needs no padding.
+// A block stays on its processor and takes item after item. One thread copies queries, and keys and
+// values into a ring of stages; three warp groups compute 64 queries each: while one goes through
+// the softmax, the products of the others run. Three, because each block of keys crosses the L2
+// cache once for all of them: 64 queries a block of keys would ask more than the cache can give.
+//
+// A tile in shared memory is rows of 128 bytes, swizzled: the first 64 columns of a head, and
+// behind them, in a second lot of such rows, the other 8 or 16 and padding that is never copied.
 
-constexpr int ROWS = 128;  // queries a tile; also the threads of the copying group
-constexpr int STRIDE = 3 * HEADS * SIZE;
-constexpr int CHUNKS = SIZE / 8;
 constexpr int SLICES = (CHUNKS + 1) / 2;
-constexpr int CHUNK_BYTES = KEYS * 16 + 16;  // the columns of a row in different banks
-constexpr int TILE_BYTES = CHUNKS * CHUNK_BYTES;
-constexpr int COPYING_REGISTERS = 56;
-constexpr int COMPUTING_REGISTERS = 224;
+constexpr bool WIDE = SIZE > 64;
+constexpr int LOT = KEYS * 128;
+constexpr int KEY_BYTES = WIDE ? 2 * LOT : LOT;
+constexpr int STAGE_BYTES = KEY_BYTES + 2 * LOT;
+constexpr int BLOCK_BYTES = KEYS * SIZE * 2;  // copied
+constexpr int QUERY_LOT = 64 * 128;
+constexpr int QUERY_BYTES = WIDE ? 2 * QUERY_LOT : QUERY_LOT;
+constexpr int WARPS = 4 * GROUPS;
+constexpr int COPYING_REGISTERS = 32;
+constexpr int COMPUTING_REGISTERS = 160;
+struct Maps {
+    TensorMap block, block_rest, queries, queries_rest;
+};
 
-// A place in the ring of stages and the parity of the round.
-struct Place {
-    int stage = 0;
-    u32 parity = 0;
-    DEVICE void next() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
+struct Ring {
+    u32 tiles, queries, full_k, full_v, empty_k, empty_v, full_q, empty_q;
+    DEVICE Ring(u32 memory, u32 barriers)
+        : tiles(memory),
+          queries(memory + STAGES * STAGE_BYTES),
+          full_k(barriers),
+          full_v(full_k + 8 * STAGES),
+          empty_k(full_v + 8 * STAGES),
+          empty_v(empty_k + 8 * STAGES),
+          full_q(empty_v + 8 * STAGES),
+          empty_q(full_q + 8) {}
+    DEVICE u32 k(Place place) const { return uniform(tiles + place.stage * STAGE_BYTES); }
+    DEVICE u32 v(Place place) const { return k(place) + KEY_BYTES; }
+    DEVICE void wait_k(Place place) const { barrier_wait(full_k + 8 * place.stage, place.parity); }
+    DEVICE void wait_v(Place place) const { barrier_wait(full_v + 8 * place.stage, place.parity); }
+    DEVICE void free(u32 barrier) const {
+        if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    }
+    DEVICE void free_k(Place place) const { free(empty_k + 8 * place.stage); }
+    DEVICE void free_v(Place place) const { free(empty_v + 8 * place.stage); }
+    DEVICE void initialise() const {
+        barrier_init(full_q, 1);
+        barrier_init(empty_q, WARPS);
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(full_k + 8 * i, 1);
+            barrier_init(full_v + 8 * i, 1);
+            barrier_init(empty_k + 8 * i, WARPS);
+            barrier_init(empty_v + 8 * i, WARPS);
         }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 };
 
-// One tile of queries of one head, from the table.
-struct Work {
-    int start, end, row, head;
-    DEVICE Work(const int4* table, int item) {
-        int4 entry = __ldg(table + 1 + item / HEADS);
-        int within = item - entry.z * HEADS;
-        start = entry.x;
-        end = entry.y;
-        head = within / entry.w;
-        row = start + within % entry.w * ROWS;
-    }
-    // The last block of keys, the one that may be partial, comes first.
-    DEVICE int blocks() const { return (end - start + KEYS - 1) / KEYS; }
-    DEVICE int last_keys() const { return (end - start - 1) % KEYS + 1; }
-};
-
-// KEYS rows of one head; rows from `rows` on become zero: what lies there may hold NaN.
-DEVICE void copy_tile(u32 to, const ELEMENT* from, int rows, int thread) {
-#pragma unroll
-    for (int i = 0; i < KEYS * CHUNKS; i += ROWS) {
-        int row = (thread + i) / CHUNKS, chunk = (thread + i) % CHUNKS;
-        if (KEYS * CHUNKS % ROWS == 0 || row < KEYS)
-            copy16(to + chunk * CHUNK_BYTES + row * 16, from + row * STRIDE + chunk * 8,
-                   row < rows);
-    }
+// Where 8 columns of a row lie in a tile whose lots are of so many bytes.
+DEVICE u32 chunk_at(int row, int chunk, int lot) {
+    return chunk / 8 * lot + row * 128 + (chunk ^ row) % 8 * 16;
 }
 
-DEVICE void copy_all(const ELEMENT* qkv, const int4* table, int items, u32 tiles,
-                                         u32 full, u32 empty, int thread) {
+DEVICE void copy(u32 to, const TensorMap& map, const TensorMap& rest, int lot, int column, int row,
+                 u32 barrier) {
+    tensor_copy(to, map, column, row, barrier);
+    if (WIDE) tensor_copy(to + lot, rest, column + 64, row, barrier);
+}
+
+DEVICE void copy_all(const Maps& maps, const int4* table, const Plan& plan, const Ring& ring) {
     Place place;
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        Work work(table, item);
+    u32 parity = 1;
+    for (int item = blockIdx.x; item < plan.items; item += gridDim.x) {
+        Work work(table, plan, item);
+        if (work.empty()) continue;
+        int groups = work.strip ? 1 : min(GROUPS, (work.end - work.row + 63) / 64);
+        barrier_wait(ring.empty_q, parity);
+        parity ^= 1;
+        barrier_expect(ring.full_q, groups * 64 * SIZE * 2);
+        for (int i = 0; i < groups; i++)
+            copy(ring.queries + i * QUERY_BYTES, maps.queries, maps.queries_rest, QUERY_LOT,
+                 work.head * SIZE, work.row + 64 * i, ring.full_q);
         // Blocks of one head begin at different keys, so as not to crowd the same lines of the L2.
-        int rows = work.last_keys(), whole = work.blocks() - 1, at = item % max(whole, 1);
-        const ELEMENT* first = qkv + (long long)work.start * STRIDE + (HEADS + work.head) * SIZE;
-        const ELEMENT* k = first + (long long)whole * KEYS * STRIDE;
+        int whole = work.blocks() - 1, at = item % max(whole, 1), row = work.start + whole * KEYS;
+        int k = (plan.heads + work.head) * SIZE, v = k + plan.heads * SIZE;
         for (int block = whole; block >= 0; block--) {
-            barrier_wait(empty + 8 * place.stage, place.parity ^ 1);
-            u32 to = tiles + place.stage * 2 * TILE_BYTES;
-            copy_tile(to, k, rows, thread);
-            copy_tile(to + TILE_BYTES, k + HEADS * SIZE, rows, thread);
-            barrier_arrive_copied(full + 8 * place.stage);
+            u32 to = ring.tiles + place.stage * STAGE_BYTES, full = ring.full_k + 8 * place.stage;
+            barrier_wait(ring.empty_k + 8 * place.stage, place.parity ^ 1);
+            barrier_expect(full, BLOCK_BYTES);
+            copy(to, maps.block, maps.block_rest, LOT, k, row, full);
+            full = ring.full_v + 8 * place.stage;
+            barrier_wait(ring.empty_v + 8 * place.stage, place.parity ^ 1);
+            barrier_expect(full, BLOCK_BYTES);
+            copy(to + KEY_BYTES, maps.block, maps.block_rest, LOT, v, row, full);
             place.next();
-            rows = KEYS;
             at = at + 1 < whole ? at + 1 : 0;
-            k = first + (long long)at * KEYS * STRIDE;
+            row = work.start + at * KEYS;
         }
     }
 }
 
 DEVICE void scores_begin(float (&s)[KEYS / 2], const u32 (&q)[SLICES * 4], u32 k) {
 #pragma unroll
-    for (int i = 0; i < SLICES; i++) {
-        // Of an odd last column only the first half counts: the queries are zero in the second.
-        u32 leading = 2 * i + 1 < CHUNKS ? CHUNK_BYTES : 0;
+    for (int i = 0; i < SLICES; i++)
         multiply_qk(s, q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3],
-                    descriptor(k + 2 * i * CHUNK_BYTES, leading, 128), i > 0);
-    }
+                    descriptor(k + i / 4 * LOT + i % 4 * 32, 16), i > 0);
     products_commit();
 }
 
-DEVICE void sums_begin(float (&o)[SIZE / 2], const u32 (&p)[KEYS / 4], u32 v) {
+DEVICE void sums_begin(float (&o)[COLUMNS / 2], const u32 (&p)[KEYS / 4], u32 v) {
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++)
         multiply_pv(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3],
-                    descriptor(v + i * 256, 128, CHUNK_BYTES), 1);
+                    descriptor(v + i * 2048, LOT), 1);
     products_commit();
 }
 
-// What a thread holds: of rows lane / 4 and lane / 4 + 8, columns 2 (lane % 4) + {0, 1} of each 8.
-struct Softmax {
-    float top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, decay[2];
+// Values of keys beyond the segment become zero: their weights are, but what lies there may be NaN.
+DEVICE void clear_values(u32 v, int from, int group, int thread) {
+    for (int i = from * CHUNKS + thread; i < KEYS * CHUNKS; i += 128)
+        store16(v + chunk_at(i / CHUNKS, i % CHUNKS, LOT), 0, 0);
+    publish();
+    meet<128>(1 + group);
+}
 
-    // Scores to weights, in place.
-    DEVICE void step(float (&s)[KEYS / 2]) {
+DEVICE void mask(float (&s)[KEYS / 2], int keys, int thread) {
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float high = top[r];
-#pragma unroll
-            for (int i = 2 * r; i < KEYS / 2; i += 4) high = fmaxf(high, fmaxf(s[i], s[i + 1]));
-            high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
-            high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
-            decay[r] = exp2_fast((top[r] - high) * SCALE);
-            top[r] = high;
-            float offset = high * SCALE, sum = 0;
-#pragma unroll
-            for (int i = 2 * r; i < KEYS / 2; i += 4) {
-#pragma unroll
-                for (int j = i; j < i + 2; j++) s[j] = exp2_fast(s[j] * SCALE - offset);
-                sum += s[i] + s[i + 1];
-            }
-            total[r] = total[r] * decay[r] + sum;
-        }
-    }
-};
-
-DEVICE void mask(float (&s)[KEYS / 2], int keys, int lane) {
-    if (keys < KEYS)
-#pragma unroll
-        for (int i = 0; i < KEYS / 2; i++)
-            if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= keys) s[i] = -INFINITY;
+    for (int i = 0; i < KEYS / 2; i++)
+        if (i / 4 * 8 + thread % 4 * 2 + i % 2 >= keys) s[i] = -INFINITY;
 }
 
 DEVICE void pack(u32 (&p)[KEYS / 4], const float (&s)[KEYS / 2]) {
@@ -136,122 +136,125 @@ DEVICE void pack(u32 (&p)[KEYS / 4], const float (&s)[KEYS / 2]) {
     for (int i = 0; i < KEYS / 4; i++) p[i] = pair(s[2 * i], s[2 * i + 1]);
 }
 
-DEVICE void load_queries(u32 (&q)[SLICES * 4], const ELEMENT* qkv, const Work& work,
-                                             int row, int lane) {
+// The slices' first chunk lies in two of the four matrices, rows 0 to 7 and 8 to 15 of the warp.
+DEVICE void load_queries(u32 (&q)[SLICES * 4], u32 from, int thread) {
+    int row = thread / 32 * 16 + thread % 16;
 #pragma unroll
-    for (int i = 0; i < SLICES * 4; i++) {
-        int at = row + i % 2 * 8, chunk = i / 4 * 2 + i % 4 / 2;
-        q[i] = 0;
-        if (chunk < CHUNKS && at < work.end)
-            q[i] = *(const u32*)(qkv + (long long)at * STRIDE + work.head * SIZE + chunk * 8 +
-                                 lane % 4 * 2);
+    for (int i = 0; i < SLICES; i++)
+        load_matrices(q + 4 * i, from + chunk_at(row, 2 * i + thread % 32 / 16, QUERY_LOT));
+    if (CHUNKS % 2) q[4 * SLICES - 2] = q[4 * SLICES - 1] = 0;
+}
+
+DEVICE void skip(const Ring& ring, Place& place, int blocks) {
+#pragma unroll 1
+    for (; blocks > 0; blocks--) {
+        ring.wait_k(place);
+        ring.free_k(place);
+        ring.wait_v(place);
+        ring.free_v(place);
+        place.next();
     }
 }
 
-DEVICE void store(ELEMENT* qkv, const Work& work, const float (&o)[SIZE / 2],
-                                      Softmax& softmax, int row, int lane) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float total = softmax.total[r];
-        total += __shfl_xor_sync(~0u, total, 1);
-        total += __shfl_xor_sync(~0u, total, 2);
-        float share = 1 / total;
-        ELEMENT* to = qkv + (long long)(row + 8 * r) * STRIDE + work.head * SIZE + lane % 4 * 2;
-        if (row + 8 * r < work.end)
-#pragma unroll
-            for (int c = 0; c < CHUNKS; c++)
-                *(u32*)(to + c * 8) = pair(o[4 * c + 2 * r] * share, o[4 * c + 2 * r + 1] * share);
+// Sums of every stride-th of the item's blocks, from `first` on.
+DEVICE void compute(const Ring& ring, Place& place, const Work& work, const u32 (&q)[SLICES * 4],
+                    float (&o)[COLUMNS / 2], Softmax& softmax, int first, int stride, int thread) {
+    float s[KEYS / 2];
+    u32 p[KEYS / 4];
+    int blocks = work.blocks(), block = first + stride;
+    ring.wait_k(place);
+    products_begin();
+    scores_begin(s, q, ring.k(place));
+    bool partial = first == 0 && work.last_keys() < KEYS;
+    if (partial) {
+        ring.wait_v(place);
+        clear_values(ring.v(place), work.last_keys(), threadIdx.x / 128 - 1, thread);
     }
-}
-
-DEVICE void compute_all(ELEMENT* qkv, const int4* table, int items, u32 tiles, u32 full,
-                                            u32 empty, int group, int thread) {
-    int lane = thread % 32, offset = group * 64 + thread / 32 * 16 + lane / 4;
-    float s[KEYS / 2], o[SIZE / 2];
-    u32 p[KEYS / 4], q[SLICES * 4];
-    Place place;
-    int item = blockIdx.x;
-    if (item >= items) return;
-    if (group == 1) turn_give(0);
-    Work work(table, item);
-    load_queries(q, qkv, work, work.row + offset, lane);
-    while (true) {
-        Softmax softmax;
-        barrier_wait_full(full + 8 * place.stage, place.parity);
-        turn_wait(group);
+    products_wait<0>();
+    pin(s);
+    ring.free_k(place);
+    if (partial) mask(s, work.last_keys(), thread);
+    softmax.step(s);
+    pack(p, s);
+    for (; block < blocks; block += stride) {
+        Place here = place;
+        place.next();
+        skip(ring, place, stride - 1);
+        ring.wait_k(place);
+        ring.wait_v(here);
         products_begin();
-        scores_begin(s, q, tiles + place.stage * 2 * TILE_BYTES);
-        turn_give(group ^ 1);
-        products_wait<0>();
+        scores_begin(s, q, ring.k(place));
+        sums_begin(o, p, ring.v(here));
+        products_wait<1>();
         pin(s);
-        mask(s, work.last_keys(), lane);
+        ring.free_k(place);
         softmax.step(s);
-        pack(p, s);
-#pragma unroll
-        for (int i = 0; i < SIZE / 2; i++) o[i] = 0;
-        int blocks = work.blocks();
-        Place ahead = place;
-        ahead.next();
-        if (blocks > 1) barrier_wait_full(full + 8 * ahead.stage, ahead.parity);
-        for (int block = blocks; block > 1; block--) {
-            int stage = place.stage;
-            place.next();
-            turn_wait(group);
-            products_begin();
-            scores_begin(s, q, tiles + place.stage * 2 * TILE_BYTES);
-            sums_begin(o, p, tiles + stage * 2 * TILE_BYTES + TILE_BYTES);
-            turn_give(group ^ 1);
-            products_wait<1>();
-            pin(s);
-            softmax.step(s);
-            pin(s);
-            // This wait stands here, and not before the products that need it, because the compiler
-            // moves the next one upwards, before the softmax, unless a branch lies between.
-            ahead.next();
-            if (block > 2) barrier_wait_full(full + 8 * ahead.stage, ahead.parity);
-            products_wait<0>();
-            pin(o);
-            if (lane == 0) barrier_arrive(empty + 8 * stage);
-#pragma unroll
-            for (int i = 0; i < SIZE / 2; i++) o[i] *= softmax.decay[i / 2 % 2];
-            pack(p, s);
-        }
-        products_begin();
-        sums_begin(o, p, tiles + place.stage * 2 * TILE_BYTES + TILE_BYTES);
-        Work done = work;
-        item += gridDim.x;
-        if (item < items) {
-            work = Work(table, item);
-            load_queries(q, qkv, work, work.row + offset, lane);
-        }
+        pin(s);
         products_wait<0>();
         pin(o);
-        if (lane == 0) barrier_arrive(empty + 8 * place.stage);
-        place.next();
-        store(qkv, done, o, softmax, done.row + offset, lane);
-        if (item >= items) break;
+        ring.free_v(here);
+        softmax.rescale(o);
+        pack(p, s);
+    }
+    ring.wait_v(place);
+    products_begin();
+    sums_begin(o, p, ring.v(place));
+    products_wait<0>();
+    pin(o);
+    ring.free_v(place);
+    place.next();
+    skip(ring, place, blocks - 1 - (block - stride));
+}
+
+DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const Ring& ring,
+                        int group, int thread) {
+    float o[COLUMNS / 2];
+    u32 q[SLICES * 4], parity = 0;
+    Place place;
+    for (int item = blockIdx.x; item < plan.items; item += gridDim.x) {
+        Work work(table, plan, item);
+        if (work.empty()) continue;
+        barrier_wait(ring.full_q, parity);
+        parity ^= 1;
+        load_queries(q, ring.queries + (work.strip ? 0 : group * QUERY_BYTES), thread);
+        ring.free(ring.empty_q);
+        int blocks = work.blocks(), first = work.strip ? group : 0;
+        if (!work.strip) work.row += 64 * group;
+        if (work.empty() || first > blocks) first = blocks;
+        Softmax softmax;
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; i++) o[i] = 0;
+        skip(ring, place, first);
+        if (first < blocks)
+            compute(ring, place, work, q, o, softmax, first, work.strip ? GROUPS : 1, thread);
+        // Of strips only the first group's queries are in use, and no tile follows them.
+        if (work.strip) merge(ring.queries + QUERY_BYTES, o, softmax, group, thread);
+        if (!work.strip || group == 0) store(qkv, plan.heads, work, o, thread);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) attend(ELEMENT* qkv, const int4* table) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    __shared__ u64 barriers[2 * STAGES];
-    u32 full = shared_address(barriers), empty = full + 8 * STAGES, tiles = shared_address(memory);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            barrier_init(full + 8 * i, 128);  // the copying threads
-            barrier_init(empty + 8 * i, 8);   // the computing warps
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+    attend(ELEMENT* qkv, const int4* table, const __grid_constant__ Maps maps, int heads) {
+    extern __shared__ unsigned char memory[];
+    __shared__ u64 barriers[4 * STAGES + 2];
+    // The swizzle follows from addresses: whole 1024 bytes.
+    Ring ring((shared_address(memory) + 1023) & ~1023u, shared_address(barriers));
+    if (threadIdx.x == 0) ring.initialise();
+    for (int i = threadIdx.x; i < STAGES * KEYS; i += 128 * (GROUPS + 1)) {
+        u32 to = ring.tiles + i / KEYS * STAGE_BYTES + chunk_at(i % KEYS, CHUNKS, LOT);
+        store16(to + KEY_BYTES, pair(1, 0), 0);
+        // The queries are zero in the second half of an odd last slice, the keys must be finite.
+        if (CHUNKS % 2) store16(to, 0, 0);
     }
+    publish();
     __syncthreads();
-    int items = __ldg(&table[0].x) * HEADS;
-    int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+    Plan plan(table, heads);
+    int group = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING_REGISTERS));
-        copy_all(qkv, table, items, tiles, full, empty, thread);
+        if (thread == 0) copy_all(maps, table, plan, ring);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTING_REGISTERS));
-        compute_all(qkv, table, items, tiles, full, empty, group - 1, thread);
+        compute_all(qkv, table, plan, ring, group - 1, thread);
     }
 }

@@ -1,11 +1,12 @@
 """Attention on compute capability 9.0 with its own instructions: hopper.cu, compiled at run time.
 
-Knows how that kernel is written out and launched, not when it pays (see tiles.py).
+Knows how that kernel is written out and launched, not who builds its table (see hopper_tiles.py).
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -13,64 +14,92 @@ import torch
 from torch import Tensor
 
 from actors.kernels import nvrtc
+from actors.kernels.tensor_map import tensor_map
 
-ROWS = 128
-"""Queries a tile: the table's tiles must have as many."""
-KEYS = 96
-STAGES = 5
-THREADS = 384
+GROUPS = 3
+"""Warp groups that compute, of 64 queries each."""
+TILE_ROWS, STRIP_ROWS = 64 * GROUPS, 64
+"""Queries of a tile and of a strip of the table."""
 ARCHITECTURE = "sm_90a"
 CAPABILITY = (9, 0)
 TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+FILES = ("hopper_items.cu", "hopper_softmax.cu", "hopper.cu")
+LANE_BYTES = 128
+"""Bytes of a swizzled row in shared memory: 64 columns."""
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Keys a block and stages of the ring: what fits into registers and shared memory."""
+
+    keys: int
+    stages: int
+
+
+SHAPES = {64: Shape(96, 4), 72: Shape(80, 4), 80: Shape(80, 4)}
+"""For each head size that the kernel has. 80 keys divide the 400 patches of a common image."""
+
+
 def attend_(qkv: Tensor, table: Tensor, kernel: nvrtc.Kernel) -> Tensor:
-    """See actors.kernels.attend.attend_; `kernel` is that of these heads, head size and dtype."""
+    """Attention of qkv [rows, 3, heads, head size], contiguous, 16-bit, written over its q.
+
+    Returns that q as [rows, heads x head size], a view; rows that no item of the table covers keep
+    their q. `kernel` is that of this device, dtype and head size.
+    """
     rows, _, heads, size = qkv.shape
+    flat, rest = qkv.view(rows, -1), max(size - 64, 8)
+    maps = b"".join(
+        tensor_map(flat, (height, width))
+        for height in (SHAPES[size].keys, STRIP_ROWS)
+        for width in (64, rest)
+    )
     processors = torch.cuda.get_device_properties(qkv.device).multi_processor_count
-    kernel.launch(min(processors, (len(table) - 1) * heads), qkv, table)
-    return qkv.view(rows, -1)[:, : heads * size]
-
-
-def kernel_for(qkv: Tensor) -> nvrtc.Kernel | None:
-    """The kernel for such a qkv; None, and one line in the log, where it cannot be built."""
-    _, _, heads, size = qkv.shape
-    return built(qkv.device, TYPES[qkv.dtype], heads, size)
+    blocks = min(processors, (len(table) - 1) * heads * GROUPS)
+    kernel.launch(blocks, qkv, table, maps, heads)
+    return flat[:, : heads * size]
 
 
 @cache
-def built(device: torch.device, element: str, heads: int, size: int) -> nvrtc.Kernel | None:
-    """See kernel_for. Compiling takes about a second, so each is kept."""
+def kernel_for(device: torch.device, dtype: torch.dtype, size: int) -> nvrtc.Kernel | None:
+    """The kernel for such a qkv; None where there is none.
+
+    One line in the log where it ought to work and does not. Compiling takes about a second, so each
+    is kept.
+    """
+    if size not in SHAPES or not torch.cuda.is_available():
+        return None
     if torch.cuda.get_device_capability(device) != CAPABILITY:
         return None
     try:
         with torch.cuda.device(device):
-            kernel = nvrtc.build(
-                source(element, heads, size), "attend", ARCHITECTURE, THREADS, shared_bytes(size)
-            )
+            text = source(TYPES[dtype], size)
+            return nvrtc.build(text, "attend", ARCHITECTURE, 128 * (GROUPS + 1), shared_bytes(size))
     except (OSError, RuntimeError) as error:
-        log.warning("hopper.cu cannot be used, attention of long budgets is slower: %s", error)
+        log.warning("hopper.cu cannot be used, attention is slower: %s", error)
         return None
-    log.info("attention of long budgets by hopper.cu: %d heads of %d, %s", heads, size, element)
-    return kernel
 
 
 def shared_bytes(size: int) -> int:
-    """Keys and values of all stages; each column of 8 is followed by 16 bytes."""
-    return STAGES * 2 * (size // 8) * (KEYS + 1) * 16
+    """Of the ring and the queries; see hopper.cu. The first up to 1023 bytes are for alignment."""
+    shape, lots = SHAPES[size], 1 + (size > 64)
+    ring = shape.stages * shape.keys * (lots + 2) * LANE_BYTES
+    queries = STRIP_ROWS * lots * LANE_BYTES
+    scratch = ((size + 8) // 2 + 2) * 128 * 4
+    return 1024 + ring + max(GROUPS * queries, queries + scratch)
 
 
-def source(element: str, heads: int, size: int) -> str:
+def source(element: str, size: int) -> str:
     """All that is compiled, as one text."""
+    shape = SHAPES[size]
     defined = {
         "ELEMENT": "unsigned short",
         "TYPE": f'"{element}"',
-        "HEADS": heads,
         "SIZE": size,
-        "KEYS": KEYS,
-        "STAGES": STAGES,
+        "GROUPS": GROUPS,
+        "KEYS": shape.keys,
+        "STAGES": shape.stages,
         "SCALE": f"{size**-0.5 * 1.4426950408889634!r}f",  # log2(e)
     }
     folder = Path(__file__).parent
@@ -78,9 +107,9 @@ def source(element: str, heads: int, size: int) -> str:
         [
             *(f"#define {name} {value}" for name, value in defined.items()),
             (folder / "hopper_ptx.cu").read_text(),
-            product("multiply_qk", element, KEYS, transposed=False),
-            product("multiply_pv", element, size, transposed=True),
-            (folder / "hopper.cu").read_text(),
+            product("multiply_qk", element, shape.keys, transposed=False),
+            product("multiply_pv", element, size + 8, transposed=True),
+            *((folder / name).read_text() for name in FILES),
         ]
     )
 

@@ -6,6 +6,10 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #define INFINITY __int_as_float(0x7f800000)
 
+struct __align__(64) TensorMap {
+    u64 words[16];
+};
+
 DEVICE u32 shared_address(const void* pointer) {
     return (u32)__cvta_generic_to_shared(pointer);
 }
@@ -18,9 +22,10 @@ DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives when all that this thread has copied with copy16 is there.
-DEVICE void barrier_arrive_copied(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+// Arrives, and adds bytes that tensor_copy will bring to what the phase waits for.
+DEVICE void barrier_expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                 "r"(bytes) : "memory");
 }
 
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
@@ -30,21 +35,35 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         "@done bra ready;\nbra retry;\nready:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// For tiles copied by ordinary means: the matrix unit must see them too.
-DEVICE void barrier_wait_full(u32 barrier, u32 parity) {
-    barrier_wait(barrier, parity);
+// What a tensor map describes, rows of it from (row, column) on, into shared memory.
+DEVICE void tensor_copy(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+
+DEVICE void store16(u32 to, u32 first, u32 rest) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %2, %2};" ::"r"(to), "r"(first), "r"(rest)
+                 : "memory");
+}
+
+// What this thread has stored in shared memory, for the matrix unit.
+DEVICE void publish() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Through the L1 cache, where the two halves of a 32-byte sector meet: twice as fast as past it.
-DEVICE void copy16(u32 to, const ELEMENT* from, bool real) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(real ? 16 : 0) : "memory");
+// Four 8 x 8 matrices; each thread gives the address of one row of one of them.
+DEVICE void load_matrices(u32* to, u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
-// Shared memory as the matrix unit reads it, without swizzle; offsets in bytes.
-DEVICE u64 descriptor(u32 address, u32 leading, u32 stride) {
-    return (u64)(address >> 4 & 0x3fff) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32;
+// Rows of 128 bytes swizzled in eights, as the matrix unit reads them. `leading`: bytes from the
+// first 64 columns to the next ones.
+DEVICE u64 descriptor(u32 address, u32 leading) {
+    return (u64)(address >> 4 & 0x3fff) | (u64)(leading >> 4) << 16 | (u64)(1024 >> 4) << 32 |
+           1ull << 62;
 }
 
 template <int N>
@@ -78,11 +97,12 @@ DEVICE u32 pair(float first, float second) {
     return both;
 }
 
-// The two computing groups take turns at the matrix unit: while one multiplies, the other weighs.
-DEVICE void turn_wait(int group) {
-    asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+template <int THREADS>
+DEVICE void meet(int barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
-DEVICE void turn_give(int group) {
-    asm volatile("bar.arrive %0, 256;" ::"r"(1 + group) : "memory");
+// The same value in all threads of a warp, in a form from which the compiler knows it.
+DEVICE u32 uniform(u32 value) {
+    return __shfl_sync(~0u, value, 0);
 }

@@ -14,6 +14,8 @@ from torch import Tensor
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
+Argument = Tensor | int | bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
@@ -23,19 +25,32 @@ class Kernel:
     threads: int
     shared_bytes: int
 
-    def launch(self, blocks: int, *tensors: Tensor) -> None:
-        """Enqueues `blocks` blocks on the current stream; the arguments are the tensors' data."""
-        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
-        arguments = (ctypes.c_void_p * len(pointers))(*map(ctypes.addressof, pointers))
+    def launch(self, blocks: int, *arguments: Argument) -> None:
+        """Enqueues `blocks` blocks on the current stream.
+
+        Of tensors the kernel gets the address of their data; integers have 32 bits; bytes are
+        structures, passed by value.
+        """
+        values = [passed(argument) for argument in arguments]
+        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         driver = ctypes.CDLL("libcuda.so.1")
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         grid, block = (blocks, 1, 1), (self.threads, 1, 1)
         check(
             "cuLaunchKernel",
             driver.cuLaunchKernel(
-                self.function, *grid, *block, self.shared_bytes, stream, arguments, None
+                self.function, *grid, *block, self.shared_bytes, stream, addresses, None
             ),
         )
+
+
+def passed(argument: Argument) -> ctypes.c_void_p | ctypes.c_int | ctypes.Array[ctypes.c_char]:
+    """What the driver reads of an argument."""
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, int):
+        return ctypes.c_int(argument)
+    return ctypes.create_string_buffer(argument, len(argument))
 
 
 def build(source: str, name: str, architecture: str, threads: int, shared_bytes: int) -> Kernel:

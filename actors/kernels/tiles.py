@@ -1,7 +1,7 @@
 """Attention over a table of query tiles: a captured launch serves any layout at its own cost.
 
-Builds the table on the host; the kernels are attend.py (Triton) and, for long budgets where it
-runs, hopper.cu. Knows nothing of graphs or budgets beyond the bounds that it is given.
+Builds the table on the host; the kernel is attend.py (Triton). Knows nothing of graphs or budgets
+beyond the bounds that it is given. hopper_tiles.py is the same where hopper.cu runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from torch import Tensor
 from actors.attention import Shapes, Values
 
 HEAD_SIZES = (64, 72, 80, 88, 96, 112, 128)
-HOPPER_HEAD_SIZES = (72, 80)
-"""Head sizes at which hopper.cu is the faster one in long budgets. At 64 Triton wastes nothing."""
 SHORT_ROWS = 64
 LONG_ROWS = 128
 LONG_PATCHES = 1024
@@ -41,15 +39,9 @@ class Tiles:
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
         """See Attention. Written over q; rows beyond the segments keep their q."""
-        from actors.kernels import hopper
         from actors.kernels.attend import Launch, attend_  # Triton is not there without CUDA
 
-        table, rows = values["attention_tiles"], tile_rows(len(qkv))
-        if rows == hopper.ROWS and qkv.shape[-1] in HOPPER_HEAD_SIZES:
-            kernel = hopper.kernel_for(qkv)
-            if kernel:
-                return hopper.attend_(qkv, table, kernel)
-        return attend_(qkv, table, Launch(rows, 64, 4, 3))
+        return attend_(qkv, values["attention_tiles"], Launch(tile_rows(len(qkv)), 64, 4, 3))
 
 
 def tile_rows(patches: int) -> int:

@@ -23,10 +23,11 @@ pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
 from actors.kernels import hopper  # noqa: E402
+from actors.kernels.hopper_tiles import HopperTiles  # noqa: E402
 from actors.kernels.layernorm import layer_norm  # noqa: E402
 from actors.kernels.positions import add_positions_  # noqa: E402
 from actors.kernels.rotary import rotate_  # noqa: E402
-from actors.kernels.tiles import HEAD_SIZES, Tiles, tile_table  # noqa: E402
+from actors.kernels.tiles import HEAD_SIZES, Tiles  # noqa: E402
 from actors.models.fast import FastBlocks  # noqa: E402
 
 KERNELS = [
@@ -86,25 +87,66 @@ def test_a_poisoned_neighbour_stays_alone(patches: int) -> None:
     assert torch.equal(out[300:600], clean[300:600])
 
 
-@pytest.mark.parametrize("lengths", [[1], [95, 96, 97, 193], [2048, 1, 128, 129], [300] * 40])
-@pytest.mark.parametrize("size", [64, 72, 80])
+def hopper_tiles(size: int, dtype: torch.dtype) -> HopperTiles:
+    if torch.cuda.get_device_capability() != hopper.CAPABILITY:
+        pytest.skip("not compute capability 9.0")
+    kernel = hopper.kernel_for(torch.device("cuda"), dtype, size)
+    assert kernel, "hopper.cu does not compile"
+    return HopperTiles(kernel)
+
+
+# One strip, blocks of keys filled and not, strips cut from a last round of tiles, all at once.
+HOPPER_LAYOUTS = [
+    [1],
+    [79, 80, 81, 95, 96, 97, 193],
+    [2048, 1, 128, 129, 160],
+    [300] * 40,
+    [8160],
+    [2600] * 3,
+]
+
+
+@pytest.mark.parametrize("lengths", HOPPER_LAYOUTS, ids=str)
+@pytest.mark.parametrize("size", hopper.SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hopper_equals_plain_attention_and_leaves_keys_and_values(
     size: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
-    if torch.cuda.get_device_capability() != hopper.CAPABILITY:
-        pytest.skip("not compute capability 9.0")
-    used = sum(lengths)
-    qkv = torch.randn(used + 200, 3, 16, size, dtype=dtype)
-    qkv[used:] = float("nan")
-    table = tile_table(lengths, hopper.ROWS, len(qkv) // hopper.ROWS + len(lengths) + 1).cuda()
-    kernel = hopper.kernel_for(qkv)
-    assert kernel, "hopper.cu does not compile"
-    written = qkv.clone()
-    out = hopper.attend_(written, table, kernel)[:used]
-    assert difference(out, expected_attention(qkv[:used], lengths)) < 4e-3
-    assert torch.equal(written[:used, 1:], qkv[:used, 1:])
-    assert written[used:].isnan().all()
+    tiles, used = hopper_tiles(size, dtype), sum(lengths)
+    for patches in (used + 9, used + 1200):
+        qkv = torch.randn(patches, 3, 16, size, dtype=dtype)
+        qkv[used:] = float("nan")
+        values = on_gpu(tiles.metadata(lengths, patches, len(lengths) + 3))
+        written = qkv.clone()
+        out = tiles(written, values)[:used]
+        assert difference(out, expected_attention(qkv[:used], lengths)) < 4e-3
+        assert torch.equal(written[:used, 1:], qkv[:used, 1:])
+        assert written[used:].isnan().all()
+
+
+@pytest.mark.parametrize("patches", [600, 4096])
+def test_on_hopper_too_a_poisoned_neighbour_stays_alone(patches: int) -> None:
+    lengths, tiles = [100, 200, 300], hopper_tiles(72, torch.bfloat16)
+    qkv = torch.randn(patches, 3, 2, 72, dtype=torch.bfloat16)
+    values = on_gpu(tiles.metadata(lengths, patches, 3))
+    clean = tiles(qkv.clone(), values).clone()
+    qkv[100:300] = float("nan")
+    out = tiles(qkv.clone(), values)
+    assert torch.equal(out[:100], clean[:100])
+    assert torch.equal(out[300:600], clean[300:600])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("patches", [1000, 3000])
+def test_on_hopper_scores_may_grow_without_bound(patches: int, sign: int) -> None:
+    tiles = hopper_tiles(64, torch.bfloat16)
+    qkv = torch.randn(patches, 3, 2, 64, dtype=torch.bfloat16)
+    # Up to hundreds, all of one sign, and larger from key to key.
+    qkv[:, 0] = sign
+    qkv[:, 1] = qkv[:, 1].abs() * torch.linspace(0, 60, patches)[:, None, None]
+    values = on_gpu(tiles.metadata([patches], patches, 1))
+    expected = expected_attention(qkv, [patches])
+    assert difference(tiles(qkv.clone(), values), expected) < 4e-3
 
 
 @pytest.mark.parametrize("rows", [1, 399, 4097])
