@@ -102,18 +102,19 @@ DEVICE void copy_all(const Maps& maps, const int4* table, const Plan& plan, cons
 }
 
 DEVICE void scores_begin(float (&s)[KEYS / 2], const u32 (&q)[SLICES * 4], u32 k) {
+    u64 keys = descriptor(k, 16);
 #pragma unroll
     for (int i = 0; i < SLICES; i++)
         multiply_qk(s, q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3],
-                    descriptor(k + i / 4 * LOT + i % 4 * 32, 16), i > 0);
+                    keys + (i / 4 * LOT + i % 4 * 32) / 16, i > 0);
     products_commit();
 }
 
 DEVICE void sums_begin(float (&o)[COLUMNS / 2], const u32 (&p)[KEYS / 4], u32 v) {
+    u64 values = descriptor(v, LOT);
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++)
-        multiply_pv(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3],
-                    descriptor(v + i * 2048, LOT), 1);
+        multiply_pv(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], values + i * 128, 1);
     products_commit();
 }
 
@@ -176,12 +177,12 @@ DEVICE void compute(const Ring& ring, Place& place, const Work& work, const u32 
     if (partial) mask(s, work.last_keys(), thread);
     softmax.step(s);
     pack(p, s);
+    ring.wait_v(place);
     for (; block < blocks; block += stride) {
         Place here = place;
         place.next();
         skip(ring, place, stride - 1);
         ring.wait_k(place);
-        ring.wait_v(here);
         products_begin();
         scores_begin(s, q, ring.k(place));
         sums_begin(o, p, ring.v(here));
@@ -190,13 +191,15 @@ DEVICE void compute(const Ring& ring, Place& place, const Work& work, const u32 
         ring.free_k(place);
         softmax.step(s);
         pin(s);
+        // This wait stands here, and not before the products that need it, because the compiler
+        // moves the next one upwards, before the softmax, unless a branch lies between.
+        ring.wait_v(place);
         products_wait<0>();
         pin(o);
         ring.free_v(here);
         softmax.rescale(o);
         pack(p, s);
     }
-    ring.wait_v(place);
     products_begin();
     sums_begin(o, p, ring.v(place));
     products_wait<0>();
