@@ -63,21 +63,22 @@ def attend_(qkv: Tensor, table: Tensor, kernel: nvrtc.Kernel) -> Tensor:
 
 @cache
 def kernel_for(device: torch.device, dtype: torch.dtype, size: int) -> nvrtc.Kernel | None:
-    """The kernel for such a qkv; None where there is none.
+    """The kernel for such a qkv; None, and one line in the log, where it cannot be had.
 
-    One line in the log where it ought to work and does not. Compiling takes about a second, so each
-    is kept.
+    Compiling takes about a second, so each is kept.
     """
     if size not in SHAPES or not torch.cuda.is_available():
         return None
-    if torch.cuda.get_device_capability(device) != CAPABILITY:
+    capability = torch.cuda.get_device_capability(device)
+    if capability != CAPABILITY:
+        log.info("attention by Triton: hopper.cu is not for compute capability %d.%d", *capability)
         return None
     try:
+        text = source(TYPES[dtype], size)
         with torch.cuda.device(device):
-            text = source(TYPES[dtype], size)
             return nvrtc.build(text, "attend", ARCHITECTURE, 128 * (GROUPS + 1), shared_bytes(size))
     except (OSError, RuntimeError) as error:
-        log.warning("hopper.cu cannot be used, attention is slower: %s", error)
+        log.warning("attention by Triton, which is slower: hopper.cu cannot be used: %s", error)
         return None
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from actors.attention import SegmentAttention, choose
 from actors.errors import ConfigError, StartError
+from actors.kernels import nvrtc
+from actors.kernels.hopper import CAPABILITY, kernel_for
 from actors.kernels.hopper_tiles import HopperTiles
 from actors.kernels.tiles import HEAD_SIZES, Tiles
 from actors.models.load import load
@@ -21,6 +25,40 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 def test_kernels_are_captured(dtype: torch.dtype, head_size: int) -> None:
     chosen = choose(CUDA, dtype, head_size, captured=True)
     assert isinstance(chosen, Tiles | HopperTiles)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+def test_other_devices_than_hopper_get_triton_and_say_so_once(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    kernel_for.cache_clear()
+    with caplog.at_level("INFO"):
+        chosen = [choose(CUDA, torch.bfloat16, 72, captured=True) for _ in range(2)]
+    kernel_for.cache_clear()
+    assert all(isinstance(each, Tiles) for each in chosen)
+    (line,) = caplog.messages
+    assert "{}.{}".format(*capability) in line
+
+
+@pytest.mark.parametrize("error", [OSError("libnvrtc.so: not found"), RuntimeError("error: wgmma")])
+def test_a_hopper_kernel_that_cannot_be_built_is_triton_and_one_warning(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> bytes:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: CAPABILITY)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(nvrtc, "compiled", fails)
+    kernel_for.cache_clear()
+    chosen = [choose(CUDA, torch.bfloat16, 72, captured=True) for _ in range(2)]
+    kernel_for.cache_clear()
+    assert all(isinstance(each, Tiles) for each in chosen)
+    (line,) = caplog.messages
+    assert str(error) in line
 
 
 def test_float32_on_cuda_is_the_reference_and_not_captured() -> None:
