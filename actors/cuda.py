@@ -18,6 +18,7 @@ from actors.attention import Shapes
 from actors.device import Rows
 from actors.inputs import Inputs, allocate, count, joined
 from actors.inputs import Rows as MediaRows
+from actors.kernels.products import tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class CudaDevice:
         An output that is not kept goes back to the pool, where graphs captured later work in its
         memory: so all graphs together take what the largest takes, however many there are.
         """
-        with torch.cuda.stream(self.compute):
+        with torch.cuda.stream(self.compute), tuning():
             run()
         self.compute.synchronize()
         torch.cuda.empty_cache()  # what the warm-up took is not the pool's: give it back

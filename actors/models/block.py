@@ -96,11 +96,7 @@ class ReferenceBlocks:
     ) -> tuple[Tensor, list[Tensor]]:
         """See Blocks."""
         tapped = []
-        windows = {
-            name.removeprefix(WINDOW): value
-            for name, value in values.items()
-            if name.startswith(WINDOW)
-        }
+        windows = windows_of(values)
         for index, layer in enumerate(self.weights):
             seen = windows if index in self.style.windowed else values
             x = self.after(x, self.attention(self.before(x, cos, sin, layer), seen), layer)
@@ -139,6 +135,15 @@ class ReferenceBlocks:
         """Up, activation, down."""
         up = ACTIVATIONS[self.style.activation](F.linear(x, layer.up.weight, layer.up.bias))
         return F.linear(up, layer.down.weight, layer.down.bias)
+
+
+def windows_of(values: Values) -> dict[str, Tensor]:
+    """The attention's inputs that describe windows, under the attention's own names."""
+    return {
+        name.removeprefix(WINDOW): value
+        for name, value in values.items()
+        if name.startswith(WINDOW)
+    }
 
 
 def layer_norm(x: Tensor, norm: Affine, epsilon: float) -> Tensor:

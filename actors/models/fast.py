@@ -1,4 +1,4 @@
-"""The shared block on CUDA in 16 bits: Triton for norms, rotary and attention, cuBLAS for the rest.
+"""The shared block on CUDA in 16 bits: Triton for norms and rotary, cuBLASLt for the products.
 
 Equal to ReferenceBlocks within the rounding of the dtype. Safe to capture. Two ideas carry it:
 the biases of proj and down are constants, so the residual stream never holds them and its adds
@@ -16,9 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.attention import Attention, Values
-from actors.kernels.layernorm import layer_norm
+from actors.kernels.cublaslt import Ending
+from actors.kernels.norm import norm
+from actors.kernels.products import Product
 from actors.kernels.rotary import rotate_
-from actors.models.block import ACTIVATIONS, Affine, BlockWeights, Style, qk_normed
+from actors.kernels.swiglu import swiglu
+from actors.models.block import (
+    ACTIVATIONS,
+    Affine,
+    BlockWeights,
+    Style,
+    qk_normed,
+    windows_of,
+)
 
 MLP_MULTIPLE = 128
 
@@ -52,43 +62,55 @@ class FastBlocks:
         self.style = style
         self.attention = attention
         self.taps = taps
-        self.layers, self.shifts = fold(weights)
+        gelu = style.activation == "gelu_tanh"
+        self.layers, self.shifts = fold(weights, MLP_MULTIPLE if gelu else 1)
+        self.qkv = affine([layer.qkv for layer in self.layers], "bias")
+        self.proj = Product([layer.proj for layer in self.layers], None, "add")
+        self.up = affine([layer.up for layer in self.layers], "gelu_tanh" if gelu else "bias")
+        self.activate = None if gelu else (ACTIVATIONS | {"swiglu": swiglu})[style.activation]
+        self.down = Product([layer.down for layer in self.layers], None, "add")
 
     def __call__(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, values: Values
     ) -> tuple[Tensor, list[Tensor]]:
         """See Blocks."""
-        epsilon = self.style.epsilon
         tapped = []
+        windows = windows_of(values)
         for index, layer in enumerate(self.layers):
-            y = layer_norm(x, layer.shift1, layer.norm1.weight, layer.norm1.bias, epsilon)
-            qkv = F.linear(y, layer.qkv.weight, layer.qkv.bias)
-            qkv = qkv.view(len(x), 3, self.style.heads, -1)
+            seen = windows if index in self.style.windowed else values
+            y = self.norm(x, layer.shift1, layer.norm1)
+            qkv = self.qkv(index, y).view(len(x), 3, self.style.heads, -1)
             if layer.qk_norm is not None:
-                qkv[:, :2] = qk_normed(qkv[:, :2], layer.qk_norm, epsilon)
+                qkv[:, :2] = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
             if cos is not None and sin is not None:
                 rotate_(qkv, cos, sin)
-            x.addmm_(self.attention(qkv, values), layer.proj.t())
-            y = layer_norm(x, layer.shift2, layer.norm2.weight, layer.norm2.bias, epsilon)
-            x.addmm_(self.up(y, layer.up), layer.down.t())
+            self.proj(index, self.attention(qkv, seen), x)
+            y = self.up(index, self.norm(x, layer.shift2, layer.norm2))
+            self.down(index, self.activate(y) if self.activate else y, x)
             if index in self.taps:
                 tapped.append(x + self.shifts[index])
         return x.add_(self.shifts[-1]), tapped
 
-    def up(self, y: Tensor, up: Affine) -> Tensor:
-        """The MLP's first product and its activation."""
-        if self.style.activation == "gelu_tanh":
-            return torch._addmm_activation(up.bias, y, up.weight.t(), use_gelu=True)
-        return ACTIVATIONS[self.style.activation](F.linear(y, up.weight, up.bias))
+    def norm(self, x: Tensor, shift: Tensor, by: Affine) -> Tensor:
+        """Of x + shift."""
+        centred = self.style.norm == "layer"
+        return norm(x, shift, by.weight, by.bias, self.style.epsilon, centred=centred)
 
 
-def fold(weights: Sequence[BlockWeights]) -> tuple[list[FastLayer], list[Tensor]]:
-    """The layers, and what the stream lacks after each of them, in the weights' dtype."""
+def affine(layers: Sequence[Affine], ending: Ending) -> Product:
+    """The product of layers that have biases."""
+    return Product([layer.weight for layer in layers], [layer.bias for layer in layers], ending)
+
+
+def fold(
+    weights: Sequence[BlockWeights], mlp_multiple: int
+) -> tuple[list[FastLayer], list[Tensor]]:
+    """The layers, MLPs padded, and what the stream lacks after each, in the weights' dtype."""
     shift = torch.zeros_like(weights[0].proj.bias, dtype=torch.float32)
     layers, after = [], []
     for layer in weights:
         middle = shift + layer.proj.bias.float()
-        padding = -len(layer.up.weight) % MLP_MULTIPLE
+        padding = -len(layer.up.weight) % mlp_multiple
         layers.append(
             FastLayer(
                 shift1=shift,

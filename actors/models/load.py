@@ -248,7 +248,5 @@ def fastest(
     """On CUDA in 16 bits."""
     from actors.models.fast import FastBlocks  # Triton is not there without CUDA
 
-    plain = style.norm == "layer" and not style.post_norm and not style.windowed
-    if plain and style.activation != "swiglu":
-        return FastBlocks(weights, style, attention, taps)
-    return others(weights, style, attention, taps)
+    form = others if style.post_norm else FastBlocks
+    return form(weights, style, attention, taps)

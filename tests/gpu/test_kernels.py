@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import SegmentAttention, Values
+from actors.attention import Attention, SegmentAttention, Values
 from actors.models.block import (
-    Activation,
+    WINDOW,
     Affine,
     BlockWeights,
     ReferenceBlocks,
@@ -23,10 +23,13 @@ pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
 from actors.kernels import hopper  # noqa: E402
+from actors.kernels.cublaslt import Ending  # noqa: E402
 from actors.kernels.hopper_tiles import HopperTiles  # noqa: E402
-from actors.kernels.layernorm import layer_norm  # noqa: E402
+from actors.kernels.norm import norm  # noqa: E402
 from actors.kernels.positions import add_positions_  # noqa: E402
+from actors.kernels.products import Product, tuning  # noqa: E402
 from actors.kernels.rotary import rotate_  # noqa: E402
+from actors.kernels.swiglu import swiglu  # noqa: E402
 from actors.kernels.tiles import HEAD_SIZES, Tiles  # noqa: E402
 from actors.models.fast import FastBlocks  # noqa: E402
 
@@ -151,13 +154,51 @@ def test_on_hopper_scores_may_grow_without_bound(patches: int, sign: int) -> Non
 
 @pytest.mark.parametrize("rows", [1, 399, 4097])
 @pytest.mark.parametrize("width", [1024, 1152])
-def test_layer_norm(rows: int, width: int) -> None:
+@pytest.mark.parametrize("centred", [True, False])
+def test_norm(rows: int, width: int, centred: bool) -> None:
     x, weight, bias = (
         torch.randn(shape, dtype=torch.bfloat16) for shape in ((rows, width), width, width)
     )
     shift = torch.randn(width)
-    expected = F.layer_norm(x.float() + shift, (width,), weight.float(), bias.float(), 1e-6)
-    assert difference(layer_norm(x, shift, weight, bias, 1e-6), expected) < 4e-3
+    if not centred:
+        bias.zero_()
+    plain = F.layer_norm if centred else F.rms_norm
+    expected = plain(x.float() + shift, (width,), weight.float(), eps=1e-6) + bias.float()
+    assert difference(norm(x, shift, weight, bias, 1e-6, centred=centred), expected) < 4e-3
+
+
+def test_swiglu() -> None:
+    x = torch.randn(301, 2 * 3420, dtype=torch.bfloat16)
+    gate, up = x.float().chunk(2, -1)
+    assert difference(swiglu(x), F.silu(gate) * up) < 4e-3
+
+
+@pytest.mark.parametrize("ending", ["bias", "gelu_tanh", "add"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_tuned_or_not(ending: Ending, dtype: torch.dtype) -> None:
+    rows, width, inner = 401, 1152, 4352
+    weights = [(torch.randn(inner, width) / width**0.5).to(dtype) for _ in range(3)]
+    biases = [torch.randn(inner).to(dtype) for _ in range(3)]
+    product = Product(weights, None if ending == "add" else biases, ending)
+    x = torch.randn(rows, 3, width).to(dtype)[:, 0]  # rows lie apart, as attention leaves them
+    before = torch.randn(rows, inner).to(dtype)
+
+    def run() -> Tensor:
+        return product(1, x, before.clone() if ending == "add" else None)
+
+    expected = F.linear(x.float(), weights[1].float())
+    expected = expected + (before if ending == "add" else biases[1]).float()
+    if ending == "gelu_tanh":
+        expected = F.gelu(expected, approximate="tanh")
+    plain = run()
+    assert not product.choices
+    with torch.cuda.stream(torch.cuda.Stream()), tuning():
+        run()
+        torch.cuda.synchronize()
+    assert all(product.choices.values())
+    tuned = run()
+    assert difference(plain, expected) < 4e-3
+    assert difference(tuned, expected) < 4e-3
 
 
 @pytest.mark.parametrize("size", [64, 72])
@@ -179,12 +220,15 @@ def test_positions(width: int) -> None:
     assert difference(x, expected) < 4e-3
 
 
-def random_blocks(layers: int, width: int, inner: int) -> list[BlockWeights]:
+def random_blocks(layers: int, width: int, inner: int, style: Style) -> list[BlockWeights]:
+    gates = 2 if style.activation == "swiglu" else 1
+
     def linear(rows: int, columns: int) -> Affine:
         return Affine(torch.randn(rows, columns) / columns**0.5, torch.randn(rows) / 10)
 
     def norm() -> Affine:
-        return Affine(1 + torch.randn(width) / 10, torch.randn(width) / 10)
+        bias = torch.randn(width) / 10 if style.norm == "layer" else torch.zeros(width)
+        return Affine(1 + torch.randn(width) / 10, bias)
 
     return [
         BlockWeights(
@@ -192,11 +236,20 @@ def random_blocks(layers: int, width: int, inner: int) -> list[BlockWeights]:
             qkv=linear(3 * width, width),
             proj=linear(width, width),
             norm2=norm(),
-            up=linear(inner, width),
+            up=linear(gates * inner, width),
             down=linear(width, inner),
         )
         for _ in range(layers)
     ]
+
+
+def seen_by(
+    attention: Attention, lengths: list[int], windows: list[int], patches: int
+) -> dict[str, Tensor]:
+    """What the attention reads for whole segments and for windows."""
+    whole = attention.metadata(lengths, patches, 4)
+    parts = attention.metadata(windows, patches, 12)
+    return on_gpu(whole | {WINDOW + name: value for name, value in parts.items()})
 
 
 def cast(layer: BlockWeights, dtype: torch.dtype) -> BlockWeights:
@@ -213,21 +266,29 @@ def cast(layer: BlockWeights, dtype: torch.dtype) -> BlockWeights:
     )
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
-def test_fast_blocks_round_no_worse_than_the_reference(activation: Activation) -> None:
-    lengths, patches, style = [400, 100, 148], 1024, Style(16, activation)
-    exact = random_blocks(4, 1152, 4304)
+STYLES = [
+    Style(16, "gelu_tanh"),
+    Style(16, "gelu"),
+    Style(16, "swiglu", norm="rms", windowed=frozenset({0, 2})),
+]
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.activation)
+def test_fast_blocks_round_no_worse_than_the_reference(style: Style) -> None:
+    lengths, patches = [400, 100, 148], 1024
+    windows = [64] * 10 + [8]
+    exact = random_blocks(4, 1152, 4304, style)
     half = [cast(layer, torch.bfloat16) for layer in exact]
     whole = [cast(layer, torch.float32) for layer in half]
     x = torch.randn(patches, 1152, dtype=torch.bfloat16)
     angle = torch.rand(patches, 36) * 6
     cos, sin = angle.cos(), angle.sin()
     segments, tiles = SegmentAttention(), Tiles()
-    plain = segments.metadata(lengths, patches, 4)
+    plain = seen_by(segments, lengths, windows, patches)
     last, taps = ReferenceBlocks(whole, style, segments, [1])(x.float(), cos, sin, plain)
     half_last, half_taps = ReferenceBlocks(half, style, segments, [1])(x, cos, sin, plain)
     fast = FastBlocks(half, style, tiles, [1])
-    values = on_gpu(tiles.metadata(lengths, patches, 4))
+    values = seen_by(tiles, lengths, windows, patches)
     fast_last, fast_taps = fast(x.clone(), cos, sin, values)
     used = sum(lengths)
     for ours, theirs, true in ((fast_last, half_last, last), (fast_taps[0], half_taps[0], taps[0])):

@@ -1,0 +1,132 @@
+"""cuBLASLt, which comes with torch, through ctypes: a product planned once, and its algorithms.
+
+Row-major here, column-major there: out [rows, n] = x [rows, k] times weight [n, k] transposed is,
+as cuBLASLt sees it, n x rows = (k x n) transposed times (k x rows). Knows no layers, times nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Ending = Literal["bias", "gelu_tanh", "add"]
+"""What rides in the end of a product: a bias; a bias and GELU by tanh; adding to what is there."""
+
+COMPUTE_32F, REAL_32F = 68, 0
+TYPES = {torch.bfloat16: 14, torch.float16: 2}
+EPILOGUES: dict[Ending, int] = {"bias": 4, "gelu_tanh": 36, "add": 1}
+TRANSPOSE_FIRST, EPILOGUE, BIAS_POINTER = 3, 7, 8  # attributes of a description
+MAX_WORKSPACE_BYTES = 1  # attribute of a preference
+MOST_ALGORITHMS = 8
+
+
+class Algorithm(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = [
+        ("algorithm", c_uint64 * 8),
+        ("workspace_bytes", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a product: x [rows, k] and out [rows, n], whose rows may lie further apart."""
+
+    rows: int
+    n: int
+    k: int
+    x_stride: int
+    out_stride: int
+    dtype: torch.dtype
+
+
+class Plan:
+    """Products of one shape. Descriptions last as long as the process: there are few."""
+
+    def __init__(self, shape: Shape, ending: Ending) -> None:
+        self.library, self.handle = library()
+        self.ending = ending
+        self.description = c_void_p()
+        check(self.library.cublasLtMatmulDescCreate(byref(self.description), COMPUTE_32F, REAL_32F))
+        self._describe(TRANSPOSE_FIRST, c_int(1))
+        self._describe(EPILOGUE, c_int(EPILOGUES[ending]))
+        self.weight = self._layout(shape.dtype, shape.k, shape.n, shape.k)
+        self.x = self._layout(shape.dtype, shape.k, shape.rows, shape.x_stride)
+        self.out = self._layout(shape.dtype, shape.n, shape.rows, shape.out_stride)
+        self.keep = c_float(1.0 if ending == "add" else 0.0)
+
+    def algorithms(self) -> list[Algorithm]:
+        """What cuBLASLt thinks fit without a workspace, its first choice first. May be empty."""
+        preference, found = c_void_p(), c_int()
+        check(self.library.cublasLtMatmulPreferenceCreate(byref(preference)))
+        most = c_uint64(0)
+        check(
+            self.library.cublasLtMatmulPreferenceSetAttribute(
+                preference, MAX_WORKSPACE_BYTES, byref(most), ctypes.sizeof(most)
+            )
+        )
+        results = (Algorithm * MOST_ALGORITHMS)()
+        self.library.cublasLtMatmulAlgoGetHeuristic(
+            *(self.handle, self.description, self.weight, self.x, self.out, self.out),
+            *(preference, MOST_ALGORITHMS, results, byref(found)),
+        )
+        check(self.library.cublasLtMatmulPreferenceDestroy(preference))
+        return [result for result in results[: found.value] if result.state == 0]
+
+    def run(
+        self, algorithm: Algorithm, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor
+    ) -> None:
+        """Enqueues one product on the current stream. RuntimeError if cuBLASLt refuses it."""
+        if bias is not None:
+            self._describe(BIAS_POINTER, c_uint64(bias.data_ptr()))
+        one, place = c_float(1), c_void_p(out.data_ptr())
+        check(
+            self.library.cublasLtMatmul(
+                *(self.handle, self.description, byref(one)),
+                *(c_void_p(weight.data_ptr()), self.weight, c_void_p(x.data_ptr()), self.x),
+                *(byref(self.keep), place, self.out, place, self.out),
+                *(byref(algorithm.algorithm), None, c_size_t(0)),
+                c_void_p(torch.cuda.current_stream().cuda_stream),
+            )
+        )
+
+    def _describe(self, attribute: int, value: c_int | c_uint64) -> None:
+        check(
+            self.library.cublasLtMatmulDescSetAttribute(
+                self.description, attribute, byref(value), ctypes.sizeof(value)
+            )
+        )
+
+    def _layout(self, dtype: torch.dtype, rows: int, columns: int, stride: int) -> c_void_p:
+        layout = c_void_p()
+        check(
+            self.library.cublasLtMatrixLayoutCreate(
+                byref(layout), TYPES[dtype], c_uint64(rows), c_uint64(columns), c_int64(stride)
+            )
+        )
+        return layout
+
+
+@cache
+def library() -> tuple[ctypes.CDLL, c_void_p]:
+    """The library that torch has loaded, and a handle. OSError if there is none."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    loaded, handle = ctypes.CDLL(f"libcublasLt.so.{major}"), c_void_p()
+    check(loaded.cublasLtCreate(byref(handle)))
+    return loaded, handle
+
+
+def check(code: int) -> None:
+    """RuntimeError unless the code is that of success."""
+    if code:
+        raise RuntimeError(f"cuBLASLt failed with code {code}")

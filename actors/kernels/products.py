@@ -1,0 +1,120 @@
+"""Linear layers by the fastest of cuBLASLt's algorithms for their shape on this device.
+
+Its first choice is up to 14 % slower than its best (BENCHMARKS.md). What is captured is worth a
+measurement: inside `tuning`, a product times the algorithms at its first sight of a number of rows.
+Numbers of rows that were never tuned, as eager calls have them, take torch's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.kernels.cublaslt import Algorithm, Ending, Plan, Shape
+
+LAUNCHES = 8
+"""Of one algorithm in a row: as many layers' weights, so that none is found in the L2 cache."""
+REPEATS = 3
+
+_tuning: ContextVar[bool] = ContextVar("tuning", default=False)
+
+
+@contextmanager
+def tuning() -> Iterator[None]:
+    """Products that run inside choose their algorithms; on a stream that may be captured."""
+    token = _tuning.set(True)
+    try:
+        yield
+    finally:
+        _tuning.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How products of one shape are computed."""
+
+    plan: Plan
+    algorithm: Algorithm
+
+
+class Product:
+    """The same linear layer of every block: weights [n, k], biases [n], in 16 bits."""
+
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, ending: Ending
+    ) -> None:
+        assert (biases is None) == (ending == "add"), "This is a bug."
+        self.weights = weights
+        self.biases = biases
+        self.ending = ending
+        self.choices: dict[Shape, Choice | None] = {}
+
+    def __call__(self, layer: int, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [rows, k], each row contiguous, to [rows, n]; with the ending "add", added to `out`."""
+        weight = self.weights[layer]
+        bias = self.biases[layer] if self.biases else None
+        stride = out.stride(0) if out is not None else len(weight)
+        n, k = weight.shape
+        shape = Shape(len(x), n, k, x.stride(0), stride, x.dtype)
+        if shape not in self.choices and _tuning.get():
+            self.choices[shape] = self._fastest(shape, x)
+        choice = self.choices.get(shape)
+        if choice is None:
+            return self._plain(weight, bias, x, out)
+        if out is None:
+            out = x.new_empty(shape.rows, shape.n)
+        choice.plan.run(choice.algorithm, weight, bias, x, out)
+        return out
+
+    def _plain(self, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor | None) -> Tensor:
+        if bias is None:
+            assert out is not None, "a product that adds needs what it adds to. This is a bug."
+            return out.addmm_(x, weight.t())
+        if self.ending == "gelu_tanh":
+            return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+        return F.linear(x, weight, bias)
+
+    def _fastest(self, shape: Shape, x: Tensor) -> Choice | None:
+        """None: cuBLASLt is not there, or has nothing for this shape."""
+        try:
+            plan = Plan(shape, self.ending)
+        except (OSError, RuntimeError):
+            return None
+        scratch = x.new_zeros(shape.rows, shape.out_stride)
+        timed = []
+        for index, algorithm in enumerate(plan.algorithms()):
+
+            def launch(algorithm: Algorithm = algorithm) -> None:
+                for turn in range(LAUNCHES):
+                    layer = turn % len(self.weights)
+                    bias = self.biases[layer] if self.biases else None
+                    plan.run(algorithm, self.weights[layer], bias, x, scratch)
+
+            timed.append((graph_seconds(launch), index, algorithm))
+        return Choice(plan, min(timed)[2]) if timed else None
+
+
+def graph_seconds(launch: Callable[[], None]) -> float:
+    """Of one replay of what is launched, the quickest of a few: without the host's own time."""
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        launch()
+    finally:
+        graph.capture_end()
+    quickest = float("inf")
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        quickest = min(quickest, start.elapsed_time(end) / 1e3)
+    return quickest
