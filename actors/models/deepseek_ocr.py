@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.attention import Attention, Shapes, Values
-from actors.models import sam, views
+from actors.models import packed, sam, views
 from actors.models.block import Affine, BlocksForm, Style, layer_norm
 from actors.models.deepseek_ocr_config import (
     SAM_BLOCKS,
@@ -103,7 +103,7 @@ class DeepseekOcrTower:
     def forward(self, path: str, values: Values) -> Tensor:
         """See Tower. `global` ends each row of tokens in a newline."""
         table = self.tables[path]
-        x = F.linear(values["patches"].to(self.dtype) - 128, self.embedding.weight)
+        x = F.linear(packed.centred(values["patches"], self.dtype), self.embedding.weight)
         x = x.view(-1, table.side, table.side, x.shape[1]) + table.positions
         for layer, relative in zip(self.sam, table.relatives, strict=True):
             x = sam.forward(x, layer, relative, self.arch.sam.heads)

@@ -78,18 +78,34 @@ class FastBlocks:
         windows = windows_of(values)
         for index, layer in enumerate(self.layers):
             seen = windows if index in self.style.windowed else values
-            y = self.norm(x, layer.shift1, layer.norm1)
-            qkv = self.qkv(index, y).view(len(x), 3, self.style.heads, -1)
-            if layer.qk_norm is not None:
-                qkv[:, :2] = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
-            if cos is not None and sin is not None:
-                rotate_(qkv, cos, sin)
-            self.proj(index, self.attention(qkv, seen), x)
-            y = self.up(index, self.norm(x, layer.shift2, layer.norm2))
-            self.down(index, self.activate(y) if self.activate else y, x)
+            self.attend(index, layer, x, cos, sin, seen)
+            self.mlp(index, layer, x)
             if index in self.taps:
                 tapped.append(x + self.shifts[index])
         return x.add_(self.shifts[-1]), tapped
+
+    def attend(
+        self,
+        index: int,
+        layer: FastLayer,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        seen: Values,
+    ) -> None:
+        """Added to x. What is made on the way goes before the MLP comes."""
+        qkv = self.qkv(index, self.norm(x, layer.shift1, layer.norm1))
+        qkv = qkv.view(len(x), 3, self.style.heads, -1)
+        if layer.qk_norm is not None:
+            qkv[:, :2] = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
+        if cos is not None and sin is not None:
+            rotate_(qkv, cos, sin)
+        self.proj(index, self.attention(qkv, seen), x)
+
+    def mlp(self, index: int, layer: FastLayer, x: Tensor) -> None:
+        """Added to x."""
+        y = self.up(index, self.norm(x, layer.shift2, layer.norm2))
+        self.down(index, self.activate(y) if self.activate else y, x)
 
     def norm(self, x: Tensor, shift: Tensor, by: Affine) -> Tensor:
         """Of x + shift."""

@@ -148,6 +148,11 @@ def folded_embedding(weight: Tensor, bias: Tensor, mean: Rgb, std: Rgb) -> Affin
     )
 
 
+def centred(patches: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 less 128, exact in every dtype of 8 bits of precision or more, in one pass."""
+    return torch.sub(patches, 128.0, out=torch.empty_like(patches, dtype=dtype))
+
+
 def scaled_to_bytes(weight: Tensor, std: Rgb) -> Tensor:
     """A patch embedding [width, 3, patch, patch] for bytes, not normalised pixels, in float64."""
     stds = torch.tensor(std, dtype=torch.float64, device=weight.device)
@@ -165,9 +170,12 @@ class Merger:
     kind: Norm = "layer"
     epsilon: float = 1e-6
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[patches, width] to [tokens, out width]; transformers: Qwen3VLVisionPatchMerger."""
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[patches, width] to [tokens, out width]; transformers: Qwen3VLVisionPatchMerger.
+
+        `out`: where the rows shall lie, such as columns of wider rows.
+        """
         x = NORMS[self.kind](x.reshape(-1, len(self.norm.weight)), self.norm, self.epsilon)
         x = x.view(-1, self.up.weight.shape[1])
         x = F.gelu(F.linear(x, self.up.weight, self.up.bias))
-        return F.linear(x, self.down.weight, self.down.bias)
+        return torch.addmm(self.down.bias, x, self.down.weight.t(), out=out)

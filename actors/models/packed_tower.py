@@ -148,12 +148,13 @@ class PackedTower:
 
     def embedded(self, values: Values) -> Tensor:
         """[patches, width]. What is made of the bytes on the way goes before the blocks come."""
-        first = values["patches"].to(self.dtype)
-        x = F.linear(first - 128, self.parts.embedding.weight, self.parts.embedding.bias)
+        first = packed.centred(values["patches"], self.dtype)
+        x = F.linear(first, self.parts.embedding.weight, self.parts.embedding.bias)
         if self.parts.later is None or "later" not in values:
             return x
         # Bytes and their differences are exact in bfloat16; of an image they are zero.
-        return torch.addmm(x, values["later"].to(self.dtype) - first, self.parts.later.t())
+        later = packed.centred(values["later"], self.dtype).sub_(first)
+        return torch.addmm(x, later, self.parts.later.t())
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         """See Tower."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from actors.models import packed
@@ -38,8 +37,11 @@ def parts(spec: ModelSpec, weights: Weights) -> Parts:
     ]
 
     def head(x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        rows = zip([x, *tapped], mergers, strict=True)
-        return torch.cat([merge(hidden) for hidden, merge in rows], dim=1)
+        rows = x.new_empty(len(x) // arch.merge_size**2, spec.width)
+        columns = rows.chunk(len(mergers), dim=1)  # no concatenation: rows are most of the memory
+        for hidden, merge, out in zip([x, *tapped], mergers, columns, strict=True):
+            merge(hidden, out)
+        return rows
 
     return Parts(
         embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),

@@ -90,7 +90,7 @@ class StepTower:
         view, side = self.parts.views[path], self.sizing.side_patches[PATHS.index(path)]
         rows, width = view.start.shape
         classes = rows - side**2
-        x = F.linear(values["patches"].to(self.dtype) - 128, self.parts.embedding)
+        x = F.linear(packed.centred(values["patches"], self.dtype), self.parts.embedding)
         x = F.pad(x.view(-1, side**2, width), (0, 0, classes, 0)) + view.start
         if self.parts.stem:
             x = self.parts.stem(x)

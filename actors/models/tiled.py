@@ -103,7 +103,7 @@ class TileTower:
     def forward(self, path: str, values: Values) -> Tensor:
         """See Tower. Rows beyond the last segment: finite, otherwise undefined."""
         (rows, width), patches = self.parts.start.shape, self.sizing.side_patches**2
-        x = F.linear(values["patches"].to(self.dtype) - 128, self.parts.embedding)
+        x = F.linear(packed.centred(values["patches"], self.dtype), self.parts.embedding)
         x = F.pad(x.view(-1, patches, width), (0, 0, rows - patches, 0)) + self.parts.start
         if self.parts.stem:
             x = self.parts.stem(x)
