@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+WIDE = 2048
 FEW_ROWS = 2048
 """Up to here four rows a program are faster, beyond two (on an H200)."""
 
@@ -49,6 +50,8 @@ def norm(
     rows, width = x.shape
     out = torch.empty_like(x)
     together, warps = (4, 4) if rows <= FEW_ROWS else (2, 2)
+    if width > WIDE:
+        together, warps = 1, 8
     norm_kernel[(triton.cdiv(rows, together),)](
         x,
         shift,

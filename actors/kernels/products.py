@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.kernels.cublaslt import Algorithm, Ending, Plan, Shape
+from actors.kernels.cublaslt import TYPES, Algorithm, Ending, Plan, Shape
 
 LAUNCHES = 8
 """Of one algorithm in a row: as many layers' weights, so that none is found in the L2 cache."""
@@ -56,13 +56,16 @@ class Product:
         self.choices: dict[Shape, Choice | None] = {}
 
     def __call__(self, layer: int, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [rows, k], each row contiguous, to [rows, n]; with the ending "add", added to `out`."""
+        """x [rows, k], each row contiguous, to [rows, n]; with the ending "add", added to `out`.
+
+        `out`: rows may lie apart, as columns of wider rows do.
+        """
         weight = self.weights[layer]
         bias = self.biases[layer] if self.biases else None
         stride = out.stride(0) if out is not None else len(weight)
         n, k = weight.shape
         shape = Shape(len(x), n, k, x.stride(0), stride, x.dtype)
-        if shape not in self.choices and _tuning.get():
+        if shape not in self.choices and _tuning.get() and x.dtype in TYPES:
             self.choices[shape] = self._fastest(shape, x)
         choice = self.choices.get(shape)
         if choice is None:
@@ -77,8 +80,10 @@ class Product:
             assert out is not None, "a product that adds needs what it adds to. This is a bug."
             return out.addmm_(x, weight.t())
         if self.ending == "gelu_tanh":
-            return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
-        return F.linear(x, weight, bias)
+            result = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+        else:
+            result = F.linear(x, weight, bias)
+        return result if out is None else out.copy_(result)
 
     def _fastest(self, shape: Shape, x: Tensor) -> Choice | None:
         """None: cuBLASLt is not there, or has nothing for this shape."""

@@ -20,6 +20,7 @@ from actors.kernels.cublaslt import Ending
 from actors.kernels.norm import norm
 from actors.kernels.products import Product
 from actors.kernels.rotary import rotate_
+from actors.kernels.shift import shifted
 from actors.kernels.swiglu import swiglu
 from actors.models.block import (
     ACTIVATIONS,
@@ -81,8 +82,8 @@ class FastBlocks:
             self.attend(index, layer, x, cos, sin, seen)
             self.mlp(index, layer, x)
             if index in self.taps:
-                tapped.append(x + self.shifts[index])
-        return x.add_(self.shifts[-1]), tapped
+                tapped.append(shifted(x, self.shifts[index], torch.empty_like(x)))
+        return shifted(x, self.shifts[-1], x), tapped
 
     def attend(
         self,
@@ -121,7 +122,7 @@ def affine(layers: Sequence[Affine], ending: Ending) -> Product:
 def fold(
     weights: Sequence[BlockWeights], mlp_multiple: int
 ) -> tuple[list[FastLayer], list[Tensor]]:
-    """The layers, MLPs padded, and what the stream lacks after each, in the weights' dtype."""
+    """The layers, MLPs padded, and what the stream lacks after each: float32 [width]."""
     shift = torch.zeros_like(weights[0].proj.bias, dtype=torch.float32)
     layers, after = [], []
     for layer in weights:
@@ -143,5 +144,5 @@ def fold(
             )
         )
         shift = middle + layer.down.bias.float()
-        after.append(shift.to(layer.down.bias.dtype))
+        after.append(shift)
     return layers, after

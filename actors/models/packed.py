@@ -7,13 +7,13 @@ of one token follow each other. Knows no family, no budget and no device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.kernels.products import Product
 from actors.models.block import NORMS, Affine, Norm
 from actors.types import Bytes, Size
 
@@ -159,23 +159,34 @@ def scaled_to_bytes(weight: Tensor, std: Rgb) -> Tensor:
     return weight.double() / (stds[:, None, None] * 255)
 
 
-@dataclass(frozen=True, slots=True)
 class Merger:
     """One token from merge_size ** 2 patches: norm, linear, GELU, linear."""
 
-    norm: Affine
-    """Over each patch, or over the patches of a token: its size says which."""
-    up: Affine
-    down: Affine
-    kind: Norm = "layer"
-    epsilon: float = 1e-6
+    def __init__(
+        self, norm: Affine, up: Affine, down: Affine, kind: Norm = "layer", epsilon: float = 1e-6
+    ) -> None:
+        """`norm`: over each patch, or over the patches of a token: its size says which."""
+        self.norm = norm
+        self.kind = kind
+        self.epsilon = epsilon
+        self.up = Product([up.weight], [up.bias], "bias")
+        self.down = Product([down.weight], [down.bias], "bias")
+        self.nothing = torch.zeros_like(norm.weight, dtype=torch.float32)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[patches, width] to [tokens, out width]; transformers: Qwen3VLVisionPatchMerger.
 
         `out`: where the rows shall lie, such as columns of wider rows.
         """
-        x = NORMS[self.kind](x.reshape(-1, len(self.norm.weight)), self.norm, self.epsilon)
-        x = x.view(-1, self.up.weight.shape[1])
-        x = F.gelu(F.linear(x, self.up.weight, self.up.bias))
-        return torch.addmm(self.down.bias, x, self.down.weight.t(), out=out)
+        x = self.normed(x.reshape(-1, len(self.norm.weight))).view(-1, self.up.weights[0].shape[1])
+        return self.down(0, F.gelu(self.up(0, x)), out)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Over the last dimension."""
+        if not x.is_cuda or x.dtype == torch.float32:
+            return NORMS[self.kind](x, self.norm, self.epsilon)
+        from actors.kernels.norm import norm  # Triton needs CUDA
+
+        centred = self.kind == "layer"
+        by = self.norm
+        return norm(x, self.nothing, by.weight, by.bias, self.epsilon, centred=centred)

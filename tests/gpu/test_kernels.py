@@ -29,6 +29,7 @@ from actors.kernels.norm import norm  # noqa: E402
 from actors.kernels.positions import add_positions_  # noqa: E402
 from actors.kernels.products import Product, tuning  # noqa: E402
 from actors.kernels.rotary import rotate_  # noqa: E402
+from actors.kernels.shift import shifted  # noqa: E402
 from actors.kernels.swiglu import swiglu  # noqa: E402
 from actors.kernels.tiles import HEAD_SIZES, Tiles  # noqa: E402
 from actors.models.fast import FastBlocks  # noqa: E402
@@ -153,7 +154,7 @@ def test_on_hopper_scores_may_grow_without_bound(patches: int, sign: int) -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 399, 4097])
-@pytest.mark.parametrize("width", [1024, 1152])
+@pytest.mark.parametrize("width", [1024, 1152, 4608])
 @pytest.mark.parametrize("centred", [True, False])
 def test_norm(rows: int, width: int, centred: bool) -> None:
     x, weight, bias = (
@@ -167,10 +168,32 @@ def test_norm(rows: int, width: int, centred: bool) -> None:
     assert difference(norm(x, shift, weight, bias, 1e-6, centred=centred), expected) < 4e-3
 
 
+def test_shifted_in_place_or_not() -> None:
+    x, shift = torch.randn(301, 1152, dtype=torch.bfloat16), torch.randn(1152)
+    expected = (x.float() + shift).bfloat16()
+    assert torch.equal(shifted(x, shift, torch.empty_like(x)), expected)
+    shifted(x, shift, x)
+    assert torch.equal(x, expected)
+
+
 def test_swiglu() -> None:
     x = torch.randn(301, 2 * 3420, dtype=torch.bfloat16)
     gate, up = x.float().chunk(2, -1)
     assert difference(swiglu(x), F.silu(gate) * up) < 4e-3
+
+
+def test_a_product_among_the_columns_of_wider_rows() -> None:
+    weight, bias = torch.randn(512, 256).bfloat16(), torch.randn(512).bfloat16()
+    product, x = Product([weight], [bias], "bias"), torch.randn(130, 256).bfloat16()
+    rows = torch.zeros(130, 3, 512, dtype=torch.bfloat16)
+    product(0, x, rows[:, 1])
+    with torch.cuda.stream(torch.cuda.Stream()), tuning():
+        product(0, x, rows[:, 2])
+        torch.cuda.synchronize()
+    expected = F.linear(x.float(), weight.float(), bias.float())
+    assert not rows[:, 0].any()
+    for each in (1, 2):
+        assert difference(rows[:, each], expected) < 4e-3
 
 
 @pytest.mark.parametrize("ending", ["bias", "gelu_tanh", "add"])
