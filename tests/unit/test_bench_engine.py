@@ -110,7 +110,7 @@ def test_every_budget_and_profile(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main([*TINY, *BRIEF, *what, "--json", str(file)]) == 0
     model = json.loads(file.read_text())["models"][0]
     budgets = [each["budget"] for each in model["budget_times"]]
-    assert budgets == [128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
+    assert budgets == list(range(128, 1025, 64))
     (profile,) = model["profiles"]
     assert sum(kernel["share"] for kernel in profile["kernels"]) == pytest.approx(1)
     assert any("addmm" in kernel["name"] for kernel in profile["kernels"])

@@ -46,7 +46,7 @@ def test_at_least_is_the_smallest_that_holds(budgets: list[int], tokens: int) ->
 
 
 def test_automatic_limits_mean_what_they_mean_in_vllm() -> None:
-    made = capacity(GraphOptions(), (64, 16384), max_frames_per_video=0)
+    made = capacity(GraphOptions(steps_per_doubling=4), (64, 16384), max_frames_per_video=0)
     assert len(made.budgets[0]) == 28
     assert (made.items, made.frames, made.tokens) == (256, 0, (16384,))
     assert capacity(GraphOptions(), (64, 1024), max_frames_per_video=1).frames == 16
