@@ -43,6 +43,13 @@ DUMMY_LLM = """
 MOST_CACHED = 0.7
 """Of the object stores' memory; the rest is for what is on its way and for references."""
 
+ONE_LOOP = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+"""A replica's own event loop calls and is called: by default Serve has three, in case that one is
+blocked, and hands each call from thread to thread twice on its way out and once on its way in."""
+
 ENDLESS = 100_000
 """Calls that an encoder takes at a time: the router bounds its load, in patches, not in calls."""
 
@@ -86,6 +93,7 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         ray_actor_options={
             "num_gpus": options.encoder.num_gpus,
             "num_cpus": options.encoder.num_cpus,
+            "runtime_env": {"env_vars": ONE_LOOP},
         },
         max_ongoing_requests=ENDLESS,
         health_check_period_s=options.encoder.health_check_period_seconds,
@@ -101,7 +109,10 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         Router,
         name="Router",
         num_replicas=options.router.replicas,
-        ray_actor_options={"num_cpus": options.router.num_cpus},
+        ray_actor_options={
+            "num_cpus": options.router.num_cpus,
+            "runtime_env": {"env_vars": ONE_LOOP},
+        },
         max_ongoing_requests=options.ingress.max_ongoing_requests,
         graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
         logging_config=logs,
@@ -118,7 +129,10 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         Ingress,
         name="Ingress",
         num_replicas=options.ingress.replicas,
-        ray_actor_options={"num_cpus": options.ingress.num_cpus},
+        ray_actor_options={
+            "num_cpus": options.ingress.num_cpus,
+            "runtime_env": {"env_vars": ONE_LOOP},
+        },
         max_ongoing_requests=options.ingress.max_ongoing_requests,
         graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
         logging_config=logs,
