@@ -50,3 +50,13 @@ def captured(request: pytest.FixtureRequest) -> Iterator[Captured]:
     yield Captured(tower, reference, limits, graphs, device, metrics, used_bytes)
     graphs.clear()
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def on_device() -> Iterator[None]:
+    """What a test makes lies on the GPU, the same in every run."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        yield

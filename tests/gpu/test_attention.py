@@ -1,0 +1,119 @@
+"""Attention over tables, by Triton and on Hopper, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.attention import SegmentAttention
+from tests.gpu.compared import difference, on_gpu
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
+pytest.importorskip("triton")
+
+from actors.kernels import hopper  # noqa: E402
+from actors.kernels.hopper_tiles import HopperTiles  # noqa: E402
+from actors.kernels.tiles import HEAD_SIZES, Tiles  # noqa: E402
+
+KERNELS = [
+    *((size, torch.bfloat16) for size in HEAD_SIZES),
+    *((size, torch.float16) for size in (64, 72, 128)),
+]
+"""Each is compiled for seconds, in two forms."""
+LAYOUTS = [[400], [1], [63, 64, 65], [1, 127, 128, 129, 400], [1100, 4, 2048]]
+
+
+def expected_attention(
+    qkv: Tensor, lengths: list[int], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    reference = SegmentAttention()
+    return reference(qkv.to(dtype), reference.metadata(lengths, len(qkv), len(lengths)))
+
+
+@pytest.mark.parametrize("lengths", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("size", "dtype"), KERNELS, ids=str)
+def test_attention_in_every_head_size_and_budget(
+    size: int, dtype: torch.dtype, lengths: list[int]
+) -> None:
+    used, tiles = sum(lengths), Tiles()
+    for patches in (used, used + 37, 8192):
+        qkv = torch.randn(patches, 3, 4, size, dtype=dtype)
+        qkv[used:] = float("nan")
+        values = on_gpu(tiles.metadata(lengths, patches, 16))
+        out = tiles(qkv.clone(), values)[:used]
+        assert difference(out, expected_attention(qkv[:used], lengths)) < 4e-3
+
+
+@pytest.mark.parametrize("patches", [600, 4096])
+def test_a_poisoned_neighbour_stays_alone(patches: int) -> None:
+    lengths, tiles = [100, 200, 300], Tiles()
+    qkv = torch.randn(patches, 3, 2, 72, dtype=torch.bfloat16)
+    values = on_gpu(tiles.metadata(lengths, patches, 3))
+    clean = tiles(qkv.clone(), values).clone()
+    qkv[100:300] = float("nan")
+    out = tiles(qkv.clone(), values)
+    assert torch.equal(out[:100], clean[:100])
+    assert torch.equal(out[300:600], clean[300:600])
+
+
+def hopper_tiles(size: int, dtype: torch.dtype) -> HopperTiles:
+    if torch.cuda.get_device_capability() != hopper.CAPABILITY:
+        pytest.skip("not compute capability 9.0")
+    kernel = hopper.kernel_for(torch.device("cuda"), dtype, size)
+    assert kernel, "hopper.cu does not compile"
+    return HopperTiles(kernel)
+
+
+# One strip, blocks of keys filled and not, strips cut from a last round of tiles, all at once.
+HOPPER_LAYOUTS = [
+    [1],
+    [79, 80, 81, 95, 96, 97, 193],
+    [2048, 1, 128, 129, 160],
+    [300] * 40,
+    [8160],
+    [2600] * 3,
+]
+
+
+@pytest.mark.parametrize("lengths", HOPPER_LAYOUTS, ids=str)
+@pytest.mark.parametrize("size", hopper.SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hopper_equals_plain_attention_and_leaves_keys_and_values(
+    size: int, lengths: list[int], dtype: torch.dtype
+) -> None:
+    tiles, used = hopper_tiles(size, dtype), sum(lengths)
+    for patches in (used + 9, used + 1200):
+        qkv = torch.randn(patches, 3, 16, size, dtype=dtype)
+        qkv[used:] = float("nan")
+        values = on_gpu(tiles.metadata(lengths, patches, len(lengths) + 3))
+        written = qkv.clone()
+        out = tiles(written, values)[:used]
+        assert difference(out, expected_attention(qkv[:used], lengths)) < 4e-3
+        assert torch.equal(written[:used, 1:], qkv[:used, 1:])
+        assert written[used:].isnan().all()
+
+
+@pytest.mark.parametrize("patches", [600, 4096])
+def test_on_hopper_too_a_poisoned_neighbour_stays_alone(patches: int) -> None:
+    lengths, tiles = [100, 200, 300], hopper_tiles(72, torch.bfloat16)
+    qkv = torch.randn(patches, 3, 2, 72, dtype=torch.bfloat16)
+    values = on_gpu(tiles.metadata(lengths, patches, 3))
+    clean = tiles(qkv.clone(), values).clone()
+    qkv[100:300] = float("nan")
+    out = tiles(qkv.clone(), values)
+    assert torch.equal(out[:100], clean[:100])
+    assert torch.equal(out[300:600], clean[300:600])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("patches", [1000, 3000])
+def test_on_hopper_scores_may_grow_without_bound(patches: int, sign: int) -> None:
+    tiles = hopper_tiles(64, torch.bfloat16)
+    qkv = torch.randn(patches, 3, 2, 64, dtype=torch.bfloat16)
+    # Up to hundreds, all of one sign, and larger from key to key.
+    qkv[:, 0] = sign
+    qkv[:, 1] = qkv[:, 1].abs() * torch.linspace(0, 60, patches)[:, None, None]
+    values = on_gpu(tiles.metadata([patches], patches, 1))
+    expected = expected_attention(qkv, [patches], torch.float64)
+    assert difference(tiles(qkv.clone(), values), expected) < 4e-3
