@@ -37,18 +37,24 @@ def joined(answers: Sequence[Future[Encoded]]) -> Future[Encoded]:
     What has not begun then is cancelled, as it is when the answer itself is cancelled.
     """
     whole: Future[Encoded] = Future()
+    # Let go of when `whole` is done: futures that hold each other would keep their packs' rows
+    # until the garbage collector comes.
+    runs = list(answers)
 
     def landed(answer: Future[Encoded]) -> None:
-        with suppress(InvalidStateError):  # failed or cancelled before
-            if answer.cancelled():
-                return
+        left = runs.copy()
+        if not left or answer.cancelled():  # ended before
+            return
+        with suppress(InvalidStateError):  # cancelled just now
             if error := answer.exception():
                 whole.set_exception(error)
-            elif all(one.done() for one in answers):
-                whole.set_result(together([one.result() for one in answers]))
+            elif all(one.done() and not one.cancelled() for one in left):
+                whole.set_result(together([one.result() for one in left]))
 
     def ended(_: Future[Encoded]) -> None:
-        for answer in answers:
+        left = runs.copy()
+        runs.clear()
+        for answer in left:
             answer.cancel()
 
     whole.add_done_callback(ended)

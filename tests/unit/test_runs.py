@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for
 
@@ -128,3 +130,45 @@ def test_times_are_from_the_first_start_to_the_last_end() -> None:
         answers[index].set_result(Encoded((parts[index],), "graph", 1.0 + index, 2.0))
     assert whole.result() == Encoded(tuple(parts), "graph", 1.0, 4.0)
     assert torch.equal(whole.result().rows, torch.cat(parts))
+
+
+def encoded() -> Encoded:
+    return Encoded((torch.zeros(2, 4),), "graph", 1.0, 2.0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_runs_that_land_after_the_end_change_nothing_and_say_nothing(
+    fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[Future[Encoded]] = [Future() for _ in range(3)]
+    whole = joined(answers)
+    for answer in answers[:2]:
+        assert answer.set_running_or_notify_cancel()
+    if fails:
+        answers[0].set_exception(EncodeFailed("poisoned"))
+    else:
+        assert whole.cancel()
+        answers[0].set_result(encoded())
+    answers[1].set_result(encoded())
+    assert answers[2].cancelled()
+    assert not caplog.records
+    if fails:
+        assert isinstance(whole.exception(), EncodeFailed)
+    else:
+        assert whole.cancelled()
+
+
+def test_rows_of_a_video_go_with_the_last_who_holds_them() -> None:
+    answers: list[Future[Encoded]] = [Future() for _ in range(2)]
+    whole = joined(answers)
+    found = encoded()
+    seen = weakref.ref(found.parts[0])
+    gc.disable()
+    try:
+        answers[0].set_result(found)
+        answers[1].set_result(encoded())
+        assert whole.done()
+        del whole, answers, found
+        assert seen() is None
+    finally:
+        gc.enable()
