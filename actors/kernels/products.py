@@ -18,8 +18,10 @@ from torch import Tensor
 
 from actors.kernels.cublaslt import TYPES, Algorithm, Ending, Plan, Shape
 
-LAUNCHES = 8
+MOST_LAUNCHES = 8
 """Of one algorithm in a row: as many layers' weights, so that none is found in the L2 cache."""
+MEASURED_OPERATIONS = 5e11
+"""A millisecond or so on a large GPU: what takes longer is launched less often in a row."""
 REPEATS = 3
 
 _tuning: ContextVar[bool] = ContextVar("tuning", default=False)
@@ -43,6 +45,10 @@ class Choice:
     algorithm: Algorithm
 
 
+CHOICES: dict[tuple[Shape, Ending], Choice | None] = {}
+"""Of this process, which has one device: layers of the same shape share what one has measured."""
+
+
 class Product:
     """The same linear layer of every block: weights [n, k], biases [n], in 16 bits."""
 
@@ -53,7 +59,6 @@ class Product:
         self.weights = weights
         self.biases = biases
         self.ending = ending
-        self.choices: dict[Shape, Choice | None] = {}
 
     def __call__(self, layer: int, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [rows, k], each row contiguous, to [rows, n]; with the ending "add", added to `out`.
@@ -62,12 +67,12 @@ class Product:
         """
         weight = self.weights[layer]
         bias = self.biases[layer] if self.biases else None
-        stride = out.stride(0) if out is not None else len(weight)
         n, k = weight.shape
+        stride = n if out is None else out.stride(0)
         shape = Shape(len(x), n, k, x.stride(0), stride, x.dtype)
-        if shape not in self.choices and _tuning.get() and x.dtype in TYPES:
-            self.choices[shape] = self._fastest(shape, x)
-        choice = self.choices.get(shape)
+        if _tuning.get() and (shape, self.ending) not in CHOICES:
+            CHOICES[shape, self.ending] = self._fastest(shape, x)
+        choice = CHOICES.get((shape, self.ending))
         if choice is None:
             return self._plain(weight, bias, x, out)
         if out is None:
@@ -87,6 +92,8 @@ class Product:
 
     def _fastest(self, shape: Shape, x: Tensor) -> Choice | None:
         """None: cuBLASLt is not there, or has nothing for this shape."""
+        if shape.dtype not in TYPES:
+            return None
         try:
             plan = Plan(shape, self.ending)
         except (OSError, RuntimeError):
@@ -96,13 +103,19 @@ class Product:
         for index, algorithm in enumerate(plan.algorithms()):
 
             def launch(algorithm: Algorithm = algorithm) -> None:
-                for turn in range(LAUNCHES):
+                for turn in range(launches(shape)):
                     layer = turn % len(self.weights)
                     bias = self.biases[layer] if self.biases else None
                     plan.run(algorithm, self.weights[layer], bias, x, scratch)
 
             timed.append((graph_seconds(launch), index, algorithm))
         return Choice(plan, min(timed)[2]) if timed else None
+
+
+def launches(shape: Shape) -> int:
+    """In a row, of an algorithm that is measured."""
+    fitting = MEASURED_OPERATIONS / (2 * shape.rows * shape.n * shape.k)
+    return max(1, min(MOST_LAUNCHES, int(fitting)))
 
 
 def graph_seconds(launch: Callable[[], None]) -> float:

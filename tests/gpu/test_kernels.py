@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from actors.kernels.cublaslt import Ending  # noqa: E402
 from actors.kernels.norm import norm  # noqa: E402
 from actors.kernels.positions import add_positions_  # noqa: E402
-from actors.kernels.products import Product, tuning  # noqa: E402
+from actors.kernels.products import CHOICES, Product, tuning  # noqa: E402
 from actors.kernels.rotary import rotate_  # noqa: E402
 from actors.kernels.shift import shifted  # noqa: E402
 from actors.kernels.swiglu import swiglu  # noqa: E402
@@ -82,12 +82,14 @@ def test_products_tuned_or_not(ending: Ending, dtype: torch.dtype) -> None:
     expected = expected + (before if ending == "add" else biases[1]).float()
     if ending == "gelu_tanh":
         expected = F.gelu(expected, approximate="tanh")
+    known = set(CHOICES)
     plain = run()
-    assert not product.choices
+    assert set(CHOICES) == known
     with torch.cuda.stream(torch.cuda.Stream()), tuning():
         run()
         torch.cuda.synchronize()
-    assert all(product.choices.values())
+    (new,) = set(CHOICES) - known
+    assert CHOICES[new] is not None
     tuned = run()
     assert difference(plain, expected) < 4e-3
     assert difference(tuned, expected) < 4e-3
