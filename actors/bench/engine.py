@@ -6,7 +6,7 @@ Knows nothing of tables, files or the command line.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class Bench:
         self.device = device
         self.settings = settings
         self.tower = build(spec, weights, device.device)
-        self.limits = model_capacity(GraphOptions(max_frames_per_batch=0), spec)
+        self.limits = limits(spec, settings)
         self.budgeted = self.graphs(self.tower, self.limits.budgets, self.limits.segments)
         self.compiled: dict[str, GraphSet] = {}
         if "compile" in settings.modes:
@@ -113,7 +113,7 @@ class Bench:
         self.modes = tuple(each for each in settings.modes if each != "transformers" or known)
 
     def capture(self, report: Report) -> None:
-        """The service's default graphs for images, and the packing that it would choose."""
+        """The service's graphs that images may need, and the packing that it would choose."""
         for graphs in (*self.budgeted.values(), *self.compiled.values()):  # as packs replay them
             graphs.capture(report)
         self.packing = choose_packing(PackingOptions(), self.budgeted)
@@ -224,6 +224,20 @@ class Bench:
         ]
         synchronize(self.device)
         return Batch(plans, patches)
+
+
+def limits(spec: ModelSpec, settings: Settings) -> Capacity:
+    """The service's, for images; without the budgets that are larger than all workloads."""
+    whole = model_capacity(GraphOptions(max_frames_per_batch=0), spec)
+    if settings.every_budget:
+        return whole
+    plans = [[spec.sizing.plan(size) for size in each.sizes] for each in settings.workloads]
+    budgets = []
+    for path, ladder in enumerate(whole.budgets):
+        most = max(sum(plan.path_tokens[path] for plan in each) for each in plans)
+        smaller = sum(budget < most for budget in ladder)
+        budgets.append(ladder[: smaller + 1])
+    return replace(whole, budgets=tuple(budgets))
 
 
 def only(budgets: tuple[int, ...], items: int) -> Capacity:

@@ -92,6 +92,16 @@ def test_a_run_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert any(line.split()[:2] == ["1x336", "transformers"] for line in last)
 
 
+def test_only_budgets_that_a_workload_may_need_are_captured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    what = ["--workload", "1x336", "336x336*2", "--modes", "budget"]
+    assert cli.main([*TINY, *BRIEF, *what]) == 0
+    shown = capsys.readouterr().out
+    captured = [int(line.split()[2]) for line in shown.splitlines() if " captured " in line]
+    assert captured == [256, 192, 128, 64]  # 200 tokens
+
+
 @pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, by itself
 def test_compiled_blocks(tmp_path: Path) -> None:
