@@ -8,7 +8,7 @@ read-back stream  read-back buffer -> pinned host memory, while the next pack re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -137,13 +137,15 @@ class CudaDevice:
         """See Device: pinned."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def capture(self, run: Callable[[], Tensor], *, kept: bool) -> Callable[[], Tensor]:
+    def capture(
+        self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
+    ) -> Callable[[], Tensor]:
         """A CUDA graph in the pool that all graphs of this device share.
 
         An output that is not kept goes back to the pool, where graphs captured later work in its
         memory: so all graphs together take what the largest takes, however many there are.
         """
-        with torch.cuda.stream(self.compute), tuning():
+        with torch.cuda.stream(self.compute), tuning() if tuned else nullcontext():
             run()
         self.compute.synchronize()
         torch.cuda.empty_cache()  # what the warm-up took is not the pool's: give it back

@@ -49,11 +49,14 @@ class Device(Protocol):
     def host_buffer(self, size_bytes: int) -> Tensor:
         """uint8, of any content, in host memory that copies to the device need not wait for."""
 
-    def capture(self, run: Callable[[], Tensor], *, kept: bool) -> Callable[[], Tensor]:
+    def capture(
+        self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
+    ) -> Callable[[], Tensor]:
         """Runs once to warm up, records, and gives the replay.
 
         Its result lasts until the next replay of any graph of this device. `kept`: it has memory of
         its own among the graphs that are captured later, whose replays leave it alone.
+        `tuned`: products may time their algorithms, which takes up to seconds: before all service.
         """
 
     def read_back(self, rows: Tensor) -> Rows:
@@ -108,7 +111,9 @@ class CpuDevice:
         """See Device."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    def capture(self, run: Callable[[], Tensor], *, kept: bool) -> Callable[[], Tensor]:
+    def capture(
+        self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
+    ) -> Callable[[], Tensor]:
         """The function itself, after one warm-up."""
         run()
         return run

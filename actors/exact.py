@@ -32,7 +32,8 @@ class ExactGraphSet(GraphSet):
 
     The graph of the largest budget is captured at start and never replayed afterwards: it sizes the
     shared pool for every layout to come, and its output is where they all leave their rows. So what
-    is captured later takes no more device memory, whatever its order.
+    is captured later takes no more device memory, whatever its order. Nor are products
+    timed for it, which would hold up all that waits.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ExactGraphSet(GraphSet):
     ) -> None:
         super().__init__(tower, path, budgets, segments, device)
         self.keeps_rows = True
+        self.tuned = False
         # One graph sizes the pool, the one with the most inputs: another would only keep an output.
         self.forms = self.forms[-1:]
         self.most = most
@@ -110,7 +112,7 @@ class ExactGraphSet(GraphSet):
         static = self.static(self._shapes(tokens, segments, self.videos(plans)))
         rows = self.output[:tokens]
         return self.device.capture(
-            lambda: rows.copy_(self.tower.forward(self.path, static)), kept=True
+            lambda: rows.copy_(self.tower.forward(self.path, static)), kept=True, tuned=self.tuned
         )
 
     def _remember(self, layout: Layout) -> None:

@@ -48,6 +48,8 @@ class GraphSet:
         self.keeps_rows = path != tower.spec.paths[-1]
         """Rows are read with those of the last path: they outlast replays of what is captured
         later."""
+        self.tuned = True
+        """Captured before anything is served: there is time to time products."""
         self._packed: dict[tuple[int | None, tuple[ItemPlan, ...]], Tensor] = {}
         self.replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
         """By budget, and whether it is for packs with videos."""
@@ -67,6 +69,7 @@ class GraphSet:
                     self.replays[budget, videos] = self.device.capture(
                         lambda static=static: self.tower.forward(self.path, static),  # type: ignore[misc]
                         kept=self.keeps_rows,
+                        tuned=self.tuned,
                     )
             report(budget, perf_counter() - started)
 

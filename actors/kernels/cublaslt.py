@@ -25,6 +25,9 @@ TRANSPOSE_FIRST, EPILOGUE, BIAS_POINTER = 3, 7, 8  # attributes of a description
 MAX_WORKSPACE_BYTES = 1  # attribute of a preference
 MOST_ALGORITHMS = 8
 
+ALIGNED_BYTES = 256
+"""What cuBLASLt takes for granted of the addresses of matrices as it offers algorithms."""
+
 
 class Algorithm(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""

@@ -2,7 +2,8 @@
 
 Its first choice is up to 14 % slower than its best (BENCHMARKS.md). What is captured is worth a
 measurement: inside `tuning`, a product times the algorithms at its first sight of a number of rows.
-Numbers of rows that were never tuned, as eager calls have them, take torch's way.
+Numbers of rows that were never tuned, as eager calls have them, take torch's way, and so do
+columns of wider rows that begin where the algorithms do not expect it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.kernels.cublaslt import TYPES, Algorithm, Ending, Plan, Shape
+from actors.kernels.cublaslt import ALIGNED_BYTES, TYPES, Algorithm, Ending, Plan, Shape
 
 MOST_LAUNCHES = 8
 """Of one algorithm in a row: as many layers' weights, so that none is found in the L2 cache."""
@@ -56,6 +57,7 @@ class Product:
         self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, ending: Ending
     ) -> None:
         assert (biases is None) == (ending == "add"), "This is a bug."
+        assert all(weight.is_contiguous() for weight in weights), "This is a bug."
         self.weights = weights
         self.biases = biases
         self.ending = ending
@@ -70,10 +72,11 @@ class Product:
         n, k = weight.shape
         stride = n if out is None else out.stride(0)
         shape = Shape(len(x), n, k, x.stride(0), stride, x.dtype)
-        if _tuning.get() and (shape, self.ending) not in CHOICES:
+        usual = aligned(weight, x, out)
+        if usual and _tuning.get() and (shape, self.ending) not in CHOICES:
             CHOICES[shape, self.ending] = self._fastest(shape, x)
         choice = CHOICES.get((shape, self.ending))
-        if choice is None:
+        if choice is None or not usual:
             return self._plain(weight, bias, x, out)
         if out is None:
             out = x.new_empty(shape.rows, shape.n)
@@ -116,6 +119,11 @@ def launches(shape: Shape) -> int:
     """In a row, of an algorithm that is measured."""
     fitting = MEASURED_OPERATIONS / (2 * shape.rows * shape.n * shape.k)
     return max(1, min(MOST_LAUNCHES, int(fitting)))
+
+
+def aligned(*matrices: Tensor | None) -> bool:
+    """Whether they begin where the algorithms that were chosen expect it; None: allocated anew."""
+    return not any(matrix.data_ptr() % ALIGNED_BYTES for matrix in matrices if matrix is not None)
 
 
 def graph_seconds(launch: Callable[[], None]) -> float:

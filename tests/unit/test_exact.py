@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from actors.budgets import Capacity, capacity
 from actors.capture import capture, choose_packing
@@ -123,6 +126,31 @@ def test_the_engine_counts_first_sights_and_exact_hits() -> None:
     assert sample("graph_misses_total", reason="beyond_budgets") == 1
     assert sample("padded_tokens_total") is None
     assert sample("captured_graphs") == 1
+
+
+class Noting(CpuDevice):
+    """Notes which captures may time products."""
+
+    def __init__(self) -> None:
+        self.tuned: list[bool] = []
+
+    def capture(
+        self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
+    ) -> Callable[[], Tensor]:
+        self.tuned.append(tuned)
+        return super().capture(run, kept=kept, tuned=tuned)
+
+
+def test_nothing_is_timed_for_a_layout_that_comes_while_others_wait() -> None:
+    device = Noting()
+    graphs = capture(ToyTower(), CAPACITY, device, EncoderMetrics())["default"]
+    assert isinstance(graphs, ExactGraphSet)
+    serve(graphs, 5)
+    serve(graphs, 5)
+    assert device.tuned == [False, False]
+    budgets = Capacity(((4, 16),), (16,), items=8, frames=0)
+    capture(ToyTower(), budgets, device, EncoderMetrics())
+    assert device.tuned[2:] == [True, True]
 
 
 def test_the_options_of_mode_exact() -> None:

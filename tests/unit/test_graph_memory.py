@@ -33,7 +33,9 @@ class Pool(CpuDevice):
     def beside(self) -> Device:
         return Pool()
 
-    def capture(self, run: Callable[[], Tensor], *, kept: bool) -> Callable[[], Tensor]:
+    def capture(
+        self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
+    ) -> Callable[[], Tensor]:
         output = run()
         place = len(self.outputs)
         if all(other.data_ptr() != output.data_ptr() for other, _ in self.outputs):

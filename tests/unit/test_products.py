@@ -1,13 +1,21 @@
-"""How often a product is launched to be measured, and its plain way."""
+"""How often a product is launched to be measured, and when it goes torch's way."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from actors.kernels.cublaslt import Shape
-from actors.kernels.products import CHOICES, MOST_LAUNCHES, Product, launches, tuning
+from actors.kernels.cublaslt import ALIGNED_BYTES, Algorithm, Ending, Plan, Shape
+from actors.kernels.products import (
+    CHOICES,
+    MOST_LAUNCHES,
+    Choice,
+    Product,
+    launches,
+    tuning,
+)
 
 
 def shape(rows: int, n: int = 4352, k: int = 1152) -> Shape:
@@ -32,3 +40,46 @@ def test_a_product_without_cublaslt_is_torch(*, apart: bool) -> None:
     assert torch.equal(rows[:, 1], expected) == apart
     assert torch.allclose(added, expected, atol=1e-6)
     assert all(choice is None for choice in CHOICES.values())
+
+
+ROWS, WIDTH, INNER = 6, 32, 136
+
+
+class Chosen(Plan):
+    """A plan that says so when it runs."""
+
+    def __init__(self) -> None:
+        pass
+
+    def run(
+        self, algorithm: Algorithm, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor
+    ) -> None:
+        raise RuntimeError("chosen")
+
+
+def at(offset_bytes: int, *shape: int) -> Tensor:
+    """Random bfloat16 that begins so far behind a multiple of what algorithms expect."""
+    size = 2 * torch.Size(shape).numel()
+    whole = torch.empty(size + ALIGNED_BYTES + offset_bytes, dtype=torch.uint8)
+    start = -whole.data_ptr() % ALIGNED_BYTES + offset_bytes
+    return whole[start : start + size].view(torch.bfloat16).view(shape).normal_()
+
+
+@pytest.mark.parametrize("ending", ["bias", "add"])
+def test_what_begins_elsewhere_than_what_was_timed_takes_torchs_way(
+    ending: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = at(0, INNER, WIDTH), at(0, ROWS, WIDTH)
+    bias = None if ending == "add" else [at(0, INNER)]
+    product = Product([weight], bias, ending)
+    rows = at(0, ROWS, 2 * INNER)
+    first, second = rows.chunk(2, dim=1)
+    timed = Shape(ROWS, INNER, WIDTH, WIDTH, 2 * INNER, torch.bfloat16)
+    monkeypatch.setitem(CHOICES, (timed, ending), Choice(Chosen(), Algorithm()))
+    with pytest.raises(RuntimeError, match="chosen"):
+        product(0, x, first)
+    elsewhere = at(16, ROWS, WIDTH).copy_(x)
+    for source, out in ((x, second), (elsewhere, first)):
+        before = bias[0].float() if bias else out.float()
+        expected = F.linear(x.float(), weight.float()) + before
+        assert torch.allclose(product(0, source, out).float(), expected, rtol=1e-2, atol=1e-1)
