@@ -66,8 +66,8 @@ class GraphOptions(Options):
     """Paths of one pack at the same time, each on a stream of its own, on CUDA. Takes more memory:
     each path's graphs have a pool of their own. Not measured yet."""
     compile: bool = False
-    """Blocks that have no fast form go through torch.compile before they are captured: RMS norms,
-    SwiGLU, windows, norms after the residual. On CUDA in 16 bits; takes a C++ compiler and seconds
+    """Blocks that have no fast form go through torch.compile before they are captured: those whose
+    norms follow attention and MLP (Step3). On CUDA in 16 bits; takes a C++ compiler and seconds
     at a first start, and keeps what it made in TORCHINDUCTOR_CACHE_DIR. Not measured yet."""
     max_exact_graphs: PositiveInt = 64
     """Layouts that `mode: exact` keeps; the one unused for longest makes room."""
