@@ -27,7 +27,7 @@ from actors.options import ActorOptions
 from actors.origin import NOBODY, ORIGIN, Origin
 from actors.references import Kept, References
 from actors.scaling import OUTSTANDING_PATCHES
-from actors.shared import INLINE_BYTES, read, share, share_together
+from actors.shared import INLINE_BYTES, MOST_TOGETHER_BYTES, read, share, share_together
 from actors.stages import Made, Stages, Work
 from actors.startup import open_engine
 from actors.tensors import flat_tensor
@@ -56,6 +56,10 @@ class Encoder:
         self.fingerprint = spec.fingerprint  # once: it is a digest of the whole configuration
         self.cache = EmbeddingCache(options.cache.max_bytes, self.series)
         self.references = References(options.references, self.series)
+        # What is shared together is kept together: more could be refused where each alone is not.
+        largest = self.references.largest_bytes
+        most = MOST_TOGETHER_BYTES
+        self.together_bytes = min(most, largest) if largest > 0 else most
         self.stages = Stages(self.engine, options.preprocess.threads, self.series)
         self.outstanding_patches = 0
         start_mirror(options.metrics, self.series.text)
@@ -163,7 +167,8 @@ class Encoder:
         """Rows that left the engine, in the dtype that was asked for, to be referred to."""
         kept = [self._pruned(rows, media) if media.evs_rate else (rows, ()) for media, rows in done]
         if not self.cache.max_bytes:
-            data = share_together([as_bytes(rows, dtype) for rows, _ in kept])
+            arrays = [as_bytes(rows, dtype) for rows, _ in kept]
+            data = share_together(arrays, self.together_bytes)
             return [
                 Entry(one, dtype, (rows.shape[0], rows.shape[1]), frame_tokens)
                 for one, (rows, frame_tokens) in zip(data, kept, strict=True)

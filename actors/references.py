@@ -83,6 +83,11 @@ class References:
         """Of memory that all of them keep from being freed."""
         return self._held.bytes
 
+    @property
+    def largest_bytes(self) -> int:
+        """Of an object that can be kept."""
+        return self._options.max_bytes - OVERHEAD_BYTES
+
     def keep(self, kept: Kept, now: float) -> str:
         """Its id. Arrays are copied: they may be views of something larger. Raises TooLarge."""
         most = self._options.max_bytes

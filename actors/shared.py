@@ -29,14 +29,18 @@ def share(data: Bytes) -> Bytes | SharedBytes:
     return share_together([data])[0]
 
 
-def share_together(arrays: Sequence[Bytes]) -> list[Bytes | SharedBytes]:
+def share_together(
+    arrays: Sequence[Bytes], most_bytes: int = MOST_TOGETHER_BYTES
+) -> list[Bytes | SharedBytes]:
     """Each copied once, into objects that several of them share; as they are if they are few bytes.
+
+    `most_bytes`: of an object of several.
 
     An object costs the writer a third of a millisecond, and every process that its reference comes
     by as much again: for items of a few megabytes more than the copy.
     """
     shared: list[Bytes | SharedBytes] = []
-    for group in groups([array.nbytes for array in arrays]):
+    for group in groups([array.nbytes for array in arrays], most_bytes):
         together = [arrays[place] for place in group]
         size_bytes = sum(array.nbytes for array in together)
         if size_bytes <= INLINE_BYTES or not ray.is_initialized():  # Serve's local testing mode
@@ -50,14 +54,14 @@ def share_together(arrays: Sequence[Bytes]) -> list[Bytes | SharedBytes]:
     return shared
 
 
-def groups(sizes: Sequence[int]) -> list[list[int]]:
-    """Places that follow each other, of at most MOST_TOGETHER_BYTES; one may be larger alone."""
+def groups(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Places that follow each other, whose sizes are at most `most`; one may be larger alone."""
     found: list[list[int]] = []
     room = 0
     for place, size in enumerate(sizes):
         if not found or size > room:
             found.append([])
-            room = MOST_TOGETHER_BYTES
+            room = most
         found[-1].append(place)
         room -= size
     return found

@@ -70,18 +70,22 @@ def test_rows_that_are_shared_together_are_one_object_and_each_is_its_own(cluste
         found = asyncio.run(read(one))
         assert one.size_bytes == found.nbytes
         assert (found == array).all()
+    pairs = share_together(arrays, arrays[2].nbytes + arrays[3].nbytes)
+    assert len({one.object_ref for one in pairs if isinstance(one, SharedBytes)}) == 2
     assert share_together(arrays[:1])[0] is arrays[0], "few bytes stay where they are"
 
 
 def test_objects_are_bounded() -> None:
     third = MOST_TOGETHER_BYTES // 3
-    assert groups([third, third, third, third, 2 * MOST_TOGETHER_BYTES, 5, 0]) == [
+    assert groups(
+        [third, third, third, third, 2 * MOST_TOGETHER_BYTES, 5, 0], MOST_TOGETHER_BYTES
+    ) == [
         [0, 1, 2],
         [3],
         [4],
         [5, 6],
     ]
-    assert groups([]) == []
+    assert groups([], MOST_TOGETHER_BYTES) == []
 
 
 def test_small_ones_travel_by_value(router: DeploymentHandle) -> None:

@@ -120,6 +120,13 @@ def test_released_once() -> None:
     assert [store.release(name), store.release(name), store.get(name, 0)] == [True, False, None]
 
 
+def test_the_largest_object_that_can_be_kept() -> None:
+    store, _ = references()
+    store.keep(kept(1, store.largest_bytes), 0)
+    with pytest.raises(TooLarge):
+        store.keep(kept(2, store.largest_bytes + 1), 0)
+
+
 @given(st.lists(st.tuples(st.integers(0, 40_000), st.integers(0, 30))), st.integers(1, 100_000))
 def test_the_bytes_are_never_passed(puts: list[tuple[int, int]], max_bytes: int) -> None:
     store, metrics = references(max_bytes)
