@@ -9,7 +9,7 @@ columns of wider rows that begin where the algorithms do not expect it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -111,7 +111,8 @@ class Product:
                     bias = self.biases[layer] if self.biases else None
                     plan.run(algorithm, self.weights[layer], bias, x, scratch)
 
-            timed.append((graph_seconds(launch), index, algorithm))
+            with suppress(RuntimeError):  # offered, and refused after all
+                timed.append((graph_seconds(launch), index, algorithm))
         return Choice(plan, min(timed)[2]) if timed else None
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.kernels import products
 from actors.kernels.cublaslt import ALIGNED_BYTES, Algorithm, Ending, Plan, Shape
 from actors.kernels.products import (
     CHOICES,
@@ -55,6 +58,41 @@ class Chosen(Plan):
         self, algorithm: Algorithm, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor
     ) -> None:
         raise RuntimeError("chosen")
+
+
+def test_an_algorithm_that_is_refused_when_it_runs_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused, taken = Algorithm(waves=1), Algorithm(waves=2)
+    offered = [refused, taken]
+
+    class Offered(Plan):
+        def __init__(self, shape: Shape, ending: Ending) -> None:
+            pass
+
+        def algorithms(self) -> list[Algorithm]:
+            return offered
+
+        def run(self, algorithm: Algorithm, *_: Tensor | None) -> None:
+            if algorithm is refused:
+                raise RuntimeError("cuBLASLt failed with code 15")
+
+    def seconds(launch: Callable[[], None]) -> float:
+        launch()
+        return 1.0
+
+    monkeypatch.setattr(products, "Plan", Offered)
+    monkeypatch.setattr(products, "graph_seconds", seconds)
+    monkeypatch.setattr(products, "CHOICES", {})
+    x = at(0, ROWS, WIDTH)
+    for found in (taken, None):
+        product = Product([at(0, INNER, WIDTH)], [at(0, INNER)], "bias")
+        with tuning():
+            product(0, x)
+        (choice,) = products.CHOICES.values()
+        assert (choice and choice.algorithm) is found
+        products.CHOICES.clear()
+        offered.pop()
 
 
 def at(offset_bytes: int, *shape: int) -> Tensor:
