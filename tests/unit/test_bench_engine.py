@@ -114,6 +114,7 @@ def test_compiled_blocks(tmp_path: Path) -> None:
     assert (figure["mode"], figure["budgets"]) == ("compile", [256])
 
 
+@pytest.mark.extended
 def test_every_budget_and_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     what = ["--workload", "8x336", "--modes", "budget", "--every-budget", "--profile", "8x336"]
@@ -147,6 +148,7 @@ def test_nan_is_no_small_error() -> None:
     assert not model.correct()
 
 
+@pytest.mark.extended
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "figures.png"
