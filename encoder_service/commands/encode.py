@@ -80,6 +80,8 @@ def write(client: Client, options: argparse.Namespace, console: Console) -> int:
         written = client.encode_dataset(options.paths, options.out, chosen, console)
     except ValueError as wrong:
         raise ConfigError(f"--out: {wrong}") from None
+    if not written.encoded and not written.failed:
+        raise ConfigError("there is no image and no video in what was given, by the files' names")
     for failure in written.failures:
         console.print(f"[red]failed:[/] {escape(failure)}", soft_wrap=True)
     if written.retryable:
@@ -108,7 +110,8 @@ def show(client: Client, options: argparse.Namespace, console: Console) -> int:
             continue
         dummy = answer.weights == "dummy"
         shown.add_row(escape(Path(path).name), *row(answer))
-    console.print(shown)
+    if shown.row_count:
+        console.print(shown)
     for path, error in failed:
         message = escape(f"{path}: {error.type}: {error.message}")
         console.print(f"[red]failed:[/] {message}", soft_wrap=True)

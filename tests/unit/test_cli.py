@@ -208,6 +208,9 @@ def test_encode_writes_what_it_got(
     monkeypatch.setattr(AsyncClient, "model", model)
     monkeypatch.setattr(AsyncClient, "encode", encode)
     (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "notes.txt").touch()
+    assert cli.main(["encode", str(tmp_path / "in"), "--out", str(tmp_path / "none")]) == 1
+    assert "there is no image and no video" in capsys.readouterr().err
     (tmp_path / "in" / "cat.jpg").write_bytes(b"cat")
     out = tmp_path / "out"
     bad = tmp_path / "bad.jpg"
