@@ -154,6 +154,7 @@ def gone(client: Client, reference: str) -> bool:
     return raised.value.status == 404
 
 
+@pytest.mark.extended
 def test_everything_is_replaced(cluster: Cluster, files: dict[bytes, np.ndarray[Any, Any]]) -> None:
     before = encoders()
     with load(cluster.http, files):
