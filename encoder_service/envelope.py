@@ -67,7 +67,7 @@ class Envelope:
         try:
             await self.app(scope, received, observed)
         except ClientDisconnect:
-            pass  # while its body was read: there is nobody to answer
+            return  # while its body was read: there is nobody to answer
         except Exception as error:
             if exchange.code != CLIENT_GONE:
                 raise  # the answer has begun: all that is left is to break it off

@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from actors.kernels.native import check, shared_object
+
 Ending = Literal["bias", "gelu_tanh", "add"]
 """What rides in the end of a product: a bias; a bias and GELU by tanh; adding to what is there."""
 
@@ -57,10 +59,10 @@ class Plan:
     """Products of one shape. Descriptions last as long as the process: there are few."""
 
     def __init__(self, shape: Shape, ending: Ending) -> None:
-        self.library, self.handle = library()
+        self.calls, self.handle = loaded()
         self.ending = ending
         self.description = c_void_p()
-        check(self.library.cublasLtMatmulDescCreate(byref(self.description), COMPUTE_32F, REAL_32F))
+        self._call("MatmulDescCreate", byref(self.description), COMPUTE_32F, REAL_32F)
         self._describe(TRANSPOSE_FIRST, c_int(1))
         self._describe(EPILOGUE, c_int(EPILOGUES[ending]))
         self.weight = self._layout(shape.dtype, shape.k, shape.n, shape.k)
@@ -71,19 +73,19 @@ class Plan:
     def algorithms(self) -> list[Algorithm]:
         """What cuBLASLt thinks fit without a workspace, its first choice first. May be empty."""
         preference, found = c_void_p(), c_int()
-        check(self.library.cublasLtMatmulPreferenceCreate(byref(preference)))
+        self._call("MatmulPreferenceCreate", byref(preference))
         most = c_uint64(0)
-        check(
-            self.library.cublasLtMatmulPreferenceSetAttribute(
-                preference, MAX_WORKSPACE_BYTES, byref(most), ctypes.sizeof(most)
-            )
+        self._call(
+            "MatmulPreferenceSetAttribute",
+            *(preference, MAX_WORKSPACE_BYTES, byref(most), c_size_t(ctypes.sizeof(most))),
         )
         results = (Algorithm * MOST_ALGORITHMS)()
-        self.library.cublasLtMatmulAlgoGetHeuristic(
+        # Its own code says only whether it found any.
+        self.calls.cublasLtMatmulAlgoGetHeuristic(
             *(self.handle, self.description, self.weight, self.x, self.out, self.out),
             *(preference, MOST_ALGORITHMS, results, byref(found)),
         )
-        check(self.library.cublasLtMatmulPreferenceDestroy(preference))
+        self._call("MatmulPreferenceDestroy", preference)
         return [result for result in results[: found.value] if result.state == 0]
 
     def run(
@@ -93,43 +95,36 @@ class Plan:
         if bias is not None:
             self._describe(BIAS_POINTER, c_uint64(bias.data_ptr()))
         one, place = c_float(1), c_void_p(out.data_ptr())
-        check(
-            self.library.cublasLtMatmul(
-                *(self.handle, self.description, byref(one)),
-                *(c_void_p(weight.data_ptr()), self.weight, c_void_p(x.data_ptr()), self.x),
-                *(byref(self.keep), place, self.out, place, self.out),
-                *(byref(algorithm.algorithm), None, c_size_t(0)),
-                c_void_p(torch.cuda.current_stream().cuda_stream),
-            )
+        self._call(
+            "Matmul",
+            *(self.handle, self.description, byref(one)),
+            *(c_void_p(weight.data_ptr()), self.weight, c_void_p(x.data_ptr()), self.x),
+            *(byref(self.keep), place, self.out, place, self.out),
+            *(byref(algorithm.algorithm), None, c_size_t(0)),
+            c_void_p(torch.cuda.current_stream().cuda_stream),
         )
 
     def _describe(self, attribute: int, value: c_int | c_uint64) -> None:
-        check(
-            self.library.cublasLtMatmulDescSetAttribute(
-                self.description, attribute, byref(value), ctypes.sizeof(value)
-            )
+        self._call(
+            "MatmulDescSetAttribute",
+            *(self.description, attribute, byref(value), c_size_t(ctypes.sizeof(value))),
         )
 
     def _layout(self, dtype: torch.dtype, rows: int, columns: int, stride: int) -> c_void_p:
         layout = c_void_p()
-        check(
-            self.library.cublasLtMatrixLayoutCreate(
-                byref(layout), TYPES[dtype], c_uint64(rows), c_uint64(columns), c_int64(stride)
-            )
+        self._call(
+            "MatrixLayoutCreate",
+            *(byref(layout), TYPES[dtype], c_uint64(rows), c_uint64(columns), c_int64(stride)),
         )
         return layout
 
+    def _call(self, name: str, *arguments: object) -> None:
+        check(f"cublasLt{name}", self.calls[f"cublasLt{name}"](*arguments))
+
 
 @cache
-def library() -> tuple[ctypes.CDLL, c_void_p]:
-    """The library that torch has loaded, and a handle. OSError if there is none."""
-    major = (torch.version.cuda or "13").split(".")[0]
-    loaded, handle = ctypes.CDLL(f"libcublasLt.so.{major}"), c_void_p()
-    check(loaded.cublasLtCreate(byref(handle)))
-    return loaded, handle
-
-
-def check(code: int) -> None:
-    """RuntimeError unless the code is that of success."""
-    if code:
-        raise RuntimeError(f"cuBLASLt failed with code {code}")
+def loaded() -> tuple[ctypes.CDLL, c_void_p]:
+    """cuBLASLt, and a handle of it. OSError if torch brought none."""
+    calls, handle = shared_object("cublasLt"), c_void_p()
+    check("cublasLtCreate", calls.cublasLtCreate(byref(handle)))
+    return calls, handle

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from actors.kernels.native import check, shared_object
+
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
@@ -77,8 +79,7 @@ def build(source: str, name: str, architecture: str, threads: int, shared_bytes:
 
 def compiled(source: str, architecture: str) -> bytes:
     """The machine code of `source`. Needs no device."""
-    major = (torch.version.cuda or "13").split(".")[0]
-    compiler = ctypes.CDLL(f"libnvrtc.so.{major}")
+    compiler = shared_object("nvrtc")
     program = ctypes.c_void_p()
     check(
         "nvrtcCreateProgram",
@@ -102,9 +103,3 @@ def read(compiler: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
     result = ctypes.create_string_buffer(size.value)
     check(f"nvrtcGet{what}", compiler[f"nvrtcGet{what}"](program, result))
     return result.raw
-
-
-def check(call: str, code: int) -> None:
-    """RuntimeError unless the code is that of success."""
-    if code:
-        raise RuntimeError(f"{call} failed with code {code}")

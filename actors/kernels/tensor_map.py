@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from actors.kernels.nvrtc import check
+from actors.kernels.native import check
 
 BYTES, ALIGNMENT = 128, 64
 """Of a CUtensorMap."""

@@ -36,18 +36,14 @@ MLP_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class FastLayer:
-    """One layer, its biases moved to where they are free."""
+    """What a layer has beside its products; biases are moved to where they are free."""
 
     shift1: Tensor
     """float32 [width]: what the stream lacks before norm1."""
     norm1: Affine
-    qkv: Affine
     qk_norm: Tensor | None
-    proj: Tensor
     shift2: Tensor
     norm2: Affine
-    up: Affine
-    down: Tensor
 
 
 class FastBlocks:
@@ -64,12 +60,15 @@ class FastBlocks:
         self.attention = attention
         self.taps = taps
         gelu = style.activation == "gelu_tanh"
-        self.layers, self.shifts = fold(weights, MLP_MULTIPLE if gelu else 1)
-        self.qkv = affine([layer.qkv for layer in self.layers], "bias")
-        self.proj = Product([layer.proj for layer in self.layers], None, "add")
-        self.up = affine([layer.up for layer in self.layers], "gelu_tanh" if gelu else "bias")
+        self.layers, self.shifts = fold(weights)
+        padding = -len(weights[0].up.weight) % MLP_MULTIPLE if gelu else 0
+        up = [padded(layer.up, padding) for layer in weights]
+        down = [F.pad(layer.down.weight, (0, padding)) for layer in weights]
+        self.qkv = affine([layer.qkv for layer in weights], "bias")
+        self.proj = Product([layer.proj.weight for layer in weights], None, "add")
+        self.up = affine(up, "gelu_tanh" if gelu else "bias")
         self.activate = None if gelu else (ACTIVATIONS | {"swiglu": swiglu})[style.activation]
-        self.down = Product([layer.down for layer in self.layers], None, "add")
+        self.down = Product(down, None, "add")
 
     def __call__(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, values: Values
@@ -119,30 +118,18 @@ def affine(layers: Sequence[Affine], ending: Ending) -> Product:
     return Product([layer.weight for layer in layers], [layer.bias for layer in layers], ending)
 
 
-def fold(
-    weights: Sequence[BlockWeights], mlp_multiple: int
-) -> tuple[list[FastLayer], list[Tensor]]:
-    """The layers, MLPs padded, and what the stream lacks after each: float32 [width]."""
+def padded(linear: Affine, rows: int) -> Affine:
+    """With so many more rows of zeros."""
+    return Affine(F.pad(linear.weight, (0, 0, 0, rows)), F.pad(linear.bias, (0, rows)))
+
+
+def fold(weights: Sequence[BlockWeights]) -> tuple[list[FastLayer], list[Tensor]]:
+    """The layers, and what the stream lacks after each: float32 [width]."""
     shift = torch.zeros_like(weights[0].proj.bias, dtype=torch.float32)
     layers, after = [], []
     for layer in weights:
         middle = shift + layer.proj.bias.float()
-        padding = -len(layer.up.weight) % mlp_multiple
-        layers.append(
-            FastLayer(
-                shift1=shift,
-                norm1=layer.norm1,
-                qkv=layer.qkv,
-                qk_norm=layer.qk_norm,
-                proj=layer.proj.weight,
-                shift2=middle,
-                norm2=layer.norm2,
-                up=Affine(
-                    F.pad(layer.up.weight, (0, 0, 0, padding)), F.pad(layer.up.bias, (0, padding))
-                ),
-                down=F.pad(layer.down.weight, (0, padding)),
-            )
-        )
+        layers.append(FastLayer(shift, layer.norm1, layer.qk_norm, middle, layer.norm2))
         shift = middle + layer.down.bias.float()
         after.append(shift)
     return layers, after
