@@ -91,8 +91,8 @@ class Encoder:
         ]
         missing = [one for one, entry in zip(media, cached, strict=True) if entry is None]
         call = self.stages.begin(missing, partial(self._share, dtype))
-        hits = [entry and await converted(entry, dtype) for entry in cached]
-        await call.wait(timeout_seconds)
+        # Together, so that what was begun is given up if this is cancelled meanwhile.
+        hits, _ = await asyncio.gather(all_converted(cached, dtype), call.wait(timeout_seconds))
         works, answers = iter(call.works), []
         for one, hit in zip(media, hits, strict=True):
             if isinstance(hit, Entry):
@@ -228,6 +228,13 @@ class Encoder:
         """Drained by Serve before: nothing is waiting any more."""
         if hasattr(self, "stages"):
             self.stages.close()
+
+
+async def all_converted(
+    entries: Sequence[Entry | None], dtype: Dtype
+) -> list[Entry | Exception | None]:
+    """One after the other; None stays."""
+    return [entry and await converted(entry, dtype) for entry in entries]
 
 
 async def converted(entry: Entry, dtype: Dtype) -> Entry | Exception:

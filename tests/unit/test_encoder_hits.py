@@ -1,0 +1,99 @@
+"""The encoder actor's own process: what was begun beside a hit is given up with its call."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import serve
+from torch import Tensor
+
+from actors import encoder
+from actors.cache import Entry
+from actors.options import (
+    ActorOptions,
+    CacheOptions,
+    EncoderOptions,
+    MetricsOptions,
+    ModelOptions,
+)
+from actors.types import Dtype, Embedding, Media, Size
+from tests.images import jpeg
+
+OPTIONS = ActorOptions(
+    model=ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"),
+    encoder=EncoderOptions(device="cpu", num_gpus=0),
+    cache=CacheOptions(max_bytes=10_000_000),
+    metrics=MetricsOptions(ray_mirror_seconds=0),
+)
+
+
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch) -> encoder.Encoder:
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    return encoder.Encoder(OPTIONS)
+
+
+def media(actor: encoder.Encoder, width: int) -> Media:
+    plan = actor.tower.spec.sizing.plan(Size(width, 64))
+    return Media("image", jpeg(width, 64), plan, str(width))
+
+
+def test_a_hit_in_another_dtype_is_that_of_the_cache(actor: encoder.Encoder) -> None:
+    async def run() -> None:
+        first = await actor.encode([media(actor, 64)], "float32", 30)
+        again = await actor.encode([media(actor, 96), media(actor, 64)], "float16", 30)
+        (whole,), (other, hit) = first.answers, again.answers
+        assert isinstance(whole, Embedding)
+        assert isinstance(other, Embedding)
+        assert isinstance(hit, Embedding)
+        assert (whole.source, other.source, hit.source) == ("graph", "graph", "cache")
+        assert (hit.dtype, hit.shape) == ("float16", whole.shape)
+
+    asyncio.run(run())
+
+
+def test_a_call_that_ends_while_a_hit_is_converted_gives_up_the_rest(
+    actor: encoder.Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        await actor.encode([media(actor, 64)], "float32", 30)
+        gate, reached, forwards = threading.Event(), threading.Event(), []
+        forward = actor.tower.forward
+
+        def held(path: str, values: Any) -> Tensor:
+            forwards.append(path)
+            reached.set()
+            gate.wait(10)
+            return forward(path, values)
+
+        monkeypatch.setattr(actor.tower, "forward", held)
+        converting = asyncio.Event()
+
+        async def for_ever(entry: Entry, dtype: Dtype) -> Entry:
+            converting.set()
+            await asyncio.Event().wait()
+            return entry
+
+        monkeypatch.setattr(encoder, "converted", for_ever)
+        before = asyncio.create_task(actor.encode([media(actor, 96)], "float32", 30))
+        await asyncio.to_thread(reached.wait, 10)
+        behind = asyncio.create_task(
+            actor.encode([media(actor, 64), media(actor, 128)], "float16", 30)
+        )
+        await asyncio.wait_for(converting.wait(), 10)
+        while not actor.engine._waiting:  # decoded, and behind what the engine holds
+            await asyncio.sleep(0.01)
+        behind.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await behind
+        gate.set()
+        await before
+        actor.stages.close()
+        assert len(forwards) == 1
+
+    asyncio.run(run())
