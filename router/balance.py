@@ -69,7 +69,7 @@ def power_of_two(random: Random) -> Plan:
 
 
 def one_of(random: Random) -> Plan:
-    """Each item to any replica: what is there to compare with, no policy of the service."""
+    """Each item to any replica: what the others are compared with."""
 
     def plan(costs: Sequence[int], loads: Mapping[str, int]) -> list[Shard]:
         replicas = some(loads)
@@ -85,6 +85,7 @@ POLICIES: dict[Policy, Callable[[Random], Plan]] = {
     "largest_first": lambda random: largest_first,
     "round_robin": lambda random: round_robin(),
     "power_of_two": power_of_two,
+    "random": one_of,
 }
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt
 
 from actors.options import Options
 
-Policy = Literal["largest_first", "round_robin", "power_of_two"]
+Policy = Literal["largest_first", "round_robin", "power_of_two", "random"]
 
 
 class RouterOptions(Options):

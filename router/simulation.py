@@ -59,6 +59,8 @@ class Scenario:
     """Seconds at which a replica, by its number, loses all that it has."""
     restart_seconds: float = 30.0
     exclude_seconds: float = 5.0
+    sharing: int = 1
+    """Replicas on one device, one after the other by their numbers."""
 
 
 @dataclass(slots=True)
@@ -107,16 +109,38 @@ class Work:
 
 @dataclass(slots=True)
 class Server:
-    """One replica. `life` tells its processes apart: what an earlier one began is lost."""
+    """One replica."""
 
     queue: deque[Work] = field(default_factory=deque)
     alive: bool = True
-    life: int = 0
 
     @property
     def outstanding(self) -> int:
         """Patches accepted and not done."""
         return sum(sum(work.patches) for work in self.queue)
+
+
+@dataclass(slots=True)
+class Device:
+    """Does the work of its replicas: those that have some get equal parts of its time."""
+
+    left: dict[int, float] = field(default_factory=dict)
+    """Seconds of the device that each replica at work still needs, as of `since`."""
+    since: float = 0.0
+    turn: int = 0
+    """Rises with every change: an end that was foreseen before is none."""
+
+    def pass_to(self, now: float) -> None:
+        """What was done until now; something is about to change."""
+        done = (now - self.since) / max(1, len(self.left))
+        self.left = {replica: seconds - done for replica, seconds in self.left.items()}
+        self.since = now
+        self.turn += 1
+
+    def first(self) -> tuple[int, float]:
+        """Which replica is done first if nothing changes, and in how many seconds."""
+        replica = min(self.left, key=lambda replica: self.left[replica])
+        return replica, max(0.0, self.left[replica]) * len(self.left)
 
 
 class Simulation:
@@ -130,6 +154,7 @@ class Simulation:
             for _ in self.plans
         ]
         self.servers = [Server() for _ in range(scenario.replicas)]
+        self.devices = [Device() for _ in range(-(-scenario.replicas // scenario.sharing))]
         self.outcome = Outcome(
             busy_seconds=[0.0] * scenario.replicas, patches=[0] * scenario.replicas
         )
@@ -186,17 +211,32 @@ class Simulation:
             self._begin(replica)
 
     def _begin(self, replica: int) -> None:
-        life = self.servers[replica].life
-        seconds = self.scenario.cost.seconds(self.servers[replica].queue[0].patches)
-        self._at(self._now + seconds, lambda: self._finish(replica, life, seconds))
+        device = self.devices[replica // self.scenario.sharing]
+        device.pass_to(self._now)
+        device.left[replica] = self.scenario.cost.seconds(self.servers[replica].queue[0].patches)
+        self._foresee(device)
 
-    def _finish(self, replica: int, life: int, seconds: float) -> None:
+    def _foresee(self, device: Device) -> None:
+        """Its next end, as long as nothing else comes."""
+        if device.left:
+            (replica, seconds), turn = device.first(), device.turn
+            self._at(self._now + seconds, lambda: self._end(device, turn, replica))
+
+    def _end(self, device: Device, turn: int, replica: int) -> None:
+        if device.turn == turn:
+            self._stop(device, replica)
+            self._finish(replica)
+
+    def _stop(self, device: Device, replica: int) -> None:
+        device.pass_to(self._now)
+        device.left.pop(replica, None)
+        self._foresee(device)
+
+    def _finish(self, replica: int) -> None:
         server = self.servers[replica]
-        if server.life != life:
-            return
         work = server.queue.popleft()
         ledger = self.ledgers[work.request.router]
-        self.outcome.busy_seconds[replica] += seconds
+        self.outcome.busy_seconds[replica] += self.scenario.cost.seconds(work.patches)
         self.outcome.patches[replica] += sum(work.patches)
         for one in work.reservations:
             ledger.release(one, self._now, done=True)
@@ -216,7 +256,8 @@ class Simulation:
         if not server.alive:
             return
         lost, server.queue = server.queue, deque()
-        server.alive, server.life = False, server.life + 1
+        server.alive = False
+        self._stop(self.devices[replica // self.scenario.sharing], replica)
         self._at(self._now + self.scenario.restart_seconds, lambda: self._restart(replica))
         for work in lost:
             ledger = self.ledgers[work.request.router]

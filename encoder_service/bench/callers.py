@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Any
 
 import ray
@@ -36,6 +37,8 @@ from encoder_service.errors import fault
 from encoder_service.media import probe
 from encoder_service.transports import connect
 
+TURNED = 37
+"""Kinds by which one caller is ahead of the next."""
 APART = 2**40
 """Between the numbers of two callers' pictures: none sends what another sent."""
 
@@ -114,6 +117,14 @@ class Callers:
         results: list[Result] = ray.get(calls)
         return merged(results)
 
+    def first(self, load: Load, kinds: list[list[Shape]]) -> list[list[Shape]]:
+        """The requests that a load of so many begins with, caller by caller."""
+        return [
+            kind
+            for place, one in enumerate(shares(load, len(self.actors)))
+            for kind in islice(cycle(turned(kinds, place)), one.requests)
+        ]
+
     def close(self) -> None:
         """Ends the processes."""
         for actor in self.actors:
@@ -128,6 +139,8 @@ def shares(load: Load, callers: int) -> list[Load]:
             load,
             concurrency=part(load.concurrency, place, callers),
             requests=part(load.requests, place, callers),
+            per_second=load.per_second and load.per_second / callers,
+            seed=load.seed + place,
         )
         for place in range(callers)
     ]
@@ -140,7 +153,13 @@ def part(whole: int, place: int, parts: int) -> int:
 
 def pictures_of(kinds: list[list[Shape]], place: int, turn: int) -> Iterator[list[bytes]]:
     """Requests that no other caller sends, and this one in no other turn."""
-    return requests(kinds, (place * 2**10 + turn) * APART)
+    return requests(turned(kinds, place), (place * 2**10 + turn) * APART)
+
+
+def turned(kinds: list[list[Shape]], place: int) -> list[list[Shape]]:
+    """The kinds in the order in which a caller sends them, which is not that of another."""
+    first = place * TURNED % len(kinds)
+    return kinds[first:] + kinds[:first]
 
 
 def size_bytes(embedding: Embedding) -> int:

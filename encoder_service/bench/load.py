@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, Literal, Protocol
 
 from actors.types import DTYPE_BYTES, Dtype
@@ -30,6 +31,10 @@ class Load:
     dtype: Dtype
     reference: bool = False
     """The embeddings stay in shared memory: what comes back is ids."""
+    per_second: float | None = None
+    """Requests come at random times, whatever became of those before: `concurrency` is unused."""
+    seed: int = 0
+    """Of those times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +100,39 @@ async def send(way: Way, load: Load, requests: Iterator[list[bytes]]) -> Result:
         nonlocal left
         while left > 0 and time.perf_counter() < end:
             left -= 1
-            await one(way, next(requests), result)
+            await one(way, next(requests), result, time.perf_counter())
+
+    async def arrivals(per_second: float) -> None:
+        random, due = Random(load.seed), time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(left):
+                due += random.expovariate(per_second)
+                if due >= end:
+                    break
+                images = next(requests)
+                await asyncio.sleep(due - time.perf_counter())
+                group.create_task(one(way, images, result, due))
 
     started = time.perf_counter()
     try:
-        await asyncio.gather(*(worker() for _ in range(load.concurrency)))
+        if load.per_second:
+            await arrivals(load.per_second)
+        else:
+            await asyncio.gather(*(worker() for _ in range(load.concurrency)))
     finally:
         await way.close()
     result.wall_seconds = time.perf_counter() - started
     return result
 
 
-async def one(way: Way, images: list[bytes], result: Result) -> None:
-    """One request, noted in `result`."""
-    started = time.perf_counter()
+async def one(way: Way, images: list[bytes], result: Result, since: float) -> None:
+    """One request, due at `since`, noted in `result`."""
     try:
         answered = await way.encode(images)
     except ServiceError as error:
         result.errors[error.type] += 1
         return
-    taken = time.perf_counter() - started
+    taken = time.perf_counter() - since
     result.latencies_seconds.append(taken)
     result.overheads_seconds.append(taken - answered.work_seconds)
     result.images += len(images)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from io import BytesIO
+from random import Random
 
 import numpy as np
 from PIL import Image
 
+from router.traffic import drawn
+
 VARIANTS = 8
-"""Different pictures of each size."""
+"""Different pictures of each size, where there are few sizes."""
+HEAVY_TAILED = "heavy-tailed"
+HEAVY_TAILED_KINDS = 512
+PATCH_PIXELS = 16
+"""On a side, of the patches that the simulator draws."""
 
 Shape = tuple[int, int]
 
@@ -20,8 +29,10 @@ Shape = tuple[int, int]
 def parse_mix(text: str) -> list[list[Shape]]:
     """The images of each kind of request: "336x336*8+1024x1024,64x64" are two kinds in turn.
 
-    Raises ValueError.
+    "heavy-tailed": those of `encoder-service simulate`, as squares. Raises ValueError.
     """
+    if text == HEAVY_TAILED:
+        return heavy_tailed(HEAVY_TAILED_KINDS)
     kinds = []
     for kind in text.split(","):
         sizes: list[Shape] = []
@@ -35,6 +46,18 @@ def parse_mix(text: str) -> list[list[Shape]]:
     return kinds
 
 
+def heavy_tailed(count: int) -> list[list[Shape]]:
+    """Requests of 1 to 20 squares of log-normal sizes, their sides multiples of two patches."""
+    return [[square(one) for one in patches] for patches in drawn(Random(1), count)]
+
+
+def square(patches: int) -> Shape:
+    """Of about so many patches."""
+    side = 2 * PATCH_PIXELS * round(math.sqrt(patches) / 2)
+    return side, side
+
+
+@lru_cache(maxsize=1024)
 def picture(width: int, height: int, seed: int) -> bytes:
     """A JPEG as large as a photograph of that size: soft shapes under a little grain."""
     random = np.random.default_rng(seed)
@@ -52,12 +75,18 @@ def stamped(jpeg: bytes, number: int) -> bytes:
 
 
 def requests(kinds: list[list[Shape]], first: int = 0) -> Iterator[list[bytes]]:
-    """The images of one request after another, without end, numbered from `first` on."""
+    """The images of one request after another, without end, numbered from `first` on.
+
+    All pictures are made before the first is asked for.
+    """
     shapes = {shape for kind in kinds for shape in kind}
+    seeds = range(max(1, VARIANTS // len(shapes)))
     made = {
-        shape: itertools.cycle([picture(*shape, seed) for seed in range(VARIANTS)])
+        shape: itertools.cycle([picture(*shape, seed) for seed in seeds])
         for shape in sorted(shapes)
     }
     numbers = itertools.count(first)
-    for kind in itertools.cycle(kinds):
-        yield [stamped(next(made[shape]), next(numbers)) for shape in kind]
+    return (
+        [stamped(next(made[shape]), next(numbers)) for shape in kind]
+        for kind in itertools.cycle(kinds)
+    )

@@ -6,6 +6,8 @@ Each policy gets a fresh service on one private cluster, and the same requests.
 from __future__ import annotations
 
 import statistics
+import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from rich.table import Table
 
 from actors.spec import read
 from actors.types import DTYPE_BYTES, Size
+from encoder_service.bench.arrivals import Traffic, burst, steady
 from encoder_service.bench.cluster import Cluster, cluster, logical_cpus, service
 from encoder_service.bench.load import Load, ProtocolName, Result
 from encoder_service.bench.mix import Shape, requests
@@ -25,8 +28,8 @@ from router.options import Policy
 SINGLES = 60
 """Requests of one small image, one at a time, that overheads are taken from."""
 SMALL: list[list[Shape]] = [[(336, 336)]]
-WARM_UPS = 4
-"""Requests of each kind before anything is measured."""
+WARM_UPS, MOST_WARM_UPS = 4, 64
+"""Requests of each kind before anything is measured, and of all kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,11 @@ class Plan:
     """Processes that send."""
     alone: bool = False
     """The engines are measured without the service as well."""
+    steady_part: float | None = None
+    """Then requests at random times, so many a second of what the first policy answered at most;
+    and what the simulator says of them."""
+    burst: int = 0
+    """Then so many requests at once, and what the simulator says of them."""
 
 
 def run(options: ServiceOptions, plan: Plan, console: Console) -> dict[str, Any]:
@@ -56,7 +64,10 @@ def run(options: ServiceOptions, plan: Plan, console: Console) -> dict[str, Any]
             console.print("measuring the engines alone ...")
             load = plan.load
             alone = measure_alone(options, plan.kinds, load.concurrency, load.seconds)
-        runs = [run_policy(options, plan, policy, where, console) for policy in plan.policies]
+        runs: list[dict[str, Any]] = []
+        for policy in plan.policies:
+            most = runs[0]["requests_per_second"] if runs else None
+            runs.append(run_policy(options, plan, policy, where, console, most))
     for one in runs:
         one["overhead_ratio"] = one["overhead_ms"] / carrying_ms
         one["overhead_ratio_empty"] = one["overhead_ms"] / empty_ms
@@ -83,26 +94,47 @@ def measure_noop(where: Cluster, options: ServiceOptions, plan: Plan) -> tuple[f
 
 
 def run_policy(
-    options: ServiceOptions, plan: Plan, policy: Policy, where: Cluster, console: Console
+    options: ServiceOptions,
+    plan: Plan,
+    policy: Policy,
+    where: Cluster,
+    console: Console,
+    most: float | None,
 ) -> dict[str, Any]:
-    """Figures of one policy."""
+    """Figures of one policy. `most`: requests a second of the first, None if this is it."""
     from encoder_service.bench.callers import Callers
 
     console.print(f"starting the service with policy {policy} ...")
     router = options.router.model_copy(update={"policy": policy})
     single = replace(plan.load, concurrency=1, requests=SINGLES)
-    warm = replace(single, requests=WARM_UPS * len(plan.kinds), timeout_seconds=300)
+    warm_ups = min(WARM_UPS * len(plan.kinds), MOST_WARM_UPS)
+    warm = replace(single, requests=warm_ups, timeout_seconds=300)
+    started = time.perf_counter()
+    told: dict[str, Any] = {"policy": policy}
     with service(options.model_copy(update={"router": router})):
+        told["ready_seconds"] = time.perf_counter() - started
         callers = Callers(plan.callers, options, where, plan.protocol)
         callers.send(warm, SMALL)
         callers.send(replace(warm, concurrency=plan.callers), plan.kinds)
         alone = callers.send(single, SMALL)
         before = scrape(where.http)
         result = callers.send(plan.load, plan.kinds)
-        work = work_between(before, scrape(where.http))
+        told |= figures(result, work_between(before, scrape(where.http)), alone)
+        by_handle = plan.protocol == "handle"
+        routers = (options.router if by_handle else options.ingress).replicas
+        traffic = Traffic(
+            options, plan.kinds, policy, plan.callers, routers, most or told["requests_per_second"]
+        )
+        if plan.steady_part:
+            told |= steady(callers, plan.load, plan.steady_part, where.http, traffic)
+        if plan.burst:
+            told |= burst(callers, plan.load, plan.burst, where.http, traffic)
         callers.close()
-    told = {"policy": policy, "protocol": plan.protocol, "reference": plan.load.reference}
-    return told | figures(result, work, alone)
+    errors = Counter(told["errors"])
+    for name in ("steady_errors", "burst_errors"):
+        errors += Counter(told.pop(name, {}))
+    told["errors"] = dict(errors)
+    return told | {"protocol": plan.protocol, "reference": plan.load.reference}
 
 
 def figures(result: Result, work: Work, alone: Result) -> dict[str, Any]:
@@ -132,6 +164,7 @@ def figures(result: Result, work: Work, alone: Result) -> dict[str, Any]:
 
 
 ROWS = (
+    ("ready_seconds", "start of the service, s", "{:.0f}"),
     ("requests", "requests answered", "{:d}"),
     ("p50_ms", "p50, ms", "{:.1f}"),
     ("p95_ms", "p95, ms", "{:.1f}"),
@@ -144,6 +177,17 @@ ROWS = (
     ("graph_hit_rate", "graph hit rate", "{:.1%}"),
     ("padding_ratio", "padding ratio", "{:.1%}"),
     ("balance", "balance, max/mean patches", "{:.2f}"),
+    ("steady_requests_per_second", "at random times, requests/s", "{:.1f}"),
+    ("steady_p50_ms", "p50, ms", "{:.1f}"),
+    ("simulated_p50_ms", "the same simulated", "{:.1f}"),
+    ("steady_p99_ms", "p99, ms", "{:.1f}"),
+    ("simulated_p99_ms", "the same simulated", "{:.1f}"),
+    ("steady_balance", "balance, max/mean patches", "{:.2f}"),
+    ("simulated_balance", "the same simulated", "{:.2f}"),
+    ("burst_ms", "a burst until its last answer, ms", "{:.0f}"),
+    ("simulated_burst_ms", "the same simulated", "{:.0f}"),
+    ("burst_balance", "balance, max/mean patches", "{:.2f}"),
+    ("simulated_burst_balance", "the same simulated", "{:.2f}"),
     ("single_image_p50_ms", "one 336x336 alone, p50, ms", "{:.1f}"),
     ("overhead_ms", "of that not decoding or encoding, ms", "{:.1f}"),
     ("overhead_ratio", "over two hops of Ray Serve with the same bytes", "{:.2f}x"),

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from rich.console import Console
 
+from actors.errors import ConfigError
 from actors.types import Dtype
 from encoder_service.bench.load import Load, ProtocolName
 from encoder_service.bench.mix import parse_mix
@@ -30,8 +31,16 @@ def add(subcommands: Any) -> None:
         "--mix",
         type=mix,
         default="336x336*8+1024x1024",
-        help="sizes of the images of a request; after a comma, of the next (%(default)s)",
+        help="sizes of the images of a request; after a comma, of the next (%(default)s); or "
+        "heavy-tailed, as in `simulate`",
     )
+    parser.add_argument(
+        "--steady",
+        type=float,
+        metavar="PART",
+        help="then requests at random times, at this part of what the first policy answered",
+    )
+    parser.add_argument("--burst", type=int, default=0, help="then so many requests at once")
     parser.add_argument("--concurrency", type=int, default=4, help="requests in flight")
     parser.add_argument("--protocol", choices=get_args(ProtocolName), default="http")
     parser.add_argument(
@@ -75,8 +84,17 @@ def run(options: argparse.Namespace, console: Console) -> int:
         reference=options.reference,
     )
     chosen = options.policy or [service.router.policy]
+    if options.steady is not None and (options.seconds is None or not 0 < options.steady < 1):
+        raise ConfigError("--steady takes a part between 0 and 1, and --seconds")
     plan = Plan(
-        options.mix, bench_load, chosen, options.protocol, options.callers, alone=options.alone
+        options.mix,
+        bench_load,
+        chosen,
+        options.protocol,
+        options.callers,
+        alone=options.alone,
+        steady_part=options.steady,
+        burst=options.burst,
     )
     report = measure(service, plan, console)
     if options.json:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -21,14 +19,11 @@ from rich.table import Table
 
 from encoder_service.bench.engine_plot import require_matplotlib
 from encoder_service.bench.simulation_plot import plot
-from router.balance import POLICIES, Plan, one_of
+from router.balance import POLICIES
+from router.options import Policy
 from router.simulation import Simulation
 from router.traffic import H200_8B, burst, steady
 
-COMPARED: Mapping[str, Callable[[Random], Plan]] = {
-    **dict[str, Callable[[Random], Plan]](POLICIES.items()),
-    "random": one_of,
-}
 BURST_REQUESTS = 4
 """For each replica, all at once."""
 
@@ -75,9 +70,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         require_matplotlib()
     rows = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("simulating", total=len(options.replicas) * len(COMPARED))
+        task = progress.add_task("simulating", total=len(options.replicas) * len(POLICIES))
         for replicas in options.replicas:
-            for policy in COMPARED:
+            for policy in POLICIES:
                 rows.append(measure(policy, replicas, options))
                 progress.advance(task)
     if options.json:
@@ -88,9 +83,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def measure(policy: str, replicas: int, options: argparse.Namespace) -> Row:
+def measure(policy: Policy, replicas: int, options: argparse.Namespace) -> Row:
     """One policy through steady traffic, and through a burst of its own."""
-    seed, plan = options.seed, COMPARED[policy]
+    seed, plan = options.seed, POLICIES[policy]
     traffic = steady(
         replicas,
         max(options.requests, BURST_REQUESTS * replicas),
@@ -131,7 +126,7 @@ def table(rows: list[Row], options: argparse.Namespace) -> Table:
     shown.add_column("policy", no_wrap=True)
     for name in ("p50 ms", "p99 ms", "imbalance", "burst ms", "of best", "replans"):
         shown.add_column(name, justify="right")
-    last = list(COMPARED)[-1]
+    last = list(POLICIES)[-1]
     for row in rows:
         figures = (
             f"{row.p50_ms:.1f}",

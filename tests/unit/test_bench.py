@@ -7,8 +7,10 @@ import math
 import threading
 from collections import Counter
 from concurrent.futures import Future
+from dataclasses import replace
 from io import BytesIO
 from itertools import islice
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,13 +18,18 @@ from PIL import Image
 
 from actors.bench.pipeline import measure, rate
 from actors.options import ActorOptions, EncoderOptions, ModelOptions
-from encoder_service.bench.callers import pictures_of, shares
+from encoder_service.bench import serve
+from encoder_service.bench.arrivals import Traffic
+from encoder_service.bench.callers import pictures_of, shares, turned
 from encoder_service.bench.cluster import OTHER_FILES, ha_proxy
 from encoder_service.bench.load import Answered, Load, Result, merged, send
 from encoder_service.bench.mix import parse_mix, requests
 from encoder_service.bench.scrape import Samples, work_between
-from encoder_service.bench.serve import ROWS, figures
+from encoder_service.bench.serve import figures
+from encoder_service.config import parse
 from encoder_service.embedding import ServiceError
+from router import traffic
+from router.traffic import ITEMS
 
 
 def test_mixes() -> None:
@@ -33,6 +40,18 @@ def test_mixes() -> None:
     for wrong in ("", "336", "336x336*0", "0x1", "1x1+", "1x1x1", "axb"):
         with pytest.raises(ValueError, match="WIDTHxHEIGHT"):
             parse_mix(wrong)
+
+
+def test_the_mix_of_the_simulator() -> None:
+    kinds = parse_mix("heavy-tailed")
+    sides = [side for kind in kinds for side, other in kind if side == other]
+    assert sorted(set(map(len, kinds))) == sorted(set(ITEMS))
+    assert len(sides) == sum(map(len, kinds))
+    assert (min(sides), max(sides)) == (128, 2048)
+    drawn = [one for items in traffic.drawn(Random(1), len(kinds)) for one in items]
+    for side, patches in zip(sides, drawn, strict=True):
+        assert side % 32 == 0
+        assert abs(side / 16 - math.sqrt(patches)) <= 1
 
 
 def test_requests_take_turns_and_never_repeat() -> None:
@@ -63,6 +82,21 @@ def test_work_is_what_counters_grew_by() -> None:
     assert work.padding == 0.25
     assert work.balance == 1.5
     assert work_between(after, after).balance == 0
+
+
+def test_what_the_simulator_is_told_of_a_fleet() -> None:
+    model, kinds = {"id": "qwen3vl-2b", "load_format": "dummy"}, parse_mix("336x336,1024x1024")
+    for gpus, sharing in ((0.25, 4), (1.0, 1)):
+        options = parse({"model": model, "encoder": {"replicas": 8, "num_gpus": gpus}})
+        told = Traffic(options, kinds, "largest_first", 4, 2, most_per_second=50.0)
+        assert told.patches(kinds) == [[400], [4096]]
+        arrivals = traffic.at_random(Random(1), told.patches(kinds) * 1000, 35.0)
+        outcome = told.simulate(arrivals, 1)
+        devices = 8 / sharing
+        assert told.scenario(arrivals).sharing == sharing
+        assert sum(outcome.busy_seconds) / (devices * outcome.makespan_seconds) == pytest.approx(
+            0.7, 0.05
+        )
 
 
 class Echo:
@@ -101,6 +135,36 @@ def test_a_load_in_parts_is_the_whole_load_and_no_picture_is_sent_twice() -> Non
     assert whole.embedding_bytes == 1500
     seen = [image for way in ways for image in way.seen]
     assert len(set(seen)) == len(seen) == 21
+
+
+class Slow(Echo):
+    """Answers nothing before all have come."""
+
+    def __init__(self, requests: int) -> None:
+        super().__init__()
+        self.barrier = asyncio.Barrier(requests)
+
+    async def encode(self, images: list[bytes]) -> Answered:
+        await self.barrier.wait()
+        return Answered(0.0, 0)
+
+
+def test_at_random_times_nobody_waits_for_an_answer_to_another() -> None:
+    load = Load(2, 12, math.inf, 60, "bfloat16", per_second=200.0)
+    parts = shares(load, 2)
+    assert [(part.per_second, part.seed) for part in parts] == [(100.0, 0), (100.0, 1)]
+    result = asyncio.run(send(Slow(12), load, requests([[(32, 32)]])))
+    assert len(result.latencies_seconds) == 12
+    assert max(result.latencies_seconds) > 0.02, "none was answered before the last came"
+    timed = replace(load, requests=2**31, seconds=0.3)
+    found = asyncio.run(send(Echo(), timed, requests([[(8, 8)]])))
+    assert 20 < found.images + found.errors["overloaded"] < 120
+
+
+def test_callers_are_ahead_of_each_other() -> None:
+    kinds = [[(32 + side, 32)] for side in range(100)]
+    assert turned(kinds, 0) == kinds
+    assert turned(kinds, 3) == kinds[11:] + kinds[:11]
 
 
 def test_ha_proxy_fits_the_machine() -> None:
@@ -152,8 +216,10 @@ def test_figures_have_all_rows() -> None:
     result = Result([0.1 * i for i in range(1, 101)], [], 100, 10, 20, Counter(), 2.0)
     found = figures(result, work_between({}, samples(patches=100)), alone)
     found |= {"overhead_ratio": 1.0, "overhead_ratio_empty": 1.0}
-    found |= {"engine_ratio": 1.0, "pipeline_ratio": 1.0}
-    assert {key for key, _, _ in ROWS} <= found.keys()
+    found |= {"engine_ratio": 1.0, "pipeline_ratio": 1.0, "ready_seconds": 1.0}
+    apart = ("steady_", "burst_", "simulated_")  # the figures of arrivals.py
+    rows = [row for row in serve.ROWS if not row[0].startswith(apart)]
+    assert {key for key, _, _ in rows} <= found.keys()
     assert found["p50_ms"] == pytest.approx(5050)
     assert found["p99_ms"] == pytest.approx(9901)
     assert (found["requests_per_second"], found["patches_per_second"]) == (50, 50)

@@ -57,6 +57,21 @@ def test_without_a_replica_work_waits_for_the_restart() -> None:
     assert simulate(scenario).latencies_seconds == [44]
 
 
+def test_replicas_on_one_device_share_its_time_while_both_have_work() -> None:
+    apart = Scenario(2, 1, [(0.0, [10]), (1.0, [1])], PLAIN)
+    assert simulate(apart).latencies_seconds == [1, 10]
+    together = simulate(replace(apart, sharing=2))
+    assert together.latencies_seconds == [2, 11]
+    assert together.busy_seconds == [10, 1]
+    assert together.makespan_seconds == 11
+
+
+def test_who_dies_leaves_the_device_to_the_others() -> None:
+    arrivals = [(0.0, [10]), (0.0, [4])]
+    scenario = Scenario(2, 1, arrivals, PLAIN, deaths=[(4.0, 0)], restart_seconds=99, sharing=2)
+    assert simulate(scenario).latencies_seconds == [6, 16]
+
+
 def test_what_does_not_fit_is_refused() -> None:
     scenario = Scenario(1, 1, [(0.0, [10]), (1.0, [10]), (11.0, [10])], PLAIN, limit_patches=15)
     outcome = simulate(scenario)

@@ -1,0 +1,129 @@
+"""Requests that do not wait for each other: at random times, and all at once.
+
+The simulator of router/ is given the same, so that each can be held against the other.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from actors.spec import read
+from actors.types import Size
+from encoder_service.bench.load import Load
+from encoder_service.bench.mix import Shape
+from encoder_service.bench.scrape import ratio, scrape, work_between
+from encoder_service.config import ServiceOptions
+from router.balance import POLICIES
+from router.options import Policy
+from router.simulation import Cost, Outcome, Scenario, Simulation
+from router.traffic import H200_8B, at_random
+
+if TYPE_CHECKING:
+    from encoder_service.bench.callers import Callers
+
+BURSTS = 5
+"""Of which the median is told."""
+SIMULATED_REQUESTS = 4000
+"""At random times; more than a bench of seconds sends, for a p99 that is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is sent, and to whom, as the simulator must know it."""
+
+    options: ServiceOptions
+    kinds: list[list[Shape]]
+    policy: Policy
+    callers: int
+    routers: int
+    most_per_second: float
+    """Requests that the fleet answers when it is full."""
+
+    def patches(self, kinds: list[list[Shape]]) -> list[list[int]]:
+        """Of the images of each request."""
+        sizing = read(self.options.model).sizing
+        known = {shape: sizing.plan(Size(*shape)).patches for kind in kinds for shape in kind}
+        return [[known[shape] for shape in kind] for kind in kinds]
+
+    def scenario(self, arrivals: Sequence[tuple[float, Sequence[int]]]) -> Scenario:
+        """Costs are those of an H200, scaled to what this fleet answers when it is full."""
+        encoder = self.options.encoder
+        replicas = encoder.least_replicas
+        # Without GPUs all replicas share the one machine.
+        sharing = max(1, int(1 / encoder.num_gpus)) if encoder.num_gpus else replicas
+        sizes = self.patches(self.kinds)
+        seconds = statistics.fmean(sum(H200_8B.seconds([one]) for one in items) for items in sizes)
+        scale = math.ceil(replicas / sharing) / (seconds * self.most_per_second)
+        cost = Cost(
+            H200_8B.launch_seconds * scale,
+            H200_8B.patch_seconds * scale,
+            H200_8B.attention_seconds * scale,
+        )
+        return Scenario(replicas, self.routers, arrivals, cost, sharing=sharing)
+
+    def simulate(self, arrivals: Sequence[tuple[float, Sequence[int]]], seed: int) -> Outcome:
+        """What comes of them."""
+        return Simulation(self.scenario(arrivals), POLICIES[self.policy], seed).run()
+
+
+def steady(callers: Callers, load: Load, part: float, url: str, traffic: Traffic) -> dict[str, Any]:
+    """Figures of random times, at a part of what the fleet answers when it is full."""
+    per_second = part * traffic.most_per_second
+    before = scrape(url)
+    result = callers.send(
+        replace(load, per_second=per_second, concurrency=traffic.callers, requests=2**31),
+        traffic.kinds,
+    )
+    work = work_between(before, scrape(url))
+    p50, p99 = np.percentile(result.latencies_seconds, [50, 99]) * 1e3
+    sizes = list(islice(cycle(traffic.patches(traffic.kinds)), SIMULATED_REQUESTS))
+    outcome = traffic.simulate(at_random(Random(1), sizes, per_second), 1)
+    simulated = np.percentile(outcome.latencies_seconds, [50, 99]) * 1e3
+    return {
+        "steady_requests_per_second": per_second,
+        "steady_requests": len(result.latencies_seconds),
+        "steady_errors": dict(result.errors),
+        "steady_p50_ms": float(p50),
+        "steady_p99_ms": float(p99),
+        "steady_balance": work.balance,
+        "simulated_p50_ms": float(simulated[0]),
+        "simulated_p99_ms": float(simulated[1]),
+        "simulated_balance": balance(outcome.patches),
+    }
+
+
+def burst(callers: Callers, load: Load, count: int, url: str, traffic: Traffic) -> dict[str, Any]:
+    """Figures of so many requests at once, to a fleet that has nothing else to do."""
+    load = replace(load, concurrency=count, requests=count, seconds=math.inf)
+    taken, balances = [], []
+    errors: Counter[str] = Counter()
+    for _ in range(BURSTS):
+        before = scrape(url)
+        result = callers.send(load, traffic.kinds)
+        taken.append(result.wall_seconds * 1e3)
+        balances.append(work_between(before, scrape(url)).balance)
+        errors += result.errors
+    arrivals = [(0.0, items) for items in traffic.patches(callers.first(load, traffic.kinds))]
+    outcomes = [traffic.simulate(arrivals, seed) for seed in range(BURSTS)]
+    return {
+        "burst_requests": count,
+        "burst_errors": dict(errors),
+        "burst_ms": statistics.median(taken),
+        "burst_balance": statistics.median(balances),
+        "simulated_burst_ms": statistics.median(one.makespan_seconds * 1e3 for one in outcomes),
+        "simulated_burst_balance": statistics.median(balance(one.patches) for one in outcomes),
+    }
+
+
+def balance(patches: list[int]) -> float:
+    """Of the busiest replica over the mean."""
+    return ratio(max(patches) * len(patches), sum(patches))
