@@ -24,8 +24,8 @@ def retained_tokens(plan: ItemPlan, rate: float) -> int:
     """
     if plan.frames < 2 or not rate:
         return plan.tokens
-    group = plan.tokens // plan.frames
-    return max(group, int(group * plan.frames * (1 - rate)))
+    rows = plan.group_tokens * plan.frames
+    return max(plan.group_tokens, int(rows * (1 - rate))) + plan.tokens - rows
 
 
 def retention_mask(
@@ -34,19 +34,22 @@ def retention_mask(
     """Which rows [tokens, width] of a video are kept: bool [tokens].
 
     Those that are least like the row of the same place in the group before, over the whole video;
-    of equal ones the earlier.
+    of equal ones the earlier. What follows the last group is kept.
     """
-    groups = rows.reshape(plan.frames, -1, rows.shape[1])
+    judged = plan.group_tokens * plan.frames
+    groups = rows[:judged].reshape(plan.frames, -1, rows.shape[1])
     lengths = np.maximum(np.linalg.norm(groups, axis=2), TINY)
     products = (groups[1:] * groups[:-1]).sum(2)
     unlike = np.full(groups.shape[:2], ALWAYS, np.float32)
     unlike[1:] = 1 - products / (lengths[1:] * lengths[:-1])
     order = np.argsort(-unlike.ravel(), kind="stable")
     mask = np.zeros(len(rows), np.bool_)
-    mask[order[: retained_tokens(plan, rate)]] = True
+    mask[judged:] = True
+    mask[order[: retained_tokens(plan, rate) - (len(rows) - judged)]] = True
     return mask
 
 
 def group_tokens(mask: npt.NDArray[np.bool_], plan: ItemPlan) -> tuple[int, ...]:
     """Rows that are kept of each group."""
-    return tuple(mask.reshape(plan.frames, -1).sum(1).tolist())
+    judged = mask[: plan.group_tokens * plan.frames]
+    return tuple(judged.reshape(plan.frames, -1).sum(1).tolist())

@@ -154,3 +154,13 @@ def rgb(value: float | list[float]) -> tuple[float, float, float]:
     """A value for each channel."""
     red, green, blue = [value] * 3 if isinstance(value, int | float) else value
     return float(red), float(green), float(blue)
+
+
+def side(value: int | list[int] | dict[str, int]) -> int:
+    """Of a square, in whichever of its ways JSON says it."""
+    if isinstance(value, int):
+        return value
+    one, *others = value.values() if isinstance(value, dict) else value
+    if others != [one]:
+        raise ValueError(f"a size of {value}: only squares are supported")
+    return int(one)

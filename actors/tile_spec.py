@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from actors.checkpoint import Files, Json
 from actors.options import ModelOptions
-from actors.spec import BILINEAR, ModelSpec, image_processor, image_spec, only
+from actors.spec import BILINEAR, ModelSpec, image_processor, image_spec, only, side
 from actors.tiling import PaddedTiles, StretchedTiles, TileSizing
 from actors.video_spec import tiled_video
 
@@ -99,16 +99,6 @@ def tile(vision: Json, processor: Json, shuffle_ratio: float) -> dict[str, int]:
         "patch_size": patch,
         "merge_size": round(1 / shuffle_ratio),
     }
-
-
-def side(value: int | list[int] | dict[str, int]) -> int:
-    """Of a square, in whichever of its ways JSON says it."""
-    if isinstance(value, int):
-        return value
-    one, *others = value.values() if isinstance(value, dict) else value
-    if others != [one]:
-        raise ValueError(f"a size of {value}: only squares are supported")
-    return int(one)
 
 
 FAMILIES: dict[str, Callable[[ModelOptions, Files, Json], ModelSpec]] = {

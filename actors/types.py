@@ -63,6 +63,14 @@ class ItemPlan:
     first axis. 0: an image."""
     path_patches: tuple[int, ...] = ()
     """Patches of each path, whose rows follow each other in an item. Empty: one path has all."""
+    kept: tuple[int, ...] = ()
+    """Rows and columns of tokens that show the image, where the rest of the canvas only pads it and
+    gives no rows of the embedding. Empty: all do."""
+
+    @property
+    def group_tokens(self) -> int:
+        """Rows of each temporal group of a video. What is over belongs to none, and comes last."""
+        return self.tokens // self.frames
 
     def rows(self, path: int) -> slice:
         """Where in an item the patches of a path lie, by its place in `ModelSpec.paths`."""

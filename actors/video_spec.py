@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from actors.anyres import AnyresSizing, PooledFrames
 from actors.checkpoint import Files, Json
 from actors.sampling import Middles, Sampling, Spread, Strided, Thinning, Timed
-from actors.spec import BICUBIC, ModelSpec, only, rgb, video_processor
+from actors.spec import BICUBIC, ModelSpec, only, rgb, side, video_processor
 from actors.tiling import TileSizing
 from actors.video import FramePixels, FrameTiles, MeanTimes, TotalPixels, VideoSizing
 
@@ -18,6 +19,9 @@ GROUP = 2
 
 INTERNVL_FRAMES = 8
 """As many segments as the model cards of InternVL take of a video."""
+
+ONEVISION_FRAMES = 32
+"""As many frames as LLaVA-OneVision's own code takes of a video."""
 
 
 def spread_video(model: ModelSpec, files: Files) -> ModelSpec:
@@ -75,6 +79,19 @@ def tiled_video(model: ModelSpec, files: Files) -> ModelSpec:
         *(sizing.patch_size, sizing.merge_size, 1),
         tile_pixels=sizing.tile_pixels,
     )
+    return with_video(model, settings, video)
+
+
+def pooled_video(model: ModelSpec, files: Files) -> ModelSpec:
+    """With the videos of LLaVA-OneVision. Its processor samples nothing unless it is told to."""
+    settings, sizing = video_processor(files), model.sizing
+    assert isinstance(sizing, AnyresSizing), "its images are cut otherwise. This is a bug."
+    pixels, frames = sizing.picture_pixels, int(settings.get("num_frames") or ONEVISION_FRAMES)
+    only(settings, {"fps": None}, "the video processor")
+    if side(settings.get("size") or pixels) != pixels:
+        raise ValueError(f"size of the video processor: only the tower's {pixels} is supported")
+    rule = Strided(1.0, least=frames, most=frames, group=1)
+    video = PooledFrames(rule, sizing.patch_size, 1, 1, picture_pixels=pixels)
     return with_video(model, settings, video)
 
 

@@ -12,8 +12,7 @@ from actors.checkpoint import Files, Json
 from actors.crops import CropSizing
 from actors.options import ModelOptions
 from actors.packed_spec import CLIP_MEAN, CLIP_STD
-from actors.spec import BILINEAR, ModelSpec, image_processor, image_spec, only
-from actors.tile_spec import side
+from actors.spec import BILINEAR, ModelSpec, image_processor, image_spec, only, side
 from actors.tiling import StretchedTiles
 from actors.two_paths import PATHS
 from actors.windows import PaddedWindows, WindowSizing

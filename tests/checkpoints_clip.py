@@ -1,12 +1,14 @@
-"""Small random checkpoints of SigLIP, CLIP and LLaVA, under the names they are published with."""
+"""Small random checkpoints of SigLIP, CLIP and the LLaVAs, under their published names."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from tests.checkpoints_tiles import PROCESSOR, TEXT, scatter
 
@@ -60,6 +62,70 @@ def write_llava(folder: Path, tower: str, **settings: Any) -> Any:
     scatter(model.model.multi_modal_projector)
     square = {"size": {"height": PICTURE, "width": PICTURE}}
     return written(folder, model, CROPPED if tower == "clip" else square)
+
+
+PINPOINTS = [[PICTURE * rows, PICTURE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
+ASPECT = "anyres_max_4"
+"""Of nine tiles, about that many are left."""
+
+
+def write_onevision(folder: Path) -> Any:
+    """The same of LLaVA-OneVision, whose tower ends with the layer that is taken."""
+    from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
+
+    torch.manual_seed(0)
+    vision = TOWER | {"model_type": "siglip_vision_model", "image_size": PICTURE}
+    config = LlavaOnevisionConfig(
+        vision_config=vision | {"vision_use_head": False},
+        text_config=TEXT,
+        image_grid_pinpoints=PINPOINTS,
+        vision_aspect_ratio=ASPECT,
+        image_token_index=5,
+        video_token_index=6,
+    )
+    model = LlavaOnevisionForConditionalGeneration(config).eval()
+    scatter(model.model.vision_tower)
+    scatter(model.model.multi_modal_projector)
+    square = {"size": {"height": PICTURE, "width": PICTURE}}
+    return written(folder, model, square | {"image_grid_pinpoints": PINPOINTS})
+
+
+def write_llava_qwen(folder: Path) -> Any:
+    """The same weights as lmms-lab published them, with a config.json as those repositories.
+
+    Its `mm_vision_tower` is in clip_spec.QWEN_TOWERS only where a test puts it there.
+    """
+    with tempfile.TemporaryDirectory() as native:
+        model = write_onevision(Path(native))
+    config = {
+        "model_type": "llava",
+        "architectures": ["LlavaQwenForCausalLM"],
+        "hidden_size": TEXT["hidden_size"],
+        "image_aspect_ratio": ASPECT,
+        "image_grid_pinpoints": PINPOINTS,
+        "mm_newline_position": "one_token",
+        "mm_patch_merge_type": "spatial_unpad",
+        "mm_projector_type": "mlp2x_gelu",
+        "mm_spatial_pool_mode": "bilinear",
+        "mm_vision_select_feature": "patch",
+        "mm_vision_select_layer": -2,
+        "mm_vision_tower": "small",
+    }
+    names = {
+        "model.vision_tower.": "model.vision_tower.vision_tower.vision_model.",
+        "model.multi_modal_projector.linear_1.": "model.mm_projector.0.",
+        "model.multi_modal_projector.linear_2.": "model.mm_projector.2.",
+        "model.image_newline": "model.image_newline",
+        "model.language_model.": "model.",
+        "lm_head.": "lm_head.",
+    }
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        (old,) = (prefix for prefix in names if name.startswith(prefix))
+        weights[names[old] + name.removeprefix(old)] = tensor.clone()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
 
 
 def written(folder: Path, model: Any, processor: dict[str, Any]) -> Any:

@@ -92,7 +92,7 @@ def views_of(spec: ModelSpec, plan: ItemPlan, shapes: Mapping[str, Sequence[int]
     if isinstance(sizing, TileSizing):
         patches, tokens = sizing.side_patches**2, sizing.tile_tokens
         classes = int(any(re.search(CLASS, name) for name in shapes))
-        return [View(patches, patches + classes, tokens)] * (plan.tokens // tokens)
+        return [View(patches, patches + classes, tokens)] * (plan.path_tokens[0] // tokens)
     if isinstance(sizing, WindowSizing):
         sides, classes = sizing.side_patches, CLASS_TOKENS * (spec.family == "step3_vl")
     elif spec.family == "deepseek_ocr":

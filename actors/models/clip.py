@@ -33,6 +33,13 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """By `hidden_act`."""
 
+PROJECTORS = {
+    "llava": ("linear_1", "linear_2"),
+    "llava_onevision": ("linear_1", "linear_2"),
+    "llava_qwen": ("0", "2"),
+}
+"""What each family that has a projector calls its layers."""
+
 CLASS = "embeddings.class_embedding"
 LAST_NORM = "post_layernorm"
 
@@ -54,10 +61,10 @@ def expected(spec: ModelSpec) -> Expected:
     }
     if clip:
         shapes |= {CLASS: (tower.width,), **affine("pre_layrnorm", (tower.width,))}
-    if spec.family == "llava":
-        bias = bool(spec.vision["projector_bias"])
-        shapes |= affine("linear_1", (spec.width, tower.width), bias=bias)
-        shapes |= affine("linear_2", (spec.width, spec.width), bias=bias)
+    if spec.family in PROJECTORS:
+        (up, down), bias = PROJECTORS[spec.family], bool(spec.vision["projector_bias"])
+        shapes |= affine(up, (spec.width, tower.width), bias=bias)
+        shapes |= affine(down, (spec.width, spec.width), bias=bias)
     elif not clip:
         shapes |= affine(LAST_NORM, (tower.width,))
     return shapes
@@ -110,8 +117,8 @@ def start(spec: ModelSpec, weights: Weights) -> Tensor:
 
 def head(spec: ModelSpec, weights: Weights, epsilon: float) -> Callable[[Tensor], Tensor]:
     """What follows the last layer: LLaVA's projector, SigLIP's norm, of CLIP nothing."""
-    if spec.family == "llava":
-        first, second = weights.affine("linear_1"), weights.affine("linear_2")
+    if spec.family in PROJECTORS:
+        first, second = (weights.affine(name) for name in PROJECTORS[spec.family])
         return lambda x: F.linear(
             F.gelu(F.linear(x, first.weight, first.bias)), second.weight, second.bias
         )

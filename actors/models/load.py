@@ -23,6 +23,7 @@ from actors.models import (
     kimivl,
     llama4,
     llama4_config,
+    llava_onevision,
     paddleocr,
     perception,
     pixtral,
@@ -92,6 +93,13 @@ def clip_family(prefixes: tuple[str, ...]) -> Family[TileParts]:
     return Family(prefixes, clip.expected, clip.dimensions, clip.parts, TileTower, clip.unused)
 
 
+def onevision_family(prefixes: tuple[str, ...]) -> Family[llava_onevision.OnevisionParts]:
+    """LLaVA-OneVision under one of its schemes of names."""
+    expected, parts = llava_onevision.expected, llava_onevision.parts
+    tower = llava_onevision.OnevisionTower
+    return Family(prefixes, expected, clip.dimensions, parts, tower, clip.unused)
+
+
 def internvl_family(names: internvl_config.Names) -> Family[TileParts]:
     """InternVL under one of its schemes of names."""
     sizes = internvl_config.Architecture.of
@@ -137,6 +145,8 @@ FAMILIES: Mapping[str, Family[Any]] = {
     "siglip": clip_family(clip.PREFIXES),
     "clip": clip_family(clip.PREFIXES),
     "llava": clip_family(clip.LLAVA_PREFIXES),
+    "llava_onevision": onevision_family(llava_onevision.PREFIXES),
+    "llava_qwen": onevision_family(llava_onevision.QWEN_PREFIXES),
     "deepseek_ocr": Family(
         deepseek_ocr_config.PREFIXES,
         deepseek_ocr_config.expected,

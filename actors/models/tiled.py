@@ -97,7 +97,8 @@ class TileTower:
     ) -> dict[str, Tensor]:
         """See Tower."""
         rows, tile_tokens = len(self.parts.start), self.sizing.tile_tokens
-        used, tiles = sum(plan.tokens for plan in plans) // tile_tokens, tokens // tile_tokens
+        used = sum(plan.path_tokens[0] for plan in plans) // tile_tokens
+        tiles = tokens // tile_tokens
         return self.attention.metadata([rows] * used, tiles * rows, tiles)
 
     def forward(self, path: str, values: Values) -> Tensor:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 PRESETS = (
     *("internvl3-8b", "internvl3-78b", "llama4-scout", "gemma3-4b"),
-    *("siglip-so400m", "clip-vit-l-336", "llava15-7b"),
+    *("siglip-so400m", "clip-vit-l-336", "llava15-7b", "llava-onevision-7b"),
 )
 MOST_TOKENS = 4096
 """Of the largest budget: as many as it takes for the long form of every kernel."""
@@ -41,7 +41,7 @@ def worst_error(preset: str, device: Device, most: int = MOST_TOKENS) -> float:
     assert isinstance(tower, TileTower | PackedTower)
     sizing = tower.sizing
     smallest, largest = sizing.token_range()
-    first = max(smallest, sizing.plan(SMALLEST).tokens)
+    first = max(smallest, *sizing.plan(SMALLEST).path_tokens)
     wanted = (first, 4 * first, most // smallest * smallest)
     budgets = sorted({min(budget, largest) for budget in wanted})
     limits = capacity(GraphOptions(token_budgets=tuple(budgets)), (smallest, largest), 0)
@@ -73,7 +73,7 @@ def items_within(tower: TileTower | PackedTower, budget: int, seed: int) -> list
     plans = [tower.sizing.plan(SMALLEST)]
     for _ in range(20):
         plan = tower.sizing.plan(Size(random.randint(50, 3000), random.randint(50, 3000)))
-        if sum(other.tokens for other in plans) + plan.tokens <= budget:
+        if sum(other.path_tokens[0] for other in [*plans, plan]) <= budget:
             plans.append(plan)
     return [
         Item(plan, generator.integers(0, 256, (plan.patches, width), dtype=np.uint8))

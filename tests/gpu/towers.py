@@ -34,6 +34,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "siglip-so400m": {"used_layers": 4},
     "clip-vit-l-336": {"used_layers": 4},
     "llava15-7b": {"used_layers": 4},
+    "llava-onevision-7b": {"used_layers": 4},
     "pixtral-12b": {"num_hidden_layers": 4},
     "mistral-small31": {"num_hidden_layers": 4},
     "paddleocr-vl": {"num_hidden_layers": 4},

@@ -46,12 +46,15 @@ FAMILIES = {
     "siglip": "SigLIP",
     "clip": "CLIP",
     "llava": "LLaVA 1.5",
+    "llava_onevision": "LLaVA-OneVision",
+    "llava_qwen": "LLaVA-OneVision",
     "deepseek_vl_v2": "DeepSeek-OCR",
     "step3p7": "Step3-VL-10B, Step-3.7",
     "step_robotics": "Step3-VL-10B, Step-3.7",
     "step3_vl": "Step3 (321B)",
 }
-"""The family of each `model_type`; that of Pixtral's tower, within LLaVA's, is its own."""
+"""The family of each `model_type`; Pixtral's tower and LLaVA-OneVision's own names, both within
+`llava`, have families of their own."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,6 +101,21 @@ def llama_4(size: Size) -> int:
     return 144 * (tiles + 1 if tiles > 1 else 1)
 
 
+def onevision(size: Size) -> int:
+    """Tokens as transformers' processor of LLaVA-OneVision counts placeholders."""
+    module = import_module("transformers.models.llava_onevision.processing_llava_onevision")
+    kind = module.LlavaOnevisionProcessor
+    pil = import_module("transformers.models.llava_onevision.image_processing_pil_llava_onevision")
+    processor = SimpleNamespace(
+        image_processor=pil.LlavaOnevisionImageProcessorPil(),
+        num_image_tokens=27**2,
+        vision_aspect_ratio="anyres_max_9",
+    )
+    processor._get_unpadded_features = partial(kind._get_unpadded_features, processor)
+    tokens: int = kind._get_number_of_features(processor, size.height, size.width, 384, 384)
+    return tokens
+
+
 def deepseek(size: Size) -> int:
     """Tokens by the published rule: 273 of the whole, and the nearest canvas of 2 to 9 crops."""
     if max(size.width, size.height) <= 640:
@@ -142,6 +159,7 @@ PUBLISHED = [
     Published("siglip-so400m", "SigLIP", 413, lambda size: 27**2),
     Published("clip-vit-l-336", "CLIP", 304, lambda size: 24**2 + 1),
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),
+    Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
     Published("deepseek-ocr", "DeepSeek-OCR", 401, deepseek),
     Published("step3vl-10b", "Step3-VL-10B, Step-3.7", 1981, step3),
     Published("step3-321b", "Step3 (321B)", 4675, step3),
@@ -158,7 +176,8 @@ def test_tokens_are_the_processors_and_the_readmes(published: Published) -> None
 
 def test_every_model_type_has_its_row_and_every_row_its_proof() -> None:
     specs = (clip_spec, packed_spec, tile_spec, view_spec)
-    assert set(IN_TABLE) == {"pixtral", *(kind for one in specs for kind in one.FAMILIES)}
+    kinds = {kind for one in specs for kind in one.FAMILIES}
+    assert set(IN_TABLE) == {"pixtral", "llava_qwen", *kinds}
     assert set(IN_TABLE.values()) == set(rows()) == {published.row for published in PUBLISHED}
     assert all(0 < row.error <= TOLERANCE for row in rows().values())
 

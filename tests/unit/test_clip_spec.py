@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from actors import spec
+from actors.anyres import AnyresSizing
 from actors.checkpoint import Preset
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
@@ -69,6 +70,50 @@ def test_what_is_not_supported_is_named(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         spec.read(changed(tmp_path, preset, file, change))
+
+
+ONEVISION, VIDEO_PROCESSOR = "llava-onevision-7b", "video_preprocessor_config.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"vision_feature_layer": -2}, "vision_feature_layer"),
+        ("config.json", {"vision_aspect_ratio": "anyres"}, "no anyres_max_N"),
+        ("config.json", {"image_grid_pinpoints": [[384, 400]]}, "only whole tiles of 384"),
+        ("config.json", vision(ONEVISION, model_type="clip_vision_model"), "siglip_vision_model"),
+        (PROCESSOR, {"size": {"height": 224, "width": 224}}, "tower's 384"),
+        (VIDEO_PROCESSOR, {"fps": 2}, "fps of the video processor"),
+        (VIDEO_PROCESSOR, {"size": 224}, "size of the video processor"),
+        ("config.json", {"model_type": "llava", "mm_vision_tower": "vit"}, "'vit' is none of"),
+    ],
+)
+def test_what_is_not_supported_of_llava_onevision_is_named(
+    tmp_path: Path, file: str, change: dict[str, Any], message: str
+) -> None:
+    options = changed(tmp_path, ONEVISION, file, change)
+    if file == VIDEO_PROCESSOR:
+        (tmp_path / file).write_text(json.dumps(change))
+    with pytest.raises(CheckpointError, match=message):
+        spec.read(options)
+
+
+def test_canvases_of_llava_onevision(tmp_path: Path) -> None:
+    grid = {"image_grid_pinpoints": [[384, 384], [384, 1152]]}
+    options = changed(tmp_path, ONEVISION, "config.json", grid)
+    sizing = spec.read(options).sizing
+    assert isinstance(sizing, AnyresSizing)
+    assert (sizing.canvases, sizing.max_tiles, sizing.most_tiles) == (((1, 1), (1, 3)), 3, 9)
+    (tmp_path / PROCESSOR).write_text(json.dumps({"image_grid_pinpoints": [[384, 384]]}))
+    with pytest.raises(CheckpointError, match="and the image processor differ"):
+        spec.read(options)
+
+
+def test_frames_of_llava_onevision(tmp_path: Path) -> None:
+    options = changed(tmp_path, ONEVISION, "config.json", {})
+    assert spec.read(options).max_frames_per_video == 32
+    (tmp_path / VIDEO_PROCESSOR).write_text(json.dumps({"num_frames": 8}))
+    assert spec.read(options).max_frames_per_video == 8
 
 
 def test_a_siglip_tower_in_llava_stops_before_its_last_layer(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -72,3 +74,14 @@ def test_how_many_are_left(groups: int, rate: float, kept: int) -> None:
 def test_images_keep_all() -> None:
     image = ItemPlan((1, 4, 4), 16, 4, (4,))
     assert retained_tokens(image, 0.9) == 4
+
+
+def test_what_ends_a_video_stays() -> None:
+    video = plan(3, 1, 4)
+    ended = replace(video, tokens=video.tokens + 1, path_tokens=(5 * video.tokens,))
+    rows = np.random.default_rng(1).normal(size=(13, 16)).astype(np.float32)
+    mask = retention_mask(rows, ended, 0.5)
+    assert mask[:12].tolist() == retention_mask(rows[:12], video, 0.5).tolist()
+    assert mask[12]
+    assert mask.sum() == retained_tokens(ended, 0.5) == retained_tokens(video, 0.5) + 1
+    assert group_tokens(mask, ended) == group_tokens(mask[:12], video)

@@ -6,6 +6,7 @@ import gc
 import weakref
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +68,14 @@ def test_runs_are_the_video_and_fit_a_pack(
     if frames and budgets and tokens <= 64:  # then no run is left to run eagerly
         for pack in smallest_first([run.plan for run in runs], room):
             assert pack.budgets == (64,)
+
+
+def test_rows_after_the_last_group_come_with_the_last_run() -> None:
+    item = video(7, 4)
+    plan = replace(item.plan, tokens=7 * 2 + 1, path_tokens=(7 * 20,))
+    runs = cut(Item(plan, item.patches), ROOMY)
+    assert [(run.plan.frames, run.plan.tokens) for run in runs] == [(3, 6), (3, 6), (1, 3)]
+    assert [run.plan.path_tokens for run in runs] == [(60,), (60,), (20,)]
 
 
 def test_images_and_what_fits_are_left_alone() -> None:

@@ -1,0 +1,196 @@
+"""LLaVA-OneVision against transformers: tokens, tiles, rows of images and videos, both namings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
+from transformers.video_processing_utils import default_sample_indices_fn
+from transformers.video_utils import VideoMetadata
+
+from actors import clip_spec
+from actors.anyres import AnyresSizing
+from actors.budgets import Capacity, Segments
+from actors.capture import capture
+from actors.device import CpuDevice
+from actors.engine import Engine
+from actors.errors import TooLarge
+from actors.graphs import GraphSet
+from actors.metrics import EncoderMetrics
+from actors.models.llava_onevision import OnevisionTower, patchify
+from actors.models.load import load
+from actors.models.tiled import cut
+from actors.options import ModelOptions
+from actors.spec import read
+from actors.types import Clip, Item, Size
+from tests.checkpoints_clip import PICTURE, TOWER, write_llava_qwen, write_onevision
+from tests.images import opened
+from tests.parity.table import check
+from tests.parity.test_published import onevision
+from tests.parity.test_tiled import pixels
+
+PUBLISHED = read(ModelOptions(id="llava-onevision-7b", load_format="dummy"))
+
+SIZES = [Size(60, 60), Size(300, 200), Size(90, 270), Size(250, 40), Size(700, 690), Size(100, 91)]
+"""One tile and up to nine, padded above or at the sides, and scaled down."""
+
+CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
+    "llava_onevision": write_onevision,
+    "llava_qwen": write_llava_qwen,
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights in transformers' model and in our tower."""
+
+    model: Any
+    tower: OnevisionTower
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """float32 on the CPU."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = CHECKPOINTS[request.param](folder)
+    with pytest.MonkeyPatch.context() as patch:
+        small = clip_spec.ONEVISION | TOWER | {"image_size": PICTURE}
+        patch.setitem(clip_spec.QWEN_TOWERS, "small", small)
+        tower = load(ModelOptions(id=str(folder), dtype="float32"), torch.device("cpu"))
+    assert isinstance(tower, OnevisionTower)
+    assert tower.spec.family == request.param
+    return Pair(model, tower)
+
+
+def image_of(tower: OnevisionTower, size: Size) -> Item:
+    """Random pixels."""
+    generator = torch.Generator().manual_seed(size.width)
+    shape = (3, size.height, size.width)
+    return Item(*tower.patchify(torch.randint(256, shape, dtype=torch.uint8, generator=generator)))
+
+
+def video_of(tower: OnevisionTower, frames: int) -> Item:
+    """Random pixels, chosen by the client."""
+    generator = torch.Generator().manual_seed(frames)
+    shape = (frames, 3, 50, 70)
+    shown = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+    return tower.cut_video(Clip(Size(70, 50), frames, 1.0, chosen=True), shown)
+
+
+@torch.no_grad()
+def image_rows(pair: Pair, item: Item, size: Size) -> Tensor:
+    """transformers', of one image."""
+    tiles = pixels(pair.tower, torch.from_numpy(item.patches))[None]
+    own = torch.tensor([[size.height, size.width]])
+    (rows,) = pair.model.get_image_features(tiles, own, return_dict=True).pooler_output
+    return torch.as_tensor(rows)
+
+
+@torch.no_grad()
+def video_rows(pair: Pair, item: Item) -> Tensor:
+    """transformers', of one video."""
+    frames = pixels(pair.tower, torch.from_numpy(item.patches))[None]
+    (rows,) = pair.model.model.get_video_features(frames, return_dict=True).pooler_output
+    return torch.as_tensor(rows)
+
+
+@pytest.mark.parametrize("spare", [None, 0, 3], ids=["eager", "exact", "spare"])
+@pytest.mark.parametrize("sizes", [SIZES, SIZES[:1], SIZES[4:5]], ids=["six", "small", "large"])
+def test_images_and_a_video_in_one_pack(
+    pair: Pair, sizes: Sequence[Size], spare: int | None
+) -> None:
+    tower = pair.tower
+    items = [image_of(tower, size) for size in sizes]
+    exact = [image_rows(pair, *one) for one in zip(items, sizes, strict=True)]
+    items.insert(1, video_of(tower, 3))
+    exact.insert(1, video_rows(pair, items[1]))
+    rows = encode(tower, items, spare)
+    found = rows.split([item.plan.tokens for item in items])
+    assert [len(one) for one in found] == [len(one) for one in exact]
+    for one, other in zip(found, exact, strict=True):
+        check(tower.spec.family, one, other)
+
+
+def encode(tower: OnevisionTower, items: Sequence[Item], spare: int | None) -> Tensor:
+    """Through a graph with so many tiles to spare, whose patches hold random bytes; or eagerly."""
+    plans = [item.plan for item in items]
+    tile = tower.sizing.tile_tokens
+    budget = None
+    if spare is not None:
+        budget = sum(plan.path_tokens[0] for plan in plans) + spare * tile
+    budgets = () if budget is None else (tile, budget)
+    graphs = GraphSet(tower, "default", budgets, Segments(9), CpuDevice())
+    graphs.capture(lambda budget, seconds: None)
+    if budget is not None:
+        graphs.inputs.tensors["patches"].random_(0, 256)
+        assert graphs.replays[budget, False]().isfinite().all()
+    return tower.postprocess([graphs.run(budget, items)], plans)
+
+
+@pytest.mark.parametrize("tiles", [2, 4, 40])
+def test_a_video_in_runs_ends_in_one_newline(pair: Pair, tiles: int) -> None:
+    tower, most = pair.tower, tiles * pair.tower.sizing.tile_tokens
+    room = Capacity(((most,),), (most,), items=4, frames=40, frame_tokens=1)
+    device, metrics = CpuDevice(), EncoderMetrics()
+    engine = Engine(tower, capture(tower, room, device, metrics), room, device, metrics)
+    items = [video_of(tower, 9), image_of(tower, SIZES[0]), video_of(tower, 1)]
+    answers = [engine.submit(item) for item in items]
+    exact = [video_rows(pair, items[0]), image_rows(pair, items[1], SIZES[0])]
+    exact.append(video_rows(pair, items[2]))
+    for answer, expected in zip(answers, exact, strict=True):
+        encoded = answer.result(60)
+        assert encoded.source == "graph"
+        assert encoded.rows.shape == expected.shape
+        check(tower.spec.family, encoded.rows, expected)
+    runs = metrics.registry.get_sample_value("encoder_video_runs_total")
+    assert runs == (0 if tiles == 40 else -(-9 // tiles))
+    engine.close()
+
+
+def test_tokens_are_those_of_the_processor() -> None:
+    sizing = PUBLISHED.sizing
+    assert isinstance(sizing, AnyresSizing)
+    for width, height in product(range(2, 4000, 131), range(3, 4000, 127)):
+        plan = sizing.plan(Size(width, height))
+        assert plan.tokens == onevision(Size(width, height)), (width, height)
+        assert plan.path_tokens[0] <= sizing.token_range()[1]
+
+
+def test_a_line_is_refused() -> None:
+    with pytest.raises(TooLarge, match="10000 x 1 pixels has nothing left"):
+        PUBLISHED.sizing.plan(Size(10000, 1))
+
+
+@pytest.mark.parametrize("size", [(600, 400), (1920, 1080), (300, 1100), (90, 70), (384, 384)])
+def test_tiles_are_those_of_the_processor(size: tuple[int, int]) -> None:
+    image, sizing = opened().resize(size), PUBLISHED.sizing
+    assert isinstance(sizing, AnyresSizing)
+    theirs = LlavaOnevisionImageProcessorPil(do_normalize=False)(image, return_tensors="np")
+    tiles = torch.from_numpy((theirs["pixel_values"][0] * 255).round().astype(np.uint8))
+    expected = torch.cat([cut(tile[:, :378, :378], sizing) for tile in tiles])
+    ours = patchify(torch.from_numpy(np.array(image)).permute(2, 0, 1), sizing)
+    difference = np.abs(ours.astype(np.int64) - expected.numpy().astype(np.int64))
+    assert len(ours) == sizing.plan(Size(*size)).patches
+    # To single pixels that Pillow rounds otherwise.
+    assert difference.mean() < 0.2
+    assert difference.max() <= 3
+
+
+def test_frames_are_those_that_transformers_samples() -> None:
+    assert PUBLISHED.video
+    for frames in (*range(1, 80), 191, 2221, 9000):
+        metadata = VideoMetadata(total_num_frames=frames, fps=25.0)
+        expected = default_sample_indices_fn(metadata, num_frames=min(32, frames))
+        found = PUBLISHED.video.sampling.indices(frames, 25.0)
+        assert found == [int(index) for index in expected if index < frames]
+    assert PUBLISHED.video.plan(Clip(Size(640, 360), 900, 25.0)).tokens == 32 * 196 + 1
