@@ -24,7 +24,7 @@ from encoder_service.openapi import DESCRIPTION, ENCODE, ERRORS, FETCH, MISSING,
 from encoder_service.page import page, policy
 from encoder_service.schema import request_options
 from encoder_service.service import Service
-from encoder_service.upload import read
+from encoder_service.upload import check_length, read
 from encoder_service.wire import choose, render
 
 ENCODE_PATH = "/v1/encode"
@@ -50,6 +50,7 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
         if request.query_params:
             raise InvalidOption("options stand in the body's `options`, not in the query")
         accept = answer_format(request.headers.get("accept", ""))
+        check_length(request, service.limits)  # too much for ever, not for now
         service.backend.check_room()
         with service.buffered.hold() as take:
             items, values = await read(request, service.limits, take)

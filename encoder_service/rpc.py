@@ -56,7 +56,7 @@ class EncoderCalls:
     async def Encode(self, request: pb.EncodeRequest, grpc_context: Context) -> pb.EncodeResponse:
         """All items at once."""
         with self.answering("grpc", grpc_context) as exchange:
-            self.service.backend.check_room()
+            self.check(request)
             with self.service.buffered.hold() as take:
                 items, options = read(request, self.service.limits, take)
                 document = await self.service.encode(items, options, exchange)
@@ -69,7 +69,7 @@ class EncoderCalls:
     ) -> AsyncIterator[pb.EncodeChunk]:
         """Each item as soon as it is ready, in chunks of about a megabyte."""
         with self.answering("grpc_stream", grpc_context) as exchange:
-            self.service.backend.check_room()
+            self.check(request)
             with self.service.buffered.hold() as take:
                 items, options = read(request, self.service.limits, take)
                 async with aclosing(self.service.stream(items, options, exchange)) as entries:
@@ -107,6 +107,11 @@ class EncoderCalls:
         with self.answering(None, grpc_context):
             return pb.GetModelResponse(json=json.dumps(self.service.card))
         return pb.GetModelResponse()
+
+    def check(self, request: pb.EncodeRequest) -> None:
+        """Raises TooLarge for more items than are ever taken, then Overloaded for any now."""
+        check_count(request, self.service.limits)
+        self.service.backend.check_room()
 
     @contextmanager
     def answering(self, api: str | None, context: Context) -> Iterator[Exchange]:
@@ -152,18 +157,22 @@ def details(document: Json) -> str:
     return text
 
 
-def read(
-    request: pb.EncodeRequest, limits: LimitOptions, take: Take
-) -> tuple[list[RequestItem], RequestOptions]:
-    """Items and options of a request. Raises TooLarge, InvalidRequest, InvalidOption, Overloaded.
-
-    Counts before it touches any item: a request may hold millions of empty ones.
-    """
+def check_count(request: pb.EncodeRequest, limits: LimitOptions) -> None:
+    """Raises TooLarge before any item is touched: a request may hold millions of empty ones."""
     if len(request.items) > limits.max_items:
         raise TooLarge(
             f"{len(request.items)} items in one request; limits.max_items is {limits.max_items}: "
             "send several requests"
         )
+
+
+def read(
+    request: pb.EncodeRequest, limits: LimitOptions, take: Take
+) -> tuple[list[RequestItem], RequestOptions]:
+    """Items and options of a request that was counted.
+
+    Raises TooLarge, InvalidRequest, InvalidOption, Overloaded.
+    """
     size_bytes = request.ByteSize()
     if size_bytes > limits.max_body_bytes:
         raise TooLarge(

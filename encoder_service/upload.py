@@ -33,7 +33,7 @@ async def read(
     content_type = request.headers.get("content-type", "")
     if content_type.lower().startswith("multipart/form-data"):
         async with in_time(limits):
-            chunks = limited(request, limits.max_body_bytes, take)
+            chunks = limited(request, limits, take)
             return await multipart(request, chunks, limits)
     body = await read_body(request, limits, take)
     try:
@@ -46,7 +46,7 @@ async def read(
 async def read_body(request: Request, limits: LimitOptions, take: Take) -> bytes:
     """The whole body. Raises TooLarge, DeadlineExceeded, and what `take` raises."""
     async with in_time(limits):
-        chunks = limited(request, limits.max_body_bytes, take)
+        chunks = limited(request, limits, take)
         return b"".join([chunk async for chunk in chunks])
 
 
@@ -62,23 +62,33 @@ async def in_time(limits: LimitOptions) -> AsyncGenerator[None]:
         ) from None
 
 
-async def limited(request: Request, most: int, take: Take) -> AsyncGenerator[bytes, None]:
-    """The body's chunks. Raises TooLarge as soon as it is known, without reading the rest."""
+def check_length(request: Request, limits: LimitOptions) -> None:
+    """Raises TooLarge for a body that the headers declare to be too long."""
     declared = request.headers.get("content-length", "")
     # Python refuses to convert thousands of digits; these are enough to be too many.
-    seen = int(declared[:18]) if declared.isdecimal() else 0
-    if seen <= most:
-        seen = 0
-        async for chunk in request.stream():
-            seen += len(chunk)
-            if seen > most:
-                break
-            take(len(chunk))
-            yield chunk
+    check_bytes(int(declared[:18]) if declared.isdecimal() else 0, limits)
+
+
+def check_bytes(seen: int, limits: LimitOptions) -> None:
+    """Raises TooLarge for a body of so many bytes or more."""
+    most = limits.max_body_bytes
     if seen > most:
         raise TooLarge(
             f"the body is over {most} bytes (limits.max_body_bytes): send fewer items at a time"
         )
+
+
+async def limited(
+    request: Request, limits: LimitOptions, take: Take
+) -> AsyncGenerator[bytes, None]:
+    """The body's chunks. Raises TooLarge as soon as it is known, without reading the rest."""
+    check_length(request, limits)
+    seen = 0
+    async for chunk in request.stream():
+        seen += len(chunk)
+        check_bytes(seen, limits)
+        take(len(chunk))
+        yield chunk
 
 
 async def multipart(

@@ -122,10 +122,13 @@ def test_details_fit_in_a_header_whatever_was_sent(text: str) -> None:
     assert len(quote(context.details, safe=PRINTABLE)) < 7000
 
 
-def test_items_are_counted_before_they_are_built() -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_items_are_counted_before_they_are_built_and_whether_there_is_room(full: bool) -> None:
     sent = pb.EncodeRequest.FromString(b"\x0a\x02\x12\x00" * 1_000_000)
+    fleet = Fleet()
+    fleet.full = Overloaded("full", 2.5) if full else None
     started = time.process_time()
-    context, _ = call(Fleet(), sent)
+    context, _ = call(fleet, sent)
     assert json.loads(context.details)["type"] == "too_large"
     assert time.process_time() - started < 0.5
 

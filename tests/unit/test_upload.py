@@ -62,7 +62,10 @@ def test_forms_that_are_taken() -> None:
 @pytest.mark.parametrize("length", ["9" * 5000, "9" * 18])
 def test_a_length_of_many_digits_is_too_large(length: str) -> None:
     headers = IMAGE | {"content-length": length}
-    assert client(Fleet()).post("/v1/encode", content=b"x", headers=headers).status_code == 413
+    fleet = Fleet()
+    assert client(fleet).post("/v1/encode", content=b"x", headers=headers).status_code == 413
+    fleet.full = Overloaded("full", 1.2)  # what can never be taken is not told to come back
+    assert client(fleet).post("/v1/encode", content=b"x", headers=headers).status_code == 413
 
 
 @pytest.mark.parametrize("end", [{"type": "http.disconnect"}, RuntimeError("cancelled")])
