@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +18,9 @@ from actors.errors import ConfigError
 from encoder_service.async_client import AsyncClient
 from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.proxy import Proxy, ProxyOptions, build
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 
 
 def add(subcommands: Any) -> None:
@@ -70,4 +74,16 @@ async def serve(options: argparse.Namespace, chosen: ProxyOptions) -> None:
         app = build(Proxy(chosen, encoder))
     except (ValueError, httpx.InvalidURL) as wrong:
         raise ConfigError(f"--encoder or --upstream: {wrong}") from None
-    await uvicorn.Server(uvicorn.Config(app, options.host, options.port)).serve()
+    with listen(options.host, options.port) as listener:
+        await uvicorn.Server(uvicorn.Config(app)).serve(sockets=[listener])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises ConfigError where nobody can, as on a port that is taken."""
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port {port}: ports are 0 to {2**16 - 1}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from None

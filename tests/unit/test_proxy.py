@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -231,3 +232,17 @@ def test_bodies_are_bounded() -> None:
 def test_addresses_that_are_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["proxy", *arguments]) == 1
     assert "--upstream" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("port", "why"), [(None, "in use"), (70_000, "ports are 0 to 65535"), (-1, "ports are")]
+)
+def test_where_nobody_can_listen(
+    port: int | None, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        chosen = str(port or taken.getsockname()[1])
+        assert cli.main(["proxy", "--upstream", "http://127.0.0.1:1", "--port", chosen]) == 1
+    told = capsys.readouterr().err
+    assert f"--port {chosen}: " in told
+    assert why in told
