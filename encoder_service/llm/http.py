@@ -16,7 +16,7 @@ from encoder_service import envelope
 from encoder_service.errors import fault
 from encoder_service.exchange import Exchange
 from encoder_service.llm.answer import DONE, Answers, error, event, models
-from encoder_service.llm.schema import ChatRequest, InvalidKey
+from encoder_service.llm.schema import ChatRequest, InvalidKey, UnknownModel
 from encoder_service.llm.service import ChatService, Parsed
 from encoder_service.llm.types import Event, Finish
 from encoder_service.service import Service
@@ -60,7 +60,7 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
 def refusal(problem: Exception, parsed: Parsed | None, exchange: Exchange) -> Response:
     """An error in OpenAI's shape, with the status and headers of every other."""
     found = exchange.problem = fault(problem, exchange.request_id)
-    param = problem.param if isinstance(problem, InvalidKey) else None
+    param = problem.param if isinstance(problem, InvalidKey | UnknownModel) else None
     if parsed and found.item is not None:
         param = parsed.place(found.item)
     return envelope.response(found, error(found, param))

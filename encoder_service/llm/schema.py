@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from actors.errors import InvalidRequest
+from actors.errors import InvalidRequest, NotFound
 from actors.types import Kind
 from encoder_service.formats import WireError, from_base64
 from encoder_service.llm.types import Message, Sampling
@@ -171,6 +171,12 @@ class InvalidKey(InvalidRequest):
         super().__init__(message, param)
         self.param = param
         """Where, as `messages[0].content[1]`; None: the request as a whole."""
+
+
+class UnknownModel(NotFound):
+    """It asks for a model that is not served here."""
+
+    param = "model"
 
 
 def parse(document: Mapping[str, Any]) -> ChatRequest:

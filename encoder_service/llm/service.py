@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.errors import InvalidRequest, NotFound, ServiceError, Unavailable
+from actors.errors import InvalidRequest, ServiceError, Unavailable
 from actors.origin import ORIGIN
 from actors.types import Media
 from encoder_service.admission import Admission
@@ -19,7 +19,7 @@ from encoder_service.deadline import Deadline
 from encoder_service.errors import AtItem
 from encoder_service.formats import WireError, read_json
 from encoder_service.llm.options import LlmOptions
-from encoder_service.llm.schema import ChatRequest, item, parse
+from encoder_service.llm.schema import ChatRequest, UnknownModel, item, parse
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.llm.types import Call, Event, Finish
 from encoder_service.offload import offload
@@ -75,11 +75,11 @@ class ChatService:
         self.backend = backend
 
     async def parse(self, body: bytes) -> Parsed:
-        """Raises InvalidRequest, or NotFound for another model."""
+        """Raises InvalidRequest, or UnknownModel."""
         parsed = await offload(len(body), self._parse, body)
         if parsed.request.model != self.spec.id:
             named = parsed.request.model[:100]
-            raise NotFound(f"model {named!r} is not here, but {self.spec.id!r} is")
+            raise UnknownModel(f"model {named!r} is not here, but {self.spec.id!r} is")
         return parsed
 
     async def admit(self, parsed: Parsed) -> Call:
