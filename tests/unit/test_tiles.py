@@ -1,31 +1,73 @@
-"""The table of tiles: every query row of every segment once, whatever the layout."""
+"""The tables of tiles: every query row of every segment once, whatever the layout.
+
+Of the Triton kernel in tiles, of hopper.cu in tiles and in strips.
+"""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Sequence
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.kernels.hopper import STRIP_ROWS, TILE_ROWS
+from actors.kernels.hopper_tiles import SHORT_PATCHES, HopperTiles, item_rows, item_table
+from actors.kernels.nvrtc import Kernel
 from actors.kernels.tiles import LONG_PATCHES, Tiles, tile_rows, tile_table
 
-LENGTHS = st.lists(st.integers(1, 700), min_size=1, max_size=30)
+LENGTHS = st.lists(st.integers(1, 1000), min_size=1, max_size=30)
+TABLES: dict[str, Tiles | HopperTiles] = {
+    "attention_tiles": Tiles(),
+    "attention_items": HopperTiles(Kernel(ctypes.c_void_p(), 0, 0)),
+}
+BOTH = pytest.mark.parametrize("name", TABLES)
+
+Covered = list[tuple[int, int, int, int]]
+"""(First query row, rows, segment start and end) of each tile or strip."""
 
 
-def covered(table: list[list[int]], rows: int) -> list[tuple[int, int, int]]:
-    """(first query row, segment start, segment end) of each tile, as the kernel reads them."""
-    used = table[0][0]
+def tiles(lengths: Sequence[int], rows: int) -> Covered:
+    """As the Triton kernel reads them."""
+    table = tile_table(lengths, rows, most(lengths, rows)).tolist()
     return [
-        (start + (tile - first) * rows, start, end)
-        for tile, (start, end, first, _) in enumerate(table[1 : 1 + used])
+        (start + (tile - first) * rows, rows, start, end)
+        for tile, (start, end, first, _) in enumerate(table[1 : 1 + table[0][0]])
     ]
 
 
-@given(LENGTHS, st.sampled_from([64, 128]))
-def test_each_row_is_in_one_tile_of_its_own_segment(lengths: list[int], rows: int) -> None:
-    size = 1 + sum(lengths) // rows + len(lengths)
+def items(lengths: Sequence[int], rows: int) -> Covered:
+    """As hopper_items.cu reads them."""
+    table = item_table(lengths, rows, most(lengths, rows)).tolist()
+    whole, strips = table[0][:2]
+    found = []
+    for at, (start, end, first, count) in enumerate(table[1 : 1 + whole + strips]):
+        if at < whole:
+            found.append((start + (at - first) * TILE_ROWS, TILE_ROWS, start, end))
+        else:
+            index = -(-(end - start) // STRIP_ROWS) - count + at - first
+            found.append((start + index * STRIP_ROWS, STRIP_ROWS, start, end))
+    return found
+
+
+def most(lengths: Sequence[int], rows: int) -> int:
+    """Rows that a table needs."""
+    return 1 + sum(lengths) // rows + len(lengths)
+
+
+@pytest.mark.parametrize(
+    ("covered", "rows"), [(tiles, 64), (tiles, 128), (items, STRIP_ROWS), (items, TILE_ROWS)]
+)
+@given(lengths=LENGTHS)
+def test_each_row_is_in_one_tile_of_its_own_segment(
+    covered: Callable[[Sequence[int], int], Covered], rows: int, lengths: list[int]
+) -> None:
     seen: dict[int, tuple[int, int]] = {}
-    for first, start, end in covered(tile_table(lengths, rows, size).tolist(), rows):
-        for row in range(first, min(first + rows, end)):
+    for first, count, start, end in covered(lengths, rows):
+        assert start <= first < end
+        for row in range(first, min(first + count, end)):
             assert row not in seen
             seen[row] = (start, end)
     begin = 0
@@ -35,35 +77,47 @@ def test_each_row_is_in_one_tile_of_its_own_segment(lengths: list[int], rows: in
     assert not seen
 
 
-@given(LENGTHS, st.integers(0, 5000), st.integers(0, 8))
-def test_metadata_has_the_shape_of_the_inputs(lengths: list[int], spare: int, more: int) -> None:
+@BOTH
+@given(lengths=LENGTHS, spare=st.integers(0, 5000), more=st.integers(0, 8))
+def test_metadata_has_the_shape_of_the_inputs(
+    name: str, lengths: list[int], spare: int, more: int
+) -> None:
     patches, segments = sum(lengths) + spare, len(lengths) + more
-    tiles = Tiles()
-    shape, dtype = tiles.inputs(patches, segments)["attention_tiles"]
-    table = tiles.metadata(lengths, patches, segments)["attention_tiles"]
+    shape, dtype = TABLES[name].inputs(patches, segments)[name]
+    table = TABLES[name].metadata(lengths, patches, segments)[name]
     assert (tuple(table.shape), table.dtype) == (shape, dtype)
 
 
-@given(LENGTHS)
-def test_the_longest_segment_starts_first(lengths: list[int]) -> None:
-    table = tile_table(lengths, 64, 1 + sum(lengths) // 64 + len(lengths))
-    spans = table[1 : 1 + int(table[0, 0])]
-    seen = (spans[:, 1] - spans[:, 0]).tolist()
-    assert seen == sorted(seen, reverse=True)
-
-
-def test_small_budgets_have_small_tiles() -> None:
-    assert tile_rows(LONG_PATCHES) < tile_rows(LONG_PATCHES + 1)
-
-
-@given(st.integers(1, 5000), st.integers(1, 500), st.integers(1, 16))
-def test_no_table_shrinks_as_budgets_grow(patches: int, more: int, segments: int) -> None:
+@BOTH
+@given(patches=st.integers(1, 5000), more=st.integers(1, 500), segments=st.integers(1, 16))
+def test_no_table_shrinks_as_budgets_grow(
+    name: str, patches: int, more: int, segments: int
+) -> None:
     small, large = (
-        Tiles().inputs(count, segments)["attention_tiles"][0][0]
-        for count in (patches, patches + more)
+        TABLES[name].inputs(count, segments)[name][0][0] for count in (patches, patches + more)
     )
     assert small <= large
 
 
+@given(LENGTHS)
+def test_the_longest_segment_starts_first(lengths: list[int]) -> None:
+    seen = [end - start for _, _, start, end in tiles(lengths, 64)]
+    assert seen == sorted(seen, reverse=True)
+
+
+@given(LENGTHS)
+def test_no_tile_is_left_to_one_group(lengths: list[int]) -> None:
+    for first, rows, _, end in items(lengths, TILE_ROWS):
+        assert rows == STRIP_ROWS or end - first > STRIP_ROWS
+
+
+def test_small_budgets_have_small_tiles() -> None:
+    assert tile_rows(LONG_PATCHES) < tile_rows(LONG_PATCHES + 1)
+    assert item_rows(SHORT_PATCHES) == STRIP_ROWS
+    assert item_rows(SHORT_PATCHES + 1) == TILE_ROWS
+
+
 def test_no_items_is_no_work() -> None:
-    assert torch.equal(tile_table([], 64, 4), torch.zeros(4, 4, dtype=torch.int32))
+    empty = torch.zeros(4, 4, dtype=torch.int32)
+    assert torch.equal(tile_table([], 64, 4), empty)
+    assert torch.equal(item_table([], STRIP_ROWS, 4), empty)
