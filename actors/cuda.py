@@ -37,6 +37,8 @@ class PinnedRows:
 class StagedInputs:
     """Static inputs, and staging buffers for the media that come from the host.
 
+    Items of one pack may lie on either.
+
     Nothing here waits for the device, and nothing is written that is still to be read:
     - Host memory: metadata is never written to again; patches are gathered in pinned memory, which
       torch gives to others only when the copies that read it are done.
@@ -63,19 +65,18 @@ class StagedInputs:
 
     def stage(self, metadata: Tensor, rows: MediaRows) -> None:
         """See Inputs. The compute stream is the current one."""
-        staged = {
-            name: self.buffers[name][: count(parts)]
-            for name, parts in rows.items()
-            if not parts[0].is_cuda
-        }
-        if staged:
+        host = {name: [part for part in parts if not part.is_cuda] for name, parts in rows.items()}
+        if any(host.values()):
             self.staging.wait_event(self.consumed)
             with torch.cuda.stream(self.staging):
-                for name, buffer in staged.items():
-                    buffer.copy_(pinned(rows[name]), non_blocking=True)
+                for name, hosted in host.items():
+                    if hosted:
+                        buffer = self.buffers[name][: count(hosted)]
+                        buffer.copy_(pinned(hosted), non_blocking=True)
             self.compute.wait_stream(self.staging)
         for name, parts in rows.items():
-            joined([staged[name]] if name in staged else parts, self.tensors[name][: count(parts)])
+            whole = merged(parts, self.buffers[name][: count(host[name])])
+            joined(whole, self.tensors[name][: count(parts)])
         self.consumed.record(self.compute)
         self.metadata[: len(metadata)].copy_(metadata, non_blocking=True)
 
@@ -203,6 +204,14 @@ def unowned(rows: Tensor) -> Tensor:
     """The same rows in the same memory, which is free again when nobody else holds it."""
     flat = torch.as_tensor(Unowned(rows), device=rows.device)
     return flat.view(rows.dtype).view(rows.shape)
+
+
+def merged(parts: Sequence[Tensor], staged: Tensor) -> Sequence[Tensor]:
+    """The parts, those of the host out of the rows that were staged for them, in order."""
+    if len(staged) == count(parts):
+        return [staged]
+    copies = iter(staged.split([len(part) for part in parts if not part.is_cuda]))
+    return [part if part.is_cuda else next(copies) for part in parts]
 
 
 def pinned(parts: Sequence[Tensor]) -> Tensor:

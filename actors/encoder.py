@@ -29,7 +29,7 @@ from actors.references import Kept, References
 from actors.scaling import OUTSTANDING_PATCHES
 from actors.shared import INLINE_BYTES, MOST_TOGETHER_BYTES, read, share, share_together
 from actors.stages import Made, Stages, Work
-from actors.startup import open_engine
+from actors.startup import open_decoding, open_engine
 from actors.tensors import flat_tensor
 from actors.tracing import open_spans
 from actors.types import Answer, Bytes, Dtype, Embedding, Media, Reply, Source, Timings
@@ -60,7 +60,8 @@ class Encoder:
         largest = self.references.largest_bytes
         most = MOST_TOGETHER_BYTES
         self.together_bytes = min(most, largest) if largest > 0 else most
-        self.stages = Stages(self.engine, options.preprocess.threads, self.series)
+        decoding = open_decoding(options, self.engine, self.series)
+        self.stages = Stages(self.engine, decoding, self.series)
         self.outstanding_patches = 0
         start_mirror(options.metrics, self.series.text)
         backend = self.engine.device.backend

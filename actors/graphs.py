@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.attention import Shapes
 from actors.budgets import Segments
 from actors.device import Device
-from actors.inputs import Places, Rows
+from actors.inputs import Places, Rows, together
 from actors.models.tower import Tower, VideoTower
 from actors.types import Item, ItemPlan
 
@@ -102,10 +102,10 @@ class GraphSet:
         return None if budget is None else str(budget)
 
     def run(self, budget: int | None, items: Sequence[Item]) -> Tensor:
-        """See encode; the patches lie in host memory."""
-        patches = [torch.from_numpy(item.patches[item.plan.rows(self.index)]) for item in items]
+        """See encode; the patches of some items may lie on the device, of others on the host."""
+        patches = [torch.as_tensor(item.patches[item.plan.rows(self.index)]) for item in items]
         later = [
-            patches[i] if item.later is None else torch.from_numpy(item.later)
+            patches[i] if item.later is None else torch.as_tensor(item.later)
             for i, item in enumerate(items)
         ]
         return self.encode(budget, [item.plan for item in items], patches, later)
@@ -190,7 +190,7 @@ class GraphSet:
     def _eager(self, plans: Sequence[ItemPlan], rows: Rows) -> Tensor:
         device = self.device.device
         values = self.tower.metadata(self.path, plans, *self.room(None, plans)) | {
-            name: torch.cat(list(parts)) for name, parts in rows.items()
+            name: together(parts, device) for name, parts in rows.items()
         }
         return self.tower.forward(
             self.path, {name: value.to(device) for name, value in values.items()}

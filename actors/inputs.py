@@ -107,6 +107,13 @@ def joined(parts: Sequence[Tensor], out: Tensor) -> Tensor:
     return torch.cat(list(parts), out=out)
 
 
+def together(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """All rows of the parts on one device."""
+    if any(part.device == device for part in parts):
+        parts = [part.to(device) for part in parts]
+    return torch.cat(list(parts))
+
+
 def count(parts: Sequence[Tensor]) -> int:
     """Rows of all parts."""
     return sum(map(len, parts))

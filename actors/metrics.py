@@ -48,7 +48,12 @@ class EncoderMetrics:
             "decode_queue_seconds", "From arrival to a free decoding thread, an item.", SECONDS
         )
         self.preprocess_seconds = self._histogram(
-            "preprocess_seconds", "Decoding, resizing, cutting into patches, an item.", SECONDS
+            "preprocess_seconds",
+            "Decoding, resizing, cutting into patches, an item or a batch.",
+            SECONDS,
+        )
+        self.preprocessed = self._counter(
+            "preprocessed_items_total", "Items cut into patches, by where.", "device"
         )
         self.encode_seconds = self._histogram(
             "encode_seconds", "From the start of a pack to its rows on the host.", SECONDS

@@ -40,7 +40,7 @@ def prepare(tower: Tower, media: Media) -> Item:
             f"the image is not of the size that its header says: it gives a grid of {plan.grid_thw}"
             f", not {media.plan.grid_thw}. Save it again"
         )
-    return Item(plan, patches)
+    return Item(plan, patches.numpy())
 
 
 def decoded_frames(tower: Tower, media: Media, clip: Clip) -> Iterator[Tensor]:

@@ -19,11 +19,11 @@ from time import monotonic
 from torch import Tensor
 
 from actors.cache import Entry
+from actors.decoding import Decoding
 from actors.encoded import Encoded
 from actors.engine import Engine
 from actors.metrics import EncoderMetrics
-from actors.preprocess import prepare
-from actors.types import Media, Source
+from actors.types import Item, Media, Source
 
 SHARERS = 4
 """Calls whose rows are copied at the same time."""
@@ -117,37 +117,35 @@ class Call:
 class Stages:
     """The threads of one actor."""
 
-    def __init__(self, engine: Engine, decoders: int, series: EncoderMetrics) -> None:
+    def __init__(self, engine: Engine, decoding: Decoding, series: EncoderMetrics) -> None:
         self.engine = engine
         self.series = series
-        self._decoders = ThreadPoolExecutor(decoders, "decode")
+        self._decoding = decoding
         self._sharers = ThreadPoolExecutor(SHARERS, "share")
 
     def begin(self, media: Sequence[Media], share: Share) -> Call:
         """Starts these; to be waited for in the event loop that this is called from."""
         call = Call(media, share)
         for work in call.works:
-            self._decoders.submit(self._decode, call, work)
+            self._decoding.begin(work, partial(self._decoded, call, work))
         return call
 
     def close(self) -> None:
         """What is in the engine is answered; what is not yet decoded is refused by it."""
         self.engine.close()
-        self._decoders.shutdown()
+        self._decoding.close()
         self._sharers.shutdown()
 
-    def _decode(self, call: Call, work: Work) -> None:
-        if work.given_up:
-            return
-        started = monotonic()
+    def _decoded(self, call: Call, work: Work, started: float, made: Item | Exception) -> None:
         try:
-            item = prepare(self.engine.tower, work.media)
+            if isinstance(made, Exception):
+                raise made
             work.decoded = monotonic()
             work.queue_seconds = started - work.since
             work.preprocess_seconds = work.decoded - started
             self.series.decode_queue_seconds.observe(work.queue_seconds)
             self.series.preprocess_seconds.observe(work.preprocess_seconds)
-            work.answer = answer = self.engine.submit(item)
+            work.answer = answer = self.engine.submit(made)
         except Exception as error:
             work.outcome = error
             call.settle([work])

@@ -10,6 +10,7 @@ import simplejpeg
 import torch
 
 from actors.capture import capture, choose_packing
+from actors.decoding import Decoding
 from actors.device import CpuDevice, Device
 from actors.engine import Engine
 from actors.errors import StartError
@@ -32,6 +33,16 @@ def open_engine(options: ActorOptions, series: EncoderMetrics) -> Engine:
     # Through an engine of its own, so that the metrics count what clients sent alone.
     warm(Engine(tower, graphs, capacity, device, EncoderMetrics()))
     return Engine(tower, graphs, capacity, device, series, packing)
+
+
+def open_decoding(options: ActorOptions, engine: Engine, series: EncoderMetrics) -> Decoding:
+    """What makes items for an engine, on the device of the options. Raises StartError."""
+    together = None
+    if options.preprocess.device == "cuda":
+        from actors.nvjpeg import open_nvjpeg
+
+        together = open_nvjpeg(engine.tower, engine.device.device)
+    return Decoding(engine.tower, options.preprocess.threads, series, together)
 
 
 def warm(engine: Engine) -> None:

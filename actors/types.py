@@ -2,13 +2,13 @@
 
     bytes -> Media -> Shard -> Item -> Pack -> Embedding
 
-Knows nothing of Ray, torch, HTTP or gRPC; everything here pickles.
+Knows nothing of Ray, torch, HTTP or gRPC; everything here but patches on a device pickles.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -115,15 +115,25 @@ class Shard:
     patches: int
 
 
+class DeviceBytes(Protocol):
+    """uint8 in a device's memory, written already: torch's Tensor, which is not known here."""
+
+    def __len__(self) -> int:
+        """Rows."""
+
+    def __getitem__(self, rows: slice, /) -> Any:
+        """Some of the rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """One decoded item: pixels of its patches, in the tower's order."""
 
     plan: ItemPlan
-    patches: Bytes
+    patches: Bytes | DeviceBytes
     """uint8 [plan.patches, channels * patch_size ** 2], one frame, not normalised. Tile families:
     tile after tile. Models of several paths: path after path. Videos: group after group."""
-    later: Bytes | None = None
+    later: Bytes | DeviceBytes | None = None
     """The same patches in the second frame of each group of a video, where groups have two."""
 
 

@@ -13,7 +13,7 @@ from actors.checkpoint import find
 from actors.options import ModelOptions
 from actors.packed_spec import qwen3vl
 from actors.spec import ModelSpec
-from actors.types import Bytes, Item, ItemPlan
+from actors.types import Item, ItemPlan
 
 POISON = 255
 """A patch that begins with this byte makes the forward fail, whoever shares the pack."""
@@ -31,7 +31,7 @@ class ToyTower:
         self.spec: ModelSpec = qwen3vl(OPTIONS, files, config)
         self.forwards = 0
 
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Bytes]:
+    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
         raise AssertionError("the tests make their items themselves")
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:

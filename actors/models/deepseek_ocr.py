@@ -26,7 +26,7 @@ from actors.models.deepseek_ocr_config import (
 from actors.models.packed_weights import CLIP_NAMES, Weights
 from actors.spec import ModelSpec
 from actors.two_paths import PATHS
-from actors.types import Bytes, ItemPlan
+from actors.types import ItemPlan
 
 CLIP_EPSILON = 1e-5
 
@@ -79,7 +79,7 @@ class DeepseekOcrTower:
             for path, side in zip(PATHS, sides, strict=True)
         }
 
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Bytes]:
+    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
         """See Tower: the whole image, then its crops in raster order; patches row by row."""
         return views.plan(image, self.sizing), views.patchify(image, self.sizing, self.spec.mean)
 

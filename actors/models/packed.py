@@ -7,7 +7,6 @@ of one token follow each other. Knows no family, no budget and no device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,18 +14,19 @@ from torch import Tensor
 
 from actors.kernels.products import Product
 from actors.models.block import NORMS, Affine, Norm
-from actors.types import Bytes, Size
+from actors.resample import Resample
+from actors.types import Size
 
 Rgb = tuple[float, float, float]
 
-Resample = Callable[[Tensor, int, int, int], tuple[Tensor, Tensor]]
+PositionTaps = Callable[[Tensor, int, int, int], tuple[Tensor, Tensor]]
 """How a learned table of positions is resampled, such as bilinear_taps."""
 
 KEYS = -0.75
 """The parameter of the bicubic kernel, as torch has it."""
 
 
-def patchify(image: Tensor, resized: Size, patch: int, merge: int) -> Bytes:
+def patchify(image: Tensor, resized: Size, patch: int, merge: int) -> Tensor:
     """uint8 [3, height, width] to uint8 [patches, 3 x patch x patch], resized, not normalised.
 
     Zeros on the right and below where the resized image is not of whole merge blocks.
@@ -35,17 +35,20 @@ def patchify(image: Tensor, resized: Size, patch: int, merge: int) -> Bytes:
     whole = F.pad(resize(image, resized), (0, -resized.width % block, 0, -resized.height % block))
     rows, columns = whole.shape[1] // block, whole.shape[2] // block
     blocks = whole.reshape(3, rows, merge, patch, columns, merge, patch)
-    patches: Bytes = blocks.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3 * patch**2).numpy()
-    return patches
+    return blocks.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3 * patch**2)
 
 
-def resize(image: Tensor, size: Size, mode: Literal["bicubic", "bilinear"] = "bicubic") -> Tensor:
+def resize(image: Tensor, size: Size, mode: Resample = "bicubic") -> Tensor:
     """uint8 [3, height, width] to another height and width, with antialiasing.
 
-    As transformers' torchvision backend does on CPU, bit for bit.
+    As transformers' torchvision backend does on CPU, bit for bit, wherever the image lies.
     """
     if image.shape[1:] == (size.height, size.width):
         return image
+    if image.is_cuda:
+        from actors.kernels.resize import resize as resize_there  # Triton needs CUDA
+
+        return resize_there(image, size, mode)
     # A batch of one in true channels-last strides takes torch's vectorised uint8 kernel.
     batch = image.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
     return F.interpolate(batch, size=(size.height, size.width), mode=mode, antialias=True)[0]

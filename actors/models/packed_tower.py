@@ -22,7 +22,7 @@ from actors.models import packed
 from actors.models.block import Affine, BlocksForm, BlockWeights, Style
 from actors.sizing import BlockSizing
 from actors.spec import ModelSpec
-from actors.types import Bytes, Clip, Item, ItemPlan, Size
+from actors.types import Clip, Item, ItemPlan, Size
 
 CACHED_GRIDS = 256
 
@@ -33,7 +33,7 @@ class Positions:
 
     table: Tensor
     """[side x side, width]."""
-    resample: packed.Resample
+    resample: packed.PositionTaps
     taps: int
     """Entries of the table that one position reads."""
 
@@ -80,7 +80,7 @@ class PackedTower:
         self.blocks = blocks(parts.layers, parts.style, attention, parts.taps)
         self.grid = lru_cache(CACHED_GRIDS)(self.rows_of_grid)
 
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Bytes]:
+    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
         """See Tower; transformers: Qwen2VLImageProcessor, before normalisation."""
         size = Size(width=image.shape[2], height=image.shape[1])
         return self.sizing.plan(size), self.cut(image, self.sizing.resized(size))
@@ -93,13 +93,13 @@ class PackedTower:
         bytes_of_patch = 3 * self.sizing.patch_size**2
         groups = np.empty((2, plan.frames, plan.patches // plan.frames, bytes_of_patch), np.uint8)
         for index, frame in enumerate(frames):
-            groups[index % 2, index // 2] = self.cut(frame, resized)
+            groups[index % 2, index // 2] = self.cut(frame, resized).numpy()
         if not index % 2:
             groups[1, -1] = groups[0, -1]
         first, later = groups.reshape(2, plan.patches, bytes_of_patch)
         return Item(plan, first, later)
 
-    def cut(self, image: Tensor, resized: Size) -> Bytes:
+    def cut(self, image: Tensor, resized: Size) -> Tensor:
         """uint8 [3, height, width] to uint8 patches of a size, in the tower's order."""
         return packed.patchify(image, resized, self.sizing.patch_size, self.sizing.merge_size)
 

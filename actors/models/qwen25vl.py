@@ -29,7 +29,7 @@ from actors.models.packed_weights import (
     expected_blocks,
 )
 from actors.spec import ModelSpec
-from actors.types import Bytes, ItemPlan, Size
+from actors.types import ItemPlan, Size
 
 NAMES = BlockNames(
     up=("mlp.gate_proj", "mlp.up_proj"),
@@ -91,13 +91,12 @@ class WindowedTower(PackedTower):
         """Tokens of a window's side."""
         self.windows = lru_cache(CACHED_GRIDS)(self.windows_of_grid)
 
-    def cut(self, image: Tensor, resized: Size) -> Bytes:
+    def cut(self, image: Tensor, resized: Size) -> Tensor:
         """See PackedTower; window after window."""
         patches = super().cut(image, resized)
         patch = self.sizing.patch_size
         order, _ = self.windows(resized.height // patch, resized.width // patch)
-        windows: Bytes = patches.reshape(len(order), -1)[order.numpy()]
-        return windows.reshape(patches.shape)
+        return patches.view(len(order), -1)[order.to(patches.device)].view(patches.shape)
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """See Tower."""

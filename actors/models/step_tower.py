@@ -19,7 +19,7 @@ from actors.models.block import Affine, BlocksForm, BlockWeights, Style
 from actors.models.step_config import window_sizing
 from actors.spec import ModelSpec
 from actors.two_paths import PATHS
-from actors.types import Bytes, ItemPlan, Size
+from actors.types import ItemPlan, Size
 from actors.windows import WindowSizing
 
 
@@ -64,7 +64,7 @@ class StepTower:
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.blocks = blocks(parts.layers, parts.style, attention, ())
 
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Bytes]:
+    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
         """See Tower: the whole view, then the crops, row by row."""
         size = Size(width=image.shape[2], height=image.shape[1])
         return self.sizing.plan(size), patchify(image, self.sizing)
@@ -118,7 +118,7 @@ class StepTower:
         return views, patches, len(self.parts.views[path].start)
 
 
-def patchify(image: Tensor, sizing: WindowSizing) -> Bytes:
+def patchify(image: Tensor, sizing: WindowSizing) -> Tensor:
     """uint8 [3, height, width] to uint8 [patches of all views, 3 x patch x patch]."""
     windows = sizing.windows(Size(width=image.shape[2], height=image.shape[1]))
     if windows.shown.width == windows.shown.height:  # nothing to add unless it is thin
@@ -138,8 +138,7 @@ def patchify(image: Tensor, sizing: WindowSizing) -> Bytes:
         views = grid.permute(1, 3, 0, 2, 4).flatten(0, 1)
         crops = torch.stack([packed.resize(view, square, "bilinear") for view in views])
         patches = torch.cat([patches, cut(crops, sizing.patch_size)])
-    pixels: Bytes = patches.numpy()
-    return pixels
+    return patches
 
 
 def cut(views: Tensor, patch: int) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +18,10 @@ from actors.attention import Attention, Shapes, Values
 from actors.errors import CheckpointError, ConfigError
 from actors.models import packed
 from actors.models.block import BlocksForm, BlockWeights, Style
+from actors.resample import Resample
 from actors.spec import ModelSpec
 from actors.tiling import TileSizing, with_overview
-from actors.types import Bytes, Clip, Item, ItemPlan, Size
-
-Resample = Literal["bicubic", "bilinear"]
+from actors.types import Clip, Item, ItemPlan, Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class TileTower:
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.blocks = blocks(parts.layers, parts.style, attention, ())
 
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Bytes]:
+    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
         """See Tower: tiles in raster order, the one that shows the whole image last."""
         size = Size(width=image.shape[2], height=image.shape[1])
         return self.sizing.plan(size), patchify(image, self.sizing, self.parts.resample)
@@ -121,7 +119,7 @@ class TileTower:
         return outputs[0][: sum(plan.tokens for plan in plans)]
 
 
-def patchify(image: Tensor, sizing: TileSizing, mode: Resample) -> Bytes:
+def patchify(image: Tensor, sizing: TileSizing, mode: Resample) -> Tensor:
     """uint8 [3, height, width] to uint8 [patches of all tiles, 3 x patch x patch]."""
     size = Size(width=image.shape[2], height=image.shape[1])
     rows, columns = sizing.layout(size)
@@ -133,8 +131,7 @@ def patchify(image: Tensor, sizing: TileSizing, mode: Resample) -> Bytes:
     if with_overview(rows * columns) > 1:
         overview = packed.resize(image, Size(sizing.tile_pixels, sizing.tile_pixels), mode)
         patches = torch.cat([patches, cut(overview, sizing)])
-    pixels: Bytes = patches.numpy()
-    return pixels
+    return patches
 
 
 def cut(canvas: Tensor, sizing: TileSizing) -> Tensor:

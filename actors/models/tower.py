@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actors.attention import Shapes, Values
 from actors.spec import ModelSpec
-from actors.types import Bytes, Clip, Item, ItemPlan
+from actors.types import Clip, Item, ItemPlan
 
 
 class Tower(Protocol):
@@ -17,8 +17,8 @@ class Tower(Protocol):
 
     spec: ModelSpec
 
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Bytes]:
-        """A decoded image, uint8 [3, height, width], to its plan and uint8 patches on the host."""
+    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
+        """A decoded image, uint8 [3, height, width], to its plan and its patches, where it lies."""
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """Static inputs of a graph for a budget of `tokens`; no shape shrinks as `tokens` grows."""

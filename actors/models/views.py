@@ -17,7 +17,7 @@ from actors.crops import CropSizing
 from actors.models import packed
 from actors.models.tiled import cut
 from actors.tiling import Layout
-from actors.types import Bytes, ItemPlan, Size
+from actors.types import ItemPlan, Size
 
 NEWLINE = -1
 """Marks a newline in an order of rows."""
@@ -28,27 +28,25 @@ def plan(image: Tensor, sizing: CropSizing) -> ItemPlan:
     return sizing.plan(Size(width=image.shape[2], height=image.shape[1]))
 
 
-def patchify(image: Tensor, sizing: CropSizing, mean: packed.Rgb) -> Bytes:
+def patchify(image: Tensor, sizing: CropSizing, mean: packed.Rgb) -> Tensor:
     """uint8 [3, height, width] to uint8 [patches, 3 x patch x patch]: the whole, then crops.
 
     A view's patches lie row by row. The whole keeps its shape on a ground of the mean's colour.
     """
     size = Size(width=image.shape[2], height=image.shape[1])
     side, patch = sizing.image_pixels, sizing.crops.patch_size
-    view = packed.patchify(whole(image, sizing, mean), Size(side, side), patch, merge=1)
-    parts = [torch.from_numpy(view)]
+    parts = [packed.patchify(whole(image, sizing, mean), Size(side, side), patch, merge=1)]
     if sizing.layout(size):
         canvas = packed.resize(image, sizing.crops.resized(size))
         parts.append(cut(canvas, replace(sizing.crops, merge_size=1)))
-    patches: Bytes = torch.cat(parts).numpy()
-    return patches
+    return torch.cat(parts)
 
 
 def whole(image: Tensor, sizing: CropSizing, mean: packed.Rgb) -> Tensor:
     """The view of the whole image: uint8 [3, side, side]. Equal to PIL.ImageOps.pad."""
     size = sizing.whole(Size(width=image.shape[2], height=image.shape[1]))
     side = sizing.image_pixels
-    ground = torch.tensor([int(value * 255) for value in mean], dtype=torch.uint8)
+    ground = torch.tensor([int(value * 255) for value in mean], dtype=torch.uint8).to(image.device)
     canvas = ground[:, None, None].repeat(1, side, side)
     left, top = round((side - size.width) * 0.5), round((side - size.height) * 0.5)
     resized = packed.resize(image, size)

@@ -14,7 +14,7 @@ from actors.errors import ConfigError
 from actors.types import Dtype
 from encoder_service.bench.load import Load, ProtocolName
 from encoder_service.bench.mix import parse_mix
-from encoder_service.commands import bench_dataplane, bench_engine
+from encoder_service.commands import bench_dataplane, bench_engine, bench_preprocess
 from encoder_service.config import load
 from router.options import Policy
 
@@ -25,6 +25,7 @@ def add(subcommands: Any) -> None:
     kinds = bench.add_subparsers(metavar="WHAT", required=True)
     bench_engine.add(kinds)
     bench_dataplane.add(kinds)
+    bench_preprocess.add(kinds)
     parser = kinds.add_parser("serve", help="the whole service, on a private cluster of its own")
     parser.add_argument("--config", type=Path, required=True, help="such as configs/tiny.yaml")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -36,6 +37,13 @@ class SlowToy(ToyTower):
         return values["patches"].float().sum(1).view(-1, 4) + values["items"].sum()
 
 
+class QuietToy(ToyTower):
+    """The toy without its check, which the host would wait for."""
+
+    def forward(self, path: str, values: Values) -> torch.Tensor:
+        return values["patches"].float().sum(1).view(-1, 4)
+
+
 @pytest.fixture
 def device() -> Device:
     return cuda()
@@ -49,6 +57,24 @@ def test_packs_from_the_host_keep_their_inputs(device: Device) -> None:
     answers = [engine.submit(item) for item in items]
     for item, answer in zip(items, answers, strict=True):
         assert torch.equal(answer.result(60).rows, toy_rows(item) + item.plan.patches)
+    engine.close()
+
+
+def test_packs_of_items_from_host_and_device(device: Device) -> None:
+    limits = Capacity((BUDGETS,), (BUDGETS[-1],), items=32, frames=0)
+    tower, metrics, random = QuietToy(), EncoderMetrics(), Random(0)
+    engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
+    items = [toy_item(random.randint(1, 200), seed) for seed in range(400)]
+    placed = [
+        replace(item, patches=torch.as_tensor(item.patches).to(device.device))
+        if random.random() < 0.5
+        else item
+        for item in items
+    ]
+    torch.cuda.synchronize()
+    answers = [engine.submit(item) for item in placed]
+    for item, answer in zip(items, answers, strict=True):
+        assert torch.equal(answer.result(60).rows, toy_rows(item))
     engine.close()
 
 

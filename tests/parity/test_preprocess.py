@@ -146,7 +146,7 @@ def test_patches_of_photographs(pair: Pair, name: str) -> None:
         torch.tensor(each)[:, None] for each in (pair.tower.spec.mean, pair.tower.spec.std)
     )
     pixels = ((frames[:, :, 0] * std + mean) * 255).round().flatten(1).numpy().astype(np.int64)
-    ours = as_published(pair, [plan], torch.from_numpy(patches)).numpy()
+    ours = as_published(pair, [plan], patches).numpy()
     difference = np.abs(pixels - ours.astype(np.int64))
     assert difference.mean() < 0.2
     assert difference.max() <= 16
@@ -156,7 +156,7 @@ def test_patches_of_photographs(pair: Pair, name: str) -> None:
 def test_embeddings_of_photographs(pair: Pair, name: str) -> None:
     data = photograph(name)
     plan, patches = pair.tower.patchify(decode(data))
-    ours = encode(pair.tower, [plan], torch.from_numpy(patches), plan.tokens + 40, segments=4)
+    ours = encode(pair.tower, [plan], patches, plan.tokens + 40, segments=4)
     inputs = processor(pair.model_type)(Image.open(BytesIO(data)), return_tensors="pt")
     with torch.no_grad():
         features = pair.reference.model.get_image_features(**inputs, return_dict=True)

@@ -124,7 +124,7 @@ def test_views_are_those_of_transformers(size: tuple[int, int]) -> None:
     image = pixels_of(opened().resize(size))
     whole, crops = Processor(*LIMITS).views(image)
     exact = torch.cat([cut(view[None], 14) for view in (whole, *crops)])
-    assert torch.equal(torch.from_numpy(patchify(image, WindowSizing(*LIMITS, 14, 1))), exact)
+    assert torch.equal(patchify(image, WindowSizing(*LIMITS, 14, 1)), exact)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -132,7 +132,7 @@ def test_views_are_those_of_the_first_models_own_code(size: tuple[int, int]) -> 
     image = opened().resize(size)
     whole, crops = step3.views(image, *LIMITS)
     exact = torch.cat([cut(pixels_of(view)[None], 14) for view in (whole, *crops)])
-    ours = torch.from_numpy(patchify(pixels_of(image), PaddedWindows(*LIMITS, 14, 1)))
+    ours = patchify(pixels_of(image), PaddedWindows(*LIMITS, 14, 1))
     assert ours.shape == exact.shape
     difference = (ours.int() - exact.int()).abs()
     assert difference.float().mean() < 0.2  # Pillow rounds between its two passes
@@ -163,7 +163,7 @@ def theirs(pair: Pair, item: Item) -> Tensor:
     mean, std = (torch.tensor(v)[:, None, None] for v in (tower.spec.mean, tower.spec.std))
     for index in (1, 0):
         side = tower.sizing.side_patches[index]
-        patches = torch.from_numpy(item.patches[item.plan.rows(index)])
+        patches = torch.as_tensor(item.patches[item.plan.rows(index)])
         grid = patches.view(-1, side, side, 3, patch, patch)
         views = grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, side * patch, side * patch)
         if len(views):

@@ -126,7 +126,7 @@ def test_the_tokens_of_a_plan_are_those_of_its_tiles(pair: Pair) -> None:
     image = torch.zeros(3, 200, 300, dtype=torch.uint8)
     plan, patches = pair.tower.patchify(image)
     assert len(patches) == plan.patches
-    assert len(theirs(pair, torch.from_numpy(patches))) == plan.tokens
+    assert len(theirs(pair, patches)) == plan.tokens
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
@@ -161,7 +161,7 @@ def test_photographs_through_the_engine(pair: Pair) -> None:
     for item, answer in zip(items, answers, strict=True):
         encoded = answer.result(60)
         assert encoded.source == "graph"
-        exact = theirs(pair, torch.from_numpy(item.patches))
+        exact = theirs(pair, torch.as_tensor(item.patches))
         check(tower.spec.family, encoded.rows, exact)
     engine.close()
 
@@ -183,7 +183,7 @@ def test_a_frame_of_a_video_is_a_tile(pair: Pair) -> None:
     image = Item(*tower.patchify(torch.zeros(3, 90, 120, dtype=torch.uint8)))
     for budget in (None, item.plan.tokens + image.plan.tokens):
         plans, patches = [item.plan, image.plan], [item.patches, image.patches]
-        rows = encode(tower, plans, [torch.from_numpy(each) for each in patches], budget)
+        rows = encode(tower, plans, [torch.as_tensor(each) for each in patches], budget)
         check(tower.spec.family, rows[: item.plan.tokens], exact)
     most = 3 * tower.sizing.tile_tokens
     room = Capacity(((most,),), (most,), items=3, frames=3, frame_tokens=1)

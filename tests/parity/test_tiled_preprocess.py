@@ -101,7 +101,7 @@ def bilinear(image: Image.Image, width: int, height: int) -> Image.Image:
 
 def compare(image: Image.Image, sizing: TileSizing, tiles: list[Pixels], mode: Any) -> None:
     """All patches, to single pixels that Pillow rounds otherwise."""
-    ours = patchify(torch.from_numpy(np.array(image)).permute(2, 0, 1), sizing, mode)
+    ours = patchify(torch.from_numpy(np.array(image)).permute(2, 0, 1), sizing, mode).numpy()
     assert len(ours) == sizing.plan(Size(image.width, image.height)).patches
     theirs = np.concatenate([cut(tensor(tile), sizing).numpy() for tile in tiles])
     difference = np.abs(ours.astype(np.int64) - theirs.astype(np.int64))

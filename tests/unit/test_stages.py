@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from actors.cache import Entry
+from actors.decoding import Decoding
 from actors.encoded import Encoded
 from actors.errors import InvalidMedia, Unavailable
 from actors.metrics import EncoderMetrics
@@ -50,7 +51,7 @@ class Rig:
             return rows
 
         monkeypatch.setattr(self.tower, "forward", held)
-        self.stages = Stages(self.engine, 2, series)
+        self.stages = Stages(self.engine, Decoding(self.tower, 2, series), series)
         self.shared: list[list[Media]] = []
         self.rows: list[weakref.ref[Tensor]] = []
 

@@ -1,0 +1,141 @@
+"""Threads that make items of media, ahead of the device: one by one, or JPEGs together on the GPU.
+
+Knows neither calls nor the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
+from time import monotonic
+from typing import Protocol
+
+from actors.metrics import EncoderMetrics
+from actors.models.tower import Tower
+from actors.nvjpeg import MOST_PIXELS
+from actors.preprocess import prepare
+from actors.types import Item, Media
+
+log = logging.getLogger("ray.serve")
+
+MOST_TOGETHER = 32
+"""Images of a batch: what comes meanwhile waits for all of it."""
+
+
+class Asked(Protocol):
+    """An item that somebody waits for."""
+
+    @property
+    def media(self) -> Media:
+        """What it is made of."""
+
+    @property
+    def given_up(self) -> bool:
+        """Nobody waits for it any more."""
+
+
+class Together(Protocol):
+    """Makes items of several media at a time, for one thread."""
+
+    def pixels(self, media: Media) -> int:
+        """Of an image that it takes; 0: it does not. Never raises."""
+
+    def prepare(self, media: Sequence[Media]) -> list[Item]:
+        """Of those that it takes, their patches written. Raises whatever is wrong with one."""
+
+
+Done = Callable[[float, Item | Exception], None]
+"""Called with the time, of time.monotonic, when it was begun, and with what came of it."""
+
+Begun = tuple[Asked, Done]
+
+
+class Decoding:
+    """`begin` may be called from any thread; `Done` is called in one of those here."""
+
+    def __init__(
+        self, tower: Tower, threads: int, series: EncoderMetrics, together: Together | None = None
+    ) -> None:
+        self.tower = tower
+        self.series = series
+        self.together = together
+        self._threads = ThreadPoolExecutor(threads, "decode")
+        self._waiting: SimpleQueue[Begun | None] = SimpleQueue()
+        if together:
+            self._gathering = Thread(
+                target=self._gather, args=(together,), name="decode-together", daemon=True
+            )
+            self._gathering.start()
+
+    def begin(self, asked: Asked, done: Done) -> None:
+        """Makes its item, unless it is given up before its turn comes."""
+        if self.together and asked.media.kind == "image":
+            self._waiting.put((asked, done))
+        else:
+            self._threads.submit(self._alone, asked, done)
+
+    def close(self) -> None:
+        """When all that was begun is done."""
+        if self.together:
+            self._waiting.put(None)
+            self._gathering.join()
+        self._threads.shutdown()
+
+    def _alone(self, asked: Asked, done: Done) -> None:
+        if asked.given_up:
+            return
+        started = monotonic()
+        try:
+            made: Item | Exception = prepare(self.tower, asked.media)
+        except Exception as error:
+            made = error
+        else:
+            self.series.preprocessed.labels("cpu").inc()
+        done(started, made)
+
+    def _gather(self, together: Together) -> None:
+        """All that waits, as soon as the batch before is done."""
+        more = True
+        while more:
+            begun = [self._waiting.get()]
+            with suppress(Empty):
+                while begun[-1] and len(begun) < MOST_TOGETHER:
+                    begun.append(self._waiting.get_nowait())
+            more = begun[-1] is not None
+            wanted = [each for each in begun if each and not each[0].given_up]
+            for batch in self._batches(together, wanted):
+                self._prepare(together, batch)
+
+    def _batches(self, together: Together, begun: Sequence[Begun]) -> Iterator[list[Begun]]:
+        """Those that are taken, MOST_PIXELS at a time; the others go their own way."""
+        batch: list[Begun] = []
+        total = 0
+        for asked, done in begun:
+            pixels = together.pixels(asked.media)
+            if not pixels:
+                self._threads.submit(self._alone, asked, done)
+                continue
+            if total + pixels > MOST_PIXELS and batch:
+                yield batch
+                batch, total = [], 0
+            batch.append((asked, done))
+            total += pixels
+        if batch:
+            yield batch
+
+    def _prepare(self, together: Together, batch: Sequence[Begun]) -> None:
+        started = monotonic()
+        try:
+            items = together.prepare([asked.media for asked, _ in batch])
+        except Exception as error:
+            log.warning("%d JPEGs are decoded on the CPU instead: %s", len(batch), error)
+            for asked, done in batch:
+                self._threads.submit(self._alone, asked, done)
+            return
+        self.series.preprocessed.labels("cuda").inc(len(items))
+        for (_, done), item in zip(batch, items, strict=True):
+            done(started, item)

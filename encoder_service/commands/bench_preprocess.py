@@ -1,0 +1,104 @@
+"""`encoder-service bench preprocess`: reads its options; actors/bench/preprocess.py measures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from actors.options import (
+    ActorOptions,
+    EncoderOptions,
+    GraphOptions,
+    ModelOptions,
+    PreprocessOptions,
+)
+from encoder_service.bench.mix import VARIANTS, parse_mix, picture
+
+if TYPE_CHECKING:
+    from actors.bench.preprocess import Figure
+
+SIZES = ("336x336", "1920x1080")
+
+WIDTH = 104
+"""Characters that the table needs; a pipe says 80."""
+
+
+def add(kinds: Any) -> None:
+    """The subcommand of `bench`."""
+    parser = kinds.add_parser(
+        "preprocess", help="JPEGs to patches, on the CPU and on the GPU, ahead of an engine"
+    )
+    parser.add_argument("--model", default="qwen3vl-2b", metavar="PRESET", help="(%(default)s)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the engine")
+    parser.add_argument("--size", nargs="+", type=size, default=SIZES, help="such as 336x336")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="that decode on the CPU (%(default)s)"
+    )
+    parser.add_argument("--seconds", type=float, default=0.6, help="a figure (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Prints a table. Raises StartError where the device or torchvision is missing."""
+    from actors.bench.preprocess import measure  # torch takes seconds to import
+
+    console.width = max(console.width, WIDTH)
+    on_gpu = options.device == "cuda"
+    actor = ActorOptions(
+        model=ModelOptions(id=options.model, load_format="dummy"),
+        encoder=EncoderOptions(device=options.device, num_gpus=int(on_gpu)),
+        # Few graphs, for images alone: the engine is not what is measured.
+        graphs=GraphOptions(steps_per_doubling=1, max_frames_per_batch=0),
+    )
+    ways = [PreprocessOptions(threads=options.threads)]
+    if on_gpu:
+        ways.append(PreprocessOptions(threads=options.threads, device="cuda"))
+    pictures = {
+        name: [picture(*parse_mix(name)[0][0], seed) for seed in range(VARIANTS)]
+        for name in options.size
+    }
+    figures = measure(actor, pictures, ways, options.seconds, console.print)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(each) for each in figures], indent=2) + "\n")
+    console.print(table(figures, options.model))
+    return 0
+
+
+def table(figures: list[Figure], model: str) -> Table:
+    """A row a size and way."""
+    shown = Table(title=f"JPEGs to patches, {model}: images a second")
+    for name in ("size", "way"):
+        shown.add_column(name)
+    for name in ("patches", "preprocessed", "CPU ms", "encoded", "patches/s", "engine alone"):
+        shown.add_column(name, justify="right")
+    for each in figures:
+        shown.add_row(
+            each.size,
+            each.way,
+            str(each.patches),
+            f"{each.images_per_second:.0f}",
+            f"{each.cpu_ms:.2f}",
+            f"{each.encoded_images_per_second:.0f}",
+            f"{each.encoded_images_per_second * each.patches:,.0f}",
+            f"{each.engine_images_per_second:.0f}",
+        )
+    return shown
+
+
+def size(text: str) -> str:
+    """For argparse: one WIDTHxHEIGHT."""
+    try:
+        kinds = parse_mix(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if len(kinds) != 1 or len(kinds[0]) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: one WIDTHxHEIGHT")
+    return text

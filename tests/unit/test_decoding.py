@@ -1,0 +1,225 @@
+"""Who decodes what: one by one on the host, or JPEGs together, here on the host as well."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from actors.bench.preprocess import measure
+from actors.decoding import MOST_TOGETHER, Decoding
+from actors.errors import InvalidMedia, StartError
+from actors.metrics import EncoderMetrics
+from actors.models.load import load
+from actors.models.tower import Tower
+from actors.nvjpeg import MOST_PIXELS, open_nvjpeg, plain
+from actors.options import ActorOptions, EncoderOptions, ModelOptions, PreprocessOptions
+from actors.preprocess import decode, prepare
+from actors.types import Item, Media, Size
+from tests.images import encoded, jpeg, opened
+
+MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
+
+
+class HostTogether:
+    """Takes plain JPEGs, as nvJPEG; a gate holds its batches."""
+
+    def __init__(self, tower: Tower) -> None:
+        self.tower = tower
+        self.gate = threading.Event()
+        self.batches: list[int] = []
+        self.refused: bytes | None = None
+        self.each = 0
+        """Pixels that every image is said to have; 0: its own."""
+
+    def pixels(self, media: Media) -> int:
+        size = plain(media.data)
+        return (self.each or size.width * size.height) if size else 0
+
+    def prepare(self, media: Sequence[Media]) -> list[Item]:
+        assert self.gate.wait(10)
+        self.batches.append(len(media))
+        if any(one.data == self.refused for one in media):
+            raise RuntimeError("nvJPEG: bad file")
+        return [Item(*self.tower.patchify(decode(one.data))) for one in media]
+
+
+@dataclass
+class Waiting:
+    media: Media
+    given_up: bool = False
+    made: Item | Exception | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class Rig:
+    decoding: Decoding
+    together: HostTogether
+    series: EncoderMetrics
+
+    def begin(self, data: bytes, size: tuple[int, int]) -> Waiting:
+        plan = self.decoding.tower.spec.sizing.plan(Size(*size))
+        waiting = Waiting(Media("image", data, plan, digest=""))
+
+        def done(started: float, made: Item | Exception) -> None:
+            waiting.made = made
+            waiting.done.set()
+
+        self.decoding.begin(waiting, done)
+        return waiting
+
+    def finish(self, begun: Sequence[Waiting]) -> None:
+        self.together.gate.set()
+        assert all(each.done.wait(10) for each in begun)
+
+    def ways(self) -> dict[str, float]:
+        count = self.series.registry.get_sample_value
+        name = "encoder_preprocessed_items_total"
+        return {way: count(name, {"device": way}) or 0 for way in ("cpu", "cuda")}
+
+
+@pytest.fixture(scope="module")
+def tower() -> Tower:
+    return load(MODEL, torch.device("cpu"))
+
+
+@pytest.fixture
+def rig(tower: Tower) -> Iterator[Rig]:
+    together, series = HostTogether(tower), EncoderMetrics()
+    rig = Rig(Decoding(tower, 2, series, together), together, series)
+    yield rig
+    together.gate.set()
+    rig.decoding.close()
+
+
+def same(one: Any, other: Any) -> bool:
+    return isinstance(one, Item) and torch.equal(
+        torch.as_tensor(one.patches), torch.as_tensor(other.patches)
+    )
+
+
+def test_what_waits_is_decoded_together(rig: Rig) -> None:
+    count = 2 * MOST_TOGETHER
+    begun = [rig.begin(jpeg(64, 32), (64, 32)) for _ in range(count)]
+    rig.finish(begun)
+    assert sum(rig.together.batches) == count
+    assert max(rig.together.batches) == MOST_TOGETHER
+    assert len(rig.together.batches) <= 4
+    assert rig.ways() == {"cpu": 0, "cuda": count}
+
+
+def test_a_batch_is_bounded_by_its_pixels(rig: Rig) -> None:
+    rig.together.each = MOST_PIXELS // 3
+    rig.finish([rig.begin(jpeg(64, 32), (64, 32)) for _ in range(10)])
+    assert max(rig.together.batches) == 3
+
+
+def test_other_files_go_one_by_one(rig: Rig, tower: Tower) -> None:
+    image = opened().resize((96, 64))
+    files = {
+        "plain": jpeg(96, 64),
+        "PNG": encoded(image, "PNG"),
+        "turned": encoded(image.resize((64, 96)), "JPEG", orientation=6),
+        "CMYK": encoded(image.convert("CMYK"), "JPEG"),
+        "cut short": jpeg(96, 64)[:-100],
+    }
+    begun = {name: rig.begin(data, (96, 64)) for name, data in files.items()}
+    rig.finish(list(begun.values()))
+    for name, waiting in begun.items():
+        if name == "cut short":
+            assert isinstance(waiting.made, InvalidMedia)
+        else:
+            assert same(waiting.made, prepare(tower, waiting.media)), name
+    assert rig.ways() == {"cpu": 3, "cuda": 1}
+
+
+def test_a_batch_that_fails_is_decoded_one_by_one(rig: Rig, tower: Tower) -> None:
+    rig.together.refused = jpeg(64, 64)
+    data = [jpeg(32, 32), rig.together.refused, jpeg(96, 32)]
+    begun = [rig.begin(*each) for each in zip(data, [(32, 32), (64, 64), (96, 32)], strict=True)]
+    rig.finish(begun)
+    assert all(same(each.made, prepare(tower, each.media)) for each in begun)
+    assert rig.ways()["cpu"] >= 1
+    later = rig.begin(jpeg(32, 64), (32, 64))
+    rig.finish([later])
+    assert rig.ways()["cuda"] >= 1, "the next batch is tried again"
+
+
+def test_what_is_given_up_is_not_decoded(rig: Rig) -> None:
+    blocker = rig.begin(jpeg(32, 32), (32, 32))
+    while rig.decoding._waiting.qsize():
+        pass  # until the gate holds it
+    begun = [rig.begin(jpeg(64, 64), (64, 64)) for _ in range(3)]
+    begun[1].given_up = True
+    rig.finish([blocker, begun[0], begun[2]])
+    assert rig.together.batches == [1, 2]
+    assert begun[1].made is None
+
+
+def test_closing_does_what_was_begun(tower: Tower) -> None:
+    together, series = HostTogether(tower), EncoderMetrics()
+    rig = Rig(Decoding(tower, 2, series, together), together, series)
+    begun = [rig.begin(jpeg(64, 32), (64, 32)), rig.begin(encoded(opened(), "PNG"), (600, 400))]
+    together.gate.set()
+    rig.decoding.close()
+    assert all(isinstance(each.made, Item) for each in begun)
+
+
+def rgb(**options: Any) -> bytes:
+    return encoded(opened().resize((61, 47)), "JPEG", **options)
+
+
+@pytest.mark.parametrize(
+    ("data", "taken"),
+    [
+        (rgb(), True),
+        (rgb(progressive=True), True),
+        (rgb(subsampling=0), True),
+        (rgb(orientation=1), True),
+        (rgb(orientation=9), True),  # no orientation: Pillow leaves it as it is
+        (rgb(orientation=3), False),
+        (rgb(keep_rgb=True), False),
+        (rgb()[:-1], False),
+        (rgb() + b"\0", False),
+        (rgb()[:200] + b"\xff\xd9", False),
+        (b"\xff\xd8\xff\xd9", False),
+        (b"", False),
+        (encoded(opened().convert("L"), "JPEG"), False),
+        (encoded(opened().convert("CMYK"), "JPEG"), False),
+        (encoded(opened(), "PNG"), False),
+    ],
+)
+def test_which_files_are_plain(data: bytes, taken: bool) -> None:
+    assert plain(data) == (Size(61, 47) if taken else None)
+
+
+def test_an_mpo_is_not_plain() -> None:
+    images = [opened(), opened().rotate(90)]
+    data = encoded(images[0], "MPO", save_all=True, append_images=images[1:])
+    assert plain(data) is None
+
+
+def test_the_gpu_is_asked_for_where_there_is_none(
+    tower: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = EncoderOptions(device="cpu", num_gpus=0)
+    with pytest.raises(ValidationError, match=r"preprocess\.device is cuda"):
+        ActorOptions(model=MODEL, encoder=cpu, preprocess=PreprocessOptions(device="cuda"))
+    monkeypatch.setitem(__import__("sys").modules, "torchvision.io", None)
+    with pytest.raises(StartError, match="needs torchvision"):
+        open_nvjpeg(tower, torch.device("cuda", 0))
+
+
+def test_the_bench_measures() -> None:
+    options = ActorOptions(model=MODEL, encoder=EncoderOptions(device="cpu", num_gpus=0))
+    (figure,) = measure(
+        options, {"64x64": [jpeg(64, 64)]}, [PreprocessOptions(threads=1)], 0.05, print
+    )
+    assert (figure.size, figure.patches, figure.way) == ("64x64", 16, "CPU, 1 threads")
+    assert min(figure.images_per_second, figure.cpu_ms, figure.encoded_images_per_second) > 0
