@@ -23,7 +23,7 @@ from actors.models.packed_weights import Expected, Weights
 from actors.models.tiled import TileParts, TileTower, cut
 from actors.spec import ModelSpec
 from actors.tiling import Layout
-from actors.types import Bytes, Clip, Item, ItemPlan, Size
+from actors.types import Clip, Item, ItemPlan, Size
 
 PREFIXES = (*clip.LLAVA_PREFIXES, "image_", "model.image_")
 QWEN_PREFIXES = (
@@ -64,7 +64,7 @@ class OnevisionTower(TileTower):
         self.anyres, self.frames = spec.sizing, spec.video
         self.newline = parts.newline
 
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Bytes]:
+    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
         """See Tower: the tile that shows the whole image, then those of the canvas, row by row."""
         size = Size(width=image.shape[2], height=image.shape[1])
         return self.anyres.plan(size), patchify(image, self.anyres)
@@ -106,17 +106,16 @@ class OnevisionTower(TileTower):
         return torch.cat([rows, self.newline]) if plan.tokens > len(rows) else rows
 
 
-def patchify(image: Tensor, sizing: AnyresSizing) -> Bytes:
+def patchify(image: Tensor, sizing: AnyresSizing) -> Tensor:
     """uint8 [3, height, width] to uint8 [patches of all tiles, 3 x patch x patch]."""
     size, side = Size(width=image.shape[2], height=image.shape[1]), sizing.picture_pixels
     rows, columns = sizing.layout(size)
     left, above = sizing.corner(size)
     shown = packed.resize(image, sizing.resized(size))
-    canvas = torch.zeros(3, rows * side, columns * side, dtype=torch.uint8)
+    canvas = image.new_zeros(3, rows * side, columns * side)
     canvas[:, above : above + shown.shape[1], left : left + shown.shape[2]] = shown
     tiles = canvas.view(3, rows, side, columns, side).permute(1, 3, 0, 2, 4).flatten(0, 1)
-    patches: Bytes = torch.cat([tile_of(tile, sizing) for tile in (image, *tiles)]).numpy()
-    return patches
+    return torch.cat([tile_of(tile, sizing) for tile in (image, *tiles)])
 
 
 def tile_of(image: Tensor, sizing: AnyresSizing) -> Tensor:

@@ -48,7 +48,7 @@ MEAN_DIFFERENCE = {0: 0.6, 1: 1.5, 2: 1.5}
 ROWS_DIFFERENCE = 0.05
 """Of the rows of an image, relative: bfloat16 alone gives a fifth of it."""
 
-PRESETS = ("qwen3vl-2b", "qwen25vl-7b", "kimivl-a3b", "internvl3-8b", "llama4-scout")
+PRESETS = ("qwen3vl-2b", "qwen25vl-7b", "kimivl-a3b", "internvl3-8b", "llava-onevision-7b")
 PRESETS_OF_VIEWS = ("deepseek-ocr", "step3vl-10b")
 
 

@@ -90,7 +90,7 @@ def video_of(tower: OnevisionTower, frames: int) -> Item:
 @torch.no_grad()
 def image_rows(pair: Pair, item: Item, size: Size) -> Tensor:
     """transformers', of one image."""
-    tiles = pixels(pair.tower, torch.from_numpy(item.patches))[None]
+    tiles = pixels(pair.tower, torch.as_tensor(item.patches))[None]
     own = torch.tensor([[size.height, size.width]])
     (rows,) = pair.model.get_image_features(tiles, own, return_dict=True).pooler_output
     return torch.as_tensor(rows)
@@ -99,7 +99,7 @@ def image_rows(pair: Pair, item: Item, size: Size) -> Tensor:
 @torch.no_grad()
 def video_rows(pair: Pair, item: Item) -> Tensor:
     """transformers', of one video."""
-    frames = pixels(pair.tower, torch.from_numpy(item.patches))[None]
+    frames = pixels(pair.tower, torch.as_tensor(item.patches))[None]
     (rows,) = pair.model.model.get_video_features(frames, return_dict=True).pooler_output
     return torch.as_tensor(rows)
 
@@ -179,7 +179,7 @@ def test_tiles_are_those_of_the_processor(size: tuple[int, int]) -> None:
     tiles = torch.from_numpy((theirs["pixel_values"][0] * 255).round().astype(np.uint8))
     expected = torch.cat([cut(tile[:, :378, :378], sizing) for tile in tiles])
     ours = patchify(torch.from_numpy(np.array(image)).permute(2, 0, 1), sizing)
-    difference = np.abs(ours.astype(np.int64) - expected.numpy().astype(np.int64))
+    difference = np.abs(ours.numpy().astype(np.int64) - expected.numpy().astype(np.int64))
     assert len(ours) == sizing.plan(Size(*size)).patches
     # To single pixels that Pillow rounds otherwise.
     assert difference.mean() < 0.2
