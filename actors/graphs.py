@@ -138,7 +138,9 @@ class GraphSet:
         self, plans: Sequence[ItemPlan], patches: Sequence[Tensor], later: Sequence[Tensor]
     ) -> Rows:
         """What the inputs of media are filled with."""
-        return {"patches": patches, "later": later} if self.videos(plans) else {"patches": patches}
+        if self.videos(plans) and "later" in self.video_inputs(1):
+            return {"patches": patches, "later": later}
+        return {"patches": patches}
 
     def videos(self, plans: Sequence[ItemPlan]) -> bool:
         """Whether these items need the inputs that are for videos."""

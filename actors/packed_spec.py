@@ -21,7 +21,13 @@ from actors.sizing import (
     ShrinkingSizing,
 )
 from actors.spec import ModelSpec, image_processor, image_spec, only
-from actors.video_spec import spread_video, strided_video, thinning_video, timed_video
+from actors.video_spec import (
+    grouped_video,
+    spread_video,
+    strided_video,
+    thinning_video,
+    timed_video,
+)
 
 CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -117,7 +123,7 @@ def kimivl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
 
 
 def kimik25(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
-    """Kimi-K2.5, images: moonshotai/Kimi-K2.5. Videos, whose frames see each other, are refused."""
+    """Kimi-K2.5: moonshotai/Kimi-K2.5."""
     given = config["vision_config"]
     # Published with a prefix; without it, transformers' names.
     plain = {key.removeprefix("vt_"): value for key, value in given.items()}
@@ -135,10 +141,11 @@ def kimik25(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
         max_patches=int(media.get("in_patch_limit", 16384)),
         max_side_patches=int(media.get("patch_limit_on_one_side", 512)),
     )
-    vision = plain | {"init_pos_emb_height": side}
+    frames = plain.get("init_pos_emb_time", plain.get("pos_emb_time", 4))
+    vision = plain | {"init_pos_emb_height": side, "pos_emb_time": frames}
     halves = {"image_mean": 0.5, "image_std": 0.5} | media
     width = config["text_config"]["hidden_size"]
-    return packed("kimi_k25", options, halves, vision, sizing, width)
+    return grouped_video(packed("kimi_k25", options, halves, vision, sizing, width), media)
 
 
 PIXTRAL = {

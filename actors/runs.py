@@ -28,7 +28,7 @@ def longest_run(plan: ItemPlan, capacity: Capacity) -> int:
     """Groups of a video that a pack holds, one at least. Without graphs for videos tokens bind."""
     if not plan.frames:
         return 1
-    most = capacity.tokens[0] // (plan.path_tokens[0] // plan.frames)
+    most = capacity.tokens[0] // computed_tokens(plan, plan.group_patches)
     if capacity.frames:
         most = min(most, capacity.frames)
     return max(1, most)
@@ -37,16 +37,21 @@ def longest_run(plan: ItemPlan, capacity: Capacity) -> int:
 def run(item: Item, start: int, end: int) -> Item:
     """The groups from `start` to before `end` of a video, as views of its patches."""
     plan, groups = item.plan, end - start
-    patches, computed = plan.patches // plan.frames, plan.path_tokens[0] // plan.frames
-    rows_after = plan.tokens - plan.frames * plan.group_tokens if end == plan.frames else 0
+    rows = slice(start * plan.group_patches, min(end * plan.group_patches, plan.patches))
+    patches = rows.stop - rows.start
+    after = plan.tokens - plan.frames * plan.group_tokens if end == plan.frames else 0
     part = replace(
         plan,
         grid_thw=(groups, *plan.grid_thw[1:]),
-        patches=groups * patches,
-        tokens=groups * plan.group_tokens + rows_after,
-        path_tokens=(groups * computed,),
+        patches=patches,
+        tokens=groups * plan.group_tokens + after,
+        path_tokens=(computed_tokens(plan, patches),),
         frames=groups,
     )
-    rows = slice(start * patches, end * patches)
     later = None if item.later is None else item.later[rows]
     return Item(part, item.patches[rows], later)
+
+
+def computed_tokens(plan: ItemPlan, patches: int) -> int:
+    """Of so many of its patches."""
+    return plan.path_tokens[0] * patches // plan.patches

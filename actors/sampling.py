@@ -1,6 +1,7 @@
 """Which frames of a video are encoded: each family's own rule, on indices alone. Pure.
 
-Each equals the `sample_frames` of the family's video processor in transformers, file by file.
+Each equals the `sample_frames` of the family's video processor in transformers, file by file, but
+that of Kimi-K2.5 the code that it is published with.
 """
 
 from __future__ import annotations
@@ -114,6 +115,32 @@ class Thinning:
         elif len(found) > count:
             found = rounded(np.linspace(0, frames - 1, count))
         return paired(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """Evenly from the first frame to the last, not more often than they are shown (Kimi-K2.5)."""
+
+    fps: float
+    most: int
+
+    def indices(self, frames: int, fps: float) -> list[int]:
+        """See Sampling."""
+        count = min(max(round(frames * min(self.fps, fps) / fps), 1), self.most)
+        return rounded(np.linspace(0, frames - 1, count).round())
+
+
+@dataclass(frozen=True, slots=True)
+class Evenly:
+    """So many, in equal steps from the first frame on (transformers: default_sample_indices_fn)."""
+
+    most: int
+    fps: float = 1.0
+
+    def indices(self, frames: int, fps: float) -> list[int]:
+        """See Sampling. `fps` does not matter."""
+        count = min(self.most, frames)
+        return [index * frames // count for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

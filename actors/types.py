@@ -66,11 +66,19 @@ class ItemPlan:
     kept: tuple[int, ...] = ()
     """Rows and columns of tokens that show the image, where the rest of the canvas only pads it and
     gives no rows of the embedding. Empty: all do."""
+    group_pictures: int = 1
+    """Pictures that a temporal group holds one after the other, each a grid of its own; the last
+    group may have fewer."""
 
     @property
     def group_tokens(self) -> int:
         """Rows of each temporal group of a video. What is over belongs to none, and comes last."""
         return self.tokens // self.frames
+
+    @property
+    def group_patches(self) -> int:
+        """Of each temporal group of a video; the last may have fewer."""
+        return self.group_pictures * self.grid_thw[1] * self.grid_thw[2]
 
     def rows(self, path: int) -> slice:
         """Where in an item the patches of a path lie, by its place in `ModelSpec.paths`."""

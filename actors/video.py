@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from actors.errors import InvalidMedia, TooLarge
 from actors.sampling import Sampling
-from actors.sizing import at_least, longest_side, smart_resize
+from actors.sizing import BlockSizing, at_least, longest_side, smart_resize
 from actors.types import Clip, ItemPlan, Size
 
 
@@ -37,19 +37,24 @@ class VideoSizing(ABC):
         """Of any video."""
         return -(-self.sampling.most // self.group)
 
+    @property
+    def least(self) -> int:
+        """Frames of a video, at least."""
+        return self.group
+
     def indices(self, clip: Clip) -> list[int]:
         """The frames that are encoded, before the last group is filled up.
 
-        Raises InvalidMedia for fewer than a group, TooLarge for a list of too many.
+        Raises InvalidMedia for too few, TooLarge for a list of too many.
         """
         if clip.chosen:
             found = list(range(clip.frames))
         else:
             found = self.sampling.indices(clip.frames, clip.fps)
-        if len(found) < self.group:
+        if len(found) < self.least:
             raise InvalidMedia(
                 f"a video of {clip.frames} frames at {clip.fps:g} a second: this model takes "
-                f"{len(found)} of them and needs {self.group}: send an image"
+                f"{len(found)} of them and needs {self.least}: send an image"
             )
         if len(found) > self.sampling.most:
             raise TooLarge(
@@ -154,3 +159,42 @@ class FrameTiles(VideoSizing):
     def longest_side_patches(self) -> int:
         """See VideoSizing."""
         return self.tile_pixels // self.patch_size
+
+
+@dataclass(frozen=True, slots=True)
+class PooledGroups(VideoSizing):
+    """Each frame is a picture; those of a group see each other and give one's rows (Kimi-K2.5)."""
+
+    pictures: BlockSizing
+    """How each frame is resized and cut up."""
+
+    @property
+    def least(self) -> int:
+        """See VideoSizing. The last group, or the only one, may have fewer frames."""
+        return 1
+
+    def groups(self, clip: Clip) -> list[tuple[int, ...]]:
+        """See VideoSizing. Nothing fills up the last group."""
+        found = self.indices(clip)
+        return [tuple(found[i : i + self.group]) for i in range(0, len(found), self.group)]
+
+    def resized(self, size: Size, frames: int) -> Size:
+        """See VideoSizing; before it is padded to whole merge blocks."""
+        return self.pictures.resized(size)
+
+    def longest_side_patches(self) -> int:
+        """See VideoSizing."""
+        return self.pictures.longest_side_patches()
+
+    def plan(self, clip: Clip) -> ItemPlan:
+        """See VideoSizing."""
+        frames, groups = len(self.indices(clip)), self.groups(clip)
+        one = self.pictures.plan(clip.size)
+        return ItemPlan(
+            grid_thw=(len(groups), *one.grid_thw[1:]),
+            patches=frames * one.patches,
+            tokens=len(groups) * one.tokens,
+            path_tokens=(frames * one.tokens,),
+            frames=len(groups),
+            group_pictures=self.group,
+        )

@@ -9,16 +9,23 @@ from dataclasses import replace
 
 from actors.anyres import AnyresSizing, PooledFrames
 from actors.checkpoint import Files, Json
-from actors.sampling import Middles, Sampling, Spread, Strided, Thinning, Timed
+from actors.sampling import Evenly, Middles, Paced, Sampling, Spread, Strided, Thinning, Timed
+from actors.sizing import ShrinkingSizing
 from actors.spec import BICUBIC, ModelSpec, only, rgb, side, video_processor
 from actors.tiling import TileSizing
-from actors.video import FramePixels, FrameTiles, MeanTimes, TotalPixels, VideoSizing
+from actors.video import FramePixels, FrameTiles, MeanTimes, PooledGroups, TotalPixels, VideoSizing
 
 GROUP = 2
 """Frames that are embedded together. A tower of other groups takes images alone."""
 
 INTERNVL_FRAMES = 8
 """As many segments as the model cards of InternVL take of a video."""
+
+KIMI_GROUP, KIMI_FRAME_PATCHES = 4, 4096
+"""What Kimi-K2.5 publishes: frames of a group, patches of each."""
+
+KIMI_FRAMES = 2048
+"""Kimi-K2.5 itself has no limit: more than a video has that this service takes by default."""
 
 ONEVISION_FRAMES = 32
 """As many frames as LLaVA-OneVision's own code takes of a video."""
@@ -90,9 +97,26 @@ def pooled_video(model: ModelSpec, files: Files) -> ModelSpec:
     only(settings, {"fps": None}, "the video processor")
     if side(settings.get("size") or pixels) != pixels:
         raise ValueError(f"size of the video processor: only the tower's {pixels} is supported")
-    rule = Strided(1.0, least=frames, most=frames, group=1)
-    video = PooledFrames(rule, sizing.patch_size, 1, 1, picture_pixels=pixels)
+    video = PooledFrames(Evenly(frames), sizing.patch_size, 1, 1, picture_pixels=pixels)
     return with_video(model, settings, video)
+
+
+def grouped_video(model: ModelSpec, media: Json) -> ModelSpec:
+    """With the videos of Kimi-K2.5, as `media_proc_cfg` says: moonshotai/Kimi-K2.5's own code."""
+    sizing = model.sizing
+    assert isinstance(sizing, ShrinkingSizing), "its images are cut otherwise. This is a bug."
+    only(media, {"in_patch_limit_video": None}, "the image processor")
+    each = int(media.get("in_patch_limit_each_frame") or KIMI_FRAME_PATCHES)
+    rule = Paced(
+        float(media.get("sample_fps") or 2),
+        int(media.get("max_num_frames_each_video") or KIMI_FRAMES),
+    )
+    group = int(media.get("temporal_merge_kernel_size") or KIMI_GROUP)
+    if group > int(model.vision["pos_emb_time"]):
+        raise ValueError(f"temporal_merge_kernel_size: {group} is over pos_emb_time")
+    pictures = replace(sizing, max_patches=each)
+    video = PooledGroups(rule, sizing.patch_size, sizing.merge_size, group, pictures=pictures)
+    return replace(model, video=video)
 
 
 def with_video(model: ModelSpec, settings: Json, video: VideoSizing) -> ModelSpec:

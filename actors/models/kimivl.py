@@ -1,4 +1,4 @@
-"""The vision tower of Kimi-VL and Kimi-K2.5 (MoonViT) with its projector, for images.
+"""The vision tower of Kimi-VL and Kimi-K2.5 (MoonViT) with its projector; for videos kimik25.py.
 
 The published rotary embedding turns neighbouring values of a head, columns before rows; ours turns
 halves, rows before columns: q and k are permuted once, at load, which no score can tell. Computes
@@ -42,6 +42,8 @@ NAMES = BlockNames(
     down="mlp.fc1",
 )
 
+LAST_NORM = "encoder.final_layernorm"
+
 EPSILON = 1e-5
 """Of torch's LayerNorm, which the configuration says nothing about."""
 
@@ -65,7 +67,7 @@ def expected(spec: ModelSpec) -> Expected:
         **affine("patch_embed.proj", (tower.width, 3, tower.patch_size, tower.patch_size)),
         **affine("patch_embed.pos_emb", (side, side, tower.width), bias=False),
         **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width),
-        **affine("encoder.final_layernorm", (tower.width,)),
+        **affine(LAST_NORM, (tower.width,)),
         **affine("pre_norm", (tower.width,)),
         **affine(up, (tower.merged, tower.merged)),
         **affine(down, (spec.width, tower.merged)),
@@ -75,14 +77,7 @@ def expected(spec: ModelSpec) -> Expected:
 def parts(spec: ModelSpec, weights: Weights) -> Parts:
     """The tower's, from tensors as `expected` names them."""
     tower = dimensions(spec)
-    final = weights.affine("encoder.final_layernorm")
-    up, down = PROJECTORS[spec.family]
-    merger = Merger(
-        norm=weights.affine("pre_norm"),
-        up=weights.affine(up),
-        down=weights.affine(down),
-        epsilon=EPSILON,
-    )
+    final, merger = weights.affine(LAST_NORM), projector(spec, weights)
 
     def head(x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         return merger(layer_norm(x, final, EPSILON))
@@ -95,6 +90,17 @@ def parts(spec: ModelSpec, weights: Weights) -> Parts:
         style=Style(tower.heads, "gelu_tanh", epsilon=EPSILON),
         head=head,
         positions=Positions(table, bicubic_taps, taps=16),
+    )
+
+
+def projector(spec: ModelSpec, weights: Weights) -> Merger:
+    """What makes a token of the patches of a merge block."""
+    up, down = PROJECTORS[spec.family]
+    return Merger(
+        norm=weights.affine("pre_norm"),
+        up=weights.affine(up),
+        down=weights.affine(down),
+        epsilon=EPSILON,
     )
 
 

@@ -20,6 +20,7 @@ from actors.models import (
     glm4v,
     internvl,
     internvl_config,
+    kimik25,
     kimivl,
     llama4,
     llama4_config,
@@ -81,8 +82,6 @@ QWEN3VL = Family(
 )
 
 
-KIMI = Family(kimivl.PREFIXES, kimivl.expected, kimivl.dimensions, kimivl.parts, PackedTower)
-
 PIXTRAL = Family(
     pixtral.PREFIXES, pixtral.expected, pixtral.dimensions, pixtral.parts, pixtral.PixtralTower
 )
@@ -120,8 +119,16 @@ FAMILIES: Mapping[str, Family[Any]] = {
         qwen25vl.WindowedTower,
     ),
     "glm4v": Family(glm4v.PREFIXES, glm4v.expected, glm4v.dimensions, glm4v.parts, PackedTower),
-    "kimi_vl": KIMI,
-    "kimi_k25": KIMI,
+    "kimi_vl": Family(
+        kimivl.PREFIXES, kimivl.expected, kimivl.dimensions, kimivl.parts, PackedTower
+    ),
+    "kimi_k25": Family(
+        kimivl.PREFIXES,
+        kimivl.expected,
+        kimivl.dimensions,
+        kimik25.parts,
+        kimik25.KimiK25Tower,
+    ),
     "pixtral": PIXTRAL,
     "mistral3": PIXTRAL,
     "paddleocr_vl": Family(

@@ -127,9 +127,8 @@ class PackedTower:
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
     ) -> dict[str, Tensor]:
         """See Tower."""
-        groups = grids_of(plans)
-        lengths = [rows * columns for rows, columns in groups]
-        grids = [self.grid(rows, columns) for rows, columns in groups]
+        lengths = list(chain.from_iterable(map(segments_of, plans)))
+        grids = [self.grid(rows, columns) for rows, columns in grids_of(plans)]
         return {
             **{name: torch.cat([grid[name] for grid in grids]) for name in grids[0]},
             **self.attention.metadata(lengths, tokens * self.sizing.merge_size**2, segments),
@@ -137,13 +136,20 @@ class PackedTower:
 
     def forward(self, path: str, values: Values) -> Tensor:
         """See Tower. Rows beyond the last segment: finite, otherwise undefined."""
+        x = self.begin(values)
+        cos, sin = (F.embedding(values["places"], t).flatten(1) for t in (self.cos, self.sin))
+        x, tapped = self.blocks(x, cos, sin, values)  # lets the embedding's memory go
+        return self.end(x, tapped, values)
+
+    def begin(self, values: Values) -> Tensor:
+        """[patches, width], what the blocks are given."""
         x = self.embedded(values)
         if self.parts.stem:
             x = self.parts.stem(x)
-        if self.parts.positions:
-            x = placed(x, self.parts.positions.table, values)
-        cos, sin = (F.embedding(values["places"], t).flatten(1) for t in (self.cos, self.sin))
-        x, tapped = self.blocks(x, cos, sin, values)  # lets the embedding's memory go
+        return placed(x, self.parts.positions.table, values) if self.parts.positions else x
+
+    def end(self, x: Tensor, tapped: Sequence[Tensor], values: Values) -> Tensor:
+        """[tokens, width of a row], of what the blocks give."""
         return self.parts.head(x, tapped)
 
     def embedded(self, values: Values) -> Tensor:
@@ -172,8 +178,20 @@ class PackedTower:
 
 
 def grids_of(plans: Sequence[ItemPlan]) -> list[tuple[int, int]]:
-    """Rows and columns of each temporal group of each item."""
-    return list(chain.from_iterable([plan.grid_thw[1:]] * plan.grid_thw[0] for plan in plans))
+    """Rows and columns of each picture of each item."""
+    return list(
+        chain.from_iterable(
+            [(rows, columns)] * (plan.patches // (rows * columns))
+            for plan in plans
+            for _, rows, columns in [plan.grid_thw]
+        )
+    )
+
+
+def segments_of(plan: ItemPlan) -> list[int]:
+    """Patches of each attention segment."""
+    starts = range(0, plan.patches, plan.group_patches)
+    return [min(plan.group_patches, plan.patches - start) for start in starts]
 
 
 def placed(x: Tensor, table: Tensor, values: Values) -> Tensor:

@@ -19,12 +19,13 @@ import torch
 import transformers
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
-from transformers.video_utils import VideoMetadata
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from actors.errors import TooLarge
-from actors.sampling import Middles, Sampling, Spread, Strided, Thinning, Timed
+from actors.sampling import Evenly, Middles, Paced, Sampling, Spread, Strided, Thinning, Timed
+from actors.sizing import ShrinkingSizing
 from actors.types import Clip, Size
-from actors.video import FramePixels, MeanTimes, TotalPixels
+from actors.video import FramePixels, MeanTimes, PooledGroups, TotalPixels
 
 MODELS = Path(transformers.__file__).parent / "models"
 QWEN = {"temporal_patch_size": 2, "min_frames": 4, "max_frames": 768, "num_frames": None}
@@ -64,6 +65,39 @@ def test_the_same_frames_are_taken(family: str, fps: float) -> None:
         # torch.arange now and then has one more, of a frame beyond the last.
         assert found == [int(index) for index in expected if index < frames], frames
         assert len(found) <= ours.most
+
+
+@pytest.mark.parametrize("fps", [1.0, 12.5, 29.97])
+def test_kimi_takes_the_frames_of_its_own_code(fps: float) -> None:
+    """moonshotai/Kimi-K2.5: KimiK25VisionProcessor.split_video_chunks, without its decoding."""
+    for frames in (*range(1, 60), 191, 2221, 9000):
+        sampled = max(round(frames * min(2.0, fps) / fps), 1)
+        expected = np.linspace(0, frames - 1, sampled).round().astype(int).tolist()
+        assert Paced(2.0, 9000).indices(frames, fps) == expected
+        assert len(Paced(2.0, 7).indices(frames, fps)) == min(sampled, 7)
+
+
+@pytest.mark.parametrize("most", [1, 8, 10, 32])
+def test_frames_that_no_rule_of_its_own_chooses(most: int) -> None:
+    for frames in (*range(1, 80), 191, 2221, 9000):
+        metadata = VideoMetadata(total_num_frames=frames, fps=25.0)
+        expected = default_sample_indices_fn(metadata, num_frames=min(most, frames))
+        assert Evenly(most).indices(frames, 25.0) == expected.tolist()
+
+
+@pytest.mark.parametrize("frames", [1, 3, 4, 9])
+def test_groups_of_pictures(frames: int) -> None:
+    frame = ShrinkingSizing(patch_size=14, merge_size=2, max_patches=64, max_side_patches=512)
+    video = PooledGroups(Paced(2.0, 100), 14, 2, 4, pictures=frame)
+    clip = Clip(Size(300, 200), frames, 1.0, chosen=True)
+    plan, one = video.plan(clip), frame.plan(Size(300, 200))
+    groups = video.groups(clip)
+    assert [index for group in groups for index in group] == list(range(frames))
+    assert all(len(group) == 4 for group in groups[:-1])
+    assert plan.grid_thw == (len(groups), *one.grid_thw[1:])
+    assert (plan.patches, plan.path_tokens) == (frames * one.patches, (frames * one.tokens,))
+    assert (plan.tokens, plan.group_tokens) == (len(groups) * one.tokens, one.tokens)
+    assert video.timestamps(clip) == [4.0 * group for group in range(len(groups))]
 
 
 SIZES = [(96, 64), (1920, 1080), (20, 700), (1000, 10), (333, 517)]

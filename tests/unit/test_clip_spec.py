@@ -38,7 +38,8 @@ LLAVA = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=0)
 def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
     model = spec.read(ModelOptions(id=preset, load_format="dummy"))
     assert (model.family, model.sizing, model.width) == (family, sizing, width)
-    assert (model.paths, model.deepstack, model.kinds) == (("default",), 0, ("image",))
+    assert (model.paths, model.deepstack) == (("default",), 0)
+    assert model.kinds == (("image", "video") if family == "kimi_k25" else ("image",))
 
 
 def vision(preset: str, **change: Any) -> dict[str, Any]:
@@ -62,6 +63,8 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("kimik25", "config.json", vision("kimik25", init_pos_emb_width=32), "init_pos_emb_height"),
         ("kimik25", "config.json", vision("kimik25", merge_kernel_size=[2, 1]), "only squares"),
         ("kimik25", PROCESSOR, {"media_proc_cfg": {"fixed_output_tokens": 9}}, "fixed_output"),
+        ("kimik25", PROCESSOR, {"media_proc_cfg": {"in_patch_limit_video": 9}}, "limit_video"),
+        ("kimik25", PROCESSOR, {"media_proc_cfg": {"temporal_merge_kernel_size": 5}}, "pos_emb"),
         ("paddleocr-vl", "config.json", vision("paddleocr-vl", hidden_act="relu"), "hidden_act"),
     ],
 )

@@ -85,6 +85,15 @@ def test_rows_after_the_last_group_come_with_the_last_run() -> None:
     assert [run.plan.path_tokens for run in runs] == [(60,), (60,), (20,)]
 
 
+def test_runs_of_groups_of_pictures() -> None:
+    item = toy_item(9 * 4, 0)
+    plan = replace(item.plan, grid_thw=(3, 2, 8), tokens=3 * 4, frames=3, group_pictures=4)
+    runs = cut(Item(plan, item.patches), replace(ROOMY, tokens=(35,)))
+    assert [(run.plan.frames, run.plan.tokens) for run in runs] == [(2, 8), (1, 4)]
+    assert [run.plan.patches for run in runs] == [8 * 16, 1 * 16] == [len(r.patches) for r in runs]
+    assert [run.plan.path_tokens for run in runs] == [(32,), (4,)]
+
+
 def test_images_and_what_fits_are_left_alone() -> None:
     for item in (toy_item(500, 1), video(8, 8)):
         assert cut(item, ROOMY) == [item]

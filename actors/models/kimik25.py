@@ -1,0 +1,123 @@
+"""What Kimi-K2.5's tower does beside Kimi-VL's: videos, in groups of frames that see each other.
+
+A group is one attention segment. Its frames are told apart by a sinusoid that is added to their
+patches, and pooled before the projector: a group has the rows of one picture. Computes what
+transformers.models.kimi_k25.modeling_kimi_k25 computes in get_video_features for the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.attention import Attention, Shapes, Values
+from actors.models import kimivl
+from actors.models.block import Affine, BlocksForm, layer_norm
+from actors.models.packed_tower import PackedTower, Parts, segments_of
+from actors.models.packed_weights import Weights
+from actors.spec import ModelSpec
+from actors.types import Clip, Item, ItemPlan
+
+ALONE = 0
+"""The place in time of a picture that is by itself: nothing is added to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KimiK25Parts:
+    """On the tower's device."""
+
+    tower: Parts
+    """Its head is the projector alone."""
+    final: Affine
+    """The last norm."""
+    times: Tensor
+    """[1 + frames of a group, width]: what is added by the place in time."""
+
+
+def parts(spec: ModelSpec, weights: Weights) -> KimiK25Parts:
+    """The tower's, from tensors as kimivl.expected names them."""
+    merger = kimivl.projector(spec, weights)
+    tower = replace(kimivl.parts(spec, weights), head=lambda x, tapped: merger(x))
+    times = time_table(int(spec.vision["pos_emb_time"]), kimivl.dimensions(spec).width)
+    return KimiK25Parts(tower, weights.affine(kimivl.LAST_NORM), weights.place(times))
+
+
+def time_table(frames: int, width: int) -> Tensor:
+    """float32 [1 + frames, width]: of ALONE zeros, then transformers' compute_pos_embed."""
+    frequencies = 1.0 / 10000 ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    angles = torch.arange(frames, dtype=torch.float32)[:, None] * frequencies
+    return F.pad(torch.cat([angles.sin(), angles.cos()], 1), (0, 0, 1, 0))
+
+
+class KimiK25Tower(PackedTower):
+    """See PackedTower; a pack with videos has inputs of its own."""
+
+    def __init__(
+        self, spec: ModelSpec, parts: KimiK25Parts, attention: Attention, blocks: BlocksForm
+    ) -> None:
+        super().__init__(spec, parts.tower, attention, blocks)
+        self.final, self.times = parts.final, parts.times
+
+    def cut_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
+        """See VideoTower: frame after frame."""
+        assert self.spec.video, "a video for a checkpoint that takes none. This is a bug."
+        plan, resized = self.spec.video.plan(clip), self.spec.video.resized(clip.size, clip.frames)
+        return Item(plan, np.concatenate([self.cut(frame, resized) for frame in frames]))
+
+    def video_inputs(self, path: str, tokens: int) -> Shapes:
+        """See VideoTower."""
+        patches, group = tokens * self.sizing.merge_size**2, len(self.times) - 1
+        return {
+            "times": ((patches,), torch.int32),
+            "pooled": ((patches, group), torch.int32),
+            "pooled_weights": ((patches, group), torch.float32),
+        }
+
+    def metadata(
+        self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
+    ) -> dict[str, Tensor]:
+        """See Tower."""
+        values = super().metadata(path, plans, tokens, segments)
+        if not any(plan.frames for plan in plans):
+            return values
+        times, pooled, weights, start = [], [], [], 0
+        for plan in plans:
+            picture = plan.grid_thw[1] * plan.grid_thw[2]
+            for length in segments_of(plan):
+                count = length // picture
+                times.append(torch.arange(count).repeat_interleave(picture) + (count > 1))
+                places = torch.arange(start, start + length).view(count, picture).T
+                spare = (0, len(self.times) - 1 - count)
+                pooled.append(F.pad(places, spare))
+                weights.append(F.pad(torch.full((picture, count), 1 / count), spare))
+                start += length
+        return values | {
+            "times": torch.cat(times).int(),
+            "pooled": torch.cat(pooled).int(),
+            "pooled_weights": torch.cat(weights),
+        }
+
+    def begin(self, values: Values) -> Tensor:
+        """See PackedTower."""
+        x = super().begin(values)
+        return x + F.embedding(values["times"], self.times) if "times" in values else x
+
+    def end(self, x: Tensor, tapped: Sequence[Tensor], values: Values) -> Tensor:
+        """See PackedTower. With videos the rows of groups move up, to where the last ones end."""
+        x = layer_norm(x, self.final, kimivl.EPSILON)
+        if "pooled" in values:
+            x = pooled(x, values["pooled"], values["pooled_weights"])
+        return self.parts.head(x, tapped)
+
+
+def pooled(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums [rows, width] of the rows of x at places [rows, frames of a group]."""
+    total = F.embedding(places[:, 0], x) * weights[:, 0, None]
+    for frame in range(1, places.shape[1]):
+        total = total + F.embedding(places[:, frame], x) * weights[:, frame, None]
+    return total.to(x.dtype)
