@@ -127,7 +127,7 @@ def patchify(image: Tensor, sizing: TileSizing, mode: Resample) -> Tensor:
     picture = packed.resize(image, sizing.resized(size), mode)[:, above:, left:]
     right = columns * sizing.tile_pixels - picture.shape[2]
     below = rows * sizing.tile_pixels - picture.shape[1]
-    patches = cut(F.pad(picture, (0, right, 0, below)), sizing)  # what is over is cut off
+    patches = cut(packed.padded(picture, right, below), sizing)
     if with_overview(rows * columns) > 1:
         overview = packed.resize(image, Size(sizing.tile_pixels, sizing.tile_pixels), mode)
         patches = torch.cat([patches, cut(overview, sizing)])
@@ -140,8 +140,7 @@ def cut(canvas: Tensor, sizing: TileSizing) -> Tensor:
     side = (sizing.side_patches // merge, merge, patch)
     parts = canvas.unflatten(2, (-1, *side)).unflatten(1, (-1, *side))
     # Tile, block, patch of a block: each a row, then a column; then channel, row, column of pixels.
-    patches: Tensor = parts.permute(1, 5, 2, 6, 3, 7, 0, 4, 8).reshape(-1, 3 * patch**2)
-    return patches
+    return packed.in_one_piece(parts.permute(1, 5, 2, 6, 3, 7, 0, 4, 8)).view(-1, 3 * patch**2)
 
 
 def merge_order(raster: Tensor, sizing: TileSizing) -> Tensor:
