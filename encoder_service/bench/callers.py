@@ -22,7 +22,6 @@ from encoder_service.bench.cluster import APPLICATION, Cluster
 from encoder_service.bench.load import (
     Answered,
     Load,
-    ProtocolName,
     Result,
     Way,
     Wire,
@@ -75,11 +74,10 @@ class ByHandle:
 class Caller:
     """One process."""
 
-    def __init__(self, place: int, options: ServiceOptions, where: Cluster, protocol: ProtocolName):
+    def __init__(self, place: int, options: ServiceOptions, where: Cluster) -> None:
         self.place = place
         self.options = options
         self.where = where
-        self.protocol = protocol
 
     async def send(self, load: Load, kinds: list[list[Shape]], turn: int) -> Result:
         """Its part of the load. `turn`: of no other call to this process."""
@@ -88,22 +86,20 @@ class Caller:
 
     def way(self, load: Load) -> Way:
         """To the service."""
-        if self.protocol == "handle":
+        if load.protocol == "handle":
             router = serve.get_deployment_handle("Router", APPLICATION)
             return ByHandle(router, read(self.options.model), self.options.limits, load)
-        url = self.where.grpc if self.protocol == "grpc" else self.where.http
+        url = self.where.grpc if load.protocol == "grpc" else self.where.http
         return Wire(connect(url, None, load.timeout_seconds), load)
 
 
 class Callers:
     """Several of them, beside a service that runs."""
 
-    def __init__(
-        self, count: int, options: ServiceOptions, where: Cluster, protocol: ProtocolName
-    ) -> None:
+    def __init__(self, count: int, options: ServiceOptions, where: Cluster) -> None:
         # No CPUs reserved: the service's replicas must find theirs.
         actor: Any = ray.remote(num_cpus=0)(Caller)
-        self.actors = [actor.remote(place, options, where, protocol) for place in range(count)]
+        self.actors = [actor.remote(place, options, where) for place in range(count)]
         self.turns = 0
 
     def send(self, load: Load, kinds: list[list[Shape]]) -> Result:

@@ -16,8 +16,9 @@ from encoder_service.embedding import ServiceError
 from encoder_service.transports import Transport
 from encoder_service.wire import RequestItem
 
-ProtocolName = Literal["http", "grpc", "handle"]
-"""How callers reach the service; by handle: from inside Ray, as a language model does."""
+ProtocolName = Literal["http", "grpc", "reference", "handle"]
+"""How callers reach the service. reference: over HTTP, the embeddings stay in shared memory and ids
+come back; handle: from inside Ray, as a language model does, where they always stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,7 @@ class Load:
     seconds: float
     timeout_seconds: float
     dtype: Dtype
-    reference: bool = False
-    """The embeddings stay in shared memory: what comes back is ids."""
+    protocol: ProtocolName = "http"
     per_second: float | None = None
     """Requests come at random times, whatever became of those before: `concurrency` is unused."""
     seed: int = 0
@@ -77,7 +77,8 @@ class Wire:
 
     def __init__(self, transport: Transport, load: Load) -> None:
         self.transport = transport
-        self.options = {"dtype": load.dtype} | ({"reference": True} if load.reference else {})
+        kept = {"reference": True} if load.protocol == "reference" else {}
+        self.options = {"dtype": load.dtype} | kept
 
     async def encode(self, images: list[bytes]) -> Answered:
         """See Way."""

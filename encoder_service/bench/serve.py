@@ -1,6 +1,6 @@
 """`encoder-service bench serve`: the whole service of a configuration under load, policy by policy.
 
-Each policy gets a fresh service on one private cluster, and the same requests.
+Each policy gets a fresh service on one private cluster, and the same sizes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -24,6 +24,9 @@ from encoder_service.bench.mix import Shape, requests
 from encoder_service.bench.scrape import Work, scrape, work_between
 from encoder_service.config import ServiceOptions
 from router.options import Policy
+
+if TYPE_CHECKING:
+    from encoder_service.bench.callers import Callers
 
 SINGLES = 60
 """Requests of one small image, one at a time, that overheads are taken from."""
@@ -40,7 +43,8 @@ class Plan:
     """Sizes of the images of a request; requests of each kind take turns."""
     load: Load
     policies: list[Policy]
-    protocol: ProtocolName
+    protocols: list[ProtocolName]
+    """The same service is measured with each."""
     callers: int = 1
     """Processes that send."""
     alone: bool = False
@@ -67,7 +71,7 @@ def run(options: ServiceOptions, plan: Plan, console: Console) -> dict[str, Any]
         runs: list[dict[str, Any]] = []
         for policy in plan.policies:
             most = runs[0]["requests_per_second"] if runs else None
-            runs.append(run_policy(options, plan, policy, where, console, most))
+            runs += run_policy(options, plan, policy, where, console, most)
     for one in runs:
         one["overhead_ratio"] = one["overhead_ms"] / carrying_ms
         one["overhead_ratio_empty"] = one["overhead_ms"] / empty_ms
@@ -100,41 +104,58 @@ def run_policy(
     where: Cluster,
     console: Console,
     most: float | None,
-) -> dict[str, Any]:
-    """Figures of one policy. `most`: requests a second of the first, None if this is it."""
+) -> list[dict[str, Any]]:
+    """Figures of one policy, by protocol. `most`: requests a second of the very first run."""
     from encoder_service.bench.callers import Callers
 
     console.print(f"starting the service with policy {policy} ...")
     router = options.router.model_copy(update={"policy": policy})
+    started = time.perf_counter()
+    runs = []
+    with service(options.model_copy(update={"router": router})):
+        ready_seconds = time.perf_counter() - started
+        callers = Callers(plan.callers, options, where)
+        for protocol in plan.protocols:
+            console.print(f"sending ({protocol}) ...")
+            load = replace(plan.load, protocol=protocol)
+            found = run_protocol(options, replace(plan, load=load), policy, where, callers, most)
+            most = most or found["requests_per_second"]
+            runs.append({"policy": policy, "protocol": protocol} | found)
+        callers.close()
+    return [{"ready_seconds": ready_seconds} | one for one in runs]
+
+
+def run_protocol(
+    options: ServiceOptions,
+    plan: Plan,
+    policy: Policy,
+    where: Cluster,
+    callers: Callers,
+    most: float | None,
+) -> dict[str, Any]:
+    """Figures of the plan's load, as it is to be sent."""
     single = replace(plan.load, concurrency=1, requests=SINGLES)
     warm_ups = min(WARM_UPS * len(plan.kinds), MOST_WARM_UPS)
     warm = replace(single, requests=warm_ups, timeout_seconds=300)
-    started = time.perf_counter()
-    told: dict[str, Any] = {"policy": policy}
-    with service(options.model_copy(update={"router": router})):
-        told["ready_seconds"] = time.perf_counter() - started
-        callers = Callers(plan.callers, options, where, plan.protocol)
-        callers.send(warm, SMALL)
-        callers.send(replace(warm, concurrency=plan.callers), plan.kinds)
-        alone = callers.send(single, SMALL)
-        before = scrape(where.http)
-        result = callers.send(plan.load, plan.kinds)
-        told |= figures(result, work_between(before, scrape(where.http)), alone)
-        by_handle = plan.protocol == "handle"
-        routers = (options.router if by_handle else options.ingress).replicas
-        traffic = Traffic(
-            options, plan.kinds, policy, plan.callers, routers, most or told["requests_per_second"]
-        )
-        if plan.steady_part:
-            told |= steady(callers, plan.load, plan.steady_part, where.http, traffic)
-        if plan.burst:
-            told |= burst(callers, plan.load, plan.burst, where.http, traffic)
-        callers.close()
+    callers.send(warm, SMALL)
+    callers.send(replace(warm, concurrency=plan.callers), plan.kinds)
+    alone = callers.send(single, SMALL)
+    before = scrape(where.http)
+    result = callers.send(plan.load, plan.kinds)
+    told = figures(result, work_between(before, scrape(where.http)), alone)
+    by_handle = plan.load.protocol == "handle"
+    routers = (options.router if by_handle else options.ingress).replicas
+    traffic = Traffic(
+        options, plan.kinds, policy, plan.callers, routers, most or told["requests_per_second"]
+    )
+    if plan.steady_part:
+        told |= steady(callers, plan.load, plan.steady_part, where.http, traffic)
+    if plan.burst:
+        told |= burst(callers, plan.load, plan.burst, where.http, traffic)
     errors = Counter(told["errors"])
     for name in ("steady_errors", "burst_errors"):
         errors += Counter(told.pop(name, {}))
-    told["errors"] = dict(errors)
-    return told | {"protocol": plan.protocol, "reference": plan.load.reference}
+    return told | {"errors": dict(errors)}
 
 
 def figures(result: Result, work: Work, alone: Result) -> dict[str, Any]:
@@ -211,8 +232,7 @@ def table(report: dict[str, Any]) -> Table:
     shown = Table(title=title, title_justify="left")
     shown.add_column("")
     for run in report["runs"]:
-        way = run["protocol"] + (", reference" if run["reference"] else "")
-        shown.add_column(f"{run['policy']} ({way})", justify="right")
+        shown.add_column(f"{run['policy']} ({run['protocol']})", justify="right")
     for key, label, pattern in ROWS:
         if any(key not in run for run in report["runs"]):
             continue

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from rich.console import Console
 
@@ -17,6 +18,8 @@ from encoder_service.bench.mix import parse_mix
 from encoder_service.commands import bench_dataplane, bench_engine, bench_preprocess
 from encoder_service.config import load
 from router.options import Policy
+
+Name = TypeVar("Name", bound=str)
 
 
 def add(subcommands: Any) -> None:
@@ -43,11 +46,12 @@ def add(subcommands: Any) -> None:
     )
     parser.add_argument("--burst", type=int, default=0, help="then so many requests at once")
     parser.add_argument("--concurrency", type=int, default=4, help="requests in flight")
-    parser.add_argument("--protocol", choices=get_args(ProtocolName), default="http")
     parser.add_argument(
-        "--reference",
-        action="store_true",
-        help="the embeddings stay in shared memory and ids come back; by handle they always do",
+        "--protocol",
+        type=protocols,
+        default="http",
+        help="one or several of http, grpc, reference (over HTTP, but embeddings stay in shared "
+        "memory and ids come back) and handle (from inside Ray, where they always stay)",
     )
     parser.add_argument("--callers", type=int, default=1, help="processes that send")
     parser.add_argument(
@@ -82,7 +86,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
         seconds=options.seconds or math.inf,
         timeout_seconds=options.timeout,
         dtype=options.dtype,
-        reference=options.reference,
     )
     chosen = options.policy or [service.router.policy]
     if options.steady is not None and (options.seconds is None or not 0 < options.steady < 1):
@@ -114,8 +117,17 @@ def mix(text: str) -> list[list[tuple[int, int]]]:
 
 def policies(text: str) -> list[Policy]:
     """Names that the router knows."""
-    names = text.split(",")
-    known = get_args(Policy)
-    if set(names) - set(known):
-        raise argparse.ArgumentTypeError(f"{text!r}: policies are {', '.join(known)}")
-    return [policy for name in names for policy in known if policy == name]
+    return names(text, get_args(Policy), "policies")
+
+
+def protocols(text: str) -> list[ProtocolName]:
+    """Ways to the service."""
+    return names(text, get_args(ProtocolName), "protocols")
+
+
+def names(text: str, known: Sequence[Name], what: str) -> list[Name]:
+    """Of those that are known, separated by commas."""
+    wanted = text.split(",")
+    if set(wanted) - set(known):
+        raise argparse.ArgumentTypeError(f"{text!r}: {what} are {', '.join(known)}")
+    return [each for name in wanted for each in known if each == name]
