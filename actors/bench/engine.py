@@ -159,7 +159,7 @@ class Bench:
         expected = self.truth.rows(batch.patches, batch.plans)
         found = []
         for budget in self.limits.budgets[0]:
-            if budget >= batch.tokens:
+            if budget >= batch.path_tokens()[0]:
                 call = self.engine_call(self.budgeted, only((budget,), 1), batch)
                 found.append(BudgetTime(budget, self.timed(call), self.error(call, expected)))
         return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -67,7 +66,7 @@ class KimiK25Tower(PackedTower):
         """See VideoTower: frame after frame."""
         assert self.spec.video, "a video for a checkpoint that takes none. This is a bug."
         plan, resized = self.spec.video.plan(clip), self.spec.video.resized(clip.size, clip.frames)
-        return Item(plan, np.concatenate([self.cut(frame, resized) for frame in frames]))
+        return Item(plan, torch.cat([self.cut(frame, resized) for frame in frames]).numpy())
 
     def video_inputs(self, path: str, tokens: int) -> Shapes:
         """See VideoTower."""
