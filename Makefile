@@ -72,7 +72,8 @@ api-fuzz: setup .venv-security/.installed
 
 # New inputs for everything that takes bytes, FUZZ_SECONDS each; see tests/fuzz/__main__.py.
 FUZZ_SECONDS ?= 60
-FUZZ ?= image video decoder http_json http_msgpack http_form grpc read_json read_msgpack read_safetensors url redirect
+FUZZ ?= image video decoder http_json http_msgpack http_form http_image http_accept grpc read_json read_msgpack \
+	read_safetensors url redirect authorize
 fuzz: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3'
 	for target in $(FUZZ); do $(BIN)/python -m tests.fuzz $$target .fuzz/$$target \
