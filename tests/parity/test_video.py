@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -52,11 +54,7 @@ def made(pair: Pair, clip: Clip) -> tuple[Item, Tensor]:
 
 
 def in_groups(pair: Pair, clip: Clip) -> tuple[Item, Tensor]:
-    """The same of Kimi-K2.5, whose own processor makes of each group of frames a video.
-
-    transformers' get_video_features (5.23) splits the rows as if frames were not pooled, and fails,
-    as its tower does on groups of different lengths: these are both, group by group.
-    """
+    """The same of Kimi-K2.5."""
     tower, video = pair.tower, pair.tower.spec.video
     assert isinstance(tower, KimiK25Tower)
     assert video
@@ -64,19 +62,29 @@ def in_groups(pair: Pair, clip: Clip) -> tuple[Item, Tensor]:
     shape = (len(video.indices(clip)), 3, clip.size.height, clip.size.width)
     frames = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
     item = tower.cut_video(clip, frames)
-    one = tower.cut_video(Clip(clip.size, 1, 1.0), frames[:1]).plan
-    pictures = [one] * len(frames)
-    assert [len(group) for group in video.groups(clip)] == [
-        length // one.patches for length in segments_of(item.plan)
-    ]
+    picture = len(item.patches) // len(frames)
+    groups = [length // picture for length in segments_of(item.plan)]
+    assert groups == [len(group) for group in video.groups(clip)]
+    return item, group_rows(pair, item)
+
+
+def group_rows(pair: Pair, item: Item) -> Tensor:
+    """transformers', of a video of Kimi-K2.5, whose own processor makes a video of each group.
+
+    transformers' get_video_features (5.23) splits the rows as if frames were not pooled, and fails,
+    as its tower does on groups of different lengths: these are both, group by group.
+    """
+    one = replace(item.plan, grid_thw=(1, *item.plan.grid_thw[1:]))
+    picture = prod(one.grid_thw)
+    pictures = [one] * (item.plan.patches // picture)
     pixels = pixel_values(pair, pictures, torch.from_numpy(item.patches))
     model, rows = pair.reference.model, []
     for group in pixels.split(segments_of(item.plan)):
-        grid = torch.tensor([(len(group) // one.patches, *one.grid_thw[1:])])
+        grid = torch.tensor([(len(group) // picture, *one.grid_thw[1:])])
         with torch.no_grad():
             seen = model.vision_tower(group, grid, return_dict=True).pooler_output
             rows.append(model.mm_projector(seen).squeeze(1))
-    return item, torch.cat(rows)
+    return torch.cat(rows)
 
 
 def computed(items: Sequence[tuple[Item, Tensor]]) -> list[int]:

@@ -1,0 +1,95 @@
+"""Videos that have fewer rows than tokens computed, the whole way, beside images: transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ray import serve
+
+from actors.evs import retention_mask
+from actors.models.llava_onevision import OnevisionTower
+from actors.models.load import load
+from actors.models.tower import VideoTower
+from actors.options import ModelOptions
+from actors.preprocess import decode
+from actors.types import Clip, Item, Size
+from encoder_service import Client, Frames
+from encoder_service.app import build
+from encoder_service.client import Source
+from tests.checkpoints import KIMI_K25, write
+from tests.checkpoints_clip import write_onevision
+from tests.images import jpeg
+from tests.parity import conftest, test_video
+from tests.parity.table import TOLERANCE
+from tests.parity.test_llava_onevision import Pair, image_rows, video_rows
+from tests.serve.conftest import Cluster
+
+pytestmark = pytest.mark.extended
+
+IMAGES = [
+    jpeg(120, 80, name) for name in ("coffee.png", "rocket.jpg", "chelsea.png", "astronaut.png")
+]
+SIZE = Size(120, 80)
+
+
+@contextmanager
+def served(folder: Path, cluster: Cluster, budgets: Sequence[int]) -> Iterator[Client]:
+    """A replica on the CPU."""
+    args: dict[str, Any] = {
+        "model": {"id": str(folder), "dtype": "float32"},
+        "encoder": {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
+        "graphs": {"token_budgets": budgets},
+        "router": {"num_cpus": 0.1},
+        "ingress": {"num_cpus": 0.1},
+    }
+    serve.run(build(args), name="pooled", route_prefix="/")
+    try:
+        with Client(cluster.http) as client:
+            yield client
+    finally:
+        serve.delete("pooled")
+
+
+def video_of(tower: VideoTower, count: int) -> Item:
+    """The first images as the frames of a list."""
+    frames = [decode(one) for one in IMAGES[:count]]
+    return tower.cut_video(Clip(SIZE, count, 1.0, chosen=True), frames)
+
+
+def test_llava_onevision(cluster: Cluster, tmp_path: Path) -> None:
+    model = write_onevision(tmp_path)
+    tower = load(ModelOptions(id=str(tmp_path), dtype="float32"), torch.device("cpu"))
+    assert isinstance(tower, OnevisionTower)
+    pair, tile = Pair(model, tower), tower.sizing.tile_tokens
+    sources: list[Source] = [IMAGES[0], Frames(IMAGES, fps=1)]
+    with served(tmp_path, cluster, (tile, 3 * tile, 10 * tile)) as client:
+        image, film = client.encode(sources, dtype="float32")
+        _, pruned = client.encode(sources, dtype="float32", evs_rate=0.5)
+    item = Item(*tower.patchify(decode(IMAGES[0])))
+    assert (image.torch() - image_rows(pair, item, SIZE)).abs().max() < TOLERANCE
+    item = video_of(tower, 4)
+    assert film.tokens == item.plan.tokens == 4 * 9 + 1
+    assert (film.torch() - video_rows(pair, item)).abs().max() < TOLERANCE
+    mask = retention_mask(film.numpy(), item.plan, 0.5)
+    assert np.abs(pruned.numpy() - film.numpy()[mask]).max() < TOLERANCE
+    assert pruned.tokens == sum(pruned.frame_tokens) + 1  # the newline
+
+
+def test_kimi_k25(cluster: Cluster, tmp_path: Path) -> None:
+    reference = write(tmp_path, KIMI_K25)
+    tower = load(ModelOptions(id=str(tmp_path), dtype="float32"), torch.device("cpu"))
+    pair = conftest.Pair(reference, tower, tmp_path, KIMI_K25)
+    assert isinstance(tower, VideoTower)
+    with served(tmp_path, cluster, (64, 256)) as client:
+        film, short = client.encode([Frames(IMAGES, fps=1), Frames(IMAGES[:1])], dtype="float32")
+    assert film.grid_thw[0] == short.grid_thw[0] == 1
+    for embedding, count in ((film, 4), (short, 1)):
+        exact = test_video.group_rows(pair, video_of(tower, count))
+        assert embedding.torch().shape == exact.shape
+        assert (embedding.torch() - exact).abs().max() < TOLERANCE
