@@ -31,6 +31,8 @@ class Figure:
     """Preprocessed, and dropped."""
     cpu_ms: float
     """Of the processor, all threads, for one of these."""
+    alone_ms: float
+    """From bytes to patches, one image at a time."""
     encoded_images_per_second: float
     """Preprocessed and encoded."""
     engine_images_per_second: float
@@ -60,9 +62,21 @@ def measure(
             began, spent = perf_counter(), process_time()
             images = rate(decoding_ahead(decoding, sent, dropped), in_flight, seconds)
             busy = (process_time() - spent) / (perf_counter() - began)
+            one_by_one = rate(decoding_ahead(decoding, sent, dropped), 1, seconds)
             encoded = rate(decoding_ahead(decoding, sent, engine.submit), in_flight, seconds)
             decoding.close()
             name = "GPU" if way.device == "cuda" else f"CPU, {way.threads} threads"
-            found.append(Figure(size, patches, name, images, busy / images * 1e3, encoded, alone))
+            found.append(
+                Figure(
+                    size=size,
+                    patches=patches,
+                    way=name,
+                    images_per_second=images,
+                    cpu_ms=busy / images * 1e3,
+                    alone_ms=1e3 / one_by_one,
+                    encoded_images_per_second=encoded,
+                    engine_images_per_second=alone,
+                )
+            )
     engine.close()
     return found

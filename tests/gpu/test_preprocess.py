@@ -42,11 +42,12 @@ pytestmark = pytest.mark.gpu
 
 SIZES = [(336, 336), (1920, 1080), (641, 479), (3000, 200), (57, 31)]
 
-MEAN_DIFFERENCE = {0: 0.6, 1: 1.5, 2: 1.5}
-"""Of a byte of a pixel, by Pillow's subsampling (4:4:4, 4:2:2, 4:2:0)."""
+MEAN_DIFFERENCE = 0.15
+"""Of a byte of a pixel from libjpeg's. 0 but for rounding in progressive files, and for samples of
+chroma all of whose pixels are cut off at 0 or 255."""
 
-ROWS_DIFFERENCE = 0.05
-"""Of the rows of an image, relative: bfloat16 alone gives a fifth of it."""
+ROWS_DIFFERENCE = 0.02
+"""Of the rows of an image, relative; in bfloat16 another pack alone gives half of it."""
 
 PRESETS = ("qwen3vl-2b", "qwen25vl-7b", "kimivl-a3b", "internvl3-8b", "llava-onevision-7b")
 PRESETS_OF_VIEWS = ("deepseek-ocr", "step3vl-10b")
@@ -132,7 +133,7 @@ def test_pixels_are_near_libjpegs(nvjpeg: Nvjpeg, subsampling: int, progressive:
         difference = (found.cpu().int() - decode(file).int()).abs().float()
         mean, most = float(difference.mean()), int(difference.max())
         print(f"{size} subsampling {subsampling}: mean {mean:.3f}, largest {most}")
-        assert mean < MEAN_DIFFERENCE[subsampling]
+        assert mean < MEAN_DIFFERENCE
 
 
 def test_a_batch_is_cut_up_on_the_device(engine: Engine, nvjpeg: Nvjpeg) -> None:
@@ -143,7 +144,7 @@ def test_a_batch_is_cut_up_on_the_device(engine: Engine, nvjpeg: Nvjpeg) -> None
         found = torch.as_tensor(item.patches)
         assert found.is_cuda
         exact = engine.tower.patchify(decode(one.data))[1]
-        assert float((found.cpu().int() - exact.int()).abs().float().mean()) < 1.5
+        assert float((found.cpu().int() - exact.int()).abs().float().mean()) < MEAN_DIFFERENCE
 
 
 def files() -> dict[str, tuple[bytes, tuple[int, int]]]:
@@ -211,7 +212,7 @@ def test_files_of_all_kinds_come_to_the_same(engine: Engine, scribbled: bool) ->
         rows = found[name]
         if not isinstance(exact, Tensor):
             assert isinstance(exact, InvalidMedia), name
-            assert repr(rows) == repr(exact)
+            assert type(rows) is type(exact)
         elif name != "scribbled":
             assert isinstance(rows, Tensor), name
             error = relative_error(rows, exact)

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
+import simplejpeg
 import torch
 from pydantic import ValidationError
 
@@ -181,6 +183,9 @@ def rgb(**options: Any) -> bytes:
         (rgb(), True),
         (rgb(progressive=True), True),
         (rgb(subsampling=0), True),
+        (rgb(subsampling=1), True),
+        (simplejpeg.encode_jpeg(np.zeros((47, 61, 3), np.uint8), colorsubsampling="440"), False),
+        (encoded(opened().resize((61, 7)), "JPEG"), False),
         (rgb(orientation=1), True),
         (rgb(orientation=9), True),  # no orientation: Pillow leaves it as it is
         (rgb(orientation=3), False),
@@ -222,4 +227,5 @@ def test_the_bench_measures() -> None:
         options, {"64x64": [jpeg(64, 64)]}, [PreprocessOptions(threads=1)], 0.05, print
     )
     assert (figure.size, figure.patches, figure.way) == ("64x64", 16, "CPU, 1 threads")
+    assert 0 < figure.alone_ms < 1e3
     assert min(figure.images_per_second, figure.cpu_ms, figure.encoded_images_per_second) > 0
