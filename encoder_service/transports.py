@@ -1,14 +1,14 @@
-"""How a client reaches a service: the scheme of a URL names the transport."""
+"""How a client reaches a service: the scheme of a URL names the transport.
+
+gRPC is imported where it is asked for: within vLLM, the EC connector has only HTTP.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-import grpc
-
 from encoder_service.formats import Document
-from encoder_service.over_grpc import GrpcTransport
 from encoder_service.over_http import HttpTransport
 from encoder_service.wire import RequestItem
 
@@ -47,10 +47,14 @@ def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
     scheme, address = urlsplit(url).scheme, urlsplit(url).netloc
     if scheme in ("http", "https"):
         return HttpTransport(url, token, timeout_seconds)
+    if scheme not in ("grpc", "grpcs"):
+        raise ValueError(f"{url!r}: the scheme must be http, https, grpc or grpcs")
+    import grpc
+
+    from encoder_service.over_grpc import GrpcTransport
+
     if scheme == "grpc":
         channel = grpc.aio.insecure_channel(address, GRPC_OPTIONS)
-    elif scheme == "grpcs":
-        channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(), GRPC_OPTIONS)
     else:
-        raise ValueError(f"{url!r}: the scheme must be http, https, grpc or grpcs")
+        channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(), GRPC_OPTIONS)
     return GrpcTransport(channel, token, timeout_seconds)

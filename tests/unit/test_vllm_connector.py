@@ -1,4 +1,7 @@
-"""The EC connector between the service over real HTTP and a stand-in for vLLM's own half."""
+"""The EC connector between the service over real HTTP and a stand-in for vLLM's own half.
+
+Within vLLM itself: tests/engines.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import asyncio
 import enum
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +22,7 @@ import torch
 from actors.references import Kept
 from actors.types import Answer, Dtype, Media
 from actors.types import Embedding as Encoded
-from encoder_service.client import Client, ServiceError
+from encoder_service.client import Client, Embedding
 from encoder_service.http import build
 from router.references import unknown
 from tests.images import jpeg
@@ -80,7 +84,8 @@ def connector_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     for name in [*names, f"{folder}.base", "vllm.platforms"]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     base: Any = sys.modules[f"{folder}.base"]
-    base.ECConnectorBase, base.ECConnectorMetadata = ECConnectorBase, ECConnectorMetadata
+    for one in (ECConnectorBase, ECConnectorMetadata, ECConnectorRole):
+        setattr(base, one.__name__, one)
     platforms: Any = sys.modules["vllm.platforms"]
     platforms.current_platform = SimpleNamespace(device_type="cpu")
     import encoder_service.vllm_connector as module
@@ -131,76 +136,133 @@ def url() -> Iterator[str]:
     thread.join(60)
 
 
-def config(url: str | None, producer: bool = False) -> Any:
+def config(url: str | None, producer: bool = False, hidden: int = HIDDEN) -> Any:
     extra = {} if url is None else {"url": url}
     transfer = SimpleNamespace(is_ec_producer=producer, get_from_extra_config=extra.get)
-    model = SimpleNamespace(dtype=torch.bfloat16, get_inputs_embeds_size=lambda: HIDDEN)
+    model = SimpleNamespace(dtype=torch.bfloat16, get_inputs_embeds_size=lambda: hidden)
     return SimpleNamespace(ec_transfer_config=transfer, model_config=model)
 
 
 @dataclass
 class Request:
-    """vllm.v1.request.Request, as far as a connector reads it."""
+    """vllm.v1.request.Request, as far as a connector reads it: items one after the other."""
 
+    request_id: str
     identifiers: list[str]
     tokens: int
+    keys: tuple[str, ...] = ("image_grid_thw",)
 
     @property
     def mm_features(self) -> list[Any]:
-        return [SimpleNamespace(identifier=name) for name in self.identifiers]
+        return [
+            SimpleNamespace(
+                identifier=name,
+                data=dict.fromkeys(self.keys),
+                mm_position=SimpleNamespace(offset=i * self.tokens, length=self.tokens),
+            )
+            for i, name in enumerate(self.identifiers)
+        ]
 
     def get_num_encoder_embeds(self, index: int) -> int:
         return self.tokens
 
 
-def test_a_step_gets_its_embeddings_by_id(connector_module: ModuleType, url: str) -> None:
-    connect = connector_module.EncoderServiceConnector
-    scheduler = connect(config(url), ECConnectorRole.SCHEDULER)
-    worker = connect(config(url), ECConnectorRole.WORKER)
-    with Client(url) as client:
-        files = [jpeg(64, 64), jpeg(64, 64, "chelsea.png")]
-        kept = client.encode(files, reference=True)
-        rows = [one.torch() for one in client.encode(files)]
-        names = [one.to_vllm()["uuid"] for one in kept]
-        request = Request([*names, "0123abcd", "replica.unknown"], kept[0].tokens)
-        assert [scheduler.has_cache_item(name) for name in request.identifiers] == [
-            True, True, False, False,
-        ]  # fmt: skip
-        for index in range(4):
-            scheduler.update_state_after_alloc(request, index)
-        worker.bind_connector_metadata(scheduler.build_connector_meta(None))
-        mine = torch.zeros(1)
-        cache = {names[1]: mine}
-        worker.start_load_caches(cache)
-        assert set(cache) == set(names)
-        assert torch.equal(cache[names[0]].view(torch.uint8), rows[0].view(torch.uint8))
-        assert cache[names[1]] is mine, "what is there already is not fetched again"
-        assert not scheduler.build_connector_meta(None).tokens
-        client.release(names[0])
-        assert not scheduler.has_cache_item(names[0])
-        with pytest.raises(ServiceError, match="not_found"):
-            worker.start_load_caches({})
-    for one in (scheduler, worker):
-        one.save_caches({}, "x")
+Halves = Callable[..., tuple[Any, Any]]
+
+
+@pytest.fixture
+def halves(connector_module: ModuleType, url: str) -> Iterator[Halves]:
+    """Makes a connector of the scheduler and one of a worker."""
+    made: list[Any] = []
+
+    def make(**options: Any) -> tuple[Any, Any]:
+        connect = connector_module.EncoderServiceConnector
+        for role in ECConnectorRole:
+            made.append(connect(config(url, **options), role))
+        return made[-2], made[-1]
+
+    yield make
+    for one in made:
         one.shutdown()
 
 
-def test_what_does_not_fit_the_prompt_is_refused(connector_module: ModuleType, url: str) -> None:
-    worker = connector_module.EncoderServiceConnector(config(url), ECConnectorRole.WORKER)
+def ended(scheduler: Any, request: Request, computed: int = 0) -> bool:
+    """Whether all is there, once it is decided: False, and the request has failed."""
+    end = time.monotonic() + 60
+    while not scheduler.ensure_cache_available(request, computed):
+        if scheduler.failed:
+            return False
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return True
+
+
+def keep(url: str, count: int = 1) -> tuple[list[Embedding], list[torch.Tensor]]:
+    """References, and the rows that they stand for."""
+    files = [jpeg(64, 64), jpeg(64, 64, "chelsea.png")][:count]
     with Client(url) as client:
-        (kept,) = client.encode([jpeg(64, 64)], reference=True)
-    worker.bind_connector_metadata(connector_module.Loads({kept.reference: kept.tokens + 1}))
-    with pytest.raises(ValueError, match="the prompt has room for"):
-        worker.start_load_caches({})
-    worker.shutdown()
+        return client.encode(files, reference=True), [one.torch() for one in client.encode(files)]
 
 
-def test_a_service_that_is_not_there_has_nothing(connector_module: ModuleType) -> None:
-    one = connector_module.EncoderServiceConnector(
-        config("http://127.0.0.1:9"), ECConnectorRole.SCHEDULER
-    )
-    assert not one.has_cache_item("replica.name")
-    one.shutdown()
+def test_a_step_gets_its_embeddings_by_id(halves: Halves, url: str) -> None:
+    scheduler, worker = halves()
+    kept, rows = keep(url, 2)
+    names = [one.to_vllm()["uuid"] for one in kept]
+    request = Request("r", names, kept[0].tokens)
+    assert not scheduler.has_cache_item(names[0])
+    assert ended(scheduler, request)
+    assert [scheduler.has_cache_item(name) for name in (*names, "0123abcd")] == [True, True, False]
+    for index in range(2):
+        scheduler.update_state_after_alloc(request, index)
+    worker.bind_connector_metadata(scheduler.build_connector_meta(None))
+    mine = torch.zeros(1)
+    cache = {names[1]: mine}
+    worker.start_load_caches(cache)
+    assert set(cache) == set(names)
+    assert torch.equal(cache[names[0]].view(torch.uint8), rows[0].view(torch.uint8))
+    assert cache[names[1]] is mine, "what is there already stays"
+    assert not scheduler.build_connector_meta(None).rows
+    assert not scheduler.take_unavailable_requests()
+    worker.save_caches({}, "x")
+
+
+def test_an_embedding_goes_with_the_last_request_that_needs_it(halves: Halves, url: str) -> None:
+    scheduler, _ = halves()
+    kept, _ = keep(url, 2)
+    names = [one.reference for one in kept]
+    one, other = (Request(name, names, kept[0].tokens) for name in "ab")
+    assert ended(scheduler, one)
+    assert ended(scheduler, other)
+    assert ended(scheduler, one, kept[0].tokens)
+    assert set(scheduler.fetches) == set(names), "the other has computed nothing"
+    scheduler.request_finished(other)
+    assert list(scheduler.fetches) == names[1:]
+    scheduler.request_finished(one)
+    assert not scheduler.fetches
+
+
+def test_what_is_not_there_or_does_not_fit_fails_its_request(halves: Halves, url: str) -> None:
+    (kept,), _ = keep(url)
+    for name, tokens, hidden in (
+        ("replica.unknown", kept.tokens, HIDDEN),
+        (kept.reference, kept.tokens + 1, HIDDEN),
+        (kept.reference, kept.tokens, HIDDEN // 2),
+    ):
+        scheduler, _ = halves(hidden=hidden)
+        request = Request("r", [name], tokens)
+        assert not ended(scheduler, request)
+        assert scheduler.take_unavailable_requests() == {"r"}
+        assert not scheduler.take_unavailable_requests()
+        scheduler.request_finished(request)
+
+
+def test_what_brings_its_own_rows_or_pixels_is_not_asked_for(halves: Halves) -> None:
+    scheduler, _ = halves()
+    for key in ("image_embeds", "video_embeds", "pixel_values", "pixel_values_videos"):
+        request = Request("r", ["photo.jpg"], 4, ("image_grid_thw", key))
+        assert scheduler.ensure_cache_available(request, 0)
+    assert scheduler.ensure_cache_available(Request("r", ["0123abcd"], 4), 0), "vLLM's own hash"
+    assert not scheduler.fetches
 
 
 @pytest.mark.parametrize(
