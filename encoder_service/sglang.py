@@ -3,6 +3,7 @@
 Follows SGLang 0.5.23: a dict of the format "processor_output" that has "precomputed_embeddings"
 spares the vision tower of every model. There is one for all images of a request, another for all
 videos; raw images beside it are refused there. Its OpenAI endpoint takes none: JSON has no tensors.
+It expands no prompt then: see `expanded`. Run in its processor, on the CPU: tests/engines.
 """
 
 from __future__ import annotations
@@ -46,3 +47,21 @@ def processor_output(embeddings: Sequence[Embedding]) -> dict[str, Any]:
     return output | {
         f"{first.type}_grid_thw": torch.tensor([embedding.grid_thw for embedding in embeddings])
     }
+
+
+def expanded(input_ids: Sequence[int], images: Sequence[Embedding], placeholder: int) -> list[int]:
+    """A prompt with a placeholder for each row of each image, in place of one for each image.
+
+    For Engine.generate(input_ids=...): of a prompt in words SGLang pairs placeholders with dicts,
+    and warns. Raises ValueError where there are more images than placeholders, or fewer.
+    """
+    if input_ids.count(placeholder) != len(images):
+        raise ValueError(
+            f"{input_ids.count(placeholder)} placeholders in the prompt for {len(images)} images"
+        )
+    tokens = iter([image.tokens for image in images])
+    return [
+        one
+        for token in input_ids
+        for one in [token] * (next(tokens) if token == placeholder else 1)
+    ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from encoder_service.embedding import Embedding
-from encoder_service.sglang import processor_output
+from encoder_service.sglang import expanded, processor_output
 from tests import vllm_rules
 
 HIDDEN = 8
@@ -108,6 +108,13 @@ def test_one_dict_for_all_images_of_a_request_to_sglang() -> None:
     parts = output["precomputed_embeddings"].split([6, 1])
     assert all(torch.equal(rows, one.torch()) for rows, one in zip(parts, given, strict=True))
     assert torch.equal(given[0].to_sglang()["precomputed_embeddings"], given[0].torch())
+
+
+def test_a_prompt_for_sglang_has_a_placeholder_for_each_row() -> None:
+    given = [embedding((1, 4, 6)), embedding((1, 2, 2), seed=1)]
+    assert expanded([5, 9, 6, 9, 7], given, 9) == [5, *[9] * 6, 6, 9, 7]
+    with pytest.raises(ValueError, match="1 placeholders in the prompt for 2 images"):
+        expanded([5, 9], given, 9)
 
 
 def test_sglang_gets_a_grid_where_positions_come_from_one() -> None:
