@@ -3,7 +3,8 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
-.PHONY: setup serve demo test test-extended lint bench manifests api-fuzz fuzz audit screenshot soak soak-service chaos overload refusals
+.PHONY: setup serve demo test test-extended vllm sglang lint bench manifests api-fuzz fuzz audit \
+	screenshot soak soak-service chaos overload refusals
 
 setup: .venv/.installed
 
@@ -25,6 +26,16 @@ test: setup
 # Chats, videos, two paths, manifests, the status page, fuzzing: the rest of what CI runs.
 test-extended: setup
 	OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -m 'extended and not gpu and not slow'
+
+# Our embeddings, proxy and connector in vLLM itself, of another environment: CONTRIBUTING.md.
+VLLM_PYTHON ?= .venv-vllm/bin/python
+vllm: setup
+	OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM_PYTHON) tests/loopback $(BIN)/pytest -m engine tests/engines/test_vllm.py
+
+# What SGLang's own code makes of our embeddings, in its environment; starts no engine.
+SGLANG_PYTHON ?= .venv-sglang/bin/python
+sglang:
+	$(SGLANG_PYTHON) -m pytest -W ignore -m engine tests/engines/test_sglang.py
 
 lint: setup
 	$(BIN)/ruff check .

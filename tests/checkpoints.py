@@ -152,9 +152,13 @@ def write(folder: Path, model_type: str, *, max_shard_size: str = "300KB") -> An
         return moonvit.write(folder)
     if model_type == KIMI_K25:
         return checkpoints_kimi.write(folder)
+    return write_made(folder, CHECKPOINTS[model_type], max_shard_size)
+
+
+def write_made(folder: Path, made: Checkpoint, max_shard_size: str = "300KB") -> Any:
+    """The same of what is in no list."""
     import transformers
 
-    made = CHECKPOINTS[model_type]
     torch.manual_seed(0)
     config = getattr(transformers, f"{made.name}Config")(
         vision_config=dict(made.vision), text_config=TEXT | dict(made.text), **TOKENS

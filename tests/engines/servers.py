@@ -1,0 +1,79 @@
+"""Processes that serve: vLLM of another environment, on this machine's CPU, and others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from encoder_service.bench.cluster import free_ports
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 600
+OPTIONS = (
+    "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8",
+    "--gpu-memory-utilization", "0.05", "--no-enable-prefix-caching", "--enable-mm-embeds",
+    "--served-model-name", "m", "--host", "127.0.0.1",
+)  # fmt: skip
+"""The memory is the machine's own: there is no GPU."""
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@contextmanager
+def running(command: Sequence[str], health: str, log: Path) -> Iterator[None]:
+    """A process, from when an URL of it answers."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT
+        )
+    try:
+        wait(process, health, log)
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait(process: subprocess.Popen[bytes], health: str, log: Path) -> None:
+    """Until it answers. Fails with the end of its log."""
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if httpx.get(health, trust_env=False).is_success:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError(log.read_text()[-5000:])
+
+
+@contextmanager
+def vllm(python: str, folder: Path, name: str, **options: Any) -> Iterator[str]:
+    """URL of `vllm serve` of the checkpoint in folder/model; its log lies beside that.
+
+    Of the options, such as limit_mm_per_prompt, the values are JSON.
+    """
+    (port,) = free_ports(1)
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", *OPTIONS]
+    command += ["--model", str(folder / "model"), "--port", str(port)]
+    for option, value in options.items():
+        command += [f"--{option.replace('_', '-')}", json.dumps(value)]
+    url = f"http://127.0.0.1:{port}"
+    with running(command, f"{url}/health", folder / f"{name}.log"):
+        yield url

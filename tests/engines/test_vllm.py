@@ -1,0 +1,201 @@
+"""Our embeddings inside vLLM itself: `make vllm`. On the CPU, with small random models.
+
+VLLM_PYTHON is the Python of an environment that has vLLM, and msgpack.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from encoder_service import Client, Embedding
+from encoder_service.bench.cluster import cluster, free_ports, logical_cpus, service
+from encoder_service.config import ServiceOptions
+from tests.engines import checkpoint
+from tests.engines.servers import running, vllm
+from tests.images import jpeg
+from tests.videos import video
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+if not PYTHON:
+    pytest.skip("VLLM_PYTHON names no environment with vLLM", allow_module_level=True)
+
+TOLERANCE = 2e-3
+"""Of the logarithm of a probability, in float32, where images are resized by two libraries."""
+NONE = {"image": 0, "video": 0}
+TOWER = {"image": 3, "video": 1}
+LIMITS = {"qwen3_vl": TOWER}
+"""vLLM 0.32 and 0.33 drop Qwen3-VL's deepstack features together with its tower."""
+Part = dict[str, Any]
+FILES = {
+    "one image": [jpeg(160, 256)],
+    "two images": [jpeg(160, 256), jpeg(96, 96, "chelsea.png")],
+    "a resized image": [jpeg(301, 503)],
+    "a video": [video(8, size=(96, 64), fps=4)],
+}
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The same model four times."""
+
+    family: str
+    client: Client
+    encoder: str
+    """URL of the encoder service, which `client` talks to."""
+    whole: str
+    """Of a vLLM that encodes images itself."""
+    language: str
+    """Of a vLLM that gets embeddings, in requests and through the EC connector."""
+
+
+@pytest.fixture(scope="module", params=sorted(checkpoint.PROCESSORS))
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    family = request.param
+    folder = tmp_path_factory.mktemp(family)
+    checkpoint.write(folder / "model", family)
+    options = ServiceOptions.model_validate(
+        {
+            "model": {"id": str(folder / "model"), "dtype": "float32"},
+            "encoder": {"replicas": 1, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
+            "router": {"num_cpus": 0.1},
+            "ingress": {"num_cpus": 0.1},
+        }
+    )
+    with ExitStack() as stack:
+        where = stack.enter_context(cluster(logical_cpus(options), object_store_bytes=400_000_000))
+        stack.enter_context(service(options))
+        connector = {
+            "ec_connector": "EncoderServiceConnector",
+            "ec_role": "ec_consumer",
+            "ec_connector_module_path": "encoder_service.vllm_connector",
+            "ec_connector_extra_config": {"url": where.http},
+        }
+        whole = vllm(PYTHON, folder, "whole", limit_mm_per_prompt=TOWER)
+        language = vllm(
+            PYTHON,
+            folder,
+            "language",
+            limit_mm_per_prompt=LIMITS.get(family, NONE),
+            ec_transfer_config=connector,
+        )
+        yield Engines(
+            family,
+            stack.enter_context(Client(where.http)),
+            where.http,
+            stack.enter_context(whole),
+            stack.enter_context(language),
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a chat, greedy."""
+
+    prompt_tokens: int
+    text: str
+    likely: list[dict[str, float]]
+    """Logarithms of the probabilities of the likeliest tokens, at each place."""
+
+
+def ask(url: str, parts: list[Part]) -> httpx.Response:
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}],
+        "temperature": 0,
+        "max_tokens": 6,
+        "logprobs": True,
+        "top_logprobs": 10,
+    }
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=200, trust_env=False)
+
+
+def answer(url: str, parts: list[Part]) -> Answer:
+    response = ask(url, parts)
+    assert response.is_success, response.text
+    document = response.json()
+    choice = document["choices"][0]
+    likely = [
+        {one["token"]: one["logprob"] for one in place["top_logprobs"]}
+        for place in choice["logprobs"]["content"]
+    ]
+    return Answer(document["usage"]["prompt_tokens"], choice["message"]["content"], likely)
+
+
+def shown(file: bytes) -> Part:
+    """A file as OpenAI's API takes it."""
+    kind, mime = (
+        ("image_url", "image/jpeg") if file[:2] == b"\xff\xd8" else ("video_url", "video/mp4")
+    )
+    return {"type": kind, kind: {"url": f"data:{mime};base64,{b64encode(file).decode()}"}}
+
+
+def assert_same(found: Answer, expected: Answer) -> None:
+    assert (found.prompt_tokens, found.text) == (expected.prompt_tokens, expected.text)
+    for ours, theirs in zip(found.likely, expected.likely, strict=True):
+        both = ours.keys() & theirs.keys()
+        assert len(both) >= len(theirs) - 1, "the last may be another one, as likely"
+        assert max(abs(ours[token] - theirs[token]) for token in both) < TOLERANCE
+
+
+@pytest.mark.parametrize("files", sorted(FILES))
+def test_embeddings_are_answered_as_the_images_are(engines: Engines, files: str) -> None:
+    expected = answer(engines.whole, [shown(file) for file in FILES[files]])
+    embeddings = engines.client.encode(FILES[files], dtype="float32")
+    assert_same(answer(engines.language, parts(embeddings)), expected)
+    kept = engines.client.encode(FILES[files], dtype="float32", reference=True)
+    assert_same(answer(engines.language, parts(kept)), expected)
+
+
+def parts(embeddings: list[Embedding]) -> list[Part]:
+    return [one.to_vllm() for one in embeddings]
+
+
+def test_the_images_matter(engines: Engines) -> None:
+    files = jpeg(96, 96), jpeg(96, 96, "chelsea.png")
+    one, other = (answer(engines.whole, [shown(file)]) for file in files)
+    assert one.prompt_tokens == other.prompt_tokens
+    assert abs(max(one.likely[0].values()) - max(other.likely[0].values())) > 10 * TOLERANCE
+
+
+def test_the_proxy_gives_embeddings_for_images(engines: Engines) -> None:
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    command = [
+        sys.executable, "-m", "encoder_service.cli", "proxy", "--port", str(port),
+        "--upstream", engines.language, "--encoder", engines.encoder,
+    ]  # fmt: skip
+    files = FILES["two images"]
+    with running(command, f"{url}/health", Path(os.devnull)):
+        found = answer(url, [shown(file) for file in files])
+    assert found == answer(engines.language, parts(engines.client.encode(files)))
+
+
+def test_a_reference_that_cannot_be_had_fails_its_request_alone(engines: Engines) -> None:
+    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
+    engines.client.release(kept.reference)
+    response = ask(engines.language, parts([kept]))
+    assert response.status_code == 500
+    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
+    wrong = replace(kept, grid_thw=(1, 2, 2), tokens=1, shape=(1, kept.shape[1]))
+    assert ask(engines.language, parts([wrong])).status_code == 500
+    assert answer(engines.language, parts([kept])).text
+
+
+def test_a_name_with_a_dot_is_no_reference_where_rows_are_there(engines: Engines) -> None:
+    (part,) = parts(engines.client.encode(FILES["one image"], dtype="float32"))
+    assert answer(engines.language, [part | {"uuid": "photo.jpg"}]) == answer(
+        engines.language, [part]
+    )
