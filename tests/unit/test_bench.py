@@ -213,7 +213,8 @@ def test_the_engine_alone() -> None:
 
 def test_figures_have_all_rows() -> None:
     alone = Result([0.1], [0.05])
-    result = Result([0.1 * i for i in range(1, 101)], [], 100, 10, 20, Counter(), 2.0)
+    times = [0.1 * i for i in range(1, 101)]
+    result = Result(times, [0.01, 0.02, 0.9], 100, 10, 20, Counter(), 2.0)
     found = figures(result, work_between({}, samples(patches=100)), alone)
     found |= {"overhead_ratio": 1.0, "overhead_ratio_empty": 1.0}
     found |= {"engine_ratio": 1.0, "pipeline_ratio": 1.0, "ready_seconds": 1.0}
@@ -222,6 +223,7 @@ def test_figures_have_all_rows() -> None:
     assert {key for key, _, _ in rows} <= found.keys()
     assert found["p50_ms"] == pytest.approx(5050)
     assert found["p99_ms"] == pytest.approx(9901)
+    assert found["loaded_overhead_ms"] == pytest.approx(20)
     assert (found["requests_per_second"], found["patches_per_second"]) == (50, 50)
     with pytest.raises(RuntimeError, match="overloaded"):
         figures(Result(errors=Counter(overloaded=3)), work_between({}, {}), alone)
