@@ -22,8 +22,8 @@ from actors.kernels.products import tuning
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedRows:
-    """Rows whose copy to pinned memory has been started."""
+class CopiedRows:
+    """Rows whose copy, to pinned memory or on the device, has been started."""
 
     rows: Tensor
     done: torch.cuda.Event
@@ -180,7 +180,16 @@ class CudaDevice:
         with torch.cuda.stream(self.reading):
             host.copy_(buffer, non_blocking=True)
             done.record(self.reading)
-        return PinnedRows(host, done)
+        return CopiedRows(host, done)
+
+    def keep(self, parts: Sequence[Tensor]) -> Rows:
+        """See Device. The memory is the compute stream's: what other streams do with it must be
+        done when it is let go of."""
+        done = torch.cuda.Event()
+        with torch.cuda.stream(self.compute):
+            kept = torch.cat(list(parts))
+            done.record(self.compute)
+        return CopiedRows(kept, done)
 
     def memory_bytes(self) -> int:
         """What torch's allocator holds, graph pools included."""

@@ -6,7 +6,7 @@ code everywhere. All verbs but `Rows.wait` are called from one thread, the engin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,10 +19,10 @@ from actors.inputs import HostInputs, Inputs, allocate
 
 
 class Rows(Protocol):
-    """An output on its way to the host."""
+    """An output on its way to the host, or to a place of its own on the device."""
 
     def wait(self) -> Tensor:
-        """The rows in host memory that nobody else will write to. Blocks until they are there."""
+        """The rows where nobody else will write to them. Blocks until they are there."""
 
 
 class Device(Protocol):
@@ -61,6 +61,10 @@ class Device(Protocol):
 
     def read_back(self, rows: Tensor) -> Rows:
         """Starts the copy of an output to the host; the output may be overwritten afterwards."""
+
+    def keep(self, parts: Sequence[Tensor]) -> Rows:
+        """Starts a copy of these rows of an output, one after the other, that stays on the device;
+        the output may be overwritten afterwards."""
 
     def memory_bytes(self) -> int:
         """Device memory that this process holds, without what the driver keeps for it."""
@@ -121,6 +125,10 @@ class CpuDevice:
     def read_back(self, rows: Tensor) -> Rows:
         """A copy: the rows may be a view of something that is written again."""
         return HostRows(rows.clone())
+
+    def keep(self, parts: Sequence[Tensor]) -> Rows:
+        """See Device: the host is the device."""
+        return HostRows(torch.cat(list(parts)))
 
     def memory_bytes(self) -> int:
         """Not counted on the CPU."""

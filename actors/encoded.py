@@ -19,8 +19,8 @@ class Encoded:
     """What the engine made of one item."""
 
     parts: tuple[Tensor, ...]
-    """[tokens, width] each, in host memory, in the tower's dtype: of each run of a video that was
-    cut into runs, else one. Views of their packs' rows."""
+    """[tokens, width] each, in the tower's dtype, in host memory or where they were to stay: of
+    each run of a video that was cut into runs, else one. Views of their packs' rows."""
     source: Source
     queue_seconds: float
     encode_seconds: float

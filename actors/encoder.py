@@ -8,35 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from ray import serve
 from torch import Tensor
 
 from actors.cache import EmbeddingCache, Entry, Key
+from actors.entries import all_converted, as_bytes, shared_rows
 from actors.errors import DeadlineExceeded, EncodeFailed, ServiceError, Unavailable
 from actors.evs import group_tokens, retained_tokens, retention_mask
 from actors.logs import name_requests
 from actors.metrics import EncoderMetrics
 from actors.mirror import start_mirror
+from actors.nixl import DeviceMemory
 from actors.options import ActorOptions
 from actors.origin import NOBODY, ORIGIN, Origin
 from actors.references import Kept, References
 from actors.scaling import OUTSTANDING_PATCHES
-from actors.shared import INLINE_BYTES, MOST_TOGETHER_BYTES, read, share, share_together
+from actors.shared import INLINE_BYTES, MOST_TOGETHER_BYTES, share_together
 from actors.stages import Made, Stages, Work
 from actors.startup import open_decoding, open_engine
-from actors.tensors import flat_tensor
 from actors.tracing import open_spans
-from actors.types import Answer, Bytes, Dtype, Embedding, Media, Reply, Source, Timings
+from actors.types import DTYPE_BYTES, Answer, Dtype, Embedding, Media, Reply, Source, Timings
 
 log = logging.getLogger("ray.serve")
 
-Result = TypeVar("Result")
 Outcome = Embedding | Exception | None
 """Of an item; None: its time was over."""
 
@@ -60,6 +61,10 @@ class Encoder:
         largest = self.references.largest_bytes
         most = MOST_TOGETHER_BYTES
         self.together_bytes = min(most, largest) if largest > 0 else most
+        self.memory = None
+        if options.encoder.transport == "nixl":
+            size = options.encoder.nixl_bytes
+            self.memory = DeviceMemory(size, self.engine.device.device, self.series)
         decoding = open_decoding(options, self.engine, self.series)
         self.stages = Stages(self.engine, decoding, self.series)
         self.outstanding_patches = 0
@@ -90,7 +95,11 @@ class Encoder:
         cached = [
             self.cache.get(self._key(one), retained_tokens(one.plan, one.evs_rate)) for one in media
         ]
-        missing = [one for one, entry in zip(media, cached, strict=True) if entry is None]
+        missing = [
+            replace(one, on_device=self._stays(one, dtype))
+            for one, entry in zip(media, cached, strict=True)
+            if entry is None
+        ]
         call = self.stages.begin(missing, partial(self._share, dtype))
         # Together, so that what was begun is given up if this is cancelled meanwhile.
         hits, _ = await asyncio.gather(all_converted(cached, dtype), call.wait(timeout_seconds))
@@ -164,8 +173,36 @@ class Encoder:
     def _key(self, media: Media) -> Key:
         return (self.fingerprint, *media.identity)
 
+    def _stays(self, media: Media, dtype: Dtype) -> bool:
+        """Whether its rows are left on the device: those that are pruned are on the host first."""
+        if self.memory is None or not media.on_device or media.evs_rate:
+            return False
+        return media.plan.tokens * self.tower.spec.width * DTYPE_BYTES[dtype] > INLINE_BYTES
+
     def _share(self, dtype: Dtype, done: Sequence[tuple[Media, Tensor]]) -> list[Entry]:
         """Rows that left the engine, in the dtype that was asked for, to be referred to."""
+        staying = [self._left(media, rows, dtype) for media, rows in done]
+        rest = [
+            (media, rows.cpu())
+            for (media, rows), entry in zip(done, staying, strict=True)
+            if entry is None
+        ]
+        shared = iter(self._shared(dtype, rest))
+        return [entry or next(shared) for entry in staying]
+
+    def _left(self, media: Media, rows: Tensor, dtype: Dtype) -> Entry | None:
+        """Rows that stay on the device. None: they do not, or there is no room for them now."""
+        if self.memory is None or not media.on_device:
+            return None
+        data = self.memory.put(rows, getattr(torch, dtype))
+        if data is None:
+            return None
+        if self.cache.max_bytes:  # which keeps rows of its own, on the host
+            self.cache.put(self._key(media), shared_rows(rows.cpu(), self.tower.spec.dtype, ()))
+        return Entry(data, dtype, (rows.shape[0], rows.shape[1]))
+
+    def _shared(self, dtype: Dtype, done: Sequence[tuple[Media, Tensor]]) -> list[Entry]:
+        """Rows on the host."""
         kept = [self._pruned(rows, media) if media.evs_rate else (rows, ()) for media, rows in done]
         if not self.cache.max_bytes:
             arrays = [as_bytes(rows, dtype) for rows, _ in kept]
@@ -229,40 +266,3 @@ class Encoder:
         """Drained by Serve before: nothing is waiting any more."""
         if hasattr(self, "stages"):
             self.stages.close()
-
-
-async def all_converted(
-    entries: Sequence[Entry | None], dtype: Dtype
-) -> list[Entry | Exception | None]:
-    """One after the other; None stays."""
-    return [entry and await converted(entry, dtype) for entry in entries]
-
-
-async def converted(entry: Entry, dtype: Dtype) -> Entry | Exception:
-    """The same in a dtype, or why it cannot be had."""
-    if entry.dtype == dtype:
-        return entry
-    try:
-        rows = flat_tensor(await read(entry.data), entry.dtype).view(entry.shape)
-        return await off_the_loop(rows.nbytes, shared_rows, rows, dtype, entry.frame_tokens)
-    except Exception as error:
-        return error
-
-
-async def off_the_loop(size_bytes: int, work: Callable[..., Result], *args: object) -> Result:
-    """work(...), which copies so many bytes: in a thread if they are many."""
-    if size_bytes <= INLINE_BYTES:
-        return work(*args)
-    return await asyncio.to_thread(work, *args)
-
-
-def shared_rows(rows: Tensor, dtype: Dtype, frame_tokens: tuple[int, ...]) -> Entry:
-    """Rows [tokens, width] in a dtype; in shared memory if they are many."""
-    data = share(as_bytes(rows, dtype))
-    return Entry(data, dtype, (rows.shape[0], rows.shape[1]), frame_tokens)
-
-
-def as_bytes(rows: Tensor, dtype: Dtype) -> Bytes:
-    """The bytes of rows in a dtype: a view if it is theirs."""
-    data: Bytes = rows.to(getattr(torch, dtype)).view(torch.uint8).numpy().reshape(-1)
-    return data

@@ -1,4 +1,4 @@
-"""The pipeline: waiting items -> pack -> replay -> rows on the host -> the future of each item.
+"""The pipeline: waiting items -> pack -> replay -> rows that landed -> the future of each item.
 
 One thread owns the device. It launches the next pack while the last is still on its way back, waits
 only when there is nothing to launch, and never waits for a pack to fill. Knows nothing of Ray.
@@ -19,11 +19,12 @@ from time import monotonic
 import torch
 
 from actors.budgets import Capacity
-from actors.device import Device, Rows
+from actors.device import Device
 from actors.encoded import Encoded, joined
 from actors.errors import EncodeFailed, Unavailable
 from actors.exact import EXACT
 from actors.graphs import SKIPPED, GraphSet
+from actors.landing import Landing, land
 from actors.metrics import EncoderMetrics
 from actors.models.tower import Tower
 from actors.packing import Packing, oldest_first, smallest_first
@@ -47,6 +48,8 @@ class Ticket:
     item: Item
     answer: Future[Encoded] = field(default_factory=Future)
     since: float = field(default_factory=monotonic)
+    on_device: bool = False
+    """Its rows stay there."""
     alone: bool = False
     """A pack with this item failed: it is tried again by itself."""
 
@@ -58,7 +61,7 @@ class Flight:
     tickets: Sequence[Ticket]
     pack: Pack
     labels: Labels
-    rows: Rows
+    landing: Landing
     started: float
 
 
@@ -88,12 +91,13 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, item: Item) -> Future[Encoded]:
+    def submit(self, item: Item, *, on_device: bool = False) -> Future[Encoded]:
         """Queues an item. Cancelling the future drops the item if it has not been launched yet.
 
-        A video beyond what a pack holds is queued run by run, and answered as one.
+        A video beyond what a pack holds is queued run by run, and answered as one. `on_device`: its
+        rows are not brought to the host.
         """
-        tickets = [Ticket(run) for run in cut(item, self.capacity)]
+        tickets = [Ticket(run, on_device=on_device) for run in cut(item, self.capacity)]
         with self._changed:
             if self._closed:
                 raise Unavailable("this encoder is stopping: try again")
@@ -180,15 +184,17 @@ class Engine:
                 self.device.join()
                 with self.device.running():
                     packed = self.tower.postprocess(outputs, plans)
-                rows = self.device.read_back(packed)
+                    tokens = [plan.tokens for plan in plans]
+                    stays = [ticket.on_device for ticket in tickets]
+                    landing = land(self.device, packed, tokens, stays)
         except Exception as error:
             self._failed(tickets, error)
             return
-        self._flights.append(Flight(tickets, pack, labels, rows, started))
+        self._flights.append(Flight(tickets, pack, labels, landing, started))
 
     def _land(self, flight: Flight) -> None:
         try:
-            rows = flight.rows.wait()
+            rows = flight.landing.wait()
         except Exception as error:
             self._failed(flight.tickets, error)
             return
@@ -197,13 +203,10 @@ class Engine:
         self._count(flight)
         self.metrics.encode_seconds.observe(seconds)
         source: Source = "eager" if None in flight.labels else "graph"
-        start = 0
-        for ticket in flight.tickets:
-            end = start + ticket.item.plan.tokens
+        for ticket, landed in zip(flight.tickets, rows, strict=True):
             waited = flight.started - ticket.since
             self.metrics.queue_seconds.observe(waited)
-            ticket.answer.set_result(Encoded((rows[start:end],), source, waited, seconds))
-            start = end
+            ticket.answer.set_result(Encoded((landed,), source, waited, seconds))
 
     def _failed(self, tickets: Sequence[Ticket], error: Exception) -> None:
         """One bad item must not harm the others: each is tried again by itself."""

@@ -62,6 +62,12 @@ class EncoderMetrics:
         self.cache_misses = self._counter("cache_misses_total", "Items not found in the cache.")
         self.cache_evictions = self._counter("cache_evictions_total", "Items pushed out.")
         self.cache_bytes = self._gauge("cache_bytes", "Bytes of rows in the cache.")
+        self.nixl_bytes = self._gauge(
+            "nixl_bytes", "Device memory with rows that wait for readers."
+        )
+        self.nixl_full = self._counter(
+            "nixl_full_total", "Items that found no room there and went by shared memory."
+        )
         self.references = self._gauge("references", "Embeddings kept for clients, by id.")
         self.reference_bytes = self._gauge("reference_bytes", "Bytes of these.")
         self.reference_evictions = self._counter(

@@ -16,6 +16,8 @@ from pydantic import (
 
 from actors.types import Dtype
 
+Transport = Literal["shared_memory", "nixl"]
+
 
 class Options(BaseModel):
     """Frozen, and refuses what it does not know: keys, true for 1, "1" for 1, infinity."""
@@ -168,6 +170,13 @@ class EncoderOptions(DeviceOptions):
 
     autoscaling: AutoscalingOptions | None = None
     """In the place of `replicas`."""
+    transport: Transport = "shared_memory"
+    """How rows above a megabyte get to callers in Ray. `nixl` leaves them on the device, from where
+    those who can read them have them on their own: language models here, and whoever uses
+    actors/received.py. Needs the extra `nixl`, on top of an interface that Ray calls alpha."""
+    nixl_bytes: PositiveInt = 2**30
+    """Of each replica's device: where rows wait for their readers. What finds no room there goes by
+    shared memory."""
     max_stall_seconds: float = Field(60, gt=0)
     """A replica with work that finishes nothing for so long reports itself unhealthy."""
 

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import ObjectLostError
 
 from actors.errors import EmbeddingLost
-from actors.types import Bytes, Embedding, SharedBytes
+from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
 INLINE_BYTES = 2**20
 """By value up to here: the way through shared memory takes as long as copying so much."""
@@ -76,14 +76,19 @@ async def read(data: Bytes | SharedBytes) -> Bytes:
         return data
     reference: Any = data.object_ref
     try:
-        found: list[Bytes] = await reference
+        found: list[Bytes | RemoteBytes] = await reference
     except ObjectLostError as error:
         raise EmbeddingLost(
             "the replica that encoded the item ended before its embedding was read; try again"
         ) from error
-    return found[data.place]
+    one = found[data.place]
+    if isinstance(one, RemoteBytes):
+        raise TypeError("the item was asked for with `on_device`: read it with received.Receiver")
+    return one
 
 
 async def here(embedding: Embedding) -> Embedding:
     """The same with its data as an array in this process. Raises EmbeddingLost."""
+    if isinstance(embedding.data, ReceivedBytes):
+        return embedding
     return replace(embedding, data=await read(embedding.data))

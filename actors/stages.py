@@ -145,7 +145,8 @@ class Stages:
             work.preprocess_seconds = work.decoded - started
             self.series.decode_queue_seconds.observe(work.queue_seconds)
             self.series.preprocess_seconds.observe(work.preprocess_seconds)
-            work.answer = answer = self.engine.submit(made)
+            on_device = work.media.on_device
+            work.answer = answer = self.engine.submit(made, on_device=on_device)
         except Exception as error:
             work.outcome = error
             call.settle([work])

@@ -7,14 +7,17 @@ import warnings
 import torch
 from torch import Tensor
 
-from actors.types import Bytes, Dtype, Embedding, SharedBytes
+from actors.types import Bytes, Dtype, Embedding, ReceivedBytes, SharedBytes
 
 
 def tensor(embedding: Embedding) -> Tensor:
-    """[tokens, width] on the host, over the embedding's own memory: not to be written to.
+    """[tokens, width] where its data is, over the embedding's own memory: not to be written to.
 
     The data must be here already (shared.here, router.here.encode_here).
     """
+    if isinstance(embedding.data, ReceivedBytes):
+        there: Tensor = embedding.data.tensor
+        return there.view(getattr(torch, embedding.dtype)).view(embedding.shape)
     assert not isinstance(embedding.data, SharedBytes), "read the embedding first: shared.here"
     return flat_tensor(embedding.data, embedding.dtype).view(embedding.shape)
 

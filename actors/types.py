@@ -105,6 +105,9 @@ class Media:
     """Of a video that came as images: their files, still compressed; `data` is empty."""
     evs_rate: float = 0.0
     """The share of a video's rows that is left out after encoding, where little changes."""
+    on_device: bool = False
+    """Who asks can read rows from the encoder's device (received.py), so that they may stay on it:
+    where `encoder.transport` is nixl, and they are many, and nothing else is in the way."""
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -186,10 +189,35 @@ class SharedBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteBytes:
+    """Bytes on the device of the process that wrote them, in the place of an array in the object
+    that a SharedBytes refers to (nixl.py)."""
+
+    object_ref: object
+    """Of a uint8 tensor, one of Ray's direct transport objects."""
+    size_bytes: int
+    total: int
+    """nixl.total of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedBytes:
+    """Bytes on a device of this process (received.py)."""
+
+    tensor: Any
+    """torch's, uint8 [bytes]. This file does not know torch."""
+
+    @property
+    def nbytes(self) -> int:
+        """As an array says it."""
+        return int(self.tensor.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Embedding:
     """One item's rows, in the order that the model's own processor gives."""
 
-    data: Bytes | SharedBytes
+    data: Bytes | SharedBytes | ReceivedBytes
     """uint8 [tokens * width * bytes of dtype], row-major, little-endian; not to be written to."""
     dtype: Dtype
     shape: tuple[int, int]

@@ -15,6 +15,7 @@ from ray.serve.schema import LoggingConfig
 
 from actors.encoder import Encoder
 from actors.errors import ConfigError, StartError
+from actors.nixl import check_transport
 from actors.options import ActorOptions, EncoderOptions
 from actors.spec import ModelSpec, read
 from actors.tracing import check_tracing
@@ -67,6 +68,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         # Here as a sentence, not as a traceback in every replica.
         fit(options, spec)
         check_tracing(options.tracing)
+        check_transport(options.encoder.transport)
         llm = llm_spec.read(options.llm, options.model, spec) if options.llm else None
     except StartError as error:
         raise RayServeException(f"{type(error).__name__}: {error}") from None
@@ -156,7 +158,7 @@ def wire_chat(
         health_check_timeout_s=llm.health_check_timeout_seconds,
         graceful_shutdown_timeout_s=llm.drain_timeout_seconds,
         logging_config=logs,
-    ).bind(llm, llm.model or options.model, spec, router)
+    ).bind(llm, llm.model or options.model, spec, router, options.encoder.transport)
 
 
 def replicas(encoder: EncoderOptions) -> dict[str, Any]:

@@ -14,8 +14,14 @@ from actors.origin import ORIGIN, Origin
 from actors.types import Answer, Dtype, Media
 from router.ledger import Reservation
 
-Key = tuple[tuple[str, ...], Dtype]
-"""Identity of an item and dtype of the answer: what decides its embedding."""
+Key = tuple[tuple[str, ...], Dtype, bool]
+"""Identity of an item, dtype of the answer, and whether it may stay on the device: what decides its
+embedding."""
+
+
+def key(media: Media, dtype: Dtype) -> Key:
+    """Of an item."""
+    return media.identity, dtype, media.on_device
 
 
 @dataclass(slots=True, eq=False)
@@ -60,11 +66,11 @@ class Flights:
 
     def get(self, media: Media, dtype: Dtype) -> Flight | None:
         """The flight of an identical item."""
-        return self._open.get((media.identity, dtype))
+        return self._open.get(key(media, dtype))
 
     def open(self, flight: Flight) -> None:
         """Lets others join."""
-        self._open[flight.media.identity, flight.dtype] = flight
+        self._open[key(flight.media, flight.dtype)] = flight
 
     def join(self, flight: Flight, deadline: float) -> None:
         """One more waits. Each `join` has its `leave`."""
@@ -95,5 +101,5 @@ class Flights:
             flight.answer.set_result(answer)
         flight.carrier = None
         if self.get(flight.media, flight.dtype) is flight:
-            del self._open[flight.media.identity, flight.dtype]
+            del self._open[key(flight.media, flight.dtype)]
         self._landed(flight)

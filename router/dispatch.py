@@ -16,7 +16,7 @@ from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceErr
 from actors.origin import ORIGIN
 from actors.types import Answer, Dtype, Embedding, Media
 from router.balance import Plan
-from router.coalesce import Carrier, Flight, Flights
+from router.coalesce import Carrier, Flight, Flights, key
 from router.fleet import Fleet, ReplicaDied, ReplicaFull, ShardLost
 from router.holders import Holders, plan_around
 from router.ledger import Ledger
@@ -137,7 +137,7 @@ class Dispatcher:
             if not self._options.coalesce:
                 fresh[position] = item
             elif self._flights.get(item, dtype) is None:
-                fresh.setdefault(item.identity, item)
+                fresh.setdefault(key(item, dtype), item)
         costs = [item.plan.patches for item in fresh.values()]
         with self._metrics.rejections.count_exceptions(Overloaded):
             reservations = self.ledger.admit(costs, now())

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from time import monotonic
+from typing import Protocol
 
 from actors.errors import EmbeddingLost
 from actors.shared import here
@@ -20,20 +23,39 @@ Encode = Callable[[list[Media], Dtype, float], Awaitable[list[Answer]]]
 Finish = Callable[[list[Media], list[Answer]], Awaitable[list[Answer]]]
 """Answers to answers, with EmbeddingLost for what could not be finished."""
 
+Read = Callable[[Embedding], Awaitable[Embedding]]
+"""The same with its data in this process. Raises EmbeddingLost."""
+
 ATTEMPTS = 3
 """How often an item is encoded that is lost before it is read: its encoder, or its router."""
 
 
+class Reader(Protocol):
+    """Reads rows from an encoder's device: received.Receiver."""
+
+    async def here(self, embedding: Embedding) -> Embedding:
+        """The same with its data in this process. Raises EmbeddingLost."""
+
+
 async def encode_here(
-    encode: Encode, media: Sequence[Media], dtype: Dtype, timeout_seconds: float
+    encode: Encode,
+    media: Sequence[Media],
+    dtype: Dtype,
+    timeout_seconds: float,
+    reader: Reader | None = None,
 ) -> list[Answer]:
     """The answers in the order of `media`; the data of embeddings are arrays, not to be written to.
 
         answers = await encode_here(handle.encode.remote, media, "bfloat16", 60)
 
-    Raises as `Router.encode` does.
+    With a reader they are on its device where they were left on the encoder's. Raises as
+    `Router.encode` does.
     """
-    return await encode_until(encode, answers_here, media, dtype, timeout_seconds)
+    if reader is None:
+        return await encode_until(encode, answers_here, media, dtype, timeout_seconds)
+    finish = partial(answers_here, read=reader.here)
+    media = [replace(one, on_device=True) for one in media]
+    return await encode_until(encode, finish, media, dtype, timeout_seconds)
 
 
 async def encode_until(
@@ -58,16 +80,18 @@ async def encode_until(
     return [answers[place] for place in range(len(media))]
 
 
-async def answers_here(media: list[Media], answers: list[Answer]) -> list[Answer]:
+async def answers_here(
+    media: list[Media], answers: list[Answer], read: Read = here
+) -> list[Answer]:
     """All of them, read at the same time."""
-    return await asyncio.gather(*map(answer_here, answers))
+    return await asyncio.gather(*(answer_here(answer, read) for answer in answers))
 
 
-async def answer_here(answer: Answer) -> Answer:
+async def answer_here(answer: Answer, read: Read) -> Answer:
     """The same with its data in this process; EmbeddingLost in its place where it is lost."""
     if not isinstance(answer, Embedding):
         return answer
     try:
-        return await here(answer)
+        return await read(answer)
     except EmbeddingLost as error:
         return error

@@ -19,7 +19,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import ServiceError, TooLarge, Unavailable
-from actors.options import ModelOptions
+from actors.options import ModelOptions, Transport
+from actors.received import Receiver
 from actors.tensors import tensor
 from actors.types import Embedding
 from encoder_service.deadline import Deadline
@@ -41,12 +42,19 @@ class Chat:
     """Answers chats. app.py sets replicas and resources."""
 
     def __init__(
-        self, options: LlmOptions, own: ModelOptions, spec: LlmSpec, router: DeploymentHandle
+        self,
+        options: LlmOptions,
+        own: ModelOptions,
+        spec: LlmSpec,
+        router: DeploymentHandle,
+        transport: Transport = "shared_memory",
     ) -> None:
+        """`transport`: of the encoders."""
         self.options = options
         self.spec = spec
         self.replica = serve.get_replica_context().replica_id.unique_id
-        self.embedder = Embedder(router, spec.dtype)
+        reader = Receiver(options.device) if transport == "nixl" else None
+        self.embedder = Embedder(router, spec.dtype, reader)
         self.series = ChatMetrics()
         self.language = tokenizer.load(own)
         self.generator = Generator(model.load(own, options.device), self.language.tokenizer)

@@ -12,14 +12,18 @@ from actors.origin import Origin
 from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.deadline import Deadline
 from encoder_service.errors import AtItem
-from router.here import encode_here
+from router.here import Reader, encode_here
 from router.router import LOST, brief
 
 
 class Embedder:
     """Asks for embeddings in the language model's own dtype."""
 
-    def __init__(self, router: DeploymentHandle, dtype: Dtype) -> None:
+    def __init__(
+        self, router: DeploymentHandle, dtype: Dtype, reader: Reader | None = None
+    ) -> None:
+        """`reader`: has rows from the encoders' devices, where they are left there."""
+        self.reader = reader
         self.router = router.options(method_name="encode", _by_reference=True)
         self.dtype: Dtype = dtype
 
@@ -37,7 +41,7 @@ class Embedder:
         if not media:
             return []
         found: list[Embedding] = []
-        work = encode_here(call, media, self.dtype, deadline.left())
+        work = encode_here(call, media, self.dtype, deadline.left(), self.reader)
         for index, answer in enumerate(await deadline.keep(work)):
             if isinstance(answer, EmbeddingLost):
                 raise answer  # no item is at fault

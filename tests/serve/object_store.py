@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,3 +28,13 @@ def own_private_bytes(_: object) -> int:
     """Of the process that this runs in."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
+
+
+def direct_objects(_: object) -> int:
+    """Of Ray's direct transport, that the process that this runs in knows of."""
+    return len(ray._private.worker.global_worker.rdt_manager._managed_rdt_metadata)
+
+
+def own_process(_: object) -> int:
+    """Its id, of the process that this runs in."""
+    return os.getpid()

@@ -98,7 +98,7 @@ def test_memory_is_given_back_with_the_last_reader(router: DeploymentHandle) -> 
     media = [big(number) for number in range(10, 18)]
     before = used()
     answers = encode(router, media)
-    found = asyncio.run(read(answers[0].data))  # type: ignore[union-attr]
+    found = asyncio.run(read(answers[0].data))  # type: ignore[arg-type, union-attr]
     assert used().bytes >= len(media) * BIG_BYTES
     del answers
     within(20, lambda: used().bytes - before.bytes < 2 * BIG_BYTES)

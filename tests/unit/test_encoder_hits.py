@@ -11,7 +11,7 @@ import pytest
 from ray import serve
 from torch import Tensor
 
-from actors import encoder
+from actors import encoder, entries
 from actors.cache import Entry
 from actors.options import (
     ActorOptions,
@@ -53,6 +53,7 @@ def test_a_hit_in_another_dtype_is_that_of_the_cache(actor: encoder.Encoder) -> 
         assert isinstance(hit, Embedding)
         assert (whole.source, other.source, hit.source) == ("graph", "graph", "cache")
         assert (hit.dtype, hit.shape) == ("float16", whole.shape)
+        actor.stages.close()
 
     asyncio.run(run())
 
@@ -79,7 +80,7 @@ def test_a_call_that_ends_while_a_hit_is_converted_gives_up_the_rest(
             await asyncio.Event().wait()
             return entry
 
-        monkeypatch.setattr(encoder, "converted", for_ever)
+        monkeypatch.setattr(entries, "converted", for_ever)
         before = asyncio.create_task(actor.encode([media(actor, 96)], "float32", 30))
         await asyncio.to_thread(reached.wait, 10)
         behind = asyncio.create_task(

@@ -60,7 +60,7 @@ def rig() -> Iterator[Rig]:
 def test_every_item_gets_its_own_rows(rig: Rig) -> None:
     random = Random(0)
     items = [toy_item(random.randint(1, 80), seed) for seed in range(200)]
-    answers = [rig.engine.submit(item) for item in items]
+    answers = [rig.engine.submit(item, on_device=place % 3 > 0) for place, item in enumerate(items)]
     for item, answer in zip(items, answers, strict=True):
         encoded = answer.result(10)
         assert torch.equal(encoded.rows, toy_rows(item))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from actors.errors import EmbeddingLost, InvalidMedia, Overloaded
-from actors.types import Answer, Dtype, Media
+from actors.types import Answer, Dtype, Embedding, Media
 from router.here import ATTEMPTS, encode_here, encode_until
 from tests.unit.fleet import embedding, item, right
 
@@ -33,6 +34,18 @@ def test_what_is_there_is_given_as_it_is() -> None:
     router = Encodes()
     assert right(MEDIA, asyncio.run(encode_here(router.encode, MEDIA, "bfloat16", 5)))
     assert router.asked == [MEDIA]
+
+
+def test_a_reader_is_what_reads_and_the_items_say_so() -> None:
+    router = Encodes()
+
+    class Reader:
+        async def here(self, embedding: Embedding) -> Embedding:
+            return replace(embedding, replica="read")
+
+    answers = asyncio.run(encode_here(router.encode, MEDIA, "bfloat16", 5, Reader()))
+    assert router.asked == [[replace(one, on_device=True) for one in MEDIA]]
+    assert [one.replica for one in answers if isinstance(one, Embedding)] == ["read"] * len(MEDIA)
 
 
 @pytest.mark.parametrize("losses", range(ATTEMPTS + 1))

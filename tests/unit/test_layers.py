@@ -24,6 +24,8 @@ MAY_IMPORT_RAY = {
     "router/pinned.py",
     "actors/encoder.py",
     "actors/mirror.py",
+    "actors/nixl.py",
+    "actors/received.py",
     "actors/shared.py",
 }
 WITHIN = ("embedding.py", "vllm.py", "sglang.py")
