@@ -65,6 +65,7 @@ class EncoderMetrics:
         self.nixl_bytes = self._gauge(
             "nixl_bytes", "Device memory with rows that wait for readers."
         )
+        self.nixl_items = self._counter("nixl_items_total", "Items whose rows were left there.")
         self.nixl_full = self._counter(
             "nixl_full_total", "Items that found no room there and went by shared memory."
         )

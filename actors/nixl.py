@@ -72,6 +72,7 @@ class DeviceMemory:
             block.view(dtype).view(rows.shape).copy_(rows)
             summed = total(block)  # waits for the copy
             remote = RemoteBytes(ray.put(block, _tensor_transport="nixl"), size, summed)
+        self._metrics.nixl_items.inc()
         # In an object of its own: whoever hands a direct transport reference on keeps what Ray
         # knows of it for ever (ray-project/ray#57962), whoever hands this one on does not.
         return SharedBytes(ray.put([remote]), size)

@@ -21,7 +21,7 @@ from actors.errors import EmbeddingLost
 from actors.nixl import check_transport, total
 from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
-READ_SECONDS = 20
+READ_SECONDS = 5
 """For one item. What takes longer is lost."""
 THREAD = ThreadPoolExecutor(1, "nixl")
 """Of the process."""
