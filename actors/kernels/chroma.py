@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
-"""Samples, or pixels, of a program."""
+BLOCK = 256
+"""Samples, or pixels, of a program: with more a compilation takes many times as long."""
 
 SIZES = ("width", "height", "columns", "rows")
 
