@@ -64,8 +64,10 @@ class FastBlocks:
         self.layers, self.shifts = fold(weights)
         inner = weights[0].down.weight.shape[1]
         padding, gates = -inner % MLP_MULTIPLE, len(weights[0].up.weight) // inner
-        up = [padded(layer.up, padding, gates) for layer in weights]
-        down = [F.pad(layer.down.weight, (0, padding)) for layer in weights]
+        up, down = [layer.up for layer in weights], [layer.down.weight for layer in weights]
+        if padding:  # without it F.pad would copy as well
+            up = [padded(layer, padding, gates) for layer in up]
+            down = [F.pad(weight, (0, padding)) for weight in down]
         self.qkv = affine([layer.qkv for layer in weights], "bias")
         self.proj = Product([layer.proj.weight for layer in weights], None, "add")
         self.up = affine(up, "gelu_tanh" if gelu else "bias")

@@ -7,7 +7,7 @@ no family, no graphs, no budgets and not where weights come from.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 
@@ -68,7 +68,7 @@ class PackedTower:
             raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in blocks")
         self.spec = spec
         self.sizing = spec.sizing
-        self.parts = parts
+        self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         width, device = len(parts.embedding.weight), parts.embedding.weight.device

@@ -7,7 +7,7 @@ weights over views of two sizes. Knows no family, no graphs and not where weight
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,7 @@ class StepTower:
     ) -> None:
         self.spec = spec
         self.sizing = window_sizing(spec)
-        self.parts = parts
+        self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.blocks = blocks(parts.layers, parts.style, attention, ())

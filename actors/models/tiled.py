@@ -8,7 +8,7 @@ and the pixel shuffle is a view. Knows no family, no graphs and not where weight
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ class TileTower:
     ) -> None:
         self.spec = spec
         self.sizing = tile_sizing(spec)
-        self.parts = parts
+        self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.blocks = blocks(parts.layers, parts.style, attention, ())
