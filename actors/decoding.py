@@ -106,24 +106,26 @@ class Decoding:
                 while begun[-1] and len(begun) < MOST_TOGETHER:
                     begun.append(self._waiting.get_nowait())
             more = begun[-1] is not None
-            wanted = [each for each in begun if each and not each[0].given_up]
-            for batch in self._batches(together, wanted):
+            for batch in self._batches(together, [each for each in begun if each]):
                 self._prepare(together, batch)
 
     def _batches(self, together: Together, begun: Sequence[Begun]) -> Iterator[list[Begun]]:
-        """Those that are taken, MOST_PIXELS at a time; the others go their own way."""
+        """Those that are taken, MOST_PIXELS at a time; the others first go their own way."""
+        taken: list[tuple[int, Begun]] = []
+        for asked, done in begun:
+            if pixels := together.pixels(asked.media):
+                taken.append((pixels, (asked, done)))
+            else:
+                self._threads.submit(self._alone, asked, done)
         batch: list[Begun] = []
         total = 0
-        for asked, done in begun:
-            pixels = together.pixels(asked.media)
-            if not pixels:
-                self._threads.submit(self._alone, asked, done)
-                continue
+        for pixels, one in taken:
             if total + pixels > MOST_PIXELS and batch:
                 yield batch
                 batch, total = [], 0
-            batch.append((asked, done))
-            total += pixels
+            if not one[0].given_up:  # perhaps while the batch before was decoded
+                batch.append(one)
+                total += pixels
         if batch:
             yield batch
 

@@ -9,6 +9,7 @@ what is left are pixels that nvJPEG rounds otherwise or cuts off. Knows nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from io import BytesIO
 from typing import Protocol
 
@@ -18,14 +19,15 @@ import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 
-from actors.errors import InvalidMedia, StartError
+from actors.errors import InvalidMedia, ServiceError, StartError
 from actors.models.packed import resize
 from actors.models.tower import Tower
 from actors.preprocess import decode
 from actors.types import Item, Media, Size
 
 MOST_PIXELS = 2**26
-"""Of the images that are decoded together: 400 MB of the device. One with more is not for it."""
+"""Of the images that are decoded together: up to 8 bytes of the device each, beside what nvJPEG
+takes itself. An image with more is not for it."""
 
 MOST_MEAN_DIFFERENCE = 0.5
 """Of a byte from libjpeg's, of the image that is decoded at start."""
@@ -55,10 +57,11 @@ class Nvjpeg:
     def pixels(self, media: Media) -> int:
         """See Together."""
         size = plain(media.data)
-        if size is None or self.tower.spec.sizing.plan(size) != media.plan:
-            return 0
-        count = size.width * size.height
-        return count if count <= MOST_PIXELS else 0
+        with suppress(ServiceError):  # no plan for a size that is not the one that was admitted
+            if size and self.tower.spec.sizing.plan(size) == media.plan:
+                count = size.width * size.height
+                return count if count <= MOST_PIXELS else 0
+        return 0
 
     def prepare(self, media: Sequence[Media]) -> list[Item]:
         """See Together. The patches lie on the device."""

@@ -14,6 +14,9 @@ from torch import Tensor
 BLOCK = 256
 """Samples, or pixels, of a program: with more a compilation takes many times as long."""
 
+ALIGNED_BYTES = 16
+"""Of a pointer that Triton takes for aligned."""
+
 SIZES = ("width", "height", "columns", "rows")
 
 
@@ -148,7 +151,9 @@ def smoothed(image: Tensor, luma: Tensor, down: int) -> Tensor:
     _, height, width = image.shape
     image, luma = image.contiguous(), luma.contiguous()
     columns, rows = -(-width // 2), -(-height // down)
-    blue, red = torch.empty(2, rows, columns, dtype=torch.uint8, device=image.device)
+    # Both begin where Triton expects it: it would compile once more for one that does not.
+    plane = -(-rows * columns // ALIGNED_BYTES) * ALIGNED_BYTES
+    blue, red = torch.empty(2, plane, dtype=torch.uint8, device=image.device)
     sizes = (width, height, columns, rows)
     samples_kernel[(triton.cdiv(rows * columns, BLOCK),)](
         image, luma, blue, red, *sizes, ACROSS=2, DOWN=down, BLOCK=BLOCK

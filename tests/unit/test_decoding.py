@@ -14,12 +14,12 @@ import torch
 from pydantic import ValidationError
 
 from actors.bench.preprocess import measure
-from actors.decoding import MOST_TOGETHER, Decoding
+from actors.decoding import MOST_TOGETHER, Decoding, Done
 from actors.errors import InvalidMedia, StartError
 from actors.metrics import EncoderMetrics
 from actors.models.load import load
 from actors.models.tower import Tower
-from actors.nvjpeg import MOST_PIXELS, open_nvjpeg, plain
+from actors.nvjpeg import MOST_PIXELS, Nvjpeg, open_nvjpeg, plain
 from actors.options import ActorOptions, EncoderOptions, ModelOptions, PreprocessOptions
 from actors.preprocess import decode, prepare
 from actors.types import Item, Media, Size
@@ -65,7 +65,7 @@ class Rig:
     together: HostTogether
     series: EncoderMetrics
 
-    def begin(self, data: bytes, size: tuple[int, int]) -> Waiting:
+    def waiting(self, data: bytes, size: tuple[int, int]) -> tuple[Waiting, Done]:
         plan = self.decoding.tower.spec.sizing.plan(Size(*size))
         waiting = Waiting(Media("image", data, plan, digest=""))
 
@@ -73,6 +73,10 @@ class Rig:
             waiting.made = made
             waiting.done.set()
 
+        return waiting, done
+
+    def begin(self, data: bytes, size: tuple[int, int]) -> Waiting:
+        waiting, done = self.waiting(data, size)
         self.decoding.begin(waiting, done)
         return waiting
 
@@ -162,6 +166,27 @@ def test_what_is_given_up_is_not_decoded(rig: Rig) -> None:
     rig.finish([blocker, begun[0], begun[2]])
     assert rig.together.batches == [1, 2]
     assert begun[1].made is None
+
+
+def test_other_files_wait_for_no_batch_and_what_is_given_up_for_none(rig: Rig) -> None:
+    rig.together.each = MOST_PIXELS  # each JPEG is a batch
+    files = [jpeg(32, 32), jpeg(64, 32), encoded(opened(), "PNG"), jpeg(96, 32)]
+    sizes = [(32, 32), (64, 32), (600, 400), (96, 32)]
+    begun = [rig.waiting(*each) for each in zip(files, sizes, strict=True)]
+    batches = rig.decoding._batches(rig.together, begun)
+    assert next(batches) == begun[:1]
+    assert begun[2][0].done.wait(10), "the PNG is decoded beside the first batch"
+    begun[1][0].given_up = True
+    assert list(batches) == [begun[3:]]
+
+
+def test_a_header_of_another_size_is_not_taken(tower: Tower) -> None:
+    nvjpeg = object.__new__(Nvjpeg)  # without a stream of the device
+    nvjpeg.tower = tower
+    plan = tower.spec.sizing.plan(Size(64, 32))
+    sizes = {(64, 32): 64 * 32, (128, 128): 0, (3000, 8): 0}  # the last has no plan at all
+    for size, pixels in sizes.items():
+        assert nvjpeg.pixels(Media("image", jpeg(*size), plan, digest="")) == pixels
 
 
 def test_closing_does_what_was_begun(tower: Tower) -> None:
