@@ -152,10 +152,10 @@ def anyres(
         raise ValueError(f"size of the image processor: only the tower's {pixels} is supported")
     whole = [pixels * tiles for tiles in range(1, 7)]
     canvases = pinpoints or [list(canvas) for canvas in product(whole, whole)]
-    if any(edge % pixels or not edge for canvas in canvases for edge in canvas):
+    if any(edge % pixels or edge <= 0 for canvas in canvases for edge in canvas):
         raise ValueError(f"image_grid_pinpoints: only whole tiles of {pixels} are supported")
-    most = aspect.removeprefix("anyres_max_")
-    if not most.isdecimal():
+    before, _, most = str(aspect).partition("anyres_max_")
+    if before or not most.isdecimal() or not int(most):
         raise ValueError(f"vision_aspect_ratio: {aspect!r} is no anyres_max_N")
     layouts = tuple((height // pixels, across // pixels) for height, across in canvases)
     sizing = AnyresSizing(

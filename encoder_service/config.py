@@ -160,7 +160,7 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
     room = model_capacity(options.graphs, spec)
     side = math.isqrt(options.limits.max_pixels)
     plan = spec.sizing.plan(Size(side, side))
-    patches = spec.sizing.token_range()[1] * plan.patches // plan.tokens
+    patches = spec.sizing.token_range()[1] * plan.patches // sum(plan.path_tokens)
     most = options.router.max_outstanding_patches
     if most < patches:
         raise ConfigError(

@@ -40,11 +40,11 @@ def probe_frames(
 
     Without `fps` they are taken to be as many a second as the model's own sampling takes.
     """
-    sampling = check_videos(spec).sampling
+    video = check_videos(spec)
     if not frames:
-        raise InvalidMedia("the video has no frames: send at least two")
-    if len(frames) > sampling.most:
-        raise TooLarge(f"{len(frames)} frames; {spec.id} takes {sampling.most}: send fewer")
+        raise InvalidMedia(f"the video has no frames: send at least {video.least}")
+    if len(frames) > video.sampling.most:
+        raise TooLarge(f"{len(frames)} frames; {spec.id} takes {video.sampling.most}: send fewer")
     sizes = []
     for place, frame in enumerate(frames):
         try:
@@ -56,7 +56,7 @@ def probe_frames(
                 f"frames[{place}] is of {sizes[-1].width} x {sizes[-1].height} pixels, not of the "
                 f"{sizes[0].width} x {sizes[0].height} of the first: scale them alike"
             )
-    clip = Clip(sizes[0], len(frames), fps or sampling.fps, chosen=True)
+    clip = Clip(sizes[0], len(frames), fps or video.sampling.fps, chosen=True)
     return video_media(spec, limits, clip, b"", tuple(frames))
 
 

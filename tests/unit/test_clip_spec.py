@@ -83,7 +83,10 @@ ONEVISION, VIDEO_PROCESSOR = "llava-onevision-7b", "video_preprocessor_config.js
     [
         ("config.json", {"vision_feature_layer": -2}, "vision_feature_layer"),
         ("config.json", {"vision_aspect_ratio": "anyres"}, "no anyres_max_N"),
+        ("config.json", {"vision_aspect_ratio": "anyres_max_0"}, "no anyres_max_N"),
+        ("config.json", {"vision_aspect_ratio": 9}, "9 is no anyres_max_N"),
         ("config.json", {"image_grid_pinpoints": [[384, 400]]}, "only whole tiles of 384"),
+        ("config.json", {"image_grid_pinpoints": [[384, -384]]}, "only whole tiles of 384"),
         ("config.json", vision(ONEVISION, model_type="clip_vision_model"), "siglip_vision_model"),
         (PROCESSOR, {"size": {"height": 224, "width": 224}}, "tower's 384"),
         (VIDEO_PROCESSOR, {"fps": 2}, "fps of the video processor"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 
 from actors.checkpoint import preset_names
+from actors.errors import ConfigError
 from actors.options import ModelOptions
 from actors.spec import read
 from encoder_service.config import ServiceOptions, fit, load
@@ -30,6 +32,17 @@ def test_a_config_parses_and_its_serve_part_is_sound(path: Path) -> None:
 def test_the_defaults_suit_every_preset(name: str) -> None:
     options = ServiceOptions(model=ModelOptions(id=name, load_format="dummy"))
     assert fit(options, read(options.model)).items > 0
+
+
+def test_the_largest_image_is_counted_in_what_is_computed_of_it() -> None:
+    model = read(ModelOptions(id="llava-onevision-7b", load_format="dummy"))
+    patches = model.sizing.token_range()[1]  # as many as tokens, of which not all give rows
+    for most in (patches, patches - 1):
+        options = ServiceOptions.model_validate(
+            {"model": {"id": model.id}, "router": {"max_outstanding_patches": most}}
+        )
+        with nullcontext() if most == patches else pytest.raises(ConfigError, match=f" {patches} "):
+            fit(options, model)
 
 
 def test_there_are_configs() -> None:

@@ -176,7 +176,7 @@ def test_frames_as_images() -> None:
         probe_frames([files[0], bytes(9)], None, MODEL, LimitOptions())
     with pytest.raises(InvalidMedia, match=r"1 frames .* takes 1 .* needs 2"):
         probe_frames(files[:1], None, MODEL, LimitOptions())
-    with pytest.raises(InvalidMedia, match="no frames"):
+    with pytest.raises(InvalidMedia, match="no frames: send at least 2"):
         probe_frames([], None, MODEL, LimitOptions())
     with pytest.raises(TooLarge, match="769 frames"):
         probe_frames(files[:1] * 769, None, MODEL, LimitOptions())
