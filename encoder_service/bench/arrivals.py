@@ -84,7 +84,7 @@ def steady(callers: Callers, load: Load, part: float, url: str, traffic: Traffic
         traffic.kinds,
     )
     work = work_between(before, scrape(url))
-    p50, p99 = np.percentile(result.latencies_seconds, [50, 99]) * 1e3
+    p50, p99 = result.percentiles_ms(50, 99)
     sizes = list(islice(cycle(traffic.patches(traffic.kinds)), SIMULATED_REQUESTS))
     outcome = traffic.simulate(at_random(Random(1), sizes, per_second), 1)
     simulated = np.percentile(outcome.latencies_seconds, [50, 99]) * 1e3
@@ -92,8 +92,8 @@ def steady(callers: Callers, load: Load, part: float, url: str, traffic: Traffic
         "steady_requests_per_second": per_second,
         "steady_requests": len(result.latencies_seconds),
         "steady_errors": dict(result.errors),
-        "steady_p50_ms": float(p50),
-        "steady_p99_ms": float(p99),
+        "steady_p50_ms": p50,
+        "steady_p99_ms": p99,
         "steady_balance": work.balance,
         "simulated_p50_ms": float(simulated[0]),
         "simulated_p99_ms": float(simulated[1]),

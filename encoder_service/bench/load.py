@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from actors.types import DTYPE_BYTES, Dtype
 from encoder_service.embedding import ServiceError
 from encoder_service.transports import Transport
@@ -70,6 +72,12 @@ class Result:
     embedding_bytes: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     wall_seconds: float = 0
+
+    def percentiles_ms(self, *percents: float) -> list[float]:
+        """Of the latencies. Raises RuntimeError where nothing was answered."""
+        if not self.latencies_seconds:
+            raise RuntimeError(f"nothing was answered: {dict(self.errors)}")
+        return [float(one) for one in np.percentile(self.latencies_seconds, percents) * 1e3]
 
 
 class Wire:

@@ -38,7 +38,7 @@ def parse_mix(text: str) -> list[list[Shape]]:
         sizes: list[Shape] = []
         for term in kind.split("+"):
             match = re.fullmatch(r"\s*(\d+)x(\d+)(?:\*(\d+))?\s*", term)
-            if not match or "0" in match.groups():
+            if not match or not all(int(number or 1) for number in match.groups()):
                 raise ValueError(f"{term!r} is not WIDTHxHEIGHT or WIDTHxHEIGHT*COUNT")
             width, height, count = match.groups()
             sizes += [(int(width), int(height))] * int(count or 1)

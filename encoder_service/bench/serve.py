@@ -12,7 +12,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -56,7 +55,7 @@ class Plan:
     steady_part: float | None = None
     """Then requests at random times, so many a second of what the first policy answered at most;
     and what the simulator says of them."""
-    burst: int = 0
+    burst: int | None = None
     """Then so many requests at once, and what the simulator says of them."""
 
 
@@ -167,16 +166,15 @@ def run_protocol(
 
 def figures(result: Result, work: Work, alone: Result) -> dict[str, Any]:
     """Numbers with units in their names."""
-    if not result.latencies_seconds or not alone.overheads_seconds:
-        raise RuntimeError(f"nothing was answered: {dict(result.errors + alone.errors)}")
-    p50, p95, p99 = np.percentile(result.latencies_seconds, [50, 95, 99]) * 1e3
+    p50, p95, p99 = result.percentiles_ms(50, 95, 99)
+    (single,) = alone.percentiles_ms(50)
     seconds = result.wall_seconds
     return {
         "requests": len(result.latencies_seconds),
         "errors": dict(result.errors),
-        "p50_ms": float(p50),
-        "p95_ms": float(p95),
-        "p99_ms": float(p99),
+        "p50_ms": p50,
+        "p95_ms": p95,
+        "p99_ms": p99,
         "loaded_overhead_ms": statistics.median(result.overheads_seconds) * 1e3,
         "requests_per_second": len(result.latencies_seconds) / seconds,
         "images_per_second": result.images / seconds,
@@ -187,7 +185,7 @@ def figures(result: Result, work: Work, alone: Result) -> dict[str, Any]:
         "padding_ratio": work.padding,
         "balance": work.balance,
         "replica_patches": dict(work.replica_patches),
-        "single_image_p50_ms": statistics.median(alone.latencies_seconds) * 1e3,
+        "single_image_p50_ms": single,
         "overhead_ms": statistics.median(alone.overheads_seconds) * 1e3,
     }
 

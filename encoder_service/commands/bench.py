@@ -16,6 +16,7 @@ from actors.types import Dtype
 from encoder_service.bench.load import Load, ProtocolName
 from encoder_service.bench.mix import parse_mix
 from encoder_service.commands import bench_dataplane, bench_engine, bench_preprocess
+from encoder_service.commands.numbers import above_zero, positive
 from encoder_service.config import load
 from router.options import Policy
 
@@ -44,8 +45,8 @@ def add(subcommands: Any) -> None:
         metavar="PART",
         help="then requests at random times, at this part of what the first policy answered",
     )
-    parser.add_argument("--burst", type=int, default=0, help="then so many requests at once")
-    parser.add_argument("--concurrency", type=int, default=4, help="requests in flight")
+    parser.add_argument("--burst", type=positive, help="then so many requests at once")
+    parser.add_argument("--concurrency", type=positive, default=4, help="requests in flight")
     parser.add_argument(
         "--protocol",
         type=protocols,
@@ -53,15 +54,15 @@ def add(subcommands: Any) -> None:
         help="one or several of http, grpc, reference (over HTTP, but embeddings stay in shared "
         "memory and ids come back) and handle (from inside Ray, where they always stay)",
     )
-    parser.add_argument("--callers", type=int, default=1, help="processes that send")
+    parser.add_argument("--callers", type=positive, default=1, help="processes that send")
     parser.add_argument(
         "--alone",
         action="store_true",
         help="first the engines without the service, for what it reaches of their throughput",
     )
-    parser.add_argument("--requests", type=int, help="how many (200, unless --seconds)")
-    parser.add_argument("--seconds", type=float, help="how long")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for one request")
+    parser.add_argument("--requests", type=positive, help="how many (200, unless --seconds)")
+    parser.add_argument("--seconds", type=above_zero, help="how long")
+    parser.add_argument("--timeout", type=above_zero, default=120, help="seconds for one request")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16")
     parser.add_argument(
         "--policy",

@@ -9,6 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from encoder_service.commands.numbers import above_zero, positive
+
 CPUS = 8
 """As Ray counts them: replicas ask for a tenth."""
 MOST_AT_ONCE = 16
@@ -21,9 +23,9 @@ def add(kinds: Any) -> None:
         "dataplane", help="embeddings from an encoder's memory to a consumer's, without a model"
     )
     parser.add_argument(
-        "--megabytes", type=float, default=67, help="of one embedding (%(default)s: 1080p, 8B)"
+        "--megabytes", type=above_zero, default=67, help="of one embedding (%(default)s: 1080p, 8B)"
     )
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=positive, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.set_defaults(run=run)
 

@@ -20,6 +20,7 @@ from actors.options import (
     PreprocessOptions,
 )
 from encoder_service.bench.mix import VARIANTS, parse_mix, picture
+from encoder_service.commands.numbers import above_zero, positive
 
 if TYPE_CHECKING:
     from actors.bench.preprocess import Figure
@@ -39,9 +40,12 @@ def add(kinds: Any) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the engine")
     parser.add_argument("--size", nargs="+", type=size, default=SIZES, help="such as 336x336")
     parser.add_argument(
-        "--threads", type=int, default=os.cpu_count(), help="that decode on the CPU (%(default)s)"
+        "--threads",
+        type=positive,
+        default=os.cpu_count(),
+        help="that decode on the CPU (%(default)s)",
     )
-    parser.add_argument("--seconds", type=float, default=0.5, help="a figure (%(default)s)")
+    parser.add_argument("--seconds", type=above_zero, default=0.5, help="a figure (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.set_defaults(run=run)
 

@@ -29,6 +29,7 @@ from actors.sizing import BlockSizing
 from actors.spec import ModelSpec, read
 from actors.two_paths import model_capacity
 from actors.types import ItemPlan, Size
+from encoder_service.commands.numbers import at_least_one, positive
 from encoder_service.config import load
 
 
@@ -177,17 +178,3 @@ def table(
         ratio = f"{padding_ratio(loads, budgets):.3f}"
         shown.add_row(name, str(len(budgets)), " ".join(map(str, budgets)), ratio)
     return shown
-
-
-def positive(text: str) -> int:
-    """For argparse: a whole number above 0."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def at_least_one(text: str) -> float:
-    """For argparse: a finite number from 1 up."""
-    if not re.fullmatch(r"[1-9]\d*(\.\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
-    return float(text)

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from encoder_service.bench.engine_plot import require_matplotlib
 from encoder_service.bench.simulation_plot import plot
+from encoder_service.commands.numbers import above_zero, positive
 from router.balance import POLICIES
 from router.options import Policy
 from router.simulation import Simulation
@@ -48,10 +49,12 @@ class Row:
 def add(subcommands: Any) -> None:
     """The subcommand."""
     parser = subcommands.add_parser("simulate", help="balancing policies over simulated fleets")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[4, 8, 64, 1000])
-    parser.add_argument("--requests", type=int, default=4000, help="at least (%(default)s)")
-    parser.add_argument("--load", type=float, default=0.7, help="of capacity (%(default)s)")
-    parser.add_argument("--routers", type=int, default=2, help="each with stale reports of others")
+    parser.add_argument("--replicas", type=positive, nargs="+", default=[4, 8, 64, 1000])
+    parser.add_argument("--requests", type=positive, default=4000, help="at least (%(default)s)")
+    parser.add_argument("--load", type=above_zero, default=0.7, help="of capacity (%(default)s)")
+    parser.add_argument(
+        "--routers", type=positive, default=2, help="each with stale reports of others"
+    )
     parser.add_argument(
         "--reports-alone",
         action="store_true",

@@ -37,7 +37,7 @@ def test_mixes() -> None:
         [(336, 336), (336, 336), (1024, 768)],
         [(64, 64)],
     ]
-    for wrong in ("", "336", "336x336*0", "0x1", "1x1+", "1x1x1", "axb"):
+    for wrong in ("", "336", "336x336*0", "0x1", "1x00", "1x1+", "1x1x1", "axb"):
         with pytest.raises(ValueError, match="WIDTHxHEIGHT"):
             parse_mix(wrong)
 
@@ -52,6 +52,11 @@ def test_the_mix_of_the_simulator() -> None:
     for side, patches in zip(sides, drawn, strict=True):
         assert side % 32 == 0
         assert abs(side / 16 - math.sqrt(patches)) <= 1
+
+
+def test_what_nobody_answered_has_no_latencies() -> None:
+    with pytest.raises(RuntimeError, match=r"nothing was answered: .*overloaded"):
+        Result(errors=Counter(overloaded=3)).percentiles_ms(50)
 
 
 def test_requests_take_turns_and_never_repeat() -> None:
