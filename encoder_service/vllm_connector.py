@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Awaitable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 
-from encoder_service.client import Client
+from encoder_service.client import Client, Embedding
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 10.0
-"""Of fetching an embedding, for which its request waits."""
+"""Of fetching an embedding, for which its request waits, once its turn has come."""
+AT_ONCE = 8
+"""Embeddings that are fetched at a time: vLLM asks for those of its whole queue."""
 ROWS = ("_embeds", "pixel_values", "pixel_values_videos")
 """Ends of the names of what vLLM needs no connector for."""
 
@@ -68,7 +71,14 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         url = vllm_config.ec_transfer_config.get_from_extra_config("url", None)
         if not str(url).startswith(("http://", "https://")):
             raise ValueError(f"ec_connector_extra_config.url is {url!r}: name the encoder service")
+        multimodal = vllm_config.model_config.multimodal_config
+        if multimodal is not None and multimodal.mm_processor_cache_type == "shm":
+            raise ValueError(
+                "mm_processor_cache_type is shm, which keeps from the scheduler what an item "
+                "brings: leave it at lru"
+            )
         self.fetches: dict[str, Fetch] = {}
+        self.turns = asyncio.Semaphore(AT_ONCE)
         self.failed: set[str] = set()
         self.needed = Loads()
         self.client: Client | None = None
@@ -108,7 +118,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         client, dtype = self.client.client, self._vllm_config.model_config.dtype
 
         async def fetched() -> torch.Tensor:
-            embedding = await client.fetch(name)
+            async with self.turns:
+                embedding = await in_time(client.fetch(name))
             hidden = self._vllm_config.model_config.get_inputs_embeds_size()
             if embedding.shape[1] != hidden * (1 + embedding.deepstack):
                 raise ValueError(
@@ -184,6 +195,15 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
     ) -> None:
         """Nothing: the service has what it encoded, and takes nothing."""
+
+
+async def in_time(fetch: Awaitable[Embedding]) -> Embedding:
+    """Raises TimeoutError, also for what comes byte by byte, and what the fetch raises."""
+    try:
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            return await fetch
+    except TimeoutError:
+        raise TimeoutError(f"not here within {TIMEOUT_SECONDS:g} s") from None
 
 
 def named(feature: Any) -> bool:

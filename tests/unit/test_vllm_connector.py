@@ -6,14 +6,13 @@ Within vLLM itself: tests/engines.
 from __future__ import annotations
 
 import asyncio
-import enum
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from types import ModuleType, SimpleNamespace
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,66 +27,13 @@ from router.references import unknown
 from tests.images import jpeg
 from tests.unit.front_door import service
 from tests.unit.proxied import Distinct, listening
-
-HIDDEN = 64
-"""192 in a row: with two deepstack features."""
-
-
-class ECConnectorRole(enum.Enum):
-    SCHEDULER = 0
-    WORKER = 1
-
-
-class ECConnectorMetadata(ABC):  # noqa: B024
-    pass
-
-
-class ECConnectorBase(ABC):
-    """The abstract methods and what they share, of vllm/distributed/ec_transfer 0.33."""
-
-    def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
-        self._connector_metadata: ECConnectorMetadata | None = None
-        self._vllm_config = vllm_config
-        self._role = role
-        self.is_producer = vllm_config.ec_transfer_config.is_ec_producer
-
-    def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
-        self._connector_metadata = connector_metadata
-
-    def _get_connector_metadata(self) -> ECConnectorMetadata:
-        assert self._connector_metadata is not None
-        return self._connector_metadata
-
-    @abstractmethod
-    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None: ...
-
-    @abstractmethod
-    def save_caches(
-        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
-    ) -> None: ...
-
-    @abstractmethod
-    def has_cache_item(self, identifier: str) -> bool: ...
-
-    @abstractmethod
-    def update_state_after_alloc(self, request: Any, index: int) -> None: ...
-
-    @abstractmethod
-    def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata: ...
+from tests.unit.vllm_half import HIDDEN, ECConnectorRole, Request, answering, config, stand_in
 
 
 @pytest.fixture
 def connector_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """encoder_service.vllm_connector as vLLM would load it."""
-    folder = "vllm.distributed.ec_transfer.ec_connector"
-    names = ["vllm", "vllm.distributed", "vllm.distributed.ec_transfer", folder]
-    for name in [*names, f"{folder}.base", "vllm.platforms"]:
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    base: Any = sys.modules[f"{folder}.base"]
-    for one in (ECConnectorBase, ECConnectorMetadata, ECConnectorRole):
-        setattr(base, one.__name__, one)
-    platforms: Any = sys.modules["vllm.platforms"]
-    platforms.current_platform = SimpleNamespace(device_type="cpu")
+    stand_in(monkeypatch)
     import encoder_service.vllm_connector as module
 
     yield module
@@ -134,37 +80,6 @@ def url() -> Iterator[str]:
     yield found[0]
     end.set()
     thread.join(60)
-
-
-def config(url: str | None, producer: bool = False, hidden: int = HIDDEN) -> Any:
-    extra = {} if url is None else {"url": url}
-    transfer = SimpleNamespace(is_ec_producer=producer, get_from_extra_config=extra.get)
-    model = SimpleNamespace(dtype=torch.bfloat16, get_inputs_embeds_size=lambda: hidden)
-    return SimpleNamespace(ec_transfer_config=transfer, model_config=model)
-
-
-@dataclass
-class Request:
-    """vllm.v1.request.Request, as far as a connector reads it: items one after the other."""
-
-    request_id: str
-    identifiers: list[str]
-    tokens: int
-    keys: tuple[str, ...] = ("image_grid_thw",)
-
-    @property
-    def mm_features(self) -> list[Any]:
-        return [
-            SimpleNamespace(
-                identifier=name,
-                data=dict.fromkeys(self.keys),
-                mm_position=SimpleNamespace(offset=i * self.tokens, length=self.tokens),
-            )
-            for i, name in enumerate(self.identifiers)
-        ]
-
-    def get_num_encoder_embeds(self, index: int) -> int:
-        return self.tokens
 
 
 Halves = Callable[..., tuple[Any, Any]]
@@ -256,6 +171,56 @@ def test_what_is_not_there_or_does_not_fit_fails_its_request(halves: Halves, url
         scheduler.request_finished(request)
 
 
+def test_an_answer_that_never_ends_fails_its_request(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connector_module, "TIMEOUT_SECONDS", 0.5)
+
+    async def trickle(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        while True:
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+    with answering(trickle) as url, connected(connector_module, url) as scheduler:
+        assert not ended(scheduler, Request("r", ["replica.x"], 4))
+    assert "embedding replica.x: not here within 0.5 s" in caplog.text
+
+
+def test_a_long_queue_is_fetched_a_few_at_a_time(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector_module, "AT_ONCE", 2)
+    here, most, two = 0, 0, asyncio.Barrier(2)
+
+    async def refuse(writer: asyncio.StreamWriter) -> None:
+        nonlocal here, most
+        here += 1
+        most = max(most, here)
+        await two.wait()
+        await asyncio.sleep(0.05)
+        here -= 1
+        writer.write(b"HTTP/1.1 404 Not Found\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+
+    requests = [Request(str(i), [f"replica.{i}"], 4) for i in range(6)]
+    with answering(refuse) as url, connected(connector_module, url) as scheduler:
+        for request in requests:
+            assert not scheduler.ensure_cache_available(request, 0)
+        for request in requests:
+            assert not ended(scheduler, request)
+            assert scheduler.take_unavailable_requests() == {request.request_id}
+    assert most == 2
+
+
+@contextmanager
+def connected(module: ModuleType, url: str) -> Iterator[Any]:
+    """A connector of the scheduler."""
+    scheduler = module.EncoderServiceConnector(config(url), ECConnectorRole.SCHEDULER)
+    yield scheduler
+    scheduler.shutdown()
+
+
 def test_what_brings_its_own_rows_or_pixels_is_not_asked_for(halves: Halves) -> None:
     scheduler, _ = halves()
     for key in ("image_embeds", "video_embeds", "pixel_values", "pixel_values_videos"):
@@ -267,7 +232,12 @@ def test_what_brings_its_own_rows_or_pixels_is_not_asked_for(halves: Halves) -> 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((None,), "url is None"), (("grpc://a:1",), "url is 'grpc"), (("http://a", True), "consumer")],
+    [
+        ((None,), "url is None"),
+        (("grpc://a:1",), "url is 'grpc"),
+        (("http://a", True), "consumer"),
+        (("http://a", False, HIDDEN, "shm"), "mm_processor_cache_type is shm"),
+    ],
 )
 def test_what_it_cannot_be(connector_module: ModuleType, arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

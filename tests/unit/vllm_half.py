@@ -1,0 +1,147 @@
+"""A stand-in for vLLM's half of an EC connector, and services that answer as they like."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+HIDDEN = 64
+"""192 in a row: with two deepstack features."""
+
+
+class ECConnectorRole(enum.Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class ECConnectorMetadata(ABC):  # noqa: B024
+    pass
+
+
+class ECConnectorBase(ABC):
+    """The abstract methods and what they share, of vllm/distributed/ec_transfer 0.33."""
+
+    def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
+        self._connector_metadata: ECConnectorMetadata | None = None
+        self._vllm_config = vllm_config
+        self._role = role
+        self.is_producer = vllm_config.ec_transfer_config.is_ec_producer
+
+    def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
+        self._connector_metadata = connector_metadata
+
+    def _get_connector_metadata(self) -> ECConnectorMetadata:
+        assert self._connector_metadata is not None
+        return self._connector_metadata
+
+    @abstractmethod
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None: ...
+
+    @abstractmethod
+    def save_caches(
+        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
+    ) -> None: ...
+
+    @abstractmethod
+    def has_cache_item(self, identifier: str) -> bool: ...
+
+    @abstractmethod
+    def update_state_after_alloc(self, request: Any, index: int) -> None: ...
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata: ...
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts them where vLLM's own would be."""
+    folder = "vllm.distributed.ec_transfer.ec_connector"
+    names = ["vllm", "vllm.distributed", "vllm.distributed.ec_transfer", folder]
+    for name in [*names, f"{folder}.base", "vllm.platforms"]:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    base: Any = sys.modules[f"{folder}.base"]
+    for one in (ECConnectorBase, ECConnectorMetadata, ECConnectorRole):
+        setattr(base, one.__name__, one)
+    platforms: Any = sys.modules["vllm.platforms"]
+    platforms.current_platform = SimpleNamespace(device_type="cpu")
+
+
+def config(
+    url: str | None, producer: bool = False, hidden: int = HIDDEN, cache: str = "lru"
+) -> Any:
+    extra = {} if url is None else {"url": url}
+    transfer = SimpleNamespace(is_ec_producer=producer, get_from_extra_config=extra.get)
+    model = SimpleNamespace(
+        dtype=torch.bfloat16,
+        get_inputs_embeds_size=lambda: hidden,
+        multimodal_config=SimpleNamespace(mm_processor_cache_type=cache),
+    )
+    return SimpleNamespace(ec_transfer_config=transfer, model_config=model)
+
+
+@dataclass
+class Request:
+    """vllm.v1.request.Request, as far as a connector reads it: items one after the other."""
+
+    request_id: str
+    identifiers: list[str]
+    tokens: int
+    keys: tuple[str, ...] = ("image_grid_thw",)
+
+    @property
+    def mm_features(self) -> list[Any]:
+        return [
+            SimpleNamespace(
+                identifier=name,
+                data=dict.fromkeys(self.keys),
+                mm_position=SimpleNamespace(offset=i * self.tokens, length=self.tokens),
+            )
+            for i, name in enumerate(self.identifiers)
+        ]
+
+    def get_num_encoder_embeds(self, index: int) -> int:
+        return self.tokens
+
+
+@contextmanager
+def answering(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> Iterator[str]:
+    """A service that does with every connection as it likes."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        try:
+            await answer(writer)
+        except ConnectionError:  # whoever asked is gone
+            pass
+        finally:
+            writer.close()
+
+    async def begin() -> asyncio.Server:
+        return await asyncio.start_server(connected, "127.0.0.1", 0)
+
+    async def end() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for one in others:
+            one.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = asyncio.run_coroutine_threadsafe(begin(), loop).result()
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    loop.call_soon_threadsafe(server.close)
+    asyncio.run_coroutine_threadsafe(end(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(60)
+    loop.close()
