@@ -44,7 +44,7 @@ class HostTogether:
         return (self.each or size.width * size.height) if size else 0
 
     def prepare(self, media: Sequence[Media]) -> list[Item]:
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         self.batches.append(len(media))
         if any(one.data == self.refused for one in media):
             raise RuntimeError("nvJPEG: bad file")
@@ -82,7 +82,7 @@ class Rig:
 
     def finish(self, begun: Sequence[Waiting]) -> None:
         self.together.gate.set()
-        assert all(each.done.wait(10) for each in begun)
+        assert all(each.done.wait(60) for each in begun)
 
     def ways(self) -> dict[str, float]:
         count = self.series.registry.get_sample_value
@@ -252,5 +252,5 @@ def test_the_bench_measures() -> None:
         options, {"64x64": [jpeg(64, 64)]}, [PreprocessOptions(threads=1)], 0.05, print
     )
     assert (figure.size, figure.patches, figure.way) == ("64x64", 16, "CPU, 1 threads")
-    assert 0 < figure.alone_ms < 1e3
-    assert min(figure.images_per_second, figure.cpu_ms, figure.encoded_images_per_second) > 0
+    rates = figure.images_per_second, figure.encoded_images_per_second
+    assert min(*rates, figure.cpu_ms, figure.alone_ms) > 0
