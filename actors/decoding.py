@@ -98,16 +98,21 @@ class Decoding:
         done(started, made)
 
     def _gather(self, together: Together) -> None:
-        """All that waits, as soon as the batch before is done."""
-        more = True
-        while more:
-            begun = [self._waiting.get()]
-            with suppress(Empty):
-                while begun[-1] and len(begun) < MOST_TOGETHER:
-                    begun.append(self._waiting.get_nowait())
-            more = begun[-1] is not None
-            for batch in self._batches(together, [each for each in begun if each]):
-                self._prepare(together, batch)
+        while self._gathered(together):
+            pass
+
+    def _gathered(self, together: Together) -> bool:
+        """All that waits, as soon as the batch before is done. False: closed.
+
+        Returns before it waits again, so that nothing keeps what is done.
+        """
+        begun = [self._waiting.get()]
+        with suppress(Empty):
+            while begun[-1] and len(begun) < MOST_TOGETHER:
+                begun.append(self._waiting.get_nowait())
+        for batch in self._batches(together, [each for each in begun if each]):
+            self._prepare(together, batch)
+        return begun[-1] is not None
 
     def _batches(self, together: Together, begun: Sequence[Begun]) -> Iterator[list[Begun]]:
         """Those that are taken, MOST_PIXELS at a time; the others first go their own way."""
@@ -130,14 +135,21 @@ class Decoding:
             yield batch
 
     def _prepare(self, together: Together, batch: Sequence[Begun]) -> None:
+        """In halves where it fails: one that cannot be decoded so costs the others little."""
         started = monotonic()
+        made: list[Item] | str
         try:
-            items = together.prepare([asked.media for asked, _ in batch])
+            made = together.prepare([asked.media for asked, _ in batch])
         except Exception as error:
-            log.warning("%d JPEGs are decoded on the CPU instead: %s", len(batch), error)
-            for asked, done in batch:
-                self._threads.submit(self._alone, asked, done)
-            return
-        self.series.preprocessed.labels("cuda").inc(len(items))
-        for (_, done), item in zip(batch, items, strict=True):
-            done(started, item)
+            made = str(error)  # no more of it: its frames hold what was decoded on the device
+        if isinstance(made, str) and len(batch) > 1:
+            middle = len(batch) // 2
+            self._prepare(together, batch[:middle])
+            self._prepare(together, batch[middle:])
+        elif isinstance(made, str):
+            log.warning("a JPEG is decoded on the CPU instead: %s", made)
+            self._threads.submit(self._alone, *batch[0])
+        else:
+            self.series.preprocessed.labels("cuda").inc(len(made))
+            for (_, done), item in zip(batch, made, strict=True):
+                done(started, item)
