@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from actors.bench.pipeline import measure, rate
-from actors.options import ActorOptions, EncoderOptions, ModelOptions
+from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
 from encoder_service.bench import serve
 from encoder_service.bench.arrivals import Traffic
 from encoder_service.bench.callers import pictures_of, shares, turned
@@ -210,6 +210,7 @@ def test_the_engine_alone() -> None:
     options = ActorOptions(
         model=ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"),
         encoder=EncoderOptions(device="cpu", num_gpus=0),
+        graphs=GraphOptions(token_budgets=(64, 256), max_frames_per_batch=0),
     )
     found = measure(options, next(requests([[(64, 64), (32, 32)]])), 4, 0.05)
     assert found.engine > 0

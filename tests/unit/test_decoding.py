@@ -22,7 +22,13 @@ from actors.metrics import EncoderMetrics
 from actors.models.load import load
 from actors.models.tower import Tower
 from actors.nvjpeg import MOST_PIXELS, Nvjpeg, open_nvjpeg, plain
-from actors.options import ActorOptions, EncoderOptions, ModelOptions, PreprocessOptions
+from actors.options import (
+    ActorOptions,
+    EncoderOptions,
+    GraphOptions,
+    ModelOptions,
+    PreprocessOptions,
+)
 from actors.preprocess import decode, prepare
 from actors.types import Item, Media, Size
 from tests.images import encoded, jpeg, opened
@@ -263,7 +269,9 @@ def test_the_gpu_is_asked_for_where_there_is_none(
 
 
 def test_the_bench_measures() -> None:
-    options = ActorOptions(model=MODEL, encoder=EncoderOptions(device="cpu", num_gpus=0))
+    cpu = EncoderOptions(device="cpu", num_gpus=0)
+    graphs = GraphOptions(token_budgets=(64, 256), max_frames_per_batch=0)
+    options = ActorOptions(model=MODEL, encoder=cpu, graphs=graphs)
     (figure,) = measure(
         options, {"64x64": [jpeg(64, 64)]}, [PreprocessOptions(threads=1)], 0.05, print
     )

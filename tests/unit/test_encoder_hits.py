@@ -17,6 +17,7 @@ from actors.options import (
     ActorOptions,
     CacheOptions,
     EncoderOptions,
+    GraphOptions,
     MetricsOptions,
     ModelOptions,
 )
@@ -26,6 +27,7 @@ from tests.images import jpeg
 OPTIONS = ActorOptions(
     model=ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"),
     encoder=EncoderOptions(device="cpu", num_gpus=0),
+    graphs=GraphOptions(token_budgets=(64, 256), max_frames_per_batch=0),
     cache=CacheOptions(max_bytes=10_000_000),
     metrics=MetricsOptions(ray_mirror_seconds=0),
 )
@@ -69,7 +71,7 @@ def test_a_call_that_ends_while_a_hit_is_converted_gives_up_the_rest(
         def held(path: str, values: Any) -> Tensor:
             forwards.append(path)
             reached.set()
-            gate.wait(10)
+            gate.wait(60)
             return forward(path, values)
 
         monkeypatch.setattr(actor.tower, "forward", held)

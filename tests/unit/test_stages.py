@@ -20,7 +20,7 @@ from actors.decoding import Decoding
 from actors.encoded import Encoded
 from actors.errors import InvalidMedia, Unavailable
 from actors.metrics import EncoderMetrics
-from actors.options import ActorOptions, EncoderOptions, ModelOptions
+from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
 from actors.preprocess import prepare
 from actors.stages import Call, Made, Stages
 from actors.startup import open_engine
@@ -35,6 +35,7 @@ class Rig:
         options = ActorOptions(
             model=ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"),
             encoder=EncoderOptions(device="cpu", num_gpus=0),
+            graphs=GraphOptions(token_budgets=(64, 256), max_frames_per_batch=0),
         )
         series = EncoderMetrics()
         self.engine = open_engine(options, series)
@@ -46,7 +47,7 @@ class Rig:
 
         def held(path: str, values: Any) -> Tensor:
             self.reached.set()
-            self.gate.wait(10)
+            self.gate.wait(60)
             rows: Tensor = forward(path, values)
             return rows
 
@@ -75,7 +76,7 @@ class Rig:
         self.reached.clear()
         self.gate.clear()
         self.begin([self.media(640)])
-        assert self.reached.wait(10)
+        assert self.reached.wait(60)
 
     def ready(self, count: int) -> bool:
         """So many are decoded and wait for the engine."""
@@ -104,7 +105,7 @@ def test_what_lands_before_a_sharer_comes_is_shared_together(rig: Rig) -> None:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end
         await asyncio.sleep(0.005)
@@ -125,7 +126,7 @@ def test_the_loop_hears_of_a_call_once(rig: Rig, monkeypatch: pytest.MonkeyPatch
 
         monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
         rig.gate.set()
-        await call.wait(10)
+        await call.wait(60)
         assert len(told) <= 2, "once for these, and once for the one at the gate"
         assert sum(map(len, rig.shared)) == 9
         for one, work in zip(media, call.works, strict=True):
@@ -143,7 +144,7 @@ def test_the_loop_hears_of_a_call_once(rig: Rig, monkeypatch: pytest.MonkeyPatch
 def test_a_bad_item_fails_alone(rig: Rig) -> None:
     async def run() -> None:
         call = rig.begin([rig.media(64), rig.media(96, b"\xff\xd8\xff no"), rig.media(128)])
-        await call.wait(10)
+        await call.wait(60)
         kinds = [type(work.outcome) for work in call.works]
         assert kinds == [Made, InvalidMedia, Made]
 
@@ -156,7 +157,7 @@ def test_rows_that_cannot_be_shared_fail_their_items(rig: Rig) -> None:
 
     async def run() -> None:
         call = rig.stages.begin([rig.media(64)], full)
-        await call.wait(10)
+        await call.wait(60)
         assert isinstance(call.works[0].outcome, Unavailable)
 
     asyncio.run(run())
@@ -170,7 +171,7 @@ def test_what_is_late_is_given_up(rig: Rig) -> None:
         await call.wait(0.05)
         assert [work.outcome for work in call.works] == [None] * 3
         rig.gate.set()
-        await rig.begin([rig.media(96)]).wait(10)
+        await rig.begin([rig.media(96)]).wait(60)
         late = [media.plan.tokens for group in rig.shared for media in group]
         assert rig.media(64).plan.tokens not in late, "nobody waits for it: it is not encoded"
 
@@ -179,8 +180,8 @@ def test_what_is_late_is_given_up(rig: Rig) -> None:
 
 def test_rows_go_at_once_without_the_garbage_collector(rig: Rig) -> None:
     async def run() -> None:
-        await rig.begin([rig.media(32 * n) for n in range(1, 5)]).wait(10)
-        await rig.begin([rig.media(64)]).wait(10)  # the engine's frame holds the last pack
+        await rig.begin([rig.media(32 * n) for n in range(1, 5)]).wait(60)
+        await rig.begin([rig.media(64)]).wait(60)  # the engine's frame holds the last pack
         await until(lambda: all(rows() is None for rows in rig.rows[:4]))
 
     gc.collect()
