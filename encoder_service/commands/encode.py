@@ -15,6 +15,7 @@ from rich.table import Table
 
 from actors.errors import ConfigError
 from encoder_service.client import Client, DatasetOptions, Embedding, ServiceError
+from encoder_service.commands.numbers import above_zero, positive
 
 RETRIES = 100
 """Of what the service calls retryable: --timeout ends them before."""
@@ -39,11 +40,11 @@ def add(subcommands: Any) -> None:
     )
     parser.add_argument("--format", default="safetensors", choices=("safetensors", "parquet"))
     parser.add_argument(
-        "--concurrency", type=int, default=16, metavar="ITEMS", help="in flight (%(default)s)"
+        "--concurrency", type=positive, default=16, metavar="ITEMS", help="in flight (%(default)s)"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument(
-        "--timeout", type=float, default=60, metavar="SECONDS", help="(%(default)s)"
+        "--timeout", type=above_zero, default=60, metavar="SECONDS", help="(%(default)s)"
     )
     parser.set_defaults(run=run)
 

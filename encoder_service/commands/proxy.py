@@ -16,6 +16,7 @@ from rich.console import Console
 
 from actors.errors import ConfigError
 from encoder_service.async_client import AsyncClient
+from encoder_service.commands.numbers import above_zero
 from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.proxy import Proxy, ProxyOptions, build
 
@@ -38,7 +39,11 @@ def add(subcommands: Any) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8100, help="(%(default)s)")
     parser.add_argument(
-        "--timeout", type=float, default=60, metavar="SECONDS", help="of embeddings (%(default)s)"
+        "--timeout",
+        type=above_zero,
+        default=60,
+        metavar="SECONDS",
+        help="of embeddings (%(default)s)",
     )
     parser.add_argument(
         "--token-sha256",
