@@ -174,6 +174,9 @@ DEVICE void compute(const Ring& ring, Place& place, const Work& work, const u32 
     products_wait<0>();
     pin(s);
     ring.free_k(place);
+    // Not right behind their loads: an arrival does not wait for these, and the next queries may be
+    // copied over them. The first product has read them all from registers.
+    ring.free(ring.empty_q);
     if (partial) mask(s, work.last_keys(), thread);
     softmax.step(s);
     pack(p, s);
@@ -220,7 +223,6 @@ DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const
         barrier_wait(ring.full_q, parity);
         parity ^= 1;
         load_queries(q, ring.queries + (work.strip ? 0 : group * QUERY_BYTES), thread);
-        ring.free(ring.empty_q);
         int blocks = work.blocks(), first = work.strip ? group : 0;
         if (!work.strip) work.row += 64 * group;
         if (work.empty() || first > blocks) first = blocks;
@@ -230,6 +232,8 @@ DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const
         skip(ring, place, first);
         if (first < blocks)
             compute(ring, place, work, q, o, softmax, first, work.strip ? GROUPS : 1, thread);
+        else
+            ring.free(ring.empty_q);
         // Of strips only the first group's queries are in use, and no tile follows them.
         if (work.strip) merge(ring.queries + QUERY_BYTES, o, softmax, group, thread);
         if (!work.strip || group == 0) store(qkv, plan.heads, work, o, thread);
