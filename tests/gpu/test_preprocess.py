@@ -147,6 +147,20 @@ def test_a_batch_is_cut_up_on_the_device(engine: Engine, nvjpeg: Nvjpeg) -> None
         assert float((found.cpu().int() - exact.int()).abs().float().mean()) < MEAN_DIFFERENCE
 
 
+def test_no_size_compiles_anew(
+    engine: Engine, nvjpeg: Nvjpeg, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_cache_hook", lambda **said: compiled.append(said["repr"])
+    )
+    for size in [(100, 100), (98, 50), (61, 83), (1234, 777)]:
+        for subsampling in (0, 1, 2):
+            nvjpeg.prepare([media(engine, jpeg(*size, subsampling=subsampling), size)])
+    assert not compiled
+
+
 def files() -> dict[str, tuple[bytes, tuple[int, int]]]:
     """One of each way, by name."""
     plain = jpeg(640, 480)
