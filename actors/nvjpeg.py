@@ -1,7 +1,7 @@
 """JPEGs that wait, decoded and cut into patches on the GPU: nvJPEG, through torchvision.
 
-Only plain ones, whose header says all that matters: every other file, and each of a batch that
-nvJPEG refuses, is for preprocess.py, whose errors and pixels are the ones that are promised.
+Only plain ones, whose header says all that matters: every other file, and what nvJPEG refuses, is
+for preprocess.py, whose errors and pixels are the ones that are promised.
 Colours between the samples of chroma, resizing and cutting are libjpeg's and torch's, made again;
 what is left are pixels that nvJPEG rounds otherwise or cuts off. Knows nothing of packs.
 """
