@@ -43,7 +43,8 @@ def add(subcommands: Any) -> None:
         "--steady",
         type=float,
         metavar="PART",
-        help="then requests at random times, at this part of what the first policy answered",
+        help="then requests at random times, at this part of what the first policy answered; "
+        "needs --seconds",
     )
     parser.add_argument("--burst", type=positive, help="then so many requests at once")
     parser.add_argument("--concurrency", type=positive, default=4, help="requests in flight")
@@ -89,8 +90,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
         dtype=options.dtype,
     )
     chosen = options.policy or [service.router.policy]
-    if options.steady is not None and (options.seconds is None or not 0 < options.steady < 1):
-        raise ConfigError("--steady takes a part between 0 and 1, and --seconds")
+    if options.steady is not None:
+        if not 0 < options.steady < 1:
+            raise ConfigError(f"--steady {options.steady:g} is not a part between 0 and 1")
+        if options.seconds is None:
+            raise ConfigError("--steady needs --seconds: for how long requests come")
     plan = Plan(
         options.mix,
         bench_load,

@@ -290,13 +290,20 @@ def test_wrong_command_lines(arguments: list[str]) -> None:
     assert refused.value.code == 2
 
 
-@pytest.mark.parametrize("arguments", [["0.7"], ["1", "--seconds", "5"]])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["0.7"], "--steady needs --seconds"),
+        (["1", "--seconds", "5"], "--steady 1 is not a part between 0 and 1"),
+        (["nan", "--seconds", "5"], "--steady nan is not a part between 0 and 1"),
+    ],
+)
 def test_a_steady_load_is_a_part_of_what_seconds_have_shown(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(CONFIGS / "tiny.yaml")
     assert cli.main(["bench", "serve", "--config", config, "--steady", *arguments]) == 1
-    assert "--steady takes a part between 0 and 1, and --seconds" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
