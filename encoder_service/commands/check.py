@@ -6,19 +6,28 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from actors.budgets import Capacity
 from actors.options import EncoderOptions
 from actors.spec import ModelSpec, read
+from actors.types import Size
 from encoder_service.config import ServiceOptions, fit, load_all, read_document
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.options import LlmOptions
 from encoder_service.llm.spec import LlmSpec
+
+SIDES = range(1, 5)
+"""Of the shapes that are looked at for the image of most tokens, in proportion."""
 
 
 def add(subcommands: Any) -> None:
@@ -38,13 +47,47 @@ def run(options: argparse.Namespace, console: Console) -> int:
     for service in load_all(options.config):
         check_timeouts(document, service.limits.timeout_seconds, str(options.config))
         spec = read(service.model)
-        console.print(table(service, spec, fit(service, spec)))
+        room = fit(service, spec)
+        console.print(table(service, spec, room))
+        for warning in (*missing(service), *eager(service, spec, room)):
+            console.print(f"[bold yellow]{escape(warning)}[/]", soft_wrap=True)
         if service.llm:
             check_timeouts(document, service.llm.timeout_seconds, str(options.config), "llm")
             console.print(llm_table(service.llm, llm_spec.read(service.llm, service.model, spec)))
         if spec.dummy:
             console.print("[bold yellow]dummy weights: the embeddings will be random numbers[/]")
     return 0
+
+
+def missing(service: ServiceOptions) -> Iterator[str]:
+    """What is not installed here. That need not be wrong: here may be no node of the cluster."""
+    needed = (
+        ("encoder.transport is nixl", service.encoder.transport == "nixl", "nixl", "nixl"),
+        ("preprocess.device is cuda", service.preprocess.device == "cuda", "torchvision", "gpu"),
+    )
+    for key, asked, package, extra in needed:
+        if asked and find_spec(package) is None:
+            yield (
+                f"{key}: {package} is not installed here; every node of an encoder needs it: "
+                f"pip install 'encoder-service[{extra}]'"
+            )
+
+
+def eager(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Iterator[str]:
+    """Paths with graphs, but none that holds the largest images."""
+    pixels = service.limits.max_pixels
+    sizes = (
+        Size(math.isqrt(pixels * across // down), math.isqrt(pixels * down // across))
+        for across, down in product(SIDES, SIDES)
+    )
+    most = map(max, zip(*(spec.sizing.plan(size).path_tokens for size in sizes), strict=True))
+    for tokens, path, budgets in zip(most, spec.paths, room.budgets, strict=True):
+        if budgets and tokens > budgets[-1]:
+            every = "every budget" if len(spec.paths) == 1 else f"every {path} budget"
+            yield (
+                f"images of up to {tokens} tokens are beyond {every} and run eagerly: "
+                "raise graphs.token_budgets"
+            )
 
 
 def table(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Table:

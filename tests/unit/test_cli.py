@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from encoder_service import cli
 from encoder_service.client import AsyncClient, Client, Embedding, ServiceError
+from encoder_service.commands import check
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -90,6 +91,36 @@ def test_check_names_what_is_wrong(
     printed = capsys.readouterr()
     assert message in printed.err
     assert "Traceback" not in printed.err + printed.out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("num_gpus: 0, ", "num_gpus: 0, transport: nixl, ", "nixl is not installed here; every"),
+        ("dtype: float32}", "dtype: bfloat16}\n      preprocess: {device: cuda}", "service[gpu]'"),
+        (
+            "router: {",
+            "graphs: {token_budgets: [512, 1023]}\n      router: {",
+            "images of up to 1024 tokens are beyond every budget and run eagerly",
+        ),
+    ],
+)
+def test_check_warns_of_what_may_be_meant(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    old: str,
+    new: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    assert cli.main(["check", str(CONFIGS / "tiny.yaml")]) == 0
+    assert message not in capsys.readouterr().out
+    path = Path(changed(tmp_path, old, new))
+    if "cuda" in new:
+        path.write_text(path.read_text().replace("num_gpus: 0, num_cpus: 0.1, device: cpu", ""))
+    assert cli.main(["check", str(path)]) == 0
+    assert message in capsys.readouterr().out
 
 
 def test_check_looks_at_every_application_of_ours(

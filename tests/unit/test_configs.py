@@ -12,6 +12,7 @@ from actors.checkpoint import preset_names
 from actors.errors import ConfigError
 from actors.options import ModelOptions
 from actors.spec import read
+from encoder_service.commands.check import eager
 from encoder_service.config import ServiceOptions, fit, load
 from encoder_service.serve_file import check_serve
 
@@ -31,7 +32,10 @@ def test_a_config_parses_and_its_serve_part_is_sound(path: Path) -> None:
 @pytest.mark.parametrize("name", preset_names())
 def test_the_defaults_suit_every_preset(name: str) -> None:
     options = ServiceOptions(model=ModelOptions(id=name, load_format="dummy"))
-    assert fit(options, read(options.model)).items > 0
+    model = read(options.model)
+    room = fit(options, model)
+    assert room.items > 0
+    assert not list(eager(options, model, room))
 
 
 def test_the_largest_image_is_counted_in_what_is_computed_of_it() -> None:
