@@ -17,7 +17,8 @@ class LlmOptions(DeviceOptions):
     max_queued_requests: PositiveInt = 64
     """That one ingress holds for replicas which are full; beyond it Overloaded."""
     max_model_len: PositiveInt | None = None
-    """Tokens of prompt and answer together. None: as many as the model was made for."""
+    """Tokens of prompt and answer together, whatever a request's `max_tokens`. None: as many as the
+    model was made for."""
     default_max_tokens: PositiveInt = 512
     """Of an answer, where the request names no `max_tokens`."""
     timeout_seconds: PositiveFloat = 120

@@ -1,6 +1,6 @@
 """The words of a chat request, as OpenAI's API has them. Knows nothing of transport.
 
-A key that is not here is refused: nothing of a request is silently ignored.
+A key that is not here is refused: nothing of a request but `detail` is silently ignored.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class ImageUrl(Part):
     """`data:image/jpeg;base64,...`, or https of a host that `fetch.allow_hosts` names."""
 
     url: str
-    detail: Literal["auto"] = "auto"
-    """The model's own resolution; no other."""
+    detail: Literal["auto", "low", "high"] = "auto"
+    """Taken, as clients send it, and all the same: the resolution is the model's own."""
 
 
 class ImagePart(Part):

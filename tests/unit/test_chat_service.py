@@ -84,9 +84,12 @@ def events(body: str) -> list[Any]:
     return [json.loads(one) for one in body.split("data: ")[1:-1]]
 
 
-def test_what_is_asked_reaches_the_model() -> None:
+@pytest.mark.parametrize("detail", ["auto", "low", "high"])
+def test_what_is_asked_reaches_the_model(detail: str) -> None:
     replicas = Replicas(WHOLE)
-    content = [{"type": "text", "text": "see: "}, image(jpeg(64, 32))]
+    picture = image(jpeg(64, 32))
+    picture["image_url"]["detail"] = detail
+    content = [{"type": "text", "text": "see: "}, picture]
     answer = client(replicas).post(
         PATH,
         json={
