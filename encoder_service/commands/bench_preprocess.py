@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 
 SIZES = ("336x336", "1920x1080")
 
+COLUMNS = (
+    "patches: of one image. preprocessed: images a second, and dropped. CPU ms: of all threads, "
+    "for one image. alone ms: from bytes to patches, one image at a time. encoded: images a "
+    "second, preprocessed and encoded; patches/s: of these. engine: images a second that were "
+    "preprocessed before."
+)
+"""Of the table."""
+
 WIDTH = 104
 """Characters that the table needs; a pipe says 80."""
 
@@ -34,7 +42,9 @@ WIDTH = 104
 def add(kinds: Any) -> None:
     """The subcommand of `bench`."""
     parser = kinds.add_parser(
-        "preprocess", help="JPEGs to patches, on the CPU and on the GPU, ahead of an engine"
+        "preprocess",
+        help="JPEGs to patches, on the CPU and on the GPU, ahead of an engine",
+        epilog=COLUMNS,
     )
     parser.add_argument("--model", default="qwen3vl-2b", metavar="PRESET", help="(%(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the engine")
@@ -52,8 +62,10 @@ def add(kinds: Any) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Prints a table. Raises StartError where the device or torchvision is missing."""
-    from actors.bench.preprocess import measure  # torch takes seconds to import
+    from actors.bench.machine import open_device  # torch takes seconds to import
+    from actors.bench.preprocess import measure
 
+    open_device(options.device)  # whose error names --device, the engine's a configuration
     console.width = max(console.width, WIDTH)
     on_gpu = options.device == "cuda"
     actor = ActorOptions(
@@ -78,10 +90,18 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 def table(figures: list[Figure], model: str) -> Table:
     """A row a size and way."""
-    shown = Table(title=f"JPEGs to patches, {model}: images a second")
+    shown = Table(title=f"JPEGs to patches, {model}", caption=COLUMNS, caption_justify="left")
     for name in ("size", "way"):
         shown.add_column(name)
-    for name in ("patches", "preprocessed", "CPU ms", "alone ms", "encoded", "patches/s", "engine"):
+    for name in (
+        "patches",
+        "preprocessed",
+        "CPU ms",
+        "alone ms",
+        "encoded",
+        "patches/s",
+        "engine",
+    ):
         shown.add_column(name, justify="right")
     for each in figures:
         shown.add_row(

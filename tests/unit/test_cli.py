@@ -337,6 +337,15 @@ def test_a_steady_load_is_a_part_of_what_seconds_have_shown(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("kind", ["preprocess", "engine"])
+def test_a_bench_without_a_gpu_says_what_works(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", kind, "--model", "qwen3vl-tiny"]) == 1
+    assert "--device cpu works" in capsys.readouterr().err
+
+
 def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     subcommands = parser.add_subparsers()
