@@ -33,6 +33,9 @@ MOST_PROBLEMS, MOST_NAMED, MOST_KEY = 1000, 10, 100
 MESSAGE_PART = 5
 """Keys to a part of a message: messages, i, content, j, its type (pydantic's, not the body's)."""
 DATA_URL = "data:"
+MOST_SHOWN = 40
+"""Characters of a URL that is none: it may be a whole file in base64."""
+EXAMPLES: dict[Kind, str] = {"image": "image/jpeg", "video": "video/mp4"}
 FRAMES = "data:video/jpeg;base64"
 KINDS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
 """`type` of a part -> of an item."""
@@ -236,6 +239,13 @@ def item(where: str, part: ImagePart | VideoPart) -> RequestItem:
     kind = KINDS[part.type]
     url = part.image_url.url if isinstance(part, ImagePart) else part.video_url.url
     if url[: len(DATA_URL)].lower() != DATA_URL:
+        if "://" not in url:
+            shown = url if len(url) <= MOST_SHOWN else url[:MOST_SHOWN] + "..."
+            raise InvalidKey(
+                f"{where}: {shown!r} is neither a data: URL nor an https URL: send "
+                f"data:{EXAMPLES[kind]};base64,...",
+                where,
+            )
         return RequestItem(kind, None, url)
     head, comma, data = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):

@@ -249,6 +249,14 @@ def test_the_time_is_kept_and_the_generation_ended() -> None:
             "messages[0].content[0].image_url",
         ),
         ({"messages": [{"role": "user", "content": [clip("data:,x")]}]}, "must read data:video/"),
+        (
+            {"messages": [{"role": "user", "content": [linked("photo.jpg")]}]},
+            "'photo.jpg' is neither a data: URL nor an https URL: send data:image/jpeg;base64,...",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [clip("x" * 10**6)]}]},
+            f"video_url: '{'x' * 40}...' is neither a data: URL nor an https URL: send data:video/",
+        ),
         ({"messages": [{"role": "user", "content": [image(b"")] * 3}]}, "limits.max_items"),
         (
             {"messages": [{"role": "user", "content": [linked("https://example.org/a.png")]}]},
