@@ -260,7 +260,10 @@ class ActorOptions(Options):
     def preprocessed_where_it_is_encoded(self) -> Self:
         """The GPU of the tower is the only one that a replica has."""
         if self.preprocess.device == "cuda" and self.encoder.device == "cpu":
-            raise ValueError("preprocess.device is cuda, but encoder.device is cpu: set both")
+            raise ValueError(
+                "preprocess.device is cuda, but encoder.device is cpu: set encoder.device to cuda "
+                "too, or preprocess.device to cpu"
+            )
         return self
 
     @model_validator(mode="after")

@@ -137,7 +137,10 @@ def sentence(problem: Mapping[str, Any]) -> str:
     keys = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
         return f"{'.'.join(keys)}: no such key; known are {', '.join(known(keys[:-1]))}"
-    said = f"{'.'.join(keys)}: {problem['msg']}"
+    # So pydantic begins what a validator says.
+    said = str(problem["msg"]).removeprefix("Value error, ")
+    if keys:
+        said = f"{'.'.join(keys)}: {said}"
     if "token_sha256" in keys:
         said += "; the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
     # The input of a section's own validator, or of a missing key, is the whole section.

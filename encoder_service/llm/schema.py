@@ -214,7 +214,7 @@ def reason(problem: Mapping[str, Any]) -> str:
     """One of pydantic's problems."""
     if problem["type"] == "extra_forbidden":
         return "not supported here; leave it out"
-    return str(problem["msg"])
+    return str(problem["msg"]).removeprefix("Value error, ")  # of validators here
 
 
 def template_message(message: ChatMessage) -> Message:

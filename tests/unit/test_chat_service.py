@@ -240,7 +240,10 @@ def test_the_time_is_kept_and_the_generation_ended() -> None:
             {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2000}]},
             "messages[0].content: ",
         ),
-        ({"stream_options": {"include_usage": True}}, "only with stream"),
+        (
+            {"stream_options": {"include_usage": True}},
+            "the request: stream_options: only with stream",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "'image_url'"),
         ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "maximum context length"),
