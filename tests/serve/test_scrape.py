@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
 from ray import serve
 
 from encoder_service.replicas import SCRAPE_SECONDS, ask_all
@@ -36,16 +37,20 @@ def taken(path: Path) -> bool:
 
 
 def test_those_that_answer_are_heard(cluster: Cluster, tmp_path: Path) -> None:
-    moody = serve.deployment(Moody, num_replicas=3, ray_actor_options={"num_cpus": 0.1})
+    few = {"num_cpus": 0.1}
+    moody = serve.deployment(
+        Moody, num_replicas=3, ray_actor_options=few, graceful_shutdown_timeout_s=0.1
+    )
     handle = serve.run(moody.bind(tmp_path), name="moody", route_prefix="/moody")
     try:
-        taken = []
-        for _ in range(3):
+        for _ in range(3):  # a busy machine may hold one of them up, not all
             started = time.monotonic()
             found = asyncio.run(ask_all(handle, "scrape"))
-            taken.append(time.monotonic() - started)
             assert sorted(found, key=str) == [("third", "x 1\n"), None, None]
-        assert min(taken) < SCRAPE_SECONDS, "a busy machine may hold one of them up, not all"
+            if time.monotonic() - started < SCRAPE_SECONDS:
+                break
+        else:
+            pytest.fail("a replica that hangs holds the page up")
     finally:
         serve.delete("moody")
     # A deployment without replicas is missing too, and does not break the page.
