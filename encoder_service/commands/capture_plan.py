@@ -39,7 +39,8 @@ def add(subcommands: Any) -> None:
     parser.add_argument(
         "histogram",
         type=Path,
-        help="lines `WIDTHxHEIGHT COUNT` (images) or `TOKENS COUNT` (packs), commas will do; "
+        help="lines `WIDTHxHEIGHT COUNT` (images) or `TOKENS COUNT` (packs), commas will do, no "
+        "count is one; "
         'or JSON: {"336x336": 120, ...}',
     )
     parser.add_argument("--config", type=Path, required=True, help="such as configs/qwen3vl.yaml")
@@ -152,7 +153,7 @@ def histogram(path: Path) -> dict[str, float]:
             raise ConfigError(f"{path}: not a JSON object of counts: {error}") from None
     else:
         lines = [line.replace(",", " ").split() for line in text.splitlines()]
-        pairs = [(line[0], " ".join(line[1:])) for line in lines if line]
+        pairs = [(line[0], " ".join(line[1:]) or "1") for line in lines if line]
     counts: dict[str, float] = {}
     for key, count in pairs:
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", key) or not re.fullmatch(

@@ -120,6 +120,19 @@ def test_the_command_prints_a_line_to_paste(
     assert budgets[-1] == 1024
 
 
+def test_a_line_without_a_count_is_one_image(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed, counted = tmp_path / "listed", tmp_path / "counted"
+    listed.write_text("320x320\n640x480\n320x320\n")
+    counted.write_text("320x320 2\n640x480 1\n")
+    shown = [
+        plan(capsys, str(path), "--config", str(CONFIGS / "tiny.yaml"), "--graphs", "3")
+        for path in (listed, counted)
+    ]
+    assert shown[0] == shown[1]
+
+
 def test_packs_as_counted_and_a_limit_of_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +155,7 @@ def test_packs_as_counted_and_a_limit_of_memory(
     ("text", "message"),
     [
         ("336by336 3", "'336by336' '3' is not WIDTHxHEIGHT"),
-        ("336x336", "is not WIDTHxHEIGHT or TOKENS, and a count"),
+        ("336x336 3 4", "'3 4' is not WIDTHxHEIGHT or TOKENS, and a count"),
         ("336x336 many", "'many'"),
         ("336x336 3\n800 3", "do not mix"),
         ("", "counts nothing"),
