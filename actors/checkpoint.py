@@ -6,6 +6,7 @@ Reads small JSON files and says where the weights lie. Knows nothing of torch or
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -102,7 +103,8 @@ class Hub:
             if isinstance(error, EntryNotFoundError) and not isinstance(error, NotCached):
                 return None
             raise CheckpointError(
-                f"model.id {self.repository!r}: cannot get {name} from the Hugging Face hub "
+                f"model.id {self.repository!r}: {near(self.repository)}cannot get {name} from "
+                "the Hugging Face hub "
                 f"({type(error).__name__}), and it is not in the cache. Either give a local "
                 "folder as model.id, or set HF_TOKEN for a gated repository, or run once where "
                 "the hub is in reach, or take `load_format: dummy` with one of the presets "
@@ -118,6 +120,12 @@ class Hub:
 def preset_names() -> list[str]:
     """The presets of this package."""
     return sorted(entry.name[:-5] for entry in PRESETS.iterdir() if entry.name.endswith(".json"))
+
+
+def near(name: str) -> str:
+    """A question, where it may be a preset's name that was meant."""
+    meant = get_close_matches(name.lower(), preset_names(), 1, 0.8)
+    return f"did you mean {meant[0]}? Otherwise: " if meant else ""
 
 
 def parse(text: bytes, where: str) -> Json:

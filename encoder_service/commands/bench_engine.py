@@ -37,7 +37,8 @@ def add(kinds: Any) -> None:
         action="extend",
         required=True,
         metavar="PRESET",
-        help="all: every preset of full size, on the short workloads",
+        help="all: every preset of full size, on the short workloads; presets are "
+        f"{', '.join(preset_names())}",
     )
     parser.add_argument(
         "--workload",

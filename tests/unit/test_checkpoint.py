@@ -52,8 +52,12 @@ def test_the_hub_out_of_reach_says_what_to_do(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match=r"config.json.*load_format: dummy"):
+    with pytest.raises(
+        CheckpointError, match=r"Instruct': cannot get config.json.*load_format: dummy"
+    ):
         Hub("Qwen/Qwen3-VL-8B-Instruct", None).read_json("config.json")
+    with pytest.raises(CheckpointError, match=r"^model.id 'qwen3-vl-tiny': did you mean qwen3vl-t"):
+        Hub("qwen3-vl-tiny", None).read_json("config.json")
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "not a JSON object")])
