@@ -51,6 +51,11 @@ class VideoSizing(ABC):
             found = list(range(clip.frames))
         else:
             found = self.sampling.indices(clip.frames, clip.fps)
+        if clip.frames < self.least:
+            frames = "1 frame" if clip.frames == 1 else f"{clip.frames} frames"
+            raise InvalidMedia(
+                f"a video of {frames}: this model needs at least {self.least}: send an image"
+            )
         if len(found) < self.least:
             raise InvalidMedia(
                 f"a video of {clip.frames} frames at {clip.fps:g} a second: this model takes "

@@ -12,6 +12,9 @@ from PIL import Image
 
 File = str | Path | bytes | Image.Image
 
+DRAWING = "image/svg+xml"
+"""Of a folder left out: it has no pixels, and no service takes it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Frames:
@@ -60,7 +63,8 @@ def unfolded(entry: Any, position: int, column: str) -> Iterator[Sample]:
         yield Sample(name, name)
         return
     for path in sorted(Path(name).rglob("*")):
-        if (guess_type(path)[0] or "").startswith(("image/", "video/")) and path.is_file():
+        kind = guess_type(path)[0] or ""
+        if kind.startswith(("image/", "video/")) and kind != DRAWING and path.is_file():
             yield Sample(str(path), path)
 
 

@@ -87,9 +87,14 @@ def write(client: Client, options: argparse.Namespace, console: Console) -> int:
         console.print(f"[red]failed:[/] {escape(failure)}", soft_wrap=True)
     if written.retryable:
         console.print(f"The same command tries {written.retryable} of those that failed again.")
+    earlier = ""
+    if written.resumed == written.encoded + written.failed:
+        earlier = f" (nothing new: {written.resumed} were done by earlier runs)"
+    elif written.resumed:
+        earlier = f" ({written.resumed} of them by earlier runs)"
     console.print(
-        f"{written.encoded} encoded, {written.failed} failed, {written.resumed} of them by runs "
-        f"before: {escape(str(options.out / 'manifest.jsonl'))}",
+        f"{written.encoded} encoded, {written.failed} failed{earlier}: "
+        f"{escape(str(options.out / 'manifest.jsonl'))}",
         soft_wrap=True,
     )
     if written.weights == "dummy":

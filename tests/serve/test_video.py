@@ -143,7 +143,7 @@ def test_bad_videos_fail_by_themselves(cluster: Cluster, served: Pair, protocol:
     sources: list[Source] = [short, cut, Frames(IMAGES[:1]), IMAGES[0]]
     with Client(url(cluster, protocol)) as client:
         broken, missing, single, image = client.encode(sources, on_error="return")
-    for error, message in ((broken, "corrupt"), (missing, "truncated"), (single, "needs 2")):
+    for error, message in ((broken, "corrupt"), (missing, "truncated"), (single, "at least 2")):
         assert isinstance(error, ServiceError)
         assert message in error.message
         assert not error.retryable

@@ -249,7 +249,7 @@ def test_encode_writes_what_it_got(
     arguments = ["encode", str(tmp_path / "in"), str(bad), "--out", str(out)]
     assert cli.main(arguments) == 1
     shown = capsys.readouterr().out
-    assert "1 encoded, 1 failed, 0 of them by runs before" in shown
+    assert f"1 encoded, 1 failed: {out / 'manifest.jsonl'}" in shown
     assert f"failed: {bad}: invalid_request: items[0] is [bold]no[/] image" in shown
     assert "random numbers" in shown
     with safe_open(out / "00000.safetensors", "pt") as file:
@@ -258,7 +258,11 @@ def test_encode_writes_what_it_got(
         assert file.metadata()["weights"] == "dummy"
     assert sorted(path.name for path in out.iterdir()) == ["00000.safetensors", "manifest.jsonl"]
     assert cli.main(arguments) == 1
-    assert "2 of them by runs before" in capsys.readouterr().out
+    assert "1 failed (nothing new: 2 were done by earlier runs)" in capsys.readouterr().out
+    (tmp_path / "new.jpg").touch()
+    longer = [*arguments[:3], str(tmp_path / "new.jpg"), *arguments[3:]]
+    assert cli.main(longer) == 1
+    assert "2 encoded, 1 failed (2 of them by earlier runs)" in capsys.readouterr().out
     assert cli.main([*arguments, "--dtype", "float32"]) == 1
     assert "take another folder" in capsys.readouterr().err
 

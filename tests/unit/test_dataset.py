@@ -68,13 +68,14 @@ class Caller:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Ten files, the fifth of which is no image, and one that is not looked at."""
+    """Ten files, the fifth of which is no image, and two that are not looked at."""
     folder = tmp_path / "photos"
     (folder / "more").mkdir(parents=True)
     for number in range(10):
         path = folder / ("more" if number % 3 == 0 else "") / f"{number}.jpg"
         path.write_bytes(b"bad" if number == 4 else f"image {number}".encode())
     (folder / "notes.txt").write_text("not an image")
+    (folder / "logo.svg").write_text("<svg/>")
     return folder
 
 
