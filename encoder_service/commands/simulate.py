@@ -71,6 +71,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Prints a table."""
     if options.plot:
         require_matplotlib()
+    fleets = ", ".join(map(str, options.replicas))
+    # Into a pipe there is no progress bar.
+    Console(stderr=True, soft_wrap=True).print(
+        f"simulating {len(POLICIES)} policies over fleets of {fleets} replicas ..."
+    )
     rows = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("simulating", total=len(options.replicas) * len(POLICIES))

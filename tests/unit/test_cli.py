@@ -13,6 +13,7 @@ from safetensors import safe_open
 from encoder_service import cli
 from encoder_service.client import AsyncClient, Client, Embedding, ServiceError
 from encoder_service.commands import check
+from router.balance import POLICIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -169,7 +170,8 @@ def test_the_table_of_simulate_fits_a_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["simulate", "--replicas", "4", "--requests", "16"]) == 0
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    assert told == f"simulating {len(POLICIES)} policies over fleets of 4 replicas ...\n"
     (head,) = (line.split() for line in shown.splitlines() if "policy" in line)
     assert " ".join(head) == "replicas policy p50 ms p99 ms imbalance burst ms of best replans"
     assert max(map(len, shown.splitlines())) <= 80
