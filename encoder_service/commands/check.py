@@ -77,16 +77,16 @@ def eager(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Iterator[
     """Paths with graphs, but none that holds the largest images."""
     pixels = service.limits.max_pixels
     sizes = (
-        Size(math.isqrt(pixels * across // down), math.isqrt(pixels * down // across))
+        Size(*(max(1, math.isqrt(pixels * a // b)) for a, b in ((across, down), (down, across))))
         for across, down in product(SIDES, SIDES)
     )
     most = map(max, zip(*(spec.sizing.plan(size).path_tokens for size in sizes), strict=True))
     for tokens, path, budgets in zip(most, spec.paths, room.budgets, strict=True):
         if budgets and tokens > budgets[-1]:
-            every = "every budget" if len(spec.paths) == 1 else f"every {path} budget"
+            named = "" if len(spec.paths) == 1 else f"{path}_"
             yield (
-                f"images of up to {tokens} tokens are beyond {every} and run eagerly: "
-                "raise graphs.token_budgets"
+                f"images of up to {tokens} tokens are beyond every budget of "
+                f"graphs.{named}token_budgets and run eagerly: raise it"
             )
 
 

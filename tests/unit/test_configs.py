@@ -38,6 +38,25 @@ def test_the_defaults_suit_every_preset(name: str) -> None:
     assert not list(eager(options, model, room))
 
 
+@pytest.mark.parametrize("name", preset_names())
+def test_the_smallest_limit_leaves_images_that_can_be_planned(name: str) -> None:
+    values = {"model": {"id": name, "load_format": "dummy"}, "limits": {"max_pixels": 1}}
+    options = ServiceOptions.model_validate(values)
+    model = read(options.model)
+    assert not list(eager(options, model, fit(options, model)))
+
+
+def test_images_beyond_the_budgets_of_a_path_are_told() -> None:
+    values = {
+        "model": {"id": "deepseek-ocr", "load_format": "dummy"},
+        "graphs": {"local_token_budgets": [200, 800]},
+    }
+    options = ServiceOptions.model_validate(values)
+    model = read(options.model)
+    (told,) = eager(options, model, fit(options, model))
+    assert "up to 900 tokens are beyond every budget of graphs.local_token_budgets" in told
+
+
 def test_the_largest_image_is_counted_in_what_is_computed_of_it() -> None:
     model = read(ModelOptions(id="llava-onevision-7b", load_format="dummy"))
     patches = model.sizing.token_range()[1]  # as many as tokens, of which not all give rows
