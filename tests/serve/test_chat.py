@@ -193,15 +193,16 @@ def test_what_is_too_much_waits_or_is_refused(http: httpx.Client) -> None:
         answers.append(http.post(PATH, json=asked(jpeg(64, 64))))
 
     callers = [threading.Thread(target=ask) for _ in range(2 * WAITING)]
-    with begun(http):  # nothing else is generated until it ends
+    with begun(http):  # nothing else is generated until it ends, which may be soon
         for caller in callers:
             caller.start()
-        within(60, lambda: len(answers) >= WAITING // 2)
-        assert {answer.status_code for answer in answers} == {429}
-        assert answers[0].json()["error"]["type"] == "overloaded"
-        assert int(answers[0].headers["retry-after"]) >= 1
+        within(60, lambda: bool(answers))
     for caller in callers:
         caller.join(timeout=100)
+    refused = answers[0]  # those that wait are answered after it
+    assert refused.status_code == 429
+    assert refused.json()["error"]["type"] == "overloaded"
+    assert int(refused.headers["retry-after"]) >= 1
     assert {answer.status_code for answer in answers} == {200, 429}
 
 
