@@ -31,13 +31,14 @@ from tests.serve.object_store import used
 RECOVERY_SECONDS = 180.0
 """The longest that a recovery may take."""
 MAY_FAIL = {
-    "an ingress is killed": {"connection", "http_error"},
+    "an ingress is killed": {"connection", "http_error", "internal"},
     "the proxy is killed": {"connection"},
     "the router is killed": {"connection"},
     "decoding stalls": {"overloaded", "Overloaded"},
 }
-"""Whoever talks to a process that is killed cannot be answered by it: over HTTP, Serve's proxy says
-500 in its place. Refusals are no answers that were lost."""
+"""Whoever talks to a process that is killed cannot be answered by it: Serve's proxy says 500 in its
+place, over gRPC INTERNAL ("internal"; an error of ours would be "internal_error"). Refusals are no
+answers that were lost."""
 STORE_BYTES = 400_000_000
 
 
