@@ -6,7 +6,6 @@ Runs where the extra `nixl` is installed.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.checkpoint import find
 from actors.errors import EmbeddingLost
 from actors.options import ModelOptions
 from actors.received import Receiver
@@ -43,12 +41,11 @@ from tests.images import jpeg
 from tests.serve.conftest import Cluster
 from tests.serve.object_store import direct_objects, own_process
 from tests.serve.test_kill import within
+from tests.serve.wide import WIDTH, wide
 
 pytest.importorskip("nixl")
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 
-WIDTH = 3 * 4096
-"""Of a row, as in test_soak.py."""
 EMBEDDING_BYTES = 25 * WIDTH * 4
 ROOM = 4
 """Embeddings that an encoder's memory for readers holds."""
@@ -57,17 +54,7 @@ FEW = {"num_cpus": 0.1}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelOptions:
-    """qwen3vl-tiny with wide rows."""
-    folder = tmp_path_factory.mktemp("wide")
-    files = find(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
-    config = files.read_json("config.json")
-    assert config
-    config["vision_config"]["out_hidden_size"] = 4096
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(
-        json.dumps(files.read_json("preprocessor_config.json"))
-    )
-    return ModelOptions(id=str(folder), load_format="dummy", dtype="float32")
+    return wide(tmp_path_factory.mktemp("wide"))
 
 
 class Consumer:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Sequence
 from itertools import count
 
@@ -16,7 +15,6 @@ import torch
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.checkpoint import find
 from actors.options import ModelOptions
 from actors.spec import ModelSpec, read
 from actors.types import Embedding, SharedBytes
@@ -29,11 +27,10 @@ from tests.images import jpeg
 from tests.serve.conftest import Cluster
 from tests.serve.object_store import own_private_bytes, used
 from tests.serve.test_kill import within
+from tests.serve.wide import WIDTH, wide
 
 pytestmark = pytest.mark.extended
 
-WIDTH = 3 * 4096
-"""Of a row. A real tower's, after a tiny one: embeddings are large, encoding them is quick."""
 TOKENS = 25
 EMBEDDING_BYTES = TOKENS * WIDTH * 4
 KEPT_BYTES = 20 * 2**20
@@ -45,17 +42,7 @@ CALLERS = 3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelOptions:
-    """qwen3vl-tiny with wide rows."""
-    folder = tmp_path_factory.mktemp("wide")
-    files = find(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
-    config = files.read_json("config.json")
-    assert config
-    config["vision_config"]["out_hidden_size"] = 4096
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(
-        json.dumps(files.read_json("preprocessor_config.json"))
-    )
-    return ModelOptions(id=str(folder), load_format="dummy", dtype="float32")
+    return wide(tmp_path_factory.mktemp("wide"))
 
 
 @pytest.fixture(scope="module")

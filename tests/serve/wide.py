@@ -1,0 +1,25 @@
+"""A tiny tower whose rows are as wide as a real one's: embeddings are large, made quickly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from actors.checkpoint import find
+from actors.options import ModelOptions
+
+WIDTH = 3 * 4096
+"""Of a row."""
+
+
+def wide(folder: Path) -> ModelOptions:
+    """qwen3vl-tiny with wide rows, its configuration in a folder; float32, random weights."""
+    files = find(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
+    config = files.read_json("config.json")
+    assert config
+    config["vision_config"]["out_hidden_size"] = 4096
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(files.read_json("preprocessor_config.json"))
+    )
+    return ModelOptions(id=str(folder), load_format="dummy", dtype="float32")
