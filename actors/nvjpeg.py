@@ -137,10 +137,12 @@ def open_nvjpeg(tower: Tower, device: torch.device) -> Nvjpeg:
         check(nvjpeg)
         # Not every family resizes every image.
         resize(torch.zeros(3, 8, 8, dtype=torch.uint8, device=device), Size(6, 6))
-    except (AssertionError, RuntimeError) as error:
+    except StartError:
+        raise
+    except Exception as error:  # torchvision's, CUDA's, and Triton's, which is none of Python's own
         raise StartError(
-            "preprocess.device is cuda, but this torchvision cannot decode JPEGs on this device: "
-            f"install one that is built for it, or set preprocess.device to cpu ({error})"
+            "preprocess.device is cuda, but this torchvision or Triton cannot decode JPEGs on this "
+            f"device: install what is built for it, or set preprocess.device to cpu ({error})"
         ) from error
     return nvjpeg
 

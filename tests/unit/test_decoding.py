@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import simplejpeg
 import torch
 from pydantic import ValidationError
 
+from actors import nvjpeg
 from actors.bench.preprocess import measure
 from actors.decoding import MOST_TOGETHER, Decoding, Done
 from actors.errors import InvalidMedia, StartError
@@ -263,9 +266,44 @@ def test_the_gpu_is_asked_for_where_there_is_none(
     cpu = EncoderOptions(device="cpu", num_gpus=0)
     with pytest.raises(ValidationError, match=r"preprocess\.device is cuda"):
         ActorOptions(model=MODEL, encoder=cpu, preprocess=PreprocessOptions(device="cuda"))
-    monkeypatch.setitem(__import__("sys").modules, "torchvision.io", None)
+    monkeypatch.setitem(sys.modules, "torchvision.io", None)
     with pytest.raises(StartError, match="needs torchvision"):
         open_nvjpeg(tower, torch.device("cuda", 0))
+
+
+class CompilationError(Exception):
+    """In the place of Triton's, which is none of Python's own either."""
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no nvJPEG"), CompilationError("no ptxas"), ImportError("no triton")]
+)
+def test_whatever_is_wrong_with_the_gpus_way_is_said_at_start(
+    tower: Tower, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "torchvision.io", Mock())
+    monkeypatch.setattr(nvjpeg, "Nvjpeg", broken)
+    with pytest.raises(StartError, match=rf"set preprocess\.device to cpu \({error}\)"):
+        open_nvjpeg(tower, torch.device("cuda", 0))
+
+
+def test_what_the_check_at_start_finds_is_said_as_it_is(
+    tower: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = StartError("its pixels are others")
+
+    def differing(_: object) -> None:
+        raise found
+
+    monkeypatch.setitem(sys.modules, "torchvision.io", Mock())
+    monkeypatch.setattr(nvjpeg, "Nvjpeg", Mock())
+    monkeypatch.setattr(nvjpeg, "check", differing)
+    with pytest.raises(StartError) as raised:
+        open_nvjpeg(tower, torch.device("cuda", 0))
+    assert raised.value is found
 
 
 def test_the_bench_measures() -> None:
