@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.attention import Attention, Shapes, Values
 from actors.models import kimivl
 from actors.models.block import Affine, BlocksForm, layer_norm
-from actors.models.packed_tower import PackedTower, Parts, segments_of
+from actors.models.packed_tower import PackedTower, Parts, segments_of, weighted
 from actors.models.packed_weights import Weights
 from actors.spec import ModelSpec
 from actors.types import Clip, Item, ItemPlan
@@ -110,13 +110,5 @@ class KimiK25Tower(PackedTower):
         """See PackedTower. With videos the rows of groups move up, to where the last ones end."""
         x = layer_norm(x, self.final, kimivl.EPSILON)
         if "pooled" in values:
-            x = pooled(x, values["pooled"], values["pooled_weights"])
+            x = weighted(x, values["pooled"], values["pooled_weights"]).to(x.dtype)
         return self.parts.head(x, tapped)
-
-
-def pooled(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums [rows, width] of the rows of x at places [rows, frames of a group]."""
-    total = F.embedding(places[:, 0], x) * weights[:, 0, None]
-    for frame in range(1, places.shape[1]):
-        total = total + F.embedding(places[:, frame], x) * weights[:, frame, None]
-    return total.to(x.dtype)

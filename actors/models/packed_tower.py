@@ -202,7 +202,12 @@ def placed(x: Tensor, table: Tensor, values: Values) -> Tensor:
 
         add_positions_(x, table, taps, weights)
         return x
+    return x + weighted(table, taps, weights).to(x.dtype)
+
+
+def weighted(table: Tensor, taps: Tensor, weights: Tensor) -> Tensor:
+    """Sums [rows, width] of a table's rows `taps` [rows, n] by float32 `weights` [rows, n]."""
     total = F.embedding(taps[:, 0], table) * weights[:, 0, None]
     for tap in range(1, taps.shape[1]):
         total = total + F.embedding(taps[:, tap], table) * weights[:, tap, None]
-    return x + total.to(x.dtype)
+    return total
