@@ -24,6 +24,8 @@ from encoder_service.wire import RequestItem
 
 LONGEST_BACKOFF_SECONDS = 5.0
 """Between attempts, where the service does not say how long."""
+GRACE_SECONDS = 1.0
+"""A first attempt ends so much later: where the transport gave up, it says of what kind it was."""
 IN_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B")
 CONVERTED = {
     **dict.fromkeys(("CMYK", "YCbCr", "HSV", "LAB", "RGBX"), "RGB"),
@@ -46,8 +48,9 @@ class AsyncClient:
     ) -> None:
         """`url`: http://, https://, grpc:// or grpcs:// with host and port.
 
-        What the service calls retryable is tried again, up to `retries` times within
-        `timeout_seconds`, waiting as long as the service asks.
+        A call takes `timeout_seconds` at most, the last byte of its answer included. What the
+        service calls retryable is tried again within them, up to `retries` times, waiting as long
+        as the service asks.
         """
         self.transport = transport or connect(url, token, timeout_seconds)
         self.timeout_seconds = timeout_seconds
@@ -131,8 +134,12 @@ class AsyncClient:
         return await self.persist(self.transport.model)
 
     async def ready(self) -> bool:
-        """Whether the service would encode now. False also when nobody answers."""
-        return await self.transport.ready()
+        """Whether the service would encode now. False also when nobody answers in time."""
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                return await self.transport.ready()
+        except TimeoutError:
+            return False
 
     async def close(self) -> None:
         """Gives the connections back."""
@@ -142,11 +149,13 @@ class AsyncClient:
         """The result, after as many attempts as are worth it."""
         end = time.monotonic() + self.timeout_seconds
         for attempt in range(self.retries + 1):
+            left = max(0.0, end - time.monotonic()) + (0 if attempt else GRACE_SECONDS)
             try:
-                async with asyncio.timeout(max(0.0, end - time.monotonic()) if attempt else None):
+                async with asyncio.timeout(left):
                     return await call()
             except TimeoutError:
-                message = f"no answer within {self.timeout_seconds:g} s and {attempt + 1} attempts"
+                attempts = f"{attempt + 1} attempts" if attempt else "one attempt"
+                message = f"no whole answer within {self.timeout_seconds:g} s and {attempts}"
                 raise ServiceError("deadline_exceeded", message) from None
             except ServiceError as error:
                 backoff = min(0.1 * 2**attempt, LONGEST_BACKOFF_SECONDS)
