@@ -257,7 +257,7 @@ def test_an_answer_that_trickles_is_given_up() -> None:
         host, port = server.sockets[0].getsockname()
         async with server, AsyncClient(f"http://{host}:{port}", timeout_seconds=0.3) as client:
             assert not await client.ready()
-            with pytest.raises(ServiceError, match="within 0.3 s and one attempt") as refused:
+            with pytest.raises(ServiceError, match=r"within 0\.3 s and one attempt") as refused:
                 await client.encode([b"x"])
             assert refused.value.type == "deadline_exceeded"
             await asyncio.gather(*answers)
