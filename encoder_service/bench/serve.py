@@ -71,6 +71,7 @@ def run(options: ServiceOptions, plan: Plan, console: Console) -> dict[str, Any]
             console.print("measuring the engines alone ...")
             load = plan.load
             alone = measure_alone(options, plan.kinds, load.concurrency, load.seconds)
+            console.print(f"  {alone['engine_images_per_second']:.1f} images/s")
         runs: list[dict[str, Any]] = []
         for policy in plan.policies:
             most = runs[0]["requests_per_second"] if runs else None
@@ -123,9 +124,18 @@ def run_policy(
             load = replace(plan.load, protocol=protocol)
             found = run_protocol(options, replace(plan, load=load), policy, where, callers, most)
             most = most or found["requests_per_second"]
+            console.print(brief(found))  # of a run that is ended early this is left
             runs.append({"policy": policy, "protocol": protocol} | found)
         callers.close()
     return [{"ready_seconds": ready_seconds} | one for one in runs]
+
+
+def brief(found: dict[str, Any]) -> str:
+    """A line of what the table will say of a protocol."""
+    return (
+        f"  {found['images_per_second']:.1f} images/s, p50 {found['p50_ms']:.1f} ms, one alone "
+        f"{found['single_image_p50_ms']:.1f} ms, {found['overhead_ms']:.1f} of it overhead"
+    )
 
 
 def run_protocol(
