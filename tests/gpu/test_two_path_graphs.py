@@ -18,10 +18,11 @@ from actors.graphs import GraphSet
 from actors.metrics import EncoderMetrics
 from actors.models.deepseek_ocr import DeepseekOcrTower
 from actors.options import GraphOptions
+from actors.spec import ModelSpec
 from actors.two_paths import model_capacity
 from actors.types import Item, Size
 from tests.gpu.test_tiled_graphs import poison
-from tests.gpu.towers import cuda, finished, relative_error, towers
+from tests.gpu.towers import cuda, finished, relative_error, shallow, towers
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +34,7 @@ Pair = tuple[DeepseekOcrTower, DeepseekOcrTower]
 def pair() -> Iterator[tuple[Pair, Device]]:
     """The towers of `ocr`, for all tests here."""
     device = cuda()
-    yield ocr("deepseek-ocr", device), device
+    yield ocr(shallow("deepseek-ocr"), device), device
     torch.cuda.empty_cache()
 
 
@@ -48,9 +49,9 @@ def test_packs_through_the_engine_keep_their_rows(
     assert engine_error(*pair, 16, 16, path_streams=path_streams) < 3e-2
 
 
-def ocr(preset: str, device: Device) -> Pair:
+def ocr(model: ModelSpec, device: Device) -> Pair:
     """In bfloat16, and the same weights in float32."""
-    tower, reference = towers(preset, device)
+    tower, reference = towers(model, device)
     assert isinstance(tower, DeepseekOcrTower)
     assert isinstance(reference, DeepseekOcrTower)
     return tower, reference

@@ -16,7 +16,7 @@ from actors.two_paths import model_capacity
 from actors.types import Item, ItemPlan
 from tests.gpu.test_graphs import item
 from tests.gpu.test_tiled_graphs import poison
-from tests.gpu.towers import cuda, finished, relative_error, towers
+from tests.gpu.towers import cuda, finished, relative_error, shallow, towers
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ def test_budgets_equal_the_reference(preset: str) -> None:
 
 def worst_error(preset: str, device: Device, budgets: tuple[int, ...]) -> float:
     """Relative, over every budget's two graphs, in bfloat16 against float32."""
-    tower, reference = towers(preset, device)
+    tower, reference = towers(shallow(preset), device)
     (_, row_bytes), _ = tower.inputs("default", 64, 1)["patches"]
     limits = model_capacity(GraphOptions(token_budgets=budgets), tower.spec)
     graphs = capture(tower, limits, device, EncoderMetrics())["default"]

@@ -1,7 +1,7 @@
-"""Towers of published width, heads and tables, and of few layers: kernels and shapes are the same.
+"""Towers as they are published, and the same of few layers: kernels and shapes are the same.
 
 Every layer does what the one before it did; what depth adds is rounding, and minutes. Qwen3-VL
-keeps all its layers.
+keeps all its layers; of the others test_whole_towers.py takes all.
 """
 
 from __future__ import annotations
@@ -59,9 +59,14 @@ def cuda() -> Device:
     return CudaDevice()
 
 
-def shallow(preset: str) -> ModelSpec:
+def published(preset: str) -> ModelSpec:
     """A preset in bfloat16, with random weights."""
-    model = spec.read(ModelOptions(id=preset, load_format="dummy", dtype="bfloat16"))
+    return spec.read(ModelOptions(id=preset, load_format="dummy", dtype="bfloat16"))
+
+
+def shallow(preset: str) -> ModelSpec:
+    """The same with few layers."""
+    model = published(preset)
     fewer = FEWER.get(preset, {})
     if preset == "deepseek-ocr":
         sizes = model.vision["width"]
@@ -69,10 +74,9 @@ def shallow(preset: str) -> ModelSpec:
     return replace(model, vision={**model.vision, **fewer})
 
 
-def towers(preset: str, device: Device) -> tuple[Tower, Tower]:
+def towers(model: ModelSpec, device: Device) -> tuple[Tower, Tower]:
     """In bfloat16, and the same weights in float32."""
-    model = shallow(preset)
-    options = ModelOptions(id=preset, load_format="dummy")
+    options = ModelOptions(id=model.id, load_format="dummy")
     weights = load.tensors(options, model, device.device)
     tower = load.build(model, weights, device.device)
     return tower, load.build(replace(model, dtype="float32"), weights, device.device)
