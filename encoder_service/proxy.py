@@ -2,7 +2,7 @@
 
 A client speaks OpenAI's API to it, with its own key, which goes to the server as it is; the proxy
 checks it only if it is told to, and before it encodes anything. vLLM then runs without its vision
-tower (README: With vLLM). Knows nothing of Ray, nor of torch's towers.
+tower (docs/engines.md). Knows nothing of Ray, nor of torch's towers.
 """
 
 from __future__ import annotations

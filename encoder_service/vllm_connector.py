@@ -7,7 +7,8 @@
 
 A request then names an embedding by "uuid", with its grid and without its rows: what
 `Embedding.to_vllm()` gives of a reference. Follows ECConnectorBase of vLLM 0.32 and 0.33, and has
-run inside 0.32 on the CPU (tests/engines; README says what else was seen); loaded by vLLM alone.
+run inside 0.32 on the CPU (tests/engines; what else was seen: docs/engines.md); loaded by
+vLLM alone.
 
 The scheduler's half fetches, while other requests go on, and the rows travel to the workers with a
 step. So whatever goes wrong fails one request: an error in a worker would end vLLM itself.

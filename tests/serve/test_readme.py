@@ -1,4 +1,4 @@
-"""The README's examples, run as they stand against the tiny service."""
+"""The examples of the README and of docs/, run as they stand against the tiny service."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.images import jpeg, photograph
 from tests.serve.conftest import Cluster
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 
 
 def blocks(language: str, word: str) -> list[str]:
-    """The README's blocks of a language that hold a word."""
-    found = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-    return [block for block in found if word in block]
+    """The pages' blocks of a language that hold a word."""
+    found = (re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for page in PAGES.values())
+    return [block for blocks in found for block in blocks if word in block]
 
 
 EXAMPLES = [block for block in blocks("python", "") if "ray" not in block]
@@ -79,16 +79,24 @@ def test_python_inside_ray(
     assert capsys.readouterr().out.startswith("(")
 
 
-def test_commands_exist() -> None:
-    for target in re.findall(r"make (\w+)", README):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_links_exist(page: Path) -> None:
+    for target in re.findall(r"make (\w+)", PAGES[page]):
         assert f"\n{target}:" in (ROOT / "Makefile").read_text()
-    for path in re.findall(r"\]\(([\w/.]+)\)", README):
-        assert (ROOT / path).exists(), path
+    for path, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", PAGES[page]):
+        assert (page.parent / path).exists(), path
+        assert not anchor or anchor in anchors((page.parent / path if path else page).read_text())
 
 
-def test_every_series_in_the_readme_exists() -> None:
+def anchors(page: str) -> list[str]:
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_every_series_in_the_pages_exists() -> None:
     code = "".join(
         path.read_text() for p in ("actors", "router") for path in (ROOT / p).glob("*.py")
     )
-    for name in re.findall(r"`encoder_(\w+)`", README):
+    for name in re.findall(r"`encoder_(\w+)`", "".join(PAGES.values())):
         assert name in code
