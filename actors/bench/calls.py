@@ -61,6 +61,7 @@ class EngineCall:
         for pack in self.packs():
             plans = [self.batch.plans[index] for index in pack.items]
             patches = [self.batch.patches[index] for index in pack.items]
+            self.device.fork()
             outputs = [
                 graphs.encode(
                     budget,
@@ -71,6 +72,7 @@ class EngineCall:
                     zip(self.graphs.values(), pack.budgets, strict=True)
                 )
             ]
+            self.device.join()
             with self.device.running():
                 packed = tower.postprocess(outputs, plans)
                 # With two paths it is a copy already.

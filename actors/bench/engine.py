@@ -67,7 +67,7 @@ def run(
         raise ConfigError(f"--every-budget: {model} has two paths, whose budgets go in pairs")
     progress(f"{model}: weights")
     bench = Bench(spec, tensors(options, spec, device.device), device, settings)
-    if {"budget", "compile"} & {*settings.modes} or settings.every_budget:
+    if {"budget", "streams", "compile"} & {*settings.modes} or settings.every_budget:
         bench.capture(
             lambda budget, seconds: progress(f"{model}: captured {budget} in {seconds:.2f} s")
         )
@@ -94,10 +94,13 @@ class Bench:
         self.tower = build(spec, weights, device.device)
         self.limits = limits(spec, settings)
         self.budgeted = self.graphs(self.tower, self.limits.budgets, self.limits.segments)
-        self.compiled: dict[str, GraphSet] = {}
+        self.captured: dict[Mode, dict[str, GraphSet]] = {"budget": self.budgeted}
+        ladders = self.limits.budgets, self.limits.segments
         if "compile" in settings.modes:
             tower = build(spec, weights, device.device, CompiledBlocks)
-            self.compiled = self.graphs(tower, self.limits.budgets, self.limits.segments)
+            self.captured["compile"] = self.graphs(tower, *ladders)
+        if "streams" in settings.modes and len(spec.paths) > 1:
+            self.captured["streams"] = self.graphs(self.tower, *ladders, beside=True)
         self.packing: Packing = smallest_first
         known = has_reference(spec)
         self.truth: Truth = (
@@ -110,12 +113,15 @@ class Bench:
             if known and "transformers" in settings.modes
             else None
         )
-        self.modes = tuple(each for each in settings.modes if each != "transformers" or known)
+        left_out = {"transformers"} if not known else set()
+        left_out |= {"streams"} if len(spec.paths) == 1 else set()
+        self.modes = tuple(each for each in settings.modes if each not in left_out)
 
     def capture(self, report: Report) -> None:
         """The service's graphs that images may need, and the packing that it would choose."""
-        for graphs in (*self.budgeted.values(), *self.compiled.values()):  # as packs replay them
-            graphs.capture(report)
+        for of_mode in self.captured.values():
+            for graphs in of_mode.values():  # as packs replay them
+                graphs.capture(report)
         self.packing = choose_packing(PackingOptions(), self.budgeted)
 
     def measure(self, workload: Workload) -> tuple[WorkloadReport, list[Profile]]:
@@ -181,8 +187,7 @@ class Bench:
             nothing: tuple[tuple[int, ...], ...] = ((),) * len(tokens)
             whole = Capacity(nothing, tokens, items, 0)
             return self.engine_call(self.graphs(self.tower, nothing, Segments(0)), whole, batch)
-        chosen = self.compiled if mode == "compile" else self.budgeted
-        return EngineCall(chosen, self.device, self.limits, self.packing, batch)
+        return EngineCall(self.captured[mode], self.device, self.limits, self.packing, batch)
 
     def engine_call(
         self, graphs: Mapping[str, GraphSet], limits: Capacity, batch: Batch
@@ -191,11 +196,20 @@ class Bench:
         return EngineCall(graphs, self.device, limits, smallest_first, batch)
 
     def graphs(
-        self, tower: Tower, budgets: Sequence[tuple[int, ...]], segments: Segments
+        self,
+        tower: Tower,
+        budgets: Sequence[tuple[int, ...]],
+        segments: Segments,
+        *,
+        beside: bool = False,
     ) -> dict[str, GraphSet]:
-        """Of each path of the tower."""
+        """Of each path. `beside`: those after the first run on streams of their own."""
+        first, *_ = self.spec.paths
         return {
-            path: GraphSet(tower, path, ladder, segments, self.device)
+            path: GraphSet(
+                *(tower, path, ladder, segments),
+                self.device.beside() if beside and path != first else self.device,
+            )
             for path, ladder in zip(self.spec.paths, budgets, strict=True)
         }
 

@@ -115,6 +115,17 @@ def test_compiled_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(("model", "modes"), [("deepseek-ocr", 2), ("qwen3vl", 1)])
+def test_paths_beside_each_other(model: str, modes: int, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    start = ["bench", "engine", "--model", f"{model}-tiny", "--device", "cpu", *BRIEF]
+    what = ["--workload", "700x700", "--modes", "budget", "streams", "--json", str(file)]
+    assert cli.main([*start, *what]) == 0
+    (workload,) = json.loads(file.read_text())["models"][0]["workloads"]
+    assert [each["mode"] for each in workload["figures"]] == ["budget", "streams"][:modes]
+
+
+@pytest.mark.extended
 def test_every_budget_and_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     what = ["--workload", "8x336", "--modes", "budget", "--every-budget", "--profile", "8x336"]
