@@ -58,6 +58,9 @@ class EncoderMetrics:
         self.encode_seconds = self._histogram(
             "encode_seconds", "From the start of a pack to its rows on the host.", SECONDS
         )
+        self.busy_seconds = self._counter(
+            "busy_seconds_total", "Seconds in which a pack was on the device."
+        )
         self.cache_hits = self._counter("cache_hits_total", "Items found in the cache.")
         self.cache_misses = self._counter("cache_misses_total", "Items not found in the cache.")
         self.cache_evictions = self._counter("cache_evictions_total", "Items pushed out.")

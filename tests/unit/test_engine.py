@@ -2,7 +2,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, wait
 from random import Random
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -79,6 +79,19 @@ def test_packs_form_across_requests_without_waiting_when_idle(rig: Rig) -> None:
     assert rig.sample("pack_items_count") - before == 2  # the blocker, then all eight together
     assert rig.sample("graph_hits_total", path="default", budget="64", backend="cpu") == 8
     assert rig.sample("padded_tokens_total", path="default") == 1 + 3 + (64 - 32)
+
+
+def test_busy_is_the_time_with_a_pack_under_way(rig: Rig) -> None:
+    start = monotonic()
+    for _ in range(2):
+        packs = [rig.hold(), *(rig.engine.submit(toy_item(64, seed)) for seed in range(2))]
+        sleep(0.1)
+        rig.gate.set()
+        wait(packs, timeout=10)
+        sleep(0.1)
+    busy = rig.sample("busy_seconds_total")
+    assert 0.2 <= busy <= monotonic() - start - 0.2
+    assert rig.sample("encode_seconds_sum") > busy  # where packs overlap it counts twice
 
 
 def test_rows_do_not_change_when_other_items_replay(rig: Rig) -> None:
