@@ -2,6 +2,9 @@
 
 Promises: goodput stays at 90 % of its peak; whoever is admitted waits a bounded time; the others
 get 429 at once. Ratios within one run: figures of a CPU say nothing of a GPU.
+
+Encoders that compute on the CPU have half of the cores to themselves, as those on GPUs have their
+GPUs, and all else has the other half. `--together`: everybody takes from everybody.
 """
 
 from __future__ import annotations
@@ -10,77 +13,118 @@ import argparse
 import asyncio
 import json
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from random import Random
 from statistics import fmean
 
-import httpx
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from encoder_service.bench.cluster import cluster, logical_cpus, service
-from encoder_service.config import ServiceOptions, parse
-from tests.images import jpeg
+from encoder_service.bench.mix import parse_mix, picture
+from encoder_service.bench.scrape import scrape
+from encoder_service.config import ServiceOptions, load, parse
+from tests.processes import Clocks, actors, ours, process, run_apart
+from tests.senders import Outcome, Sender, closed, opened
 
-SIDES = (320, 384, 448, 512, 576, 640)
-"""Of the images of one request: enough work that the front door is not what is measured."""
+IMAGES = "320x320+384x384+448x448+512x512+576x576+640x640"
+"""Of one request: enough work that the front door is not what is measured."""
 FACTOR = 5
 QUEUE_SECONDS = 5.0
+SETTLE = 2
+"""Times `router.max_queue_seconds`, before a phase counts: until its queue is as long as it gets,
+and what waits in it is decoded."""
 LEAST_GOODPUT = 0.9
 MOST_WAITING = 3.0
 """Times `router.max_queue_seconds`: the most that the p99 of those who were admitted may be."""
-CALLERS = 8
-TIMEOUT_SECONDS = 120.0
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What became of the requests of a phase."""
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What there was of a phase once it had settled. Cores: seconds of CPU a second."""
 
-    right: list[tuple[float, float]] = field(default_factory=list)
-    """When each was answered, and after how many seconds."""
-    refused_seconds: list[float] = field(default_factory=list)
-    other: list[str] = field(default_factory=list)
+    goodput_per_second: float
+    busy: float
+    """Part of the time that an encoder had a pack on its device, their mean."""
+    encoder_cores: float
+    other_cores: float
+    """Of front door, proxy and Ray."""
+    client_cores: float
 
-    def goodput(self, start: float, end: float) -> float:
-        """Answered requests a second in this time."""
-        return sum(start <= when < end for when, _ in self.right) / (end - start)
+    @property
+    def encoder_ms(self) -> float:
+        """CPU of the encoders for one answer: the same in all phases, if none of it is in vain."""
+        return 1e3 * self.encoder_cores / max(self.goodput_per_second, 1e-9)
 
 
-Call = Callable[[Outcome], Coroutine[None, None, None]]
-"""One request, noted in an outcome."""
+class Watch:
+    """Looks at a service that runs, in a cluster of this process."""
+
+    def __init__(self, url: str, *, apart: bool) -> None:
+        self.url = url
+        self.encoders = [process(name) for name in actors() if "#Encoder#" in name]
+        self.clocks = Clocks()
+        if apart:
+            run_apart(self.encoders, ours())
+
+    async def over(self, outcome: Outcome, seconds: float) -> Phase:
+        """So long, from now on."""
+        before = await self.look()
+        await asyncio.sleep(seconds)
+        after = await self.look()
+        (start, *_), (end, *_) = before, after
+        busy, encoders, others, client = (after - before)[1:] / (end - start)
+        goodput = outcome.answered(start, end) / (end - start)
+        return Phase(goodput, busy / len(self.encoders), encoders, others, client)
+
+    async def look(self) -> np.ndarray:
+        """Now; then seconds so far: of work on devices; CPU of encoders, of others, of clients."""
+        samples = await asyncio.to_thread(scrape, self.url)
+        busy = sum(n for (name, _), n in samples.items() if name == "encoder_busy_seconds_total")
+        clocks = self.clocks.look(ours())
+        encoders = sum(clocks[number] for number in self.encoders)
+        client = clocks[os.getpid()]
+        others = sum(clocks.values()) - encoders - client
+        return np.array([time.monotonic(), busy, encoders, others, client])
 
 
 def main() -> int:
     """Finds the peak, goes beyond it, judges."""
     parser = argparse.ArgumentParser("overload")
-    parser.add_argument("--seconds", type=float, default=30, help="of each of the three phases")
+    parser.add_argument("--seconds", type=float, default=20, help="of each phase, once it settled")
+    parser.add_argument("--together", action="store_true", help="no cores for encoders alone")
+    parser.add_argument("--config", type=Path, help="of a service without cache and coalescing")
+    parser.add_argument("--images", default=IMAGES, help="of a request")
+    parser.add_argument("--callers", type=int, default=8, help="that find the peak")
+    parser.add_argument("--reference", action="store_true", help="embeddings stay in the service")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    made = crowded()
+    made = load(options.config) if options.config else crowded()
+    on_cpu = made.encoder.device == "cpu"
+    apart = on_cpu and not options.together and len(os.sched_getaffinity(0)) > 1
+    queue_seconds = made.router.max_queue_seconds
     with cluster(logical_cpus(made)) as where, service(made):
-        figures = asyncio.run(measure(where.http, options.seconds))
-    console = Console()
-    for name, value in figures.items():
-        console.print(f"{name:28} {value if isinstance(value, str) else f'{value:.3g}'}")
+        images = [picture(*size, seed=0) for size in parse_mix(options.images)[0]]
+        sender = Sender(where.http, images, reference=options.reference)
+        watch = Watch(where.http, apart=apart)
+        lengths = SETTLE * queue_seconds, options.seconds
+        phases, figures = asyncio.run(measure(sender, watch, options.callers, lengths))
+    show(phases, figures, apart=apart)
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    broken = [
-        name
-        for name, held in {
-            "goodput": figures["goodput_of_peak"] >= LEAST_GOODPUT,
-            "p99 of the admitted": figures["admitted_p99_seconds"] < MOST_WAITING * QUEUE_SECONDS,
-            "refusals are quick": figures["refused_p99_seconds"] < figures["admitted_p50_seconds"],
-            "nothing else failed": figures["failed"] == 0,
-        }.items()
-        if not held
-    ]
-    console.print(f"[red]broken: {', '.join(broken)}" if broken else "every promise held")
+        told = figures | {name: asdict(phase) for name, phase in phases.items()}
+        options.json.write_text(json.dumps(told, indent=2) + "\n")
+    held = {
+        "goodput": figures["goodput_of_peak"] >= LEAST_GOODPUT,
+        "p99 of the admitted": figures["admitted_p99_seconds"] < MOST_WAITING * queue_seconds,
+        "refusals are quick": figures["refused_p99_seconds"] < figures["admitted_p50_seconds"],
+        "nothing else failed": figures["failed"] == 0,
+    }
+    broken = [name for name, kept in held.items() if not kept]
+    Console().print(f"[red]broken: {', '.join(broken)}" if broken else "every promise held")
     return 1 if broken else 0
 
 
@@ -97,129 +141,69 @@ def crowded() -> ServiceOptions:
     )
 
 
-class Sender:
-    """Sends one request again and again, as bytes that are made once: a client that costs little.
+async def measure(
+    sender: Sender, watch: Watch, callers: int, lengths: tuple[float, float]
+) -> tuple[dict[str, Phase], dict[str, float]]:
+    """Callers that wait for each answer, arrivals that wait for nothing, and the callers again.
 
-    It shares the machine with what it measures.
+    `lengths`: seconds until a phase counts, and while it does. Whatever else the machine does may
+    change meanwhile, hence the second peak.
     """
+    whole, load = sum(lengths), [os.getloadavg()[0]]
 
-    def __init__(self, url: str) -> None:
-        files = [("image", jpeg(side, side)) for side in SIDES]
-        request = httpx.Request("POST", f"{url}/v1/encode", files=files)
-        head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
-        self.sent = f"POST /v1/encode HTTP/1.1\r\n{head}\r\n".encode() + request.read()
-        self.host, self.port = request.url.host, request.url.port
-        self.idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    async def phase(of: Coroutine[None, None, None], outcome: Outcome) -> Phase:
+        running = asyncio.create_task(of)
+        await asyncio.sleep(lengths[0])
+        seen = await watch.over(outcome, lengths[1])
+        await running
+        return seen
 
-    async def post(self) -> tuple[int, bytes]:
-        """Status and body. Raises OSError, EOFError, TimeoutError."""
-        async with asyncio.timeout(TIMEOUT_SECONDS):
-            reader, writer = await self.connection()
-            try:
-                writer.write(self.sent)
-                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-                length = re.search(r"\ncontent-length: (\d+)\r", head)
-                assert length is not None, head
-                body = await reader.readexactly(int(length[1]))
-            except BaseException:
-                writer.close()
-                raise
-        self.idle.append((reader, writer))
-        return int(head.split()[1]), body
-
-    async def connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """One that lives, or a new one."""
-        while self.idle:
-            reader, writer = self.idle.pop()
-            if not reader.at_eof():
-                return reader, writer
-            writer.close()
-        return await asyncio.open_connection(self.host, self.port)
-
-    async def call(self, outcome: Outcome) -> None:
-        """One request, noted."""
-        started = time.monotonic()
-        try:
-            status, body = await self.post()
-        except (OSError, EOFError) as error:  # a TimeoutError among them
-            outcome.other.append(repr(error))
-            return
-        now = time.monotonic()
-        if status == 200:
-            outcome.right.append((now, now - started))
-        elif status == 429:
-            outcome.refused_seconds.append(now - started)
-        else:
-            outcome.other.append(body.decode())
-
-
-async def measure(url: str, seconds: float) -> dict[str, float]:
-    """Callers that wait for each answer, arrivals that wait for nothing, and the callers again."""
-    call = Sender(url).call
-    load = [os.getloadavg()[0]]
-    await closed(call, seconds / 4)  # warm
-    peaks = [await peak(call, seconds)]
-    outcome = Outcome()
-    start, own = time.monotonic(), time.process_time()
-    sent = await opened(call, outcome, FACTOR * peaks[0], seconds)
-    own = time.process_time() - own
-    goodput = outcome.goodput(start, start + seconds)
-    # Again, as whatever else the machine does changes meanwhile.
-    peaks.append(await peak(call, seconds))
+    calm, outcome = Outcome(), Outcome()
+    before = await phase(closed(sender.call, calm, callers, whole), calm)
+    rate = FACTOR * before.goodput_per_second
+    overload = await phase(opened(sender.call, outcome, rate, whole), outcome)
+    after = await phase(closed(sender.call, calm, callers, whole), calm)
     load.append(os.getloadavg()[0])
-    for error in outcome.other[:5]:
+    for error in [*calm.other, *outcome.other][:5]:
         print(error, file=sys.stderr)
+    peak = fmean([before.goodput_per_second, after.goodput_per_second])
     admitted = [taken for _, taken in outcome.right] or [np.inf]
     refused = outcome.refused_seconds or [np.inf]
-    return {
-        "peak_before_per_second": peaks[0],
-        "peak_after_per_second": peaks[1],
-        "sent_per_second": sent / seconds,
-        "goodput_per_second": goodput,
-        "goodput_of_peak": goodput / fmean(peaks),
+    return {"peak before": before, "overload": overload, "peak after": after}, {
+        "sent_per_second": rate,
+        "goodput_of_peak": overload.goodput_per_second / peak,
         "admitted": len(outcome.right),
         "admitted_p50_seconds": float(np.percentile(admitted, 50)),
         "admitted_p99_seconds": float(np.percentile(admitted, 99)),
         "refused": len(outcome.refused_seconds),
         "refused_p50_seconds": float(np.percentile(refused, 50)),
         "refused_p99_seconds": float(np.percentile(refused, 99)),
-        "failed": len(outcome.other),
-        "client_cpu_ms_per_request": 1e3 * own / sent,
+        "failed": len(calm.other) + len(outcome.other),
         "load_average_before": load[0],
         "load_average_after": load[1],
     }
 
 
-async def peak(call: Call, seconds: float) -> float:
-    """Goodput of callers that wait for each answer."""
-    start = time.monotonic()
-    return (await closed(call, seconds)).goodput(start, start + seconds)
-
-
-async def closed(call: Call, seconds: float) -> Outcome:
-    """So many callers, each waiting for its answer before it calls again."""
-    outcome = Outcome()
-    end = time.monotonic() + seconds
-
-    async def caller() -> None:
-        while time.monotonic() < end:
-            await call(outcome)
-
-    await asyncio.gather(*(caller() for _ in range(CALLERS)))
-    return outcome
-
-
-async def opened(call: Call, outcome: Outcome, per_second: float, seconds: float) -> int:
-    """Arrivals at random times, whatever became of those before. How many were sent."""
-    random = Random(1)
-    start = due = time.monotonic()
-    sent = 0
-    async with asyncio.TaskGroup() as group:
-        while (due := due + random.expovariate(per_second)) < start + seconds:
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            group.create_task(call(outcome))
-            sent += 1
-    return sent
+def show(phases: dict[str, Phase], figures: dict[str, float], *, apart: bool) -> None:
+    """As a table, and lines."""
+    console = Console()
+    where = "on cores of their own" if apart else "wherever there is time"
+    table = Table(title=f"five times the peak; encoders' CPU {where}")
+    names = "", "goodput/s", "encoders busy", "encoder cores", "ms of them an answer", "front door"
+    for name in (*names, "clients"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, one in phases.items():
+        shares = one.encoder_ms, one.other_cores, one.client_cores
+        table.add_row(
+            name,
+            f"{one.goodput_per_second:.2f}",
+            f"{one.busy:.0%}",
+            f"{one.encoder_cores:.2f}",
+            *(f"{each:.3g}" for each in shares),
+        )
+    console.print(table)
+    for name, value in figures.items():
+        console.print(f"{name:28} {value:.3g}")
 
 
 if __name__ == "__main__":

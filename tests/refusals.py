@@ -9,18 +9,18 @@ import asyncio
 import os
 import signal
 import sys
-from pathlib import Path
 
 from encoder_service.bench.cluster import cluster, logical_cpus, service
+from encoder_service.bench.mix import parse_mix, picture
 from encoder_service.config import ServiceOptions, parse
-from tests.chaos.faults import process
-from tests.overload import Outcome, Sender, crowded
-from tests.soak_service import actors
+from tests.overload import IMAGES, crowded
+from tests.processes import Clocks, actors, command, ours, process
+from tests.senders import Outcome, Sender
 
 HELD = 2
 """Requests before the stopped encoders."""
 PATCHES = 5680
-"""Of one of them (tests.overload.SIDES)."""
+"""Of one of them (tests.overload.IMAGES)."""
 REFUSALS = 400
 AT_ONCE = 4
 
@@ -29,10 +29,13 @@ def main() -> int:
     """Fills, stops, counts."""
     made = full()
     with cluster(logical_cpus(made)) as where, service(made):
-        processes = {name: process(name) for name in actors()}
+        processes = {f"{command(number)} {number}": number for number in ours()[1:]}
+        named = {name: process(name) for name in actors()}
+        processes = {k: n for k, n in processes.items() if n not in named.values()} | named
         seconds = asyncio.run(measure(where.http, processes))
     for name, taken in sorted(seconds.items()):
-        print(f"{name:70} {1e3 * taken / REFUSALS:6.2f} ms")
+        if taken:
+            print(f"{name:70} {1e3 * taken / REFUSALS:6.2f} ms")
     print(f"{'together':70} {1e3 * sum(seconds.values()) / REFUSALS:6.2f} ms")
     return 0
 
@@ -48,7 +51,8 @@ def full() -> ServiceOptions:
 
 async def measure(url: str, processes: dict[str, int]) -> dict[str, float]:
     """Seconds of CPU of each process, for all refusals together."""
-    sender, outcome = Sender(url), Outcome()
+    images = [picture(*size, seed=0) for size in parse_mix(IMAGES)[0]]
+    sender, outcome, clocks = Sender(url, images), Outcome(), Clocks()
     for _ in range(HELD):
         await sender.call(outcome)
     encoders = [number for name, number in processes.items() if "#Encoder#" in name]
@@ -58,22 +62,16 @@ async def measure(url: str, processes: dict[str, int]) -> dict[str, float]:
         held = [asyncio.create_task(sender.call(Outcome())) for _ in range(HELD)]
         await asyncio.sleep(2)
         await asyncio.wait_for(sender.call(outcome), 60)  # the first to be refused
-        before = {name: cpu_seconds(number) for name, number in processes.items()}
+        before = clocks.look(processes.values())
         for _ in range(REFUSALS // AT_ONCE):
             await asyncio.gather(*(sender.call(outcome) for _ in range(AT_ONCE)))
-        after = {name: cpu_seconds(number) for name, number in processes.items()}
+        after = clocks.look(processes.values())
     finally:
         for number in encoders:
             os.kill(number, signal.SIGCONT)
     await asyncio.gather(*held)
     assert len(outcome.refused_seconds) == REFUSALS + 1, outcome.other
-    return {name: after[name] - before[name] for name in processes}
-
-
-def cpu_seconds(number: int) -> float:
-    """What a process has taken so far."""
-    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return {name: after[number] - before[number] for name, number in processes.items()}
 
 
 if __name__ == "__main__":

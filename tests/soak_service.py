@@ -15,15 +15,14 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-import ray
 from rich.console import Console
 
 from encoder_service.bench.cluster import cluster, logical_cpus, service
 from encoder_service.client import Client
 from tests.chaos.__main__ import STORE_BYTES, hardy, rest
 from tests.chaos.callers import Callers, known_files
-from tests.chaos.faults import process
 from tests.chaos.sources import sources
+from tests.processes import actors, process
 from tests.serve.object_store import used
 
 SAMPLES = 60
@@ -71,12 +70,6 @@ def main() -> int:
     broken = grew + phase.wrong + sorted(phase.failed) + ["bytes in the store"] * bool(left)
     console.print(f"[red]broken: {', '.join(broken)}" if broken else "memory is flat")
     return 1 if broken else 0
-
-
-def actors() -> list[str]:
-    """Names of all actors of the service, and of Serve's own."""
-    named = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(each["name"] for each in named if each["name"].startswith("SERVE_"))
 
 
 def private_bytes(number: int) -> int:

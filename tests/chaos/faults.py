@@ -19,6 +19,7 @@ import simplejpeg
 
 from encoder_service.bench.cluster import Cluster
 from tests.images import jpeg
+from tests.processes import process
 
 Recovered = Callable[[], bool]
 ENCODERS = 3
@@ -34,13 +35,6 @@ def replicas(deployment: str) -> set[str]:
     named = ray.util.list_named_actors(all_namespaces=True)
     prefix = f"SERVE_REPLICA::encoder#{deployment}#"
     return {each["name"] for each in named if each["name"].startswith(prefix)}
-
-
-def process(name: str) -> int:
-    """The process of an actor."""
-    actor = ray.get_actor(name, namespace="serve")
-    number: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
-    return number
 
 
 def signalled(deployment: str, number: signal.Signals) -> Callable[[Cluster], Recovered]:

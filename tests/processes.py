@@ -1,0 +1,78 @@
+"""The processes of a private cluster: which there are, what they take, on which cores they run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+
+
+def actors() -> list[str]:
+    """Names of all actors of the service, and of Serve's own."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(each["name"] for each in named if each["name"].startswith("SERVE_"))
+
+
+def process(name: str) -> int:
+    """The process of an actor."""
+    actor = ray.get_actor(name, namespace="serve")
+    number: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    return number
+
+
+def ours() -> list[int]:
+    """This process, then all that it started, at whatever remove: Ray, Serve, HAProxy."""
+    children: dict[int, list[int]] = {}
+    for number in numbers(Path("/proc")):
+        with suppress(OSError):  # it has ended
+            children.setdefault(int(status(number)[1]), []).append(number)
+    found = [os.getpid()]
+    for number in found:  # which grows
+        found += children.get(number, [])
+    return found
+
+
+class Clocks:
+    """Seconds of CPU that processes took so far; of those that have ended, when last looked at."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[int, float] = {}
+
+    def look(self, processes: Iterable[int]) -> dict[int, float]:
+        """Of these and of those before."""
+        for number in processes:
+            with suppress(OSError):
+                user, system = status(number)[11:13]
+                self.seconds[number] = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        return dict(self.seconds)
+
+
+def command(number: int) -> str:
+    """What a process calls itself. Raises OSError where it has ended."""
+    return Path(f"/proc/{number}/comm").read_text().strip()
+
+
+def run_apart(some: Iterable[int], processes: Iterable[int]) -> None:
+    """Gives half of the cores to some of these processes, and the other half to all others."""
+    chosen = set(some)
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    for number in processes:
+        allowed = cores[:half] if number in chosen else cores[half:]
+        for thread in numbers(Path(f"/proc/{number}/task")):
+            with suppress(OSError):  # it has ended
+                os.sched_setaffinity(thread, allowed)
+
+
+def numbers(folder: Path) -> Iterator[int]:
+    """What in a folder of /proc is called by a number."""
+    with suppress(OSError):
+        yield from (int(name) for name in os.listdir(folder) if name.isdigit())
+
+
+def status(number: int) -> list[str]:
+    """/proc/N/stat behind the name: state, parent, ... Raises OSError where it has ended."""
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
