@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -187,20 +187,19 @@ async def measure(
 def show(phases: dict[str, Phase], figures: dict[str, float], *, apart: bool) -> None:
     """As a table, and lines."""
     console = Console()
-    where = "on cores of their own" if apart else "wherever there is time"
-    table = Table(title=f"five times the peak; encoders' CPU {where}")
-    names = "", "goodput/s", "encoders busy", "encoder cores", "ms of them an answer", "front door"
-    for name in (*names, "clients"):
+    table = Table(title="encoders' CPU apart" if apart else None)
+    for name in ("", *phases):
         table.add_column(name, justify="right" if name else "left")
-    for name, one in phases.items():
-        shares = one.encoder_ms, one.other_cores, one.client_cores
-        table.add_row(
-            name,
-            f"{one.goodput_per_second:.2f}",
-            f"{one.busy:.0%}",
-            f"{one.encoder_cores:.2f}",
-            *(f"{each:.3g}" for each in shares),
-        )
+    rows: dict[str, Callable[[Phase], str]] = {
+        "answered, a second": lambda one: f"{one.goodput_per_second:.2f}",
+        "encoders at work": lambda one: f"{one.busy:.0%}",
+        "cores of the encoders": lambda one: f"{one.encoder_cores:.2f}",
+        "CPU of them for an answer, ms": lambda one: f"{one.encoder_ms:.0f}",
+        "cores of front door and Ray": lambda one: f"{one.other_cores:.2f}",
+        "cores of the clients": lambda one: f"{one.client_cores:.3f}",
+    }
+    for name, told in rows.items():
+        table.add_row(name, *map(told, phases.values()))
     console.print(table)
     for name, value in figures.items():
         console.print(f"{name:28} {value:.3g}")
