@@ -86,7 +86,7 @@ def choose(
     known_size, known_dtype = head_size in HEAD_SIZES, dtype in (torch.bfloat16, torch.float16)
     if known_size and known_dtype:
         kernel = kernel_for(device, dtype, head_size)
-        return HopperTiles(kernel) if kernel else Tiles()
+        return HopperTiles(kernel, head_size) if kernel else Tiles()
     if captured and known_size:
         raise StartError(
             f"model.dtype is {str(dtype).removeprefix('torch.')}, for which there is no attention "

@@ -37,8 +37,13 @@ class Shape:
     keys: int
     stages: int
 
+    @property
+    def kept_patches(self) -> int:
+        """The longest segment whose keys and values fit into the ring together."""
+        return self.keys * self.stages
 
-SHAPES = {64: Shape(96, 4), 72: Shape(80, 4), 80: Shape(80, 4)}
+
+SHAPES = {64: Shape(80, 9), 72: Shape(80, 6), 80: Shape(80, 6)}
 """For each head size that the kernel has. 80 keys divide the 400 patches of a common image."""
 
 
@@ -49,15 +54,18 @@ def attend_(qkv: Tensor, table: Tensor, kernel: nvrtc.Kernel) -> Tensor:
     their q. `kernel` is that of this device, dtype and head size.
     """
     rows, _, heads, size = qkv.shape
-    flat, rest = qkv.view(rows, -1), max(size - 64, 8)
+    flat, keys, rest = qkv.view(rows, -1), SHAPES[size].keys, max(size - 64, 8)
     maps = b"".join(
-        tensor_map(flat, (height, width))
-        for height in (SHAPES[size].keys, STRIP_ROWS)
-        for width in (64, rest)
+        [
+            tensor_map(flat, (keys, 64)),
+            tensor_map(flat, (STRIP_ROWS, 64)),
+            tensor_map(flat, (keys, rest)),
+            tensor_map(flat, (keys, 8), swizzled=False),
+            tensor_map(flat, (STRIP_ROWS, 8), swizzled=False),
+        ]
     )
     processors = torch.cuda.get_device_properties(qkv.device).multi_processor_count
-    blocks = min(processors, (len(table) - 1) * heads * GROUPS)
-    kernel.launch(blocks, qkv, table, maps, heads)
+    kernel.launch(processors, qkv, table, maps, heads)
     return flat[:, : heads * size]
 
 
@@ -84,11 +92,11 @@ def kernel_for(device: torch.device, dtype: torch.dtype, size: int) -> nvrtc.Ker
 
 def shared_bytes(size: int) -> int:
     """Of the ring and the queries; see hopper.cu. The first up to 1023 bytes are for alignment."""
-    shape, lots = SHAPES[size], 1 + (size > 64)
-    ring = shape.stages * shape.keys * (lots + 2) * LANE_BYTES
-    queries = STRIP_ROWS * lots * LANE_BYTES
-    scratch = ((size + 8) // 2 + 2) * 128 * 4
-    return 1024 + ring + max(GROUPS * queries, queries + scratch)
+    shape, rest = SHAPES[size], (size - 64) // 8
+    lots = (3 if rest else 2) * shape.stages * shape.keys + GROUPS * STRIP_ROWS
+    rests = rest * (shape.stages * shape.keys + GROUPS * STRIP_ROWS)
+    ones = 0 if rest else 16
+    return 1024 + (lots + ones) * LANE_BYTES + rests * 16
 
 
 def source(element: str, size: int) -> str:

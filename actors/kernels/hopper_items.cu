@@ -1,42 +1,53 @@
 // Who computes what: the items of a launch, from the table of hopper_tiles.py. Part of hopper.cu.
 
-constexpr int ROWS = 64 * GROUPS;  // queries of a tile
-
-// A tile is 64 queries for each computing group. A strip is 64 queries whose keys the groups share
-// out. Tiles that would leave most processors idle in a last round are cut into strips.
+// The entries of the table, once for each head, are the items that the blocks take in turn. What
+// would leave processors idle in a last round is cut: each of its entries into as many parts as
+// there are processors for it.
 struct Plan {
-    int heads, tiles, cut, items;  // tiles that stay whole; strips cut from tiles; all items
+    int heads, whole, share, items;  // items that stay whole, parts of each other one, all items
     DEVICE Plan(const int4* table, int heads) : heads(heads) {
-        int4 counts = __ldg(table);
-        int all = counts.x * heads, left = all % gridDim.x;
-        if (3 * left > 2 * gridDim.x) left = 0;
-        tiles = all - left;
-        cut = left * GROUPS;
-        items = tiles + cut + counts.y * heads;
+        int all = __ldg(table).x * heads, left = all % gridDim.x;
+        whole = all - left;
+        share = gridDim.x / max(left, 1);
+        items = whole + left * share;
+    }
+    DEVICE int at(int item) const {
+        return item < whole ? item : whole + (item - whole) / share;
+    }
+    DEVICE int4 entry(const int4* table, int item) const {
+        return __ldg(table + 1 + (item < items ? at(item) / heads : 0));
     }
 };
 
-// One item: 64 or ROWS queries from `row` on, of one head of the segment [start, end).
+// One item: so many strips of 64 queries from `row` on, of one head of the segment [start, end).
+// `shared`: one strip whose keys the groups share out, otherwise each group takes strips.
 struct Work {
-    int start, end, row, head;
-    bool strip;
-    DEVICE Work(const int4* table, const Plan& plan, int item) {
-        strip = item >= plan.tiles;
-        bool cut = strip && item < plan.tiles + plan.cut;
-        int at = !strip ? item
-                 : cut  ? plan.tiles + (item - plan.tiles) / GROUPS
-                        : item - plan.cut + plan.cut / GROUPS;
-        int4 entry = __ldg(table + 1 + at / plan.heads);
-        int within = at - entry.z * plan.heads, index = within % entry.w;
+    int start, end, row, head, strips;
+    bool shared;
+    DEVICE Work(const Plan& plan, int item, const int4& entry) {
         start = entry.x;
         end = entry.y;
-        head = within / entry.w;
-        row = start + index * ROWS;
-        if (cut) row += (item - plan.tiles) % GROUPS * 64;
-        // The strips of the table are the last ones of their segment.
-        else if (strip) row = start + ((end - start + 63) / 64 - entry.w + index) * 64;
+        int tiles = entry.w & 0xffff, most = entry.w >> 16;
+        int within = plan.at(item) - entry.z * plan.heads;
+        head = within / tiles;
+        row = start + within % tiles * most * 64;
+        strips = min(most, (end - row + 63) / 64);
+        shared = false;
+        if (item >= plan.whole) {
+            int part = (item - plan.whole) % plan.share, first = strips * part / plan.share;
+            strips = strips * (part + 1) / plan.share - first;
+            row += first * 64;
+            shared = strips == 1;
+        }
     }
-    DEVICE bool empty() const { return row >= end; }  // the end of a tile that was cut
+    // The first strip of a group; the others follow in steps of GROUPS.
+    DEVICE int first(int group, int turn) const {
+        return shared ? 0 : (group + GROUPS - turn) % GROUPS;
+    }
+    // Which group takes the first strip of the item behind this one: so each has as many.
+    DEVICE int next(int turn) const { return shared ? turn : (turn + strips) % GROUPS; }
+    // Whether the ring holds all keys at once, for all strips.
+    DEVICE bool kept() const { return blocks() <= STAGES; }
     // The last block of keys, the one that may be partial, comes first.
     DEVICE int blocks() const { return (end - start + KEYS - 1) / KEYS; }
     DEVICE int last_keys() const { return (end - start - 1) % KEYS + 1; }

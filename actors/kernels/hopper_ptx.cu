@@ -43,6 +43,10 @@ DEVICE void tensor_copy(u32 to, const TensorMap& map, int column, int row, u32 b
         : "memory");
 }
 
+DEVICE void prefetch(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 DEVICE void store16(u32 to, u32 first, u32 rest) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %2, %2};" ::"r"(to), "r"(first), "r"(rest)
                  : "memory");
@@ -61,9 +65,14 @@ DEVICE void load_matrices(u32* to, u32 from) {
 
 // Rows of 128 bytes swizzled in eights, as the matrix unit reads them. `leading`: bytes from the
 // first 64 columns to the next ones.
-DEVICE u64 descriptor(u32 address, u32 leading) {
+DEVICE u64 swizzled(u32 address, u32 leading) {
     return (u64)(address >> 4 & 0x3fff) | (u64)(leading >> 4) << 16 | (u64)(1024 >> 4) << 32 |
            1ull << 62;
+}
+
+// Rows of 16 bytes. `leading`: bytes from the first 8 columns to the next ones.
+DEVICE u64 plain(u32 address, u32 leading) {
+    return (u64)(address >> 4 & 0x3fff) | (u64)(leading >> 4) << 16 | (u64)(128 >> 4) << 32;
 }
 
 template <int N>
@@ -95,6 +104,13 @@ DEVICE u32 pair(float first, float second) {
     u32 both;
     asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
     return both;
+}
+
+// Until all that the kernels before this one have written can be read, and lets the kernel behind it
+// begin: where the launch says so they overlap.
+DEVICE void depend_wait() {
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 template <int THREADS>

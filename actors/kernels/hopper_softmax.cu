@@ -49,10 +49,12 @@ struct Softmax {
     }
 };
 
-// The groups' sums of one strip, brought to one reference, in the first group.
+// The groups' sums of one strip, brought to one reference, in the first group. Afterwards the copy
+// engine may write to `scratch`.
 DEVICE void merge(u32 scratch, float (&o)[COLUMNS / 2], Softmax& softmax, int group, int thread) {
     constexpr int TOP = COLUMNS / 2;
     float* at = (float*)__cvta_shared_to_generic(scratch) + thread;
+    meet<128 * GROUPS>(1 + GROUPS);
 #pragma unroll 1
     for (int other = 1; other < GROUPS; other++) {
         if (group == other) {
@@ -75,16 +77,17 @@ DEVICE void merge(u32 scratch, float (&o)[COLUMNS / 2], Softmax& softmax, int gr
             for (int i = 0; i < TOP; i++)
                 o[i] = o[i] * ours[i / 2 % 2] + at[i * 128] * theirs[i / 2 % 2];
         }
+        publish();
         meet<128 * GROUPS>(1 + GROUPS);
     }
 }
 
-DEVICE void store(ELEMENT* qkv, int heads, const Work& work, const float (&o)[COLUMNS / 2],
-                  int thread) {
+DEVICE void store(ELEMENT* qkv, int heads, const Work& work, int first,
+                  const float (&o)[COLUMNS / 2], int thread) {
     int lane = thread % 32;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        int row = work.row + thread / 32 * 16 + lane / 4 + 8 * r;
+        int row = first + thread / 32 * 16 + lane / 4 + 8 * r;
         float share = 1 / __shfl_sync(~0u, o[COLUMNS / 2 - 4 + 2 * r], lane & 28);
         ELEMENT* to = qkv + ((long long)row * 3 * heads + work.head) * SIZE + lane % 4 * 2;
         if (row < work.end)

@@ -62,12 +62,16 @@ def hopper_tiles(size: int, dtype: torch.dtype) -> HopperTiles:
         pytest.skip("not compute capability 9.0")
     kernel = hopper.kernel_for(torch.device("cuda"), dtype, size)
     assert kernel, "hopper.cu does not compile"
-    return HopperTiles(kernel)
+    return HopperTiles(kernel, size)
 
 
-# One strip, blocks of keys filled and not, strips cut from a last round of tiles, all at once.
+# One strip, blocks of keys filled and not, segments that the ring just holds and just not, a last
+# round that is cut into parts, and into strips that groups share, all at once.
 HOPPER_LAYOUTS = [
     [1],
+    [400],
+    [480, 481, 720, 721],
+    [400] * 20,
     [79, 80, 81, 95, 96, 97, 193],
     [2048, 1, 128, 129, 160],
     [300] * 40,

@@ -1,32 +1,34 @@
 """The tables of tiles: every query row of every segment once, whatever the layout.
 
-Of the Triton kernel in tiles, of hopper.cu in tiles and in strips.
+Of the Triton kernel in tiles, of hopper.cu in tiles, in whole segments and in parts of either.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.kernels.hopper import STRIP_ROWS, TILE_ROWS
-from actors.kernels.hopper_tiles import SHORT_PATCHES, HopperTiles, item_rows, item_table
+from actors.kernels.hopper import GROUPS, SHAPES, STRIP_ROWS
+from actors.kernels.hopper_tiles import HopperTiles, item_table
 from actors.kernels.nvrtc import Kernel
 from actors.kernels.tiles import LONG_PATCHES, Tiles, tile_rows, tile_table
 
+KEPT = SHAPES[72].kept_patches
 LENGTHS = st.lists(st.integers(1, 1000), min_size=1, max_size=30)
 TABLES: dict[str, Tiles | HopperTiles] = {
     "attention_tiles": Tiles(),
-    "attention_items": HopperTiles(Kernel(ctypes.c_void_p(), 0, 0)),
+    "attention_items": HopperTiles(Kernel(ctypes.c_void_p(), 0, 0), 72),
 }
 BOTH = pytest.mark.parametrize("name", TABLES)
 
 Covered = list[tuple[int, int, int, int]]
-"""(First query row, rows, segment start and end) of each tile or strip."""
+"""(First query row, rows, segment start and end) of each."""
 
 
 def tiles(lengths: Sequence[int], rows: int) -> Covered:
@@ -38,17 +40,22 @@ def tiles(lengths: Sequence[int], rows: int) -> Covered:
     ]
 
 
-def items(lengths: Sequence[int], rows: int) -> Covered:
-    """As hopper_items.cu reads them."""
-    table = item_table(lengths, rows, most(lengths, rows)).tolist()
-    whole, strips = table[0][:2]
+def items(lengths: Sequence[int], processors: int) -> Covered:
+    """Of the last of three heads, as hopper_items.cu reads them."""
+    table = item_table(lengths, KEPT, most(lengths, STRIP_ROWS)).tolist()
+    every = 3 * table[0][0]
+    left = every % processors
     found = []
-    for at, (start, end, first, count) in enumerate(table[1 : 1 + whole + strips]):
-        if at < whole:
-            found.append((start + (at - first) * TILE_ROWS, TILE_ROWS, start, end))
-        else:
-            index = -(-(end - start) // STRIP_ROWS) - count + at - first
-            found.append((start + index * STRIP_ROWS, STRIP_ROWS, start, end))
+    for item in range(every):
+        start, end, first, packed = table[1 + item // 3]
+        strips, entries = divmod(packed, 65536)
+        head, index = divmod(item - 3 * first, entries)
+        row = start + index * strips * STRIP_ROWS
+        strips = min(strips, -(-(end - row) // STRIP_ROWS))
+        parts = 1 if item < every - left else processors // left
+        cuts = [row + strips * part // parts * STRIP_ROWS for part in range(parts + 1)]
+        if head == 2:
+            found += [(a, b - a, start, end) for a, b in pairwise(cuts) if a < b]
     return found
 
 
@@ -58,7 +65,7 @@ def most(lengths: Sequence[int], rows: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("covered", "rows"), [(tiles, 64), (tiles, 128), (items, STRIP_ROWS), (items, TILE_ROWS)]
+    ("covered", "rows"), [(tiles, 64), (tiles, 128), (items, 1), (items, 7), (items, 132)]
 )
 @given(lengths=LENGTHS)
 def test_each_row_is_in_one_tile_of_its_own_segment(
@@ -105,19 +112,23 @@ def test_the_longest_segment_starts_first(lengths: list[int]) -> None:
     assert seen == sorted(seen, reverse=True)
 
 
-@given(LENGTHS)
-def test_no_tile_is_left_to_one_group(lengths: list[int]) -> None:
-    for first, rows, _, end in items(lengths, TILE_ROWS):
-        assert rows == STRIP_ROWS or end - first > STRIP_ROWS
+@given(LENGTHS, st.sampled_from([1, 7, 132]))
+def test_only_segments_that_the_ring_holds_have_long_items(
+    lengths: list[int], processors: int
+) -> None:
+    for _, rows, start, end in items(lengths, processors):
+        assert rows <= GROUPS * STRIP_ROWS or end - start <= KEPT
+
+
+def test_a_small_image_is_cut_for_all_processors() -> None:
+    assert [rows for _, rows, _, _ in items([400], 132)] == [STRIP_ROWS] * 7
 
 
 def test_small_budgets_have_small_tiles() -> None:
     assert tile_rows(LONG_PATCHES) < tile_rows(LONG_PATCHES + 1)
-    assert item_rows(SHORT_PATCHES) == STRIP_ROWS
-    assert item_rows(SHORT_PATCHES + 1) == TILE_ROWS
 
 
 def test_no_items_is_no_work() -> None:
     empty = torch.zeros(4, 4, dtype=torch.int32)
     assert torch.equal(tile_table([], 64, 4), empty)
-    assert torch.equal(item_table([], STRIP_ROWS, 4), empty)
+    assert torch.equal(item_table([], KEPT, 4), empty)
