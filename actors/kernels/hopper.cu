@@ -21,7 +21,7 @@ DEVICE u64 further(u64 values, int bytes) {
 DEVICE void scores_begin(float (&s)[KEYS / 2], const u32 (&q)[SLICES * 4], const Ring& ring,
                          Place place) {
     u64 keys = ring.keys + place.stage * (STAGE_BYTES / 16);
-    u64 rest = ring.keys_last + place.stage * (REST * KEY_REST / 16);
+    u64 rest = ring.keys_last + place.stage * (KEY_REST / 16);
 #pragma unroll
     for (int i = 0; i < SLICES; i++)
         multiply_qk(s, q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3], i < 4 ? keys + i * 2 : rest,
@@ -64,7 +64,7 @@ DEVICE void load_queries(u32 (&q)[SLICES * 4], const Ring& ring, int group, int 
     for (int i = 0; i < 4; i++)
         load_matrices(q + 4 * i, ring.q(group) + chunk_at(row, 2 * i + second));
     if constexpr (REST > 0)
-        load_matrices(q + 16, ring.q_rest(group) + (second * (REST - 1) * 64 + row) * 16);
+        load_matrices(q + 16, ring.q_rest(group) + rest_at(row, second));
     if constexpr (REST == 1) q[4 * SLICES - 2] = q[4 * SLICES - 1] = 0;
 }
 

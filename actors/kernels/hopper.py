@@ -60,8 +60,8 @@ def attend_(qkv: Tensor, table: Tensor, kernel: nvrtc.Kernel) -> Tensor:
             tensor_map(flat, (keys, 64)),
             tensor_map(flat, (STRIP_ROWS, 64)),
             tensor_map(flat, (keys, rest)),
-            tensor_map(flat, (keys, 8), swizzled=False),
-            tensor_map(flat, (STRIP_ROWS, 8), swizzled=False),
+            tensor_map(flat, (keys, rest), 2 * rest),
+            tensor_map(flat, (STRIP_ROWS, rest), 2 * rest),
         ]
     )
     processors = torch.cuda.get_device_properties(qkv.device).multi_processor_count

@@ -3,12 +3,12 @@
 //
 // Of a head the first 64 columns lie in shared memory as rows of 128 bytes, swizzled. Of values the
 // other 8 or 16 and a column of ones are in a second lot of such rows, since one product reads
-// both; of queries and keys they lie apart, 16 bytes a row.
+// both; of queries and keys they lie apart, in rows of their own.
 
 constexpr int REST = CHUNKS - 8;  // chunks of 8 columns behind the first 64
 constexpr int LOT = KEYS * 128;
 constexpr int STAGE_BYTES = LOT + (REST ? 2 * LOT : LOT);
-constexpr int KEY_REST = KEYS * 16, QUERY_REST = 64 * 16;  // bytes of such a chunk
+constexpr int KEY_REST = KEYS * REST * 16, QUERY_REST = 64 * REST * 16;  // bytes
 constexpr int BLOCK_BYTES = KEYS * SIZE * 2;  // copied
 constexpr int QUERY_LOT = 64 * 128;
 constexpr int ONES_BYTES = REST ? 0 : 16 * 128;
@@ -28,7 +28,7 @@ struct Ring {
           scratch(memory + STAGES * STAGE_BYTES),
           ones(scratch + GROUPS * QUERY_LOT),
           keys_rest(ones + ONES_BYTES),
-          queries_rest(keys_rest + STAGES * REST * KEY_REST),
+          queries_rest(keys_rest + STAGES * KEY_REST),
           full_k(barriers),
           full_v(full_k + 8 * STAGES),
           empty_k(full_v + 8 * STAGES),
@@ -36,11 +36,11 @@ struct Ring {
           full_q(empty_v + 8 * STAGES),
           empty_q(full_q + 8 * GROUPS),
           keys(swizzled(uniform(tiles), 0)),
-          keys_last(plain(uniform(keys_rest), REST > 1 ? KEY_REST : 0)),
+          keys_last(narrow(uniform(keys_rest), REST * 16)),
           values(swizzled(uniform(tiles + LOT), REST ? LOT : uniform(ones - tiles - LOT))) {}
     DEVICE u32 v(Place place) const { return tiles + place.stage * STAGE_BYTES + LOT; }
     DEVICE u32 q(int group) const { return scratch + group * QUERY_LOT; }
-    DEVICE u32 q_rest(int group) const { return queries_rest + group * REST * QUERY_REST; }
+    DEVICE u32 q_rest(int group) const { return queries_rest + group * QUERY_REST; }
     DEVICE void wait_k(Place place) const { barrier_wait(full_k + 8 * place.stage, place.parity); }
     DEVICE void wait_v(Place place) const { barrier_wait(full_v + 8 * place.stage, place.parity); }
     DEVICE void free_k(Place place) const { barrier_arrive(empty_k + 8 * place.stage); }
@@ -65,11 +65,9 @@ DEVICE u32 chunk_at(int row, int chunk) {
     return chunk / 8 * LOT + row * 128 + (chunk ^ row) % 8 * 16;
 }
 
-// One chunk a copy.
-DEVICE void copy_rest(u32 to, const TensorMap& map, int bytes, int column, int row, u32 barrier) {
-#pragma unroll
-    for (int i = 0; i < REST; i++)
-        tensor_copy(to + i * bytes, map, column + 64 + 8 * i, row, barrier);
+// Where 8 columns of a row lie behind the first 64, of queries and keys.
+DEVICE u32 rest_at(int row, int chunk) {
+    return REST > 1 ? row * 32 + (chunk ^ row / 4 % 2) * 16 : row * 16;
 }
 
 DEVICE void copy_block(const Maps& maps, const Ring& ring, Place place, int k, int v, int row) {
@@ -77,7 +75,7 @@ DEVICE void copy_block(const Maps& maps, const Ring& ring, Place place, int k, i
     barrier_wait(ring.empty_k + 8 * place.stage, place.parity ^ 1);
     barrier_expect(full, BLOCK_BYTES);
     tensor_copy(to, maps.block, k, row, full);
-    copy_rest(ring.keys_rest + place.stage * REST * KEY_REST, maps.keys_rest, KEY_REST, k, row, full);
+    if (REST) tensor_copy(ring.keys_rest + place.stage * KEY_REST, maps.keys_rest, k + 64, row, full);
     full = ring.full_v + 8 * place.stage;
     barrier_wait(ring.empty_v + 8 * place.stage, place.parity ^ 1);
     barrier_expect(full, BLOCK_BYTES);
@@ -119,8 +117,9 @@ DEVICE void copy_queries(const Maps& maps, const int4* table, const Plan& plan, 
             parity ^= 1;
             barrier_expect(full, 64 * SIZE * 2);
             tensor_copy(ring.q(group), maps.queries, column, work.row + 64 * i, full);
-            copy_rest(ring.q_rest(group), maps.queries_rest, QUERY_REST, column, work.row + 64 * i,
-                      full);
+            if (REST)
+                tensor_copy(ring.q_rest(group), maps.queries_rest, column + 64, work.row + 64 * i,
+                            full);
         }
         turn = work.next(turn);
     }

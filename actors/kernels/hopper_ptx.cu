@@ -70,9 +70,9 @@ DEVICE u64 swizzled(u32 address, u32 leading) {
            1ull << 62;
 }
 
-// Rows of 16 bytes. `leading`: bytes from the first 8 columns to the next ones.
-DEVICE u64 plain(u32 address, u32 leading) {
-    return (u64)(address >> 4 & 0x3fff) | (u64)(leading >> 4) << 16 | (u64)(128 >> 4) << 32;
+// Rows of 32 bytes, swizzled in eights, or of 16, the second half of each being the first again.
+DEVICE u64 narrow(u32 address, int bytes) {
+    return (u64)(address >> 4 & 0x3fff) | (u64)(8 * bytes >> 4) << 32 | (bytes > 16 ? 3ull << 62 : 0);
 }
 
 template <int N>

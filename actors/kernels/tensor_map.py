@@ -14,19 +14,21 @@ BYTES, ALIGNMENT = 128, 64
 """Of a CUtensorMap."""
 TYPES = {torch.float16: 6, torch.bfloat16: 9}
 """CU_TENSOR_MAP_DATA_TYPE_*."""
-SWIZZLE_NONE, SWIZZLE_128B, L2_PROMOTION_256B = 0, 3, 3
+SWIZZLES = {128: 3, 32: 1, 16: 0}
+"""CU_TENSOR_MAP_SWIZZLE_* of rows of so many bytes; those of 16 lie plain."""
+L2_PROMOTION_256B = 3
 """CU_TENSOR_MAP_*."""
 
 
-def tensor_map(matrix: Tensor, box: tuple[int, int], *, swizzled: bool = True) -> bytes:
+def tensor_map(matrix: Tensor, box: tuple[int, int], row_bytes: int = 128) -> bytes:
     """The map by which boxes of (rows, columns) of a 16-bit matrix [rows, columns] are copied.
 
-    A box comes as rows of 128 bytes in shared memory, swizzled, whatever its columns, 64 at most,
-    or else as rows of just its columns; what lies beyond the matrix comes as zeros.
+    A box comes as rows of so many bytes in shared memory, swizzled, whatever its columns, 64 at
+    most; what lies beyond the matrix comes as zeros.
     """
     rows, columns = matrix.shape
-    swizzle = SWIZZLE_128B if swizzled else SWIZZLE_NONE
-    return encoded(matrix.data_ptr(), TYPES[matrix.dtype], rows, columns, box, swizzle)
+    kind, swizzle = TYPES[matrix.dtype], SWIZZLES[row_bytes]
+    return encoded(matrix.data_ptr(), kind, rows, columns, box, swizzle)
 
 
 @lru_cache(maxsize=4096)
