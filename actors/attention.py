@@ -79,14 +79,14 @@ def choose(
     """
     if device.type != "cuda":
         return SegmentAttention()
-    from actors.kernels.hopper import kernel_for
+    from actors.kernels.hopper import kernels_for
     from actors.kernels.hopper_tiles import HopperTiles
     from actors.kernels.tiles import HEAD_SIZES, Tiles
 
     known_size, known_dtype = head_size in HEAD_SIZES, dtype in (torch.bfloat16, torch.float16)
     if known_size and known_dtype:
-        kernel = kernel_for(device, dtype, head_size)
-        return HopperTiles(kernel, head_size) if kernel else Tiles()
+        kernels = kernels_for(device, dtype, head_size)
+        return HopperTiles(kernels, head_size) if kernels else Tiles()
     if captured and known_size:
         raise StartError(
             f"model.dtype is {str(dtype).removeprefix('torch.')}, for which there is no attention "

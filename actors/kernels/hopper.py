@@ -43,18 +43,21 @@ class Shape:
         return self.keys * self.stages
 
 
-SHAPES = {64: Shape(80, 9), 72: Shape(80, 6), 80: Shape(80, 6)}
-"""For each head size that the kernel has. 80 keys divide the 400 patches of a common image."""
+SHAPES = {64: (Shape(80, 9), Shape(96, 8)), 72: (Shape(80, 6),), 80: (Shape(80, 6),)}
+"""For each head size that there are kernels of, one of each shape: see hopper_tiles.py.
+
+80 keys divide the 400 patches of a common image; long segments are faster with 96.
+"""
 
 
-def attend_(qkv: Tensor, table: Tensor, kernel: nvrtc.Kernel) -> Tensor:
+def attend_(qkv: Tensor, table: Tensor, kernel: nvrtc.Kernel, keys: int) -> Tensor:
     """Attention of qkv [rows, 3, heads, head size], contiguous, 16-bit, written over its q.
 
     Returns that q as [rows, heads x head size], a view; rows that no item of the table covers keep
-    their q. `kernel` is that of this device, dtype and head size.
+    their q. `kernel` is one of this device, dtype and head size, of so many keys a block.
     """
     rows, _, heads, size = qkv.shape
-    flat, keys, rest = qkv.view(rows, -1), SHAPES[size].keys, max(size - 64, 8)
+    flat, rest = qkv.view(rows, -1), max(size - 64, 8)
     maps = b"".join(
         [
             tensor_map(flat, (keys, 64)),
@@ -70,10 +73,12 @@ def attend_(qkv: Tensor, table: Tensor, kernel: nvrtc.Kernel) -> Tensor:
 
 
 @cache
-def kernel_for(device: torch.device, dtype: torch.dtype, size: int) -> nvrtc.Kernel | None:
-    """The kernel for such a qkv; None, and one line in the log, where it cannot be had.
+def kernels_for(
+    device: torch.device, dtype: torch.dtype, size: int
+) -> tuple[nvrtc.Kernel, ...] | None:
+    """One for each shape of such a qkv; None, and one line in the log, where they cannot be had.
 
-    Compiling takes about a second, so each is kept.
+    Compiling one takes about a second, so they are kept.
     """
     if size not in SHAPES or not torch.cuda.is_available():
         return None
@@ -82,26 +87,29 @@ def kernel_for(device: torch.device, dtype: torch.dtype, size: int) -> nvrtc.Ker
         log.info("attention by Triton: hopper.cu is not for compute capability %d.%d", *capability)
         return None
     try:
-        text = source(TYPES[dtype], size)
         with torch.cuda.device(device):
-            return nvrtc.build(text, "attend", ARCHITECTURE, 128 * (GROUPS + 1), shared_bytes(size))
+            return tuple(build(TYPES[dtype], size, shape) for shape in SHAPES[size])
     except (OSError, RuntimeError) as error:
         log.warning("attention by Triton, which is slower: hopper.cu cannot be used: %s", error)
         return None
 
 
-def shared_bytes(size: int) -> int:
+def build(element: str, size: int, shape: Shape) -> nvrtc.Kernel:
+    """See nvrtc.build."""
+    text, threads = source(element, size, shape), 128 * (GROUPS + 1)
+    return nvrtc.build(text, "attend", ARCHITECTURE, threads, shared_bytes(size, shape))
+
+
+def shared_bytes(size: int, shape: Shape) -> int:
     """Of the ring and the queries; see hopper.cu. The first up to 1023 bytes are for alignment."""
-    shape, rest = SHAPES[size], (size - 64) // 8
-    lots = (3 if rest else 2) * shape.stages * shape.keys + GROUPS * STRIP_ROWS
-    rests = rest * (shape.stages * shape.keys + GROUPS * STRIP_ROWS)
+    kept, queries, rest = shape.kept_patches, GROUPS * STRIP_ROWS, (size - 64) // 8
+    lots = (3 if rest else 2) * kept + queries
     ones = 0 if rest else 16
-    return 1024 + (lots + ones) * LANE_BYTES + rests * 16
+    return 1024 + (lots + ones) * LANE_BYTES + (kept + queries) * rest * 16
 
 
-def source(element: str, size: int) -> str:
+def source(element: str, size: int, shape: Shape) -> str:
     """All that is compiled, as one text."""
-    shape = SHAPES[size]
     defined = {
         "ELEMENT": "unsigned short",
         "TYPE": f'"{element}"',

@@ -14,16 +14,18 @@ from torch import Tensor
 from actors.attention import Shapes, Values
 from actors.kernels import hopper, nvrtc
 
+LARGE_PATCHES = 4096
+"""Budgets from here on take a head size's last shape, smaller ones its first."""
+
 
 class HopperTiles:
     """CUDA of compute capability 9.0, bfloat16 and float16, head sizes 64, 72 and 80."""
 
     name = "hopper"
 
-    def __init__(self, kernel: nvrtc.Kernel, size: int) -> None:
-        """`kernel`: hopper.kernel_for the device, dtype and this head size."""
-        self.kernel = kernel
-        self.kept_patches = hopper.SHAPES[size].kept_patches
+    def __init__(self, kernels: Sequence[nvrtc.Kernel], size: int) -> None:
+        """`kernels`: hopper.kernels_for the device, dtype and this head size."""
+        self.forms = list(zip(hopper.SHAPES[size], kernels, strict=True))
 
     def inputs(self, patches: int, segments: int) -> Shapes:
         """The table, int32: a first row with the count of entries, then one row an entry."""
@@ -33,11 +35,17 @@ class HopperTiles:
     def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
         """Items of the longest segment first: what ends last starts first."""
         shape, _ = self.inputs(patches, segments)["attention_items"]
-        return {"attention_items": item_table(lengths, self.kept_patches, shape[0])}
+        kept_patches = self.form(patches)[0].kept_patches
+        return {"attention_items": item_table(lengths, kept_patches, shape[0])}
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
         """See Attention. Written over q; rows beyond the segments keep their q."""
-        return hopper.attend_(qkv, values["attention_items"], self.kernel)
+        shape, kernel = self.form(len(qkv))
+        return hopper.attend_(qkv, values["attention_items"], kernel, shape.keys)
+
+    def form(self, patches: int) -> tuple[hopper.Shape, nvrtc.Kernel]:
+        """Of a budget of so many patches."""
+        return self.forms[-1 if patches >= LARGE_PATCHES else 0]
 
 
 def item_table(lengths: Sequence[int], kept_patches: int, size: int) -> Tensor:

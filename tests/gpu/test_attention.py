@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
 pytest.importorskip("triton")
 
 from actors.kernels import hopper  # noqa: E402
-from actors.kernels.hopper_tiles import HopperTiles  # noqa: E402
+from actors.kernels.hopper_tiles import LARGE_PATCHES, HopperTiles  # noqa: E402
 from actors.kernels.tiles import HEAD_SIZES, Tiles  # noqa: E402
 
 KERNELS = [
@@ -60,9 +60,9 @@ def test_a_poisoned_neighbour_stays_alone(patches: int) -> None:
 def hopper_tiles(size: int, dtype: torch.dtype) -> HopperTiles:
     if torch.cuda.get_device_capability() != hopper.CAPABILITY:
         pytest.skip("not compute capability 9.0")
-    kernel = hopper.kernel_for(torch.device("cuda"), dtype, size)
-    assert kernel, "hopper.cu does not compile"
-    return HopperTiles(kernel, size)
+    kernels = hopper.kernels_for(torch.device("cuda"), dtype, size)
+    assert kernels, "hopper.cu does not compile"
+    return HopperTiles(kernels, size)
 
 
 # One strip, blocks of keys filled and not, segments that the ring just holds and just not, a last
@@ -87,7 +87,7 @@ def test_hopper_equals_plain_attention_and_leaves_keys_and_values(
     size: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
     tiles, used = hopper_tiles(size, dtype), sum(lengths)
-    for patches in (used + 9, used + 1200):
+    for patches in (used + 9, used + LARGE_PATCHES):
         qkv = torch.randn(patches, 3, 16, size, dtype=dtype)
         qkv[used:] = float("nan")
         values = on_gpu(tiles.metadata(lengths, patches, len(lengths) + 3))
@@ -96,6 +96,17 @@ def test_hopper_equals_plain_attention_and_leaves_keys_and_values(
         assert difference(out, expected_attention(qkv[:used], lengths)) < 4e-3
         assert torch.equal(written[:used, 1:], qkv[:used, 1:])
         assert written[used:].isnan().all()
+
+
+@pytest.mark.parametrize("lengths", [[400] * 20, [2600, 64, 480, 1]], ids=str)
+@pytest.mark.parametrize("size", hopper.SHAPES)
+def test_on_hopper_the_same_is_the_same_every_time(size: int, lengths: list[int]) -> None:
+    """What is copied over something that is still being read shows as another result."""
+    tiles, patches = hopper_tiles(size, torch.bfloat16), sum(lengths)
+    qkv = torch.randn(patches, 3, 16, size, dtype=torch.bfloat16)
+    values = on_gpu(tiles.metadata(lengths, patches, len(lengths)))
+    first = tiles(qkv.clone(), values)
+    assert all(torch.equal(tiles(qkv.clone(), values), first) for _ in range(20))
 
 
 @pytest.mark.parametrize("patches", [600, 4096])

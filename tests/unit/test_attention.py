@@ -10,7 +10,7 @@ import torch
 from actors.attention import SegmentAttention, choose
 from actors.errors import ConfigError, StartError
 from actors.kernels import nvrtc
-from actors.kernels.hopper import CAPABILITY, kernel_for
+from actors.kernels.hopper import CAPABILITY, kernels_for
 from actors.kernels.hopper_tiles import HopperTiles
 from actors.kernels.tiles import HEAD_SIZES, Tiles
 from actors.models.load import load
@@ -33,10 +33,10 @@ def test_other_devices_than_hopper_get_triton_and_say_so_once(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    kernel_for.cache_clear()
+    kernels_for.cache_clear()
     with caplog.at_level("INFO"):
         chosen = [choose(CUDA, torch.bfloat16, 72, captured=True) for _ in range(2)]
-    kernel_for.cache_clear()
+    kernels_for.cache_clear()
     assert all(isinstance(each, Tiles) for each in chosen)
     (line,) = caplog.messages
     assert "{}.{}".format(*capability) in line
@@ -53,9 +53,9 @@ def test_a_hopper_kernel_that_cannot_be_built_is_triton_and_one_warning(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: CAPABILITY)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(nvrtc, "compiled", fails)
-    kernel_for.cache_clear()
+    kernels_for.cache_clear()
     chosen = [choose(CUDA, torch.bfloat16, 72, captured=True) for _ in range(2)]
-    kernel_for.cache_clear()
+    kernels_for.cache_clear()
     assert all(isinstance(each, Tiles) for each in chosen)
     (line,) = caplog.messages
     assert str(error) in line

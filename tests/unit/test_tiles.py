@@ -19,11 +19,11 @@ from actors.kernels.hopper_tiles import HopperTiles, item_table
 from actors.kernels.nvrtc import Kernel
 from actors.kernels.tiles import LONG_PATCHES, Tiles, tile_rows, tile_table
 
-KEPT = SHAPES[72].kept_patches
+KEPT = SHAPES[72][0].kept_patches
 LENGTHS = st.lists(st.integers(1, 1000), min_size=1, max_size=30)
 TABLES: dict[str, Tiles | HopperTiles] = {
     "attention_tiles": Tiles(),
-    "attention_items": HopperTiles(Kernel(ctypes.c_void_p(), 0, 0), 72),
+    "attention_items": HopperTiles([Kernel(ctypes.c_void_p(), 0, 0)], 72),
 }
 BOTH = pytest.mark.parametrize("name", TABLES)
 
@@ -131,6 +131,16 @@ def test_one_image_is_cut_for_all_processors() -> None:
 
 def test_small_budgets_have_small_tiles() -> None:
     assert tile_rows(LONG_PATCHES) < tile_rows(LONG_PATCHES + 1)
+
+
+@pytest.mark.parametrize(("patches", "kept"), [(4095, 80 * 9), (4096, 96 * 8)])
+def test_large_budgets_at_head_size_64_have_the_ring_of_long_segments(
+    patches: int, kept: int
+) -> None:
+    attention = HopperTiles([Kernel(ctypes.c_void_p(), 0, 0)] * 2, 64)
+    table = attention.metadata([kept, kept + 1], patches, 2)["attention_items"]
+    tiles = -(-(kept + 1) // (GROUPS * STRIP_ROWS))
+    assert table[0, 0] == tiles + 1
 
 
 def test_no_items_is_no_work() -> None:
