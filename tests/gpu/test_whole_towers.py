@@ -1,4 +1,4 @@
-"""On a GPU, whole: every family with all its layers, poisoned, against float32. About two minutes.
+"""On a GPU, whole: every family with all its layers, poisoned, against float32. Takes a minute.
 
 pytest -s -m 'gpu and slow' tests/gpu/test_whole_towers.py
 """
@@ -32,8 +32,9 @@ PRESETS = (
     *test_tiled_graphs.PRESETS,
     *("deepseek-ocr", *test_step_graphs.PRESETS),
 )
-BOUNDS = {24: 4e-2, 36: 4e-2, 63: 5e-2}
-"""Relative, of towers of at most so many layers: rounding adds up from layer to layer."""
+BOUND, BOUND_OF = 3e-2, {"glm41v-9b": 4e-2}
+"""Relative. Seen of 23 to 36 layers: 0.9e-2 to 2.0e-2, of 45 and 47 1.6e-2 and 1.7e-2, of GLM's 24
+2.7e-2: it has more of it with four layers, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def test_a_whole_tower_equals_the_reference(preset: str) -> None:
         f"{perf_counter() - started:.1f} s, {torch.cuda.max_memory_reserved() / 1e9:.0f} GB",
         flush=True,
     )
-    assert error < bound(count)
+    assert error < BOUND_OF.get(preset, BOUND)
 
 
 def worst_error(model: ModelSpec, device: Device) -> float:
@@ -80,8 +81,3 @@ def layers(model: ModelSpec) -> int:
         re.match(r"(.*\b(?:blocks|resblocks|layers?)\.\d+)\.", name) for name in expected(model)
     )
     return len({one[1] for one in found if one})
-
-
-def bound(count: int) -> float:
-    """What a tower of so many layers may differ by."""
-    return next(error for most, error in BOUNDS.items() if count <= most)
