@@ -74,13 +74,6 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
         body, content_type = await offload(size_bytes, render, document, accept)
         return Response(body, media_type=content_type)
 
-    @app.head(REFERENCE_PATH, include_in_schema=False)
-    async def kept(request: Request, reference: str) -> Response:
-        """Whether an embedding is kept under an id."""
-        service.authorize(request.headers.get("authorization"))
-        await service.find(reference)
-        return Response()
-
     @app.delete(REFERENCE_PATH, responses=ERRORS | MISSING, status_code=204)
     async def release(request: Request, reference: str) -> None:
         """Lets go of an embedding before its time is over."""

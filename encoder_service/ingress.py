@@ -130,10 +130,6 @@ class Fleet:
         except EmbeddingLost:  # its replica ended just now
             raise unknown(reference) from None
 
-    async def find(self, reference: str) -> None:
-        """See service.Backend. Rows that are no more than a message come with the answer."""
-        await self.router.fetch(reference)
-
     async def release(self, reference: str) -> None:
         """See service.Backend."""
         await self.router.release(reference)

@@ -18,7 +18,6 @@ from actors.errors import InvalidRequest, TooLarge
 from actors.origin import Origin
 from encoder_service import encoder_pb2 as pb
 from encoder_service.answer import Json, head, item
-from encoder_service.buffered import Take
 from encoder_service.config import LimitOptions
 from encoder_service.errors import Fault, fault
 from encoder_service.exchange import Exchange
@@ -56,9 +55,10 @@ class EncoderCalls:
     async def Encode(self, request: pb.EncodeRequest, grpc_context: Context) -> pb.EncodeResponse:
         """All items at once."""
         with self.answering("grpc", grpc_context) as exchange:
-            self.check(request)
+            sent_bytes = self.check(request)
             with self.service.buffered.hold() as take:
-                items, options = read(request, self.service.limits, take)
+                take(sent_bytes)
+                items, options = read(request)
                 document = await self.service.encode(items, options, exchange)
             size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
             return await offload(size_bytes, response, document)
@@ -69,9 +69,10 @@ class EncoderCalls:
     ) -> AsyncIterator[pb.EncodeChunk]:
         """Each item as soon as it is ready, in chunks of about a megabyte."""
         with self.answering("grpc_stream", grpc_context) as exchange:
-            self.check(request)
+            sent_bytes = self.check(request)
             with self.service.buffered.hold() as take:
-                items, options = read(request, self.service.limits, take)
+                take(sent_bytes)
+                items, options = read(request)
                 async with aclosing(self.service.stream(items, options, exchange)) as entries:
                     async for entry in entries:
                         document = item(self.service.spec, entry, exchange.request_id)
@@ -108,10 +109,11 @@ class EncoderCalls:
             return pb.GetModelResponse(json=json.dumps(self.service.card))
         return pb.GetModelResponse()
 
-    def check(self, request: pb.EncodeRequest) -> None:
-        """Raises TooLarge for more items than are ever taken, then Overloaded for any now."""
-        check_count(request, self.service.limits)
+    def check(self, request: pb.EncodeRequest) -> int:
+        """Its bytes. Raises TooLarge for what is never taken, then Overloaded for any now."""
+        size_bytes = check_size(request, self.service.limits)
         self.service.backend.check_room()
+        return size_bytes
 
     @contextmanager
     def answering(self, api: str | None, context: Context) -> Iterator[Exchange]:
@@ -157,29 +159,24 @@ def details(document: Json) -> str:
     return text
 
 
-def check_count(request: pb.EncodeRequest, limits: LimitOptions) -> None:
-    """Raises TooLarge before any item is touched: a request may hold millions of empty ones."""
+def check_size(request: pb.EncodeRequest, limits: LimitOptions) -> int:
+    """Its bytes. Raises TooLarge before an item is touched: there may be millions of empty ones."""
     if len(request.items) > limits.max_items:
         raise TooLarge(
             f"{len(request.items)} items in one request; limits.max_items is {limits.max_items}: "
             "send several requests"
         )
-
-
-def read(
-    request: pb.EncodeRequest, limits: LimitOptions, take: Take
-) -> tuple[list[RequestItem], RequestOptions]:
-    """Items and options of a request that was counted.
-
-    Raises TooLarge, InvalidRequest, InvalidOption, Overloaded.
-    """
-    size_bytes = request.ByteSize()
+    size_bytes: int = request.ByteSize()
     if size_bytes > limits.max_body_bytes:
         raise TooLarge(
             f"the request is over {limits.max_body_bytes} bytes (limits.max_body_bytes): "
             "send fewer items"
         )
-    take(size_bytes)
+    return size_bytes
+
+
+def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:
+    """Items and options of a request that was counted. Raises InvalidRequest, InvalidOption."""
     given: dict[str, Any] = {field.name: value for field, value in request.options.ListFields()}
     return [request_item(i, one) for i, one in enumerate(request.items)], request_options(given)
 

@@ -54,9 +54,6 @@ class Backend(Protocol):
     async def fetch(self, reference: str) -> Kept:
         """What is kept under an id, its data as an array. Raises NotFound."""
 
-    async def find(self, reference: str) -> None:
-        """Raises NotFound where nothing is kept under an id. Does not read what is."""
-
     async def release(self, reference: str) -> None:
         """Lets go of it before its time. Raises NotFound."""
 
@@ -155,11 +152,6 @@ class Service:
         kept = await deadline.keep(self.backend.fetch(reference))
         found = Entry(0, kept.media.kind, kept.media, kept.embedding)
         return document(self.spec, [found], time.perf_counter() - started, request_id)
-
-    async def find(self, reference: str) -> None:
-        """Whether anything is kept under an id: raises NotFound."""
-        deadline = Deadline(self.limits.timeout_seconds)
-        await deadline.keep(self.backend.find(reference))
 
     async def release(self, reference: str) -> None:
         """Lets go of what is kept under an id. Raises NotFound."""

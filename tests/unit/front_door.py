@@ -38,7 +38,6 @@ class Fleet:
         self.cancelled = False
         self.glances = 0
         self.full: Overloaded | None = None
-        self.kept: dict[str, Kept] = {}
 
     def check_room(self) -> None:
         if self.full:
@@ -67,10 +66,6 @@ class Fleet:
 
     async def fetch(self, reference: str) -> Kept:
         raise unknown(reference)
-
-    async def find(self, reference: str) -> None:
-        if reference not in self.kept:
-            raise unknown(reference)
 
     async def release(self, reference: str) -> None:
         raise unknown(reference)

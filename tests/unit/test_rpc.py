@@ -133,9 +133,12 @@ def test_items_are_counted_before_they_are_built_and_whether_there_is_room(full:
     assert time.process_time() - started < 0.5
 
 
-def test_all_of_a_request_is_counted() -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_all_of_a_request_is_counted_whether_there_is_room_or_not(full: bool) -> None:
     sent = pb.EncodeRequest(items=[pb.Item(url="x" * 2000)])
-    context, _ = call(Fleet(), sent, max_body_bytes=1000)
+    fleet = Fleet()
+    fleet.full = Overloaded("full", 2.5) if full else None
+    context, _ = call(fleet, sent, max_body_bytes=1000)
     assert json.loads(context.details)["type"] == "too_large"
 
 

@@ -12,16 +12,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from actors.errors import DeadlineExceeded, InvalidOption, Overloaded, ServiceError, Unavailable
-from actors.references import Kept
-from actors.spec import read
 from actors.types import Media
-from encoder_service.config import LimitOptions
 from encoder_service.http import build
 from encoder_service.media import probe
 from encoder_service.schema import RequestOptions, request_options
 from encoder_service.wire import RequestItem
 from tests.images import jpeg
-from tests.unit.front_door import JSON, MODEL, Fleet, client, exchange, post, service, zeros
+from tests.unit.front_door import JSON, Fleet, client, exchange, post, service
 
 
 @pytest.mark.parametrize(
@@ -70,15 +67,6 @@ def test_requests_are_counted_by_status() -> None:
         http.get("/v1/model")
     for code in ("200", "415"):
         assert f'encoder_requests_total{{api="http",code="{code}"}} 1.0' in one.metrics.text()
-
-
-def test_whether_an_embedding_is_kept_is_told_without_reading_it() -> None:
-    fleet = Fleet()
-    media = probe(jpeg(64, 64), "image", read(MODEL), LimitOptions())
-    fleet.kept["a.b"] = Kept(media, zeros(media))
-    http = client(fleet)
-    assert http.head("/v1/embeddings/a.b").status_code == 200
-    assert http.head("/v1/embeddings/a.c").status_code == 404
 
 
 def test_readiness_is_the_fleets() -> None:

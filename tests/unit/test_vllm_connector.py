@@ -43,6 +43,10 @@ def connector_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 class Keeping(Distinct):
     """Keeps what it is asked to, under names with a dot."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Kept] = {}
+
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, **options: Any
     ) -> list[Answer]:
