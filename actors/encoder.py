@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actors.cache import EmbeddingCache, Entry, Key
 from actors.entries import all_converted, as_bytes, shared_rows
-from actors.errors import DeadlineExceeded, EncodeFailed, ServiceError, Unavailable
+from actors.errors import DeadlineExceeded, EncodeFailed, ServiceError, TooLarge, Unavailable
 from actors.evs import group_tokens, retained_tokens, retention_mask
 from actors.logs import name_requests
 from actors.metrics import EncoderMetrics
@@ -28,7 +28,7 @@ from actors.mirror import start_mirror
 from actors.nixl import DeviceMemory
 from actors.options import ActorOptions
 from actors.origin import NOBODY, ORIGIN, Origin
-from actors.references import Kept, References
+from actors.references import Kept, References, reference_id
 from actors.scaling import OUTSTANDING_PATCHES
 from actors.shared import INLINE_BYTES, MOST_TOGETHER_BYTES, share_together
 from actors.stages import Made, Stages, Work
@@ -73,9 +73,17 @@ class Encoder:
         log.info("encoder %s is ready: %s on %s", self.replica, spec.id, backend)
 
     async def encode(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin = NOBODY
+        self,
+        media: list[Media],
+        dtype: Dtype,
+        timeout_seconds: float,
+        origin: Origin = NOBODY,
+        keep: bool = False,
     ) -> Reply:
-        """An embedding or an error for each item. Cancelling drops what has not begun."""
+        """An embedding or an error for each item. Cancelling drops what has not begun.
+
+        `keep`: embeddings are kept for a while, `reference` is the id of each.
+        """
         ORIGIN.set(origin)
         patches = sum(item.plan.patches for item in media)
         self.outstanding_patches += patches
@@ -84,6 +92,8 @@ class Encoder:
                 "shard", "server", replica=self.replica, items=len(media), patches=patches
             ):
                 answers = await self._answers(media, dtype, timeout_seconds)
+                if keep:
+                    answers = list(map(self._kept, media, answers))
         finally:
             self.outstanding_patches -= patches
         return Reply(answers, self.outstanding_patches)
@@ -226,6 +236,16 @@ class Encoder:
         main = rows[:, : spec.width // (1 + spec.deepstack)].float().numpy()
         mask = retention_mask(main, plan, media.evs_rate)
         return rows[torch.from_numpy(mask)], group_tokens(mask, plan)
+
+    def _kept(self, media: Media, answer: Answer) -> Answer:
+        """The same, kept if it is an embedding; TooLarge in its place if it cannot be."""
+        if not isinstance(answer, Embedding):
+            return answer
+        try:
+            name = self.references.keep(Kept.of(media, answer), monotonic())
+        except TooLarge as error:
+            return error
+        return replace(answer, reference=reference_id(self.replica, name))
 
     async def keep(self, kept: list[Kept]) -> list[str]:
         """Keeps these for a while; gives the name of each. Raises TooLarge."""

@@ -31,12 +31,22 @@ class Kept:
     media: Media
     embedding: Embedding
 
+    @classmethod
+    def of(cls, media: Media, embedding: Embedding) -> Kept:
+        """Without the item's bytes."""
+        return cls(replace(media, data=b"", frames=()), embedding)
+
     @property
     def size_bytes(self) -> int:
         """Of memory, where nothing else of its object is kept."""
         data = self.embedding.data
         rows = data.object_bytes if isinstance(data, SharedBytes) else data.nbytes
         return rows + OVERHEAD_BYTES
+
+
+def reference_id(replica: str, name: str) -> str:
+    """What is known outside of what a replica keeps under a name."""
+    return f"{replica}.{name}"
 
 
 class Held:

@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict, replace
+from functools import partial
 from time import monotonic
 
 from fastapi import FastAPI
@@ -35,7 +36,7 @@ from encoder_service.replicas import ask_all
 from encoder_service.rpc import EncoderCalls, Refused
 from encoder_service.service import Service
 from encoder_service.status import Glance
-from router.here import answers_here, encode_until
+from router.here import Encode, Finish, answers_here, encode_until
 from router.references import unknown
 from router.router import Router
 
@@ -104,23 +105,30 @@ class Fleet:
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False
     ) -> list[Answer]:
         """See service.Backend."""
-        finish = self.router.keep if reference else answers_here
-        return await encode_until(self.router.encode, finish, media, dtype, timeout_seconds)
+        encode, finish = self.ways(reference)
+        return await encode_until(encode, finish, media, dtype, timeout_seconds)
 
     async def stream(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False
     ) -> AsyncGenerator[tuple[int, Answer]]:
         """See service.Backend."""
-        finish = self.router.keep if reference else answers_here
+        encode, finish = self.ways(reference)
         deadline = monotonic() + timeout_seconds
-        async with aclosing(self.router.encode_stream(media, dtype, timeout_seconds)) as answers:
+        answers = self.router.encode_stream(media, dtype, timeout_seconds, reference)
+        async with aclosing(answers):
             async for place, answer in answers:
                 item = [media[place]]
                 (found,) = await finish(item, [answer])
                 if isinstance(found, EmbeddingLost):
                     left = max(0.0, deadline - monotonic())
-                    (found,) = await encode_until(self.router.encode, finish, item, dtype, left)
+                    (found,) = await encode_until(encode, finish, item, dtype, left)
                 yield place, found
+
+    def ways(self, reference: bool) -> tuple[Encode, Finish]:
+        """How items are encoded, and what is left to do with their answers."""
+        if reference:
+            return partial(self.router.encode, keep=True), self.router.keep
+        return self.router.encode, answers_here
 
     async def fetch(self, reference: str) -> Kept:
         """See service.Backend."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from actors.origin import ORIGIN, Origin
-from actors.types import Answer, Dtype, Media
+from actors.types import Answer, Dtype, Embedding, Media
 from router.ledger import Reservation
 
 Key = tuple[tuple[str, ...], Dtype, bool]
@@ -34,6 +34,8 @@ class Flight:
     answer: asyncio.Future[Answer]
     deadline: float
     """Of the most patient caller, in seconds of the loop's clock."""
+    keep: bool = False
+    """The replica keeps its embedding, for the first caller: `reference` is his alone."""
     waiting: int = 0
     losses: int = 0
     """Replicas that were lost under it, whoever waited."""
@@ -103,3 +105,10 @@ class Flights:
         if self.get(flight.media, flight.dtype) is flight:
             del self._open[key(flight.media, flight.dtype)]
         self._landed(flight)
+
+
+def joined(answer: Answer) -> Answer:
+    """For callers after the first: without the id, under which it is kept for him."""
+    if isinstance(answer, Embedding) and answer.reference:
+        return replace(answer, reference="")
+    return answer

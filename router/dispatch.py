@@ -16,7 +16,7 @@ from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceErr
 from actors.origin import ORIGIN
 from actors.types import Answer, Dtype, Embedding, Media
 from router.balance import Plan
-from router.coalesce import Carrier, Flight, Flights, key
+from router.coalesce import Carrier, Flight, Flights, joined, key
 from router.fleet import Fleet, ReplicaDied, ReplicaFull, ShardLost
 from router.holders import Holders, plan_around
 from router.ledger import Ledger
@@ -68,16 +68,19 @@ class Dispatcher:
         timeout_seconds: float,
         *,
         singly: bool = False,
+        keep: bool = False,
     ) -> AsyncGenerator[tuple[int, Answer]]:
         """(Position, answer) of every item once, as they come. Close it when you stop early.
 
         The items of a replica come together, in one call; `singly`: each as soon as it is done.
+        `keep`: embeddings are kept by their replicas, but those that were joined on their way.
         Items that fail are answered with their error. Raises Overloaded, TooLarge, or Unavailable
         where there is no replica: then nothing was begun.
         """
         deadline = now() + timeout_seconds
         replicas = await self._replicas(deadline)
-        flights, opened = self._board(media, dtype, deadline)
+        flights, opened = self._board(media, dtype, deadline, keep=keep)
+        own = {flight.answer for flight in opened}
         self._launch(opened, replicas, singly=singly)
         try:
             waiting: dict[asyncio.Future[Answer], list[int]] = {}
@@ -92,7 +95,9 @@ class Dispatcher:
                 )
                 for future in done or list(waiting):
                     for position in waiting.pop(future):
-                        yield position, future.result() if future.done() else late
+                        answer = future.result() if future.done() else late
+                        yield position, answer if future in own else joined(answer)
+                        own.discard(future)
         finally:
             for flight in flights:
                 self._flights.leave(flight)
@@ -129,7 +134,7 @@ class Dispatcher:
         return sound or answering or list(reports)
 
     def _board(
-        self, media: Sequence[Media], dtype: Dtype, deadline: float
+        self, media: Sequence[Media], dtype: Dtype, deadline: float, *, keep: bool
     ) -> tuple[list[Flight], list[Flight]]:
         """A flight for each item, joined; and those of them that are new. All or nothing."""
         fresh: dict[object, Media] = {}
@@ -142,7 +147,7 @@ class Dispatcher:
         with self._metrics.rejections.count_exceptions(Overloaded):
             reservations = self.ledger.admit(costs, now())
         opened = [
-            Flight(item, dtype, reservation, asyncio.Future(), deadline)
+            Flight(item, dtype, reservation, asyncio.Future(), deadline, keep)
             for item, reservation in zip(fresh.values(), reservations, strict=True)
         ]
         flights = opened
@@ -190,10 +195,15 @@ class Dispatcher:
         left = max(0.0, deadline - now())
         left -= min(MARGIN_SECONDS, MARGIN_PART * left)
         media = [flight.media for flight in flights]
+        # No item is given up for replicas that died without it, as all of a node do at once.
+        careful = any(flight.losses for flight in flights)
         singly = False
         try:
             async with self._watch.over(replica):
-                reply = await self._fleet.encode(replica, media, flights[0].dtype, left)
+                first = flights[0]
+                reply = await self._fleet.encode(
+                    replica, media, first.dtype, left, keep=first.keep, careful=careful
+                )
         except ReplicaFull:
             await asyncio.sleep(BACKOFF_SECONDS)
         except ShardLost as error:

@@ -17,7 +17,7 @@ class ShardLost(Exception):
 
 
 class ReplicaDied(ShardLost):
-    """It took the call and died, perhaps of one of the items."""
+    """It took the call, or was about to, and died: perhaps of one of the items."""
 
 
 class Fleet(Protocol):
@@ -30,11 +30,20 @@ class Fleet(Protocol):
         """
 
     async def encode(
-        self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float
+        self,
+        replica: str,
+        media: list[Media],
+        dtype: Dtype,
+        timeout_seconds: float,
+        *,
+        keep: bool,
+        careful: bool,
     ) -> Reply:
         """The answers of one replica, in order, and what it still has to do.
 
-        Raises ReplicaFull, ShardLost, or a ServiceError for all.
+        `keep`: it keeps the embeddings for a while, and each has its id. Raises ReplicaFull,
+        ShardLost, or a ServiceError for all; with `careful` ReplicaDied only where it had taken the
+        call for certain, which takes longer to know.
         """
 
     async def ask(self, replica: str) -> None:

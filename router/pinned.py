@@ -12,6 +12,7 @@ get each other's replica or wait for ever.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
@@ -82,6 +83,12 @@ class PinnedRequestRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
                 name: Replica(
                     metadata=replica.replica_metadata,
                     outstanding_patches=int(replica.routing_stats.get("outstanding_patches", 0)),
+                    actor=replica._actor_handle,
+                    died=partial(
+                        self._event_loop.call_soon_threadsafe,
+                        self.on_replica_actor_died,
+                        replica.replica_id,
+                    ),
                 )
                 for name, replica in self._by_name.items()
             },

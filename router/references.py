@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from actors.errors import EmbeddingLost, NotFound, ServiceError, Unavailable
-from actors.references import Kept
+from actors.references import Kept, reference_id
 from actors.types import Answer, Embedding, Media
 from router.fleet import ReplicaFull, ShardLost
 
@@ -40,12 +40,15 @@ class Keeping:
         self._fleet = fleet
 
     async def keep(self, media: Sequence[Media], answers: Sequence[Answer]) -> list[Answer]:
-        """The answers; each embedding is kept and has its id. EmbeddingLost where it cannot be."""
+        """The answers; each embedding is kept and has its id. EmbeddingLost where it cannot be.
+
+        Those that have one are kept already.
+        """
         kept: dict[str, dict[int, Kept]] = {}
         for place, (item, answer) in enumerate(zip(media, answers, strict=True)):
-            if isinstance(answer, Embedding):
+            if isinstance(answer, Embedding) and not answer.reference:
                 shard = kept.setdefault(answer.replica, {})
-                shard[place] = Kept(replace(item, data=b"", frames=()), answer)
+                shard[place] = Kept.of(item, answer)
         found = dict(enumerate(answers))
         for done in await asyncio.gather(*(self._keep(*shard) for shard in kept.items())):
             found.update(done)
@@ -81,7 +84,7 @@ class Keeping:
             lost = EmbeddingLost(f"encoded, but not kept: replica {replica}: {error}; try again")
             return dict.fromkeys(shard, lost)
         return {
-            place: replace(kept.embedding, reference=f"{replica}.{name}")
+            place: replace(kept.embedding, reference=reference_id(replica, name))
             for (place, kept), name in zip(shard.items(), names, strict=True)
         }
 

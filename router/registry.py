@@ -7,7 +7,7 @@ would be a copy. Knows nothing of Ray.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -32,6 +32,10 @@ class Replica:
     """`record_replica_metadata`: once, when it became ready."""
     outstanding_patches: int
     """`record_routing_stats`: about once a second."""
+    actor: Any = None
+    """What calls it directly; None: only a handle does."""
+    died: Callable[[], None] = lambda: None
+    """To be told when a call finds it dead. From any thread."""
 
 
 @dataclass(frozen=True, slots=True)

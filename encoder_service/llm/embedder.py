@@ -13,7 +13,7 @@ from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.deadline import Deadline
 from encoder_service.errors import AtItem
 from router.here import Reader, encode_here
-from router.router import LOST, brief
+from router.serve_fleet import LOST, brief
 
 
 class Embedder:

@@ -14,7 +14,7 @@ from encoder_service.errors import AtItem
 from encoder_service.llm.service import ReplicaLost
 from encoder_service.llm.types import Call, Event, Failed
 from encoder_service.replicas import ask_all
-from router.router import LOST, brief
+from router.serve_fleet import LOST, brief
 
 
 class ChatFleet:

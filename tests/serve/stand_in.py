@@ -47,7 +47,12 @@ class StandIn:
         self._let_go = asyncio.Event()
 
     async def encode(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin = NOBODY
+        self,
+        media: list[Media],
+        dtype: Dtype,
+        timeout_seconds: float,
+        origin: Origin = NOBODY,
+        keep: bool = False,
     ) -> Reply:
         """Data is the digest of each item, as bytes."""
         patches = sum(item.plan.patches for item in media)

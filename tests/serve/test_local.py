@@ -13,7 +13,7 @@ from tests.unit.fleet import embedding, item, right
 
 class LocalEncoder:
     async def encode(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin, keep: bool
     ) -> Reply:
         return Reply([embedding(one, "local") for one in media], 0)
 

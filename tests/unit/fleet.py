@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,9 @@ class MemoryFleet:
         self.replicas = list(replicas)
         self.behaviour = behaviour
         self.calls: list[tuple[str, list[str]]] = []
+        self.careful: list[str] = []
+        """Replicas of the calls that were to be careful."""
+        self.names = count()
         self.cancelled = 0
         self.hung: set[str] = set()
         """Replicas that do not answer when they are asked how they are."""
@@ -34,14 +39,31 @@ class MemoryFleet:
         return 0, dict.fromkeys(self.replicas, 0)
 
     async def encode(
-        self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float
+        self,
+        replica: str,
+        media: list[Media],
+        dtype: Dtype,
+        timeout_seconds: float,
+        *,
+        keep: bool,
+        careful: bool,
     ) -> Reply:
         self.calls.append((replica, [item.digest for item in media]))
+        if careful:
+            self.careful.append(replica)
         try:
-            return Reply(await self.behaviour(replica, media, timeout_seconds), 0)
+            answers = await self.behaviour(replica, media, timeout_seconds)
+            if keep:
+                answers = [self.kept(answer) for answer in answers]
+            return Reply(answers, 0)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
+    def kept(self, answer: Answer) -> Answer:
+        """Under an id like no other's."""
+        assert isinstance(answer, Embedding)
+        return replace(answer, reference=f"{answer.replica}.{next(self.names)}")
 
     async def ask(self, replica: str) -> None:
         self.asked += 1

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from actors.errors import DeadlineExceeded
-from actors.types import Answer, Media
+from actors.types import Answer, Embedding, Media
 from router.dispatch import Dispatcher
 from router.fleet import ShardLost
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, item, right, settled, well
@@ -60,6 +60,27 @@ def test_one_call_serves_all_who_ask_while_it_lasts() -> None:
         assert metrics.registry.get_sample_value("encoder_router_coalesced_total") == 10
         await collect(router, media)
         assert len(fleet.calls) == 2, "nothing is kept once it is answered"
+        return router
+
+    settled(test())
+
+
+def test_an_id_is_the_first_callers_alone() -> None:
+    async def test() -> Dispatcher:
+        gate = Gate()
+        router, _ = dispatcher(MemoryFleet("a", gate))
+
+        async def ids(*, keep: bool) -> list[str]:
+            answers = router.answers([item(1), item(1)], "float32", 5, keep=keep)
+            return [a.reference async for _, a in answers if isinstance(a, Embedding)]
+
+        keeping = asyncio.create_task(ids(keep=True))
+        await steps()
+        others = [asyncio.create_task(ids(keep=keep)) for keep in (True, False)]
+        await steps()
+        gate.open.set()
+        assert await keeping == ["a.0", ""]
+        assert await asyncio.gather(*others) == [["", ""]] * 2
         return router
 
     settled(test())

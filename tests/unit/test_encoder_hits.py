@@ -1,9 +1,10 @@
-"""The encoder actor's own process: what was begun beside a hit is given up with its call."""
+"""The encoder actor's own process: hits, what is kept, and what is given up with its call."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from actors import encoder, entries
 from actors.cache import Entry
+from actors.errors import InvalidMedia, TooLarge
 from actors.options import (
     ActorOptions,
     CacheOptions,
@@ -20,7 +22,9 @@ from actors.options import (
     GraphOptions,
     MetricsOptions,
     ModelOptions,
+    ReferenceOptions,
 )
+from actors.references import References
 from actors.types import Dtype, Embedding, Media, Size
 from tests.images import jpeg
 
@@ -55,6 +59,27 @@ def test_a_hit_in_another_dtype_is_that_of_the_cache(actor: encoder.Encoder) -> 
         assert isinstance(hit, Embedding)
         assert (whole.source, other.source, hit.source) == ("graph", "graph", "cache")
         assert (hit.dtype, hit.shape) == ("float16", whole.shape)
+        actor.stages.close()
+
+    asyncio.run(run())
+
+
+def test_what_is_to_be_kept_is_kept_by_the_same_call(actor: encoder.Encoder) -> None:
+    async def run() -> None:
+        rubbish = replace(media(actor, 64), data=b"", digest="rubbish")
+        reply = await actor.encode([media(actor, 96), rubbish], "float16", 30, keep=True)
+        good, bad = reply.answers
+        assert isinstance(good, Embedding)
+        assert isinstance(bad, InvalidMedia)
+        replica, name = good.reference.split(".")
+        kept = await actor.fetch(name)
+        assert replica == "one"
+        assert kept
+        assert (kept.media.data, kept.media.digest) == (b"", "96")
+        assert kept.embedding.shape == good.shape
+        actor.references = References(ReferenceOptions(max_bytes=1), actor.series)
+        (large,) = (await actor.encode([media(actor, 64)], "float16", 30, keep=True)).answers
+        assert isinstance(large, TooLarge)
         actor.stages.close()
 
     asyncio.run(run())

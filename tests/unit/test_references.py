@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -174,6 +175,15 @@ MEDIA: list[Media] = [item(number) for number in range(4)]
 
 def ids(answers: Sequence[Answer]) -> list[str]:
     return [answer.reference for answer in answers if isinstance(answer, Embedding)]
+
+
+def test_what_its_replica_kept_on_the_way_is_kept_once() -> None:
+    fleet = Replicas("a")
+    first = replace(embedding(MEDIA[0], "a"), reference="a.x")
+    found = asyncio.run(Keeping(fleet).keep(MEDIA[:2], [first, embedding(MEDIA[1], "a")]))
+    assert found[0] is first
+    assert ids(found)[1].startswith("a.")
+    assert fleet.stores["a"].bytes < 2 * OVERHEAD_BYTES
 
 
 def test_each_replica_keeps_its_own_and_any_router_finds_them() -> None:

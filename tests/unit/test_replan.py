@@ -35,6 +35,7 @@ def test_an_item_that_kills_is_given_up_after_two_replicas() -> None:
         sizes = [len(digests) for _, digests in fleet.calls]
         assert sizes == [5] * 4 + [1] * 6
         assert len(dead) == 3, "one with companions, two alone"
+        assert fleet.careful == [replica for replica, _ in fleet.calls[4:]], "what was lost before"
         return router
 
     settled(test())

@@ -10,10 +10,10 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, 
 from actors.errors import InvalidMedia
 from actors.origin import Origin
 from actors.types import Answer, Dtype, Media
-from router import router
+from router import serve_fleet
 from router.fleet import ReplicaDied, ReplicaFull, ShardLost
 from router.registry import REGISTRY, PinnedReplicaFull, PinnedReplicaUnavailable, Replica
-from router.router import ServeFleet
+from router.serve_fleet import ServeFleet
 
 
 class Handle:
@@ -28,8 +28,12 @@ class Handle:
     def options(self, **_: str) -> Handle:
         return self
 
+    @property
+    def encode(self) -> Handle:
+        return self
+
     async def remote(
-        self, media: list[Media], dtype: Dtype, left_seconds: float, origin: Origin
+        self, media: list[Media], dtype: Dtype, left_seconds: float, origin: Origin, keep: bool
     ) -> list[Answer]:
         if self.failure:
             raise self.failure
@@ -39,7 +43,7 @@ class Handle:
 @pytest.fixture
 def replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models in one deployment, as in a rollout, and one that does not say."""
-    monkeypatch.setattr(router, "is_local_testing", lambda: False)
+    monkeypatch.setattr(serve_fleet, "is_local_testing", lambda: False)
     said = {"a": {"fingerprint": "old"}, "b": {"fingerprint": "new"}, "c": {}}
     named = {name: Replica(metadata, 7) for name, metadata in said.items()}
     REGISTRY.publish((Handle.app_name, Handle.deployment_name), named)
