@@ -2,7 +2,7 @@
 
 Set on the Encoder deployment as `request_router_class="router.pinned.PinnedRequestRouter"`. Serve
 pickles this module by value: no state here, and what is shared is imported inside methods.
-Knows nothing of items, patches or plans.
+Knows nothing of items, patches or plans. It also is how direct.py comes by the replicas' actors.
 
 `RequestRouter._choose_replica_for_request` is semi-private; tests/unit/test_pinned.py guards it.
 Overriding `choose_replicas`, the documented hook, does not do: the class behind it matches chosen
