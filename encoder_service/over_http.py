@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import msgpack
 
+from encoder_service.connections import direct
 from encoder_service.embedding import ServiceError, service_error
 from encoder_service.formats import MSGPACK, Document, WireError
 from encoder_service.wire import RequestItem, parse_response
@@ -28,18 +30,18 @@ class HttpTransport:
             headers={"authorization": f"Bearer {token}"} if token else {},
             timeout=timeout_seconds,
             limits=httpx.Limits(max_connections=None),
-            transport=transport,
+            transport=transport or direct(url),
         )
 
     async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
         """POST /v1/encode."""
         body = msgpack.packb({"items": [item.document() for item in items], "options": options})
         headers = {"content-type": MSGPACK, "accept": MSGPACK}
-        return parsed(await self.request("POST", "/v1/encode", content=body, headers=headers))
+        return await self.document("POST", "/v1/encode", content=body, headers=headers)
 
     async def fetch(self, reference: str) -> Document:
         """GET /v1/embeddings/{reference}."""
-        return parsed(await self.request("GET", path_of(reference), headers={"accept": MSGPACK}))
+        return await self.document("GET", path_of(reference), headers={"accept": MSGPACK})
 
     async def release(self, reference: str) -> None:
         """DELETE /v1/embeddings/{reference}."""
@@ -47,7 +49,8 @@ class HttpTransport:
 
     async def model(self) -> Document:
         """GET /v1/model."""
-        document: Document = (await self.request("GET", "/v1/model")).json()
+        _, body = await self.request("GET", "/v1/model")
+        document: Document = json.loads(body)
         return document
 
     async def ready(self) -> bool:
@@ -62,34 +65,37 @@ class HttpTransport:
         """See Transport."""
         await self.client.aclose()
 
-    async def request(self, method: str, path: str, **content: Any) -> httpx.Response:
-        """A response that is 2xx."""
+    async def document(self, method: str, path: str, **content: Any) -> Document:
+        """The document of a response that is 2xx."""
+        response, body = await self.request(method, path, **content)
         try:
-            response = await self.client.request(method, path, **content)
+            return parse_response(body, response.headers.get("content-type", ""))
+        except WireError as error:
+            raise ServiceError("invalid_response", str(error), response.status_code) from error
+
+    async def request(self, method: str, path: str, **content: Any) -> tuple[httpx.Response, bytes]:
+        """A response that is 2xx, and its body."""
+        try:
+            async with self.client.stream(method, path, **content) as response:
+                pieces = [piece async for piece in response.aiter_bytes()]
         except httpx.TimeoutException as error:
             raise ServiceError("deadline_exceeded", f"no answer in time: {error!r}") from error
         except httpx.TransportError as error:
             url = self.client.base_url
             raise ServiceError("unavailable", f"{url}: {error!r}", retryable=True) from error
+        # A single piece, which may be many megabytes, would be copied by joining.
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if response.is_success:
-            return response
+            return response, body
         try:
-            document = response.json()["error"]
+            document = json.loads(body)["error"]
         except (ValueError, KeyError, TypeError):  # a proxy in between answered
             document = {
                 "type": "unavailable" if response.status_code in (502, 503) else "http_error",
-                "message": f"{response.status_code} {response.text[:200]}",
+                "message": f"{response.status_code} {body[:200].decode(errors='replace')}",
                 "retryable": response.status_code in (429, 502, 503),
             }
         raise service_error(document, response.status_code, seconds(response.headers))
-
-
-def parsed(response: httpx.Response) -> Document:
-    """The response document."""
-    try:
-        return parse_response(response.content, response.headers.get("content-type", ""))
-    except WireError as error:
-        raise ServiceError("invalid_response", str(error), response.status_code) from error
 
 
 def path_of(reference: str) -> str:

@@ -1,0 +1,165 @@
+"""The client's own connections, before a server that answers as it is told, byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from encoder_service.connections import Connections, direct
+
+BODY = bytes(range(256)) * 12_000
+"""Several megabytes."""
+
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+class Server:
+    """Answers each request; `connections` counts those that were opened."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.connections = 0
+        self.seen: list[bytes] = []
+        self.left = asyncio.Event()
+        """A connection ended."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+                self.seen.append(head + await reader.readexactly(int(length or 0)))
+                await self.answer(writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.left.set()
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def client(answer: Answer) -> AsyncIterator[tuple[httpx.AsyncClient, Server]]:
+    server = Server(answer)
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        transport = Connections(tls=False)
+        async with httpx.AsyncClient(base_url=url, transport=transport, timeout=5) as http:
+            yield http, server
+
+
+def says(*pieces: bytes, close: bool = False) -> Answer:
+    """These, one after the other."""
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        if close:
+            writer.close()
+
+    return answer
+
+
+def sized(body: bytes, *headers: bytes) -> bytes:
+    return b"\r\n".join(
+        (b"HTTP/1.1 200 OK", b"content-length: %d" % len(body), *headers, b"", body)
+    )
+
+
+KNOWN = sized(BODY)
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"".join(
+    b"%x\r\n%b\r\n" % (len(part), part) for part in (BODY[:10], BODY[10:70_000], BODY[70_000:])
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "body", "connections"),
+    [
+        (says(KNOWN), BODY, 1),
+        (says(KNOWN[:20], KNOWN[20:60], KNOWN[60:90_000], KNOWN[90_000:]), BODY, 1),
+        (says(b"HTTP/1.1 100 Continue\r\n\r\n" + sized(b"")), b"", 1),
+        (says(b"HTTP/1.1 204 No Content\r\n\r\n"), b"", 1),
+        (says(CHUNKED, b"0\r\n\r\n"), BODY, 1),
+        (says(sized(b"last", b"Connection: Close")), b"last", 3),
+        (says(b"HTTP/1.0 200 OK\r\ncontent-length: 3\r\n\r\nold"), b"old", 3),
+        (says(b"HTTP/1.1 200 OK\r\n\r\n", b"until ", b"the end", close=True), b"until the end", 3),
+        (says(sized(b"gone"), close=True), b"gone", 3),
+    ],
+    ids=["whole", "torn", "nothing", "204", "chunked", "last", "old", "endless", "closed"],
+)
+def test_bodies_come_whole_and_connections_are_used_again(
+    answer: Answer, body: bytes, connections: int
+) -> None:
+    async def run() -> None:
+        async with client(answer) as (http, server):
+            for _ in range(3):
+                found = await http.post("/there?x=1", content=b"sent")
+                assert found.content == body
+                await asyncio.sleep(0.01)  # a server that closes has done so
+            assert server.connections == connections
+            assert server.seen[0].startswith(b"POST /there?x=1 HTTP/1.1\r\n")
+            assert all(request.endswith(b"\r\n\r\nsent") for request in server.seen)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (says(close=True), httpx.TransportError),
+        (says(KNOWN[:90_000], close=True), httpx.ReadError),
+        (says(CHUNKED, close=True), httpx.RemoteProtocolError),
+        (says(b"SSH-2.0-OpenSSH\r\n\r\n"), httpx.RemoteProtocolError),
+        (says(sized(b"ab") + b"c"), httpx.RemoteProtocolError),
+        (says(), httpx.ReadTimeout),
+        (says(KNOWN[:90_000]), httpx.ReadTimeout),
+    ],
+    ids=["at once", "torn", "torn chunks", "no HTTP", "too much", "silent", "stops"],
+)
+def test_what_goes_wrong_is_an_error_of_httpx(answer: Answer, error: type[Exception]) -> None:
+    async def run() -> None:
+        async with client(answer) as (http, _):
+            with pytest.raises(error):
+                await http.get("/", timeout=0.3)
+
+    asyncio.run(run())
+
+
+def test_requests_at_a_time_have_a_connection_each() -> None:
+    async def run() -> None:
+        async with client(says(KNOWN)) as (http, server):
+            answers = await asyncio.gather(*(http.get("/") for _ in range(5)))
+            assert all(one.content == BODY for one in answers)
+            assert server.connections == 5
+            await asyncio.gather(*(http.get("/") for _ in range(5)))
+            assert server.connections == 5
+
+    asyncio.run(run())
+
+
+def test_who_waits_no_longer_hangs_up() -> None:
+    async def run() -> None:
+        async with client(says(KNOWN[:90_000])) as (http, server):
+            request = asyncio.create_task(http.get("/"))
+            while not server.seen:
+                await asyncio.sleep(0.01)
+            request.cancel()
+            await asyncio.wait_for(server.left.wait(), 5)
+
+    asyncio.run(run())
+
+
+def test_a_proxy_of_the_environment_is_httpx_own_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    assert direct("http://encoder:8000")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert direct("http://encoder:8000") is None
+    assert direct("https://encoder")
+    monkeypatch.setenv("no_proxy", "encoder")
+    assert direct("http://encoder:8000")
