@@ -113,7 +113,7 @@ def main() -> int:
         watch = Watch(where.http, apart=apart)
         lengths = SETTLE * queue_seconds, options.seconds
         phases, figures = asyncio.run(measure(sender, watch, options.callers, lengths))
-    show(phases, figures, apart=apart)
+        show(phases, figures, apart=apart)
     if options.json:
         told = figures | {name: asdict(phase) for name, phase in phases.items()}
         options.json.write_text(json.dumps(told, indent=2) + "\n")
@@ -151,33 +151,37 @@ async def measure(
     """
     whole, load = sum(lengths), [os.getloadavg()[0]]
 
-    async def phase(of: Coroutine[None, None, None], outcome: Outcome) -> Phase:
+    phases: dict[str, Phase] = {}
+
+    async def phase(name: str, of: Coroutine[None, None, None], outcome: Outcome) -> float:
         running = asyncio.create_task(of)
         await asyncio.sleep(lengths[0])
-        seen = await watch.over(outcome, lengths[1])
+        phases[name] = await watch.over(outcome, lengths[1])
         await running
-        return seen
+        goodput = phases[name].goodput_per_second
+        print(f"{name}: {goodput:.2f} a second", file=sys.stderr, flush=True)
+        return goodput
 
     calm, outcome = Outcome(), Outcome()
-    before = await phase(closed(sender.call, calm, callers, whole), calm)
-    rate = FACTOR * before.goodput_per_second
-    overload = await phase(opened(sender.call, outcome, rate, whole), outcome)
-    after = await phase(closed(sender.call, calm, callers, whole), calm)
+    peaks = [await phase("peak before", closed(sender.call, calm, callers, whole), calm)]
+    rate = FACTOR * peaks[0]
+    goodput = await phase("overload", opened(sender.call, outcome, rate, whole), outcome)
+    peaks.append(await phase("peak after", closed(sender.call, calm, callers, whole), calm))
     load.append(os.getloadavg()[0])
     for error in [*calm.other, *outcome.other][:5]:
         print(error, file=sys.stderr)
-    peak = fmean([before.goodput_per_second, after.goodput_per_second])
     admitted = [taken for _, taken in outcome.right] or [np.inf]
     refused = outcome.refused_seconds or [np.inf]
-    return {"peak before": before, "overload": overload, "peak after": after}, {
+    return phases, {
         "sent_per_second": rate,
-        "goodput_of_peak": overload.goodput_per_second / peak,
+        "goodput_of_peak": goodput / fmean(peaks),
         "admitted": len(outcome.right),
         "admitted_p50_seconds": float(np.percentile(admitted, 50)),
         "admitted_p99_seconds": float(np.percentile(admitted, 99)),
         "refused": len(outcome.refused_seconds),
         "refused_p50_seconds": float(np.percentile(refused, 50)),
         "refused_p99_seconds": float(np.percentile(refused, 99)),
+        "refused_in_peaks": len(calm.refused_seconds),
         "failed": len(calm.other) + len(outcome.other),
         "load_average_before": load[0],
         "load_average_after": load[1],

@@ -11,7 +11,7 @@ from random import Random
 
 import httpx
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(slots=True)
@@ -28,8 +28,8 @@ class Outcome:
         return sum(start <= when < end for when, _ in self.right)
 
 
-Call = Callable[[Outcome], Coroutine[None, None, None]]
-"""One request, noted in an outcome."""
+Call = Callable[[Outcome], Coroutine[None, None, float]]
+"""One request, noted in an outcome; the seconds after which to come back."""
 
 
 class Sender:
@@ -45,8 +45,8 @@ class Sender:
         self.host, self.port = request.url.host, request.url.port
         self.idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def post(self) -> tuple[int, bytes]:
-        """Status and body. Raises OSError, EOFError, TimeoutError."""
+    async def post(self) -> tuple[int, float, bytes]:
+        """Status, Retry-After and body. Raises OSError, EOFError, TimeoutError."""
         async with asyncio.timeout(TIMEOUT_SECONDS):
             reader, writer = await self.connection()
             try:
@@ -59,7 +59,8 @@ class Sender:
                 writer.close()
                 raise
         self.idle.append((reader, writer))
-        return int(head.split()[1]), body
+        wait = re.search(r"\nretry-after: (\d+)\r", head)
+        return int(head.split()[1]), float(wait[1]) if wait else 0.0, body
 
     async def connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """One that lives, or a new one."""
@@ -70,14 +71,14 @@ class Sender:
             writer.close()
         return await asyncio.open_connection(self.host, self.port)
 
-    async def call(self, outcome: Outcome) -> None:
-        """One request, noted."""
+    async def call(self, outcome: Outcome) -> float:
+        """See Call."""
         started = time.monotonic()
         try:
-            status, body = await self.post()
+            status, wait_seconds, body = await self.post()
         except (OSError, EOFError) as error:  # a TimeoutError among them
             outcome.other.append(repr(error))
-            return
+            return 0.0
         now = time.monotonic()
         if status == 200:
             outcome.right.append((now, now - started))
@@ -85,15 +86,16 @@ class Sender:
             outcome.refused_seconds.append(now - started)
         else:
             outcome.other.append(body.decode())
+        return wait_seconds
 
 
 async def closed(call: Call, outcome: Outcome, callers: int, seconds: float) -> None:
-    """So many callers, each waiting for its answer before it calls again."""
+    """So many callers, each waiting for its answer, or as it is told, before it calls again."""
     end = time.monotonic() + seconds
 
     async def caller() -> None:
         while time.monotonic() < end:
-            await call(outcome)
+            await asyncio.sleep(await call(outcome))
 
     await asyncio.gather(*(caller() for _ in range(callers)))
 

@@ -63,6 +63,8 @@ def cluster(
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
     home = tempfile.mkdtemp(prefix="es")  # short: the paths of sockets have a limit
     os.environ.update(ha_proxy(home, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    # Behind HAProxy, for which a replica that is deleted otherwise waits half a minute.
+    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "1"
     import ray  # reads its environment when it is imported
     from ray import serve
 
