@@ -12,6 +12,9 @@ from actors.options import GraphOptions
 MOST_ITEMS_A_BUDGET = 4
 """Of the largest item's tokens: more saves no launches, and costs memory and time to capture."""
 
+UNIT_TOKENS = 8
+"""Of budgets that are generated for images of any size: 32 patches, whole tiles of rows in matrix
+products. Models of tiles have budgets of whole tiles."""
 
 FRAME_TOKENS = 32
 """A graph holds one frame of a video, a temporal group of it, for each so many tokens: the table of
@@ -73,14 +76,11 @@ def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
     return (*budgets, largest)
 
 
-def graduated(smallest: int, largest: int, steps: int) -> tuple[int, ...]:
-    """`steps` budgets to each doubling, as far as multiples of the smallest allow, and `largest`.
-
-    Multiples of 64 tokens are whole tiles of rows in matrix products, those of a tile whole tiles.
-    """
+def graduated(smallest: int, largest: int, steps: int, unit: int) -> tuple[int, ...]:
+    """`steps` budgets to each doubling, as far as multiples of `unit` allow, and `largest`."""
     doubled = powers_of_two(smallest, largest)
     between = {
-        -(-power * (steps + step) // (steps * smallest)) * smallest
+        -(-power * (steps + step) // (steps * unit)) * unit
         for power in doubled
         for step in range(1, steps)
     }
@@ -94,9 +94,14 @@ def at_least(budgets: Sequence[int], tokens: int) -> int | None:
 
 
 def capacity(
-    options: GraphOptions, token_range: tuple[int, int], max_frames_per_video: int
+    options: GraphOptions,
+    token_range: tuple[int, int],
+    max_frames_per_video: int,
+    unit: int | None = None,
 ) -> Capacity:
     """The capacity that the options ask for, for a model of one path.
+
+    Budgets that are generated are multiples of `unit` tokens, of the smallest unless given.
 
     Automatic limits mean what they mean in vLLM: items = largest budget // smallest budget,
     frames = items x the model's frames per video, but one for each FRAME_TOKENS tokens at most. A
@@ -112,7 +117,9 @@ def capacity(
             f"graphs.token_budgets: {given[-1]} is over {MOST_ITEMS_A_BUDGET} times the "
             f"{largest} tokens of the model's largest item: lower it"
         )
-    budgets = given or graduated(smallest, largest, options.steps_per_doubling)
+    budgets = given or graduated(
+        smallest, largest, options.steps_per_doubling, min(unit or smallest, smallest)
+    )
     graphs = {"budget": budgets, "exact": budgets[-1:], "off": ()}[options.mode]
     items = options.max_vision_items_per_batch or max(1, budgets[-1] // min(budgets[0], smallest))
     frames = options.max_frames_per_batch

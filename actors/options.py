@@ -50,8 +50,8 @@ class GraphOptions(Options):
     """Output tokens. Empty: the model's range by `steps_per_doubling`, its maximum included. A
     model of two paths takes the largest as the maximum of both, and generates the rest."""
     steps_per_doubling: Literal[1, 2, 4, 8] = 8
-    """Budgets that are generated to each doubling, in multiples of the smallest; 1: powers of two.
-    More pad less, and take longer to capture. Of a model of one path."""
+    """Budgets that are generated to each doubling, in multiples of 8 tokens, or of one tile's; 1:
+    powers of two. More pad less, and take longer to capture. Of a model of one path."""
     global_token_budgets: tuple[PositiveInt, ...] = Field((), strict=False)
     """Of the path that sees whole images. Empty: one image, doubled up to the maximum."""
     local_token_budgets: tuple[NonNegativeInt, ...] = Field((), strict=False)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.budgets import Capacity, capacity, powers_of_two
+from actors.budgets import UNIT_TOKENS, Capacity, capacity, powers_of_two
 from actors.errors import ConfigError
 from actors.options import GraphOptions
-from actors.sizing import ViewSizing
+from actors.sizing import BlockSizing, ViewSizing
 from actors.spec import ModelSpec
 
 PATHS = ("global", "local")
@@ -31,7 +31,8 @@ def model_capacity(options: GraphOptions, spec: ModelSpec) -> Capacity:
     for key in ("global_token_budgets", "local_token_budgets"):
         if getattr(options, key):
             raise ConfigError(f"graphs.{key}: {spec.id} has one path: use graphs.token_budgets")
-    return capacity(options, spec.sizing.token_range(), spec.max_frames_per_video)
+    unit = UNIT_TOKENS if isinstance(spec.sizing, BlockSizing) else None
+    return capacity(options, spec.sizing.token_range(), spec.max_frames_per_video, unit)
 
 
 def two_path_capacity(

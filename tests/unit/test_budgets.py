@@ -22,22 +22,27 @@ def test_powers_of_two_ascend_and_at_most_double(smallest: int, largest: int) ->
     assert all(a < b <= 2 * a for a, b in pairwise(budgets))
 
 
-@given(st.integers(1, 500), st.integers(1, 20_000), st.sampled_from([2, 4, 8]))
-def test_graduated_budgets_refine_the_doubled_ones(smallest: int, largest: int, steps: int) -> None:
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 20_000), st.sampled_from([2, 4, 8]))
+def test_graduated_budgets_refine_the_doubled_ones(
+    unit: int, units: int, largest: int, steps: int
+) -> None:
+    smallest = unit * units
     largest = max(smallest, largest)
-    doubled, budgets = powers_of_two(smallest, largest), graduated(smallest, largest, steps)
+    doubled, budgets = powers_of_two(smallest, largest), graduated(smallest, largest, steps, unit)
     assert set(doubled) <= set(budgets)
     assert list(budgets) == sorted(set(budgets))
-    assert all(budget % smallest == 0 for budget in budgets[:-1])
+    assert all(budget % unit == 0 for budget in budgets[:-1])
     for low, high in pairwise(budgets):
-        assert high - low <= max(smallest, 2 * low / steps)
+        assert high - low <= low / steps + unit
     assert len(budgets) <= steps * len(doubled)
 
 
 def test_four_steps_to_a_doubling() -> None:
-    assert graduated(64, 1024, 4) == (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-    assert graduated(64, 100, 4) == (64, 100)
-    assert graduated(64, 1000, 1) == powers_of_two(64, 1000)
+    tiles = graduated(64, 1024, 4, 64)
+    assert tiles == (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+    assert graduated(64, 256, 4, 8) == (64, 80, 96, 112, 128, 160, 192, 224, 256)
+    assert graduated(64, 100, 4, 64) == (64, 100)
+    assert graduated(64, 1000, 1, 8) == powers_of_two(64, 1000)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, unique=True).map(sorted), st.integers(1, 120))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.budgets import Capacity, graduated, powers_of_two
+from actors.budgets import UNIT_TOKENS, Capacity, graduated, powers_of_two
 from actors.ladder import best_ladder, padding_ratio, rounded_up, simulated_loads
 from actors.options import GraphOptions
 from actors.sizing import PackedSizing
@@ -89,7 +89,9 @@ def test_a_planned_ladder_saves_padding_on_traffic_it_has_not_seen(waiting_items
 @pytest.mark.parametrize("waiting_items", [1, 2, 16])
 def test_the_default_ladder_pads_half_as_much_as_powers_of_two(waiting_items: float) -> None:
     loads = heavy_tailed_loads(1, waiting_items)
-    ratios = [padding_ratio(loads, graduated(64, LARGEST, steps)) for steps in (1, 2, 4, 8)]
+    ratios = [
+        padding_ratio(loads, graduated(64, LARGEST, steps, UNIT_TOKENS)) for steps in (1, 2, 4, 8)
+    ]
     print(f"{waiting_items} waiting, padding with 1, 2, 4, 8 steps: {ratios}")
     default = (1, 2, 4, 8).index(GraphOptions().steps_per_doubling)
     assert ratios[default] < 0.5 * ratios[0]

@@ -81,7 +81,17 @@ def test_budgets_are_whole_tiles() -> None:
     for sizing in (INTERNVL, LLAMA4):
         tile, largest = sizing.token_range()
         for steps in (1, 2, 4, 8):
-            assert all(budget % tile == 0 for budget in graduated(tile, largest, steps))
-    assert graduated(*INTERNVL.token_range(), 1) == (256, 512, 1024, 2048, 3328)
-    assert graduated(*LLAMA4.token_range(), 2) == (144, 288, 432, 576, 864, 1152, 1728, 2304, 2448)
+            assert all(budget % tile == 0 for budget in graduated(tile, largest, steps, tile))
+    assert graduated(*INTERNVL.token_range(), 1, 256) == (256, 512, 1024, 2048, 3328)
+    assert graduated(*LLAMA4.token_range(), 2, 144) == (
+        144,
+        288,
+        432,
+        576,
+        864,
+        1152,
+        1728,
+        2304,
+        2448,
+    )
     assert StretchedTiles(448, 14, 2, 1, 1).token_range() == (256, 256)
