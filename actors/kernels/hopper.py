@@ -68,7 +68,7 @@ def attend_(qkv: Tensor, table: Tensor, kernel: nvrtc.Kernel, keys: int) -> Tens
         ]
     )
     processors = torch.cuda.get_device_properties(qkv.device).multi_processor_count
-    kernel.launch(processors, qkv, table, maps, heads)
+    kernel.launch((processors, 1, 1), qkv, table, maps, heads)
     return flat[:, : heads * size]
 
 
@@ -124,28 +124,36 @@ def source(element: str, size: int, shape: Shape) -> str:
         [
             *(f"#define {name} {value}" for name, value in defined.items()),
             (folder / "hopper_ptx.cu").read_text(),
-            product("multiply_qk", element, shape.keys, transposed=False),
+            product("multiply_qk", element, shape.keys),
             product("multiply_pv", element, size + 8, transposed=True),
             *((folder / name).read_text() for name in FILES),
         ]
     )
 
 
-def product(name: str, element: str, columns: int, transposed: bool) -> str:
+def product(
+    name: str, element: str, columns: int, *, shared: bool = False, transposed: bool = False
+) -> str:
     """A CUDA function: d [64, columns] (+)= a [64, 16] in registers x b [16, columns], shared.
 
-    Written out because the instruction names each of its columns / 2 registers a thread.
+    Written out because the instruction names each of its columns / 2 registers a thread. `shared`:
+    a is in shared memory as well; `transposed`: b is.
     """
     count = columns // 2
+    a = ["a"] if shared else ["a0", "a1", "a2", "a3"]
     outputs = ", ".join(f"%{i}" for i in range(count))
-    inputs = ", ".join(f"%{count + i}" for i in range(4))
+    first = f"%{count}" if shared else "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
+    b, add = count + len(a), count + len(a) + 1
+    flags = f"1, 1, 0, {int(transposed)}" if shared else f"1, 1, {int(transposed)}"
     bound = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    read = ", ".join(f'"{"l" if shared else "r"}"({each})' for each in a)
+    declared = ", ".join(f"{'u64' if shared else 'u32'} {each}" for each in a)
     return f"""
-DEVICE void {name}(float (&d)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {{
+DEVICE void {name}(float (&d)[{count}], {declared}, u64 b, int add) {{
     asm volatile(
-        "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{count + 5}, 0;\\n"
+        "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{add}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{element}.{element} {{{outputs}}}, "
-        "{{{inputs}}}, %{count + 4}, add, 1, 1, {int(transposed)};\\n}}"
-        : {bound} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
+        "{first}, %{b}, add, {flags};\\n}}"
+        : {bound} : {read}, "l"(b), "r"(add));
 }}
 """

@@ -62,15 +62,3 @@ struct Work {
     DEVICE int blocks() const { return (end - start + KEYS - 1) / KEYS; }
     DEVICE int last_keys() const { return (end - start - 1) % KEYS + 1; }
 };
-
-// A place in the ring of stages and the parity of the round.
-struct Place {
-    int stage = 0;
-    u32 parity = 0;
-    DEVICE void next() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};

@@ -1,4 +1,5 @@
-// Instructions of compute capability 9.0 that have no C++ name. Part of hopper.cu, read before it.
+// Instructions of compute capability 9.0 that have no C++ name, and what goes with them. Read before
+// hopper.cu and few_rows.cu, of which it is a part.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -47,6 +48,17 @@ DEVICE void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// Eight rows or so of shared memory to what a tensor map describes, from (row, column) on.
+DEVICE void tensor_store(const TensorMap& map, int column, int row, u32 from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
+                     &map), "r"(column), "r"(row), "r"(from) : "memory");
+}
+
+// Until this thread's tensor_stores have read their shared memory.
+DEVICE void tensor_stored() {
+    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 DEVICE void store16(u32 to, u32 first, u32 rest) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %2, %2};" ::"r"(to), "r"(first), "r"(rest)
                  : "memory");
@@ -61,6 +73,46 @@ DEVICE void publish() {
 DEVICE void load_matrices(u32* to, u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+}
+
+// Two 8 x 8 matrices between shared memory and the sums of a product, whose rows are columns there.
+DEVICE void load_transposed(u32 (&to)[2], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
+}
+
+DEVICE void store_transposed(u32 to, u32 first, u32 second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to),
+                 "r"(first), "r"(second) : "memory");
+}
+
+DEVICE void store_floats(u32 to, const float* from) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(from[0]), "f"(from[1]),
+                 "f"(from[2]), "f"(from[3]) : "memory");
+}
+
+// Of another block of the cluster, see cluster_address.
+DEVICE void load_floats(float (&to)[4], u32 from) {
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "r"(from));
+}
+
+DEVICE u32 cluster_address(u32 address, u32 block) {
+    u32 theirs;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(address), "r"(block));
+    return theirs;
+}
+
+// All threads of the cluster's blocks meet, and see what the others have stored before.
+DEVICE void cluster_publish() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" :::
+                     "memory");
+}
+
+// They meet, so that none ends while others still read its shared memory.
+DEVICE void cluster_leave() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" :::
+                     "memory");
 }
 
 // Rows of 128 bytes swizzled in eights, as the matrix unit reads them. `leading`: bytes from the
@@ -100,6 +152,23 @@ DEVICE float exp2_fast(float x) {
     return y;
 }
 
+DEVICE float tanh_fast(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE float low(u32 both) {
+    float first;
+    asm("{\n.reg .b16 first, second;\nmov.b32 {first, second}, %1;\ncvt.f32." TYPE " %0, first;\n}"
+        : "=f"(first) : "r"(both));
+    return first;
+}
+
+DEVICE float high(u32 both) {
+    return low(both >> 16);
+}
+
 DEVICE u32 pair(float first, float second) {
     u32 both;
     asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
@@ -122,3 +191,15 @@ DEVICE void meet(int barrier) {
 DEVICE u32 uniform(u32 value) {
     return __shfl_sync(~0u, value, 0);
 }
+
+// A place in the ring of stages and the parity of the round.
+struct Place {
+    int stage = 0;
+    u32 parity = 0;
+    DEVICE void next() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};

@@ -1,4 +1,4 @@
-"""Linear layers by the fastest of cuBLASLt's algorithms for their shape on this device.
+"""Linear layers by the fastest way that this device has for their shape: cuBLASLt's, or our own.
 
 Its first choice is up to 14 % slower than its best (BENCHMARKS.md). What is captured is worth a
 measurement: inside `tuning`, a product times the algorithms at its first sight of a number of rows.
@@ -18,12 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.kernels.cublaslt import ALIGNED_BYTES, TYPES, Algorithm, Ending, Plan, Shape
+from actors.kernels.few_rows import FewRows, few_rows
 
 MOST_LAUNCHES = 8
 """Of one algorithm in a row: as many layers' weights, so that none is found in the L2 cache."""
 MEASURED_OPERATIONS = 5e11
 """A millisecond or so on a large GPU: what takes longer is launched less often in a row."""
 REPEATS = 3
+FAVOUR = 0.95
+"""Products of our own save the gaps to their neighbours as well, which no measurement here sees."""
 
 _tuning: ContextVar[bool] = ContextVar("tuning", default=False)
 
@@ -39,14 +42,18 @@ def tuning() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """How products of one shape are computed."""
+class Planned:
+    """How products of one shape are computed: by one of cuBLASLt's algorithms."""
 
     plan: Plan
     algorithm: Algorithm
 
+    def run(self, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
+        """Enqueues one product on the current stream. RuntimeError if cuBLASLt refuses it."""
+        self.plan.run(self.algorithm, weight, bias, x, out)
 
-CHOICES: dict[tuple[Shape, Ending], Choice | None] = {}
+
+CHOICES: dict[tuple[Shape, Ending], Planned | FewRows | None] = {}
 """Of this process, which has one device: layers of the same shape share what one has measured."""
 
 
@@ -80,7 +87,7 @@ class Product:
             return self._plain(weight, bias, x, out)
         if out is None:
             out = x.new_empty(shape.rows, shape.n)
-        choice.plan.run(choice.algorithm, weight, bias, x, out)
+        choice.run(weight, bias, x, out)
         return out
 
     def _plain(self, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor | None) -> Tensor:
@@ -93,27 +100,32 @@ class Product:
             result = F.linear(x, weight, bias)
         return result if out is None else out.copy_(result)
 
-    def _fastest(self, shape: Shape, x: Tensor) -> Choice | None:
-        """None: cuBLASLt is not there, or has nothing for this shape."""
-        if shape.dtype not in TYPES:
-            return None
-        try:
-            plan = Plan(shape, self.ending)
-        except (OSError, RuntimeError):
-            return None
-        scratch = x.new_zeros(shape.rows, shape.out_stride)
+    def _fastest(self, shape: Shape, x: Tensor) -> Planned | FewRows | None:
+        """None: there is nothing for this shape but torch's way."""
+        scratch = x.new_zeros(shape.rows, shape.out_stride)[:, : shape.n]
         timed = []
-        for index, algorithm in enumerate(plan.algorithms()):
+        for index, choice in enumerate(choices(shape, self.ending, x.device)):
 
-            def launch(algorithm: Algorithm = algorithm) -> None:
+            def launch(choice: Planned | FewRows = choice) -> None:
                 for turn in range(launches(shape)):
                     layer = turn % len(self.weights)
                     bias = self.biases[layer] if self.biases else None
-                    plan.run(algorithm, self.weights[layer], bias, x, scratch)
+                    choice.run(self.weights[layer], bias, x, scratch)
 
             with suppress(RuntimeError):  # offered, and refused after all
-                timed.append((graph_seconds(launch), index, algorithm))
-        return Choice(plan, min(timed)[2]) if timed else None
+                favour = FAVOUR if isinstance(choice, FewRows) else 1.0
+                timed.append((graph_seconds(launch) * favour, index, choice))
+        return min(timed)[2] if timed else None
+
+
+def choices(shape: Shape, ending: Ending, device: torch.device) -> Iterator[Planned | FewRows]:
+    """What there is for a product on this device."""
+    if shape.dtype not in TYPES:
+        return
+    with suppress(OSError, RuntimeError):
+        plan = Plan(shape, ending)
+        yield from (Planned(plan, algorithm) for algorithm in plan.algorithms())
+    yield from few_rows(shape, ending, device)
 
 
 def launches(shape: Shape) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
+
+from actors.kernels.native import overlaps
 
 BLOCK = 1024
 
@@ -18,8 +21,15 @@ def rotate_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
-    """BLOCK pairs a program, counted through rows, q and k, heads, and the half head."""
+    """BLOCK pairs a program, counted through rows, q and k, heads, and the half head.
+
+    OVERLAPS: begins before the kernel in front of it has ended.
+    """
+    if OVERLAPS:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = pair < pairs
     column = pair % HALF
@@ -37,7 +47,7 @@ def rotate_kernel(
 def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotates q, k of qkv [rows, 3, heads, head size]; cos, sin float32 [rows, head size / 2]."""
     rows, _, heads, size = qkv.shape
-    pairs = rows * heads * size
+    pairs, early = rows * heads * size, overlaps(qkv.device, rows)
     rotate_kernel[(triton.cdiv(pairs, BLOCK),)](
         qkv,
         cos,
@@ -46,5 +56,7 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         HEADS=heads,
         HALF=size // 2,
         BLOCK=BLOCK,
+        OVERLAPS=early,
+        launch_pdl=early,
         num_warps=8,
     )

@@ -23,17 +23,25 @@ L2_PROMOTION_256B = 3
 def tensor_map(matrix: Tensor, box: tuple[int, int], row_bytes: int = 128) -> bytes:
     """The map by which boxes of (rows, columns) of a 16-bit matrix [rows, columns] are copied.
 
+    Rows of the matrix may lie apart.
+
     A box comes as rows of so many bytes in shared memory, swizzled, whatever its columns, 64 at
     most; what lies beyond the matrix comes as zeros.
     """
     rows, columns = matrix.shape
     kind, swizzle = TYPES[matrix.dtype], SWIZZLES[row_bytes]
-    return encoded(matrix.data_ptr(), kind, rows, columns, box, swizzle)
+    return encoded(matrix.data_ptr(), kind, rows, columns, matrix.stride(0), box, swizzle)
 
 
 @lru_cache(maxsize=4096)
 def encoded(
-    pointer: int, kind: int, rows: int, columns: int, box: tuple[int, int], swizzle: int
+    pointer: int,
+    kind: int,
+    rows: int,
+    columns: int,
+    stride: int,
+    box: tuple[int, int],
+    swizzle: int,
 ) -> bytes:
     """See tensor_map. Kept, since a tower outside a graph asks for the same ones each call."""
     raw = ctypes.create_string_buffer(BYTES + ALIGNMENT)
@@ -47,7 +55,7 @@ def encoded(
             2,
             ctypes.c_void_p(pointer),
             (ctypes.c_uint64 * 2)(columns, rows),
-            (ctypes.c_uint64 * 1)(columns * 2),
+            (ctypes.c_uint64 * 1)(stride * 2),
             (ctypes.c_uint32 * 2)(width, height),
             (ctypes.c_uint32 * 2)(1, 1),
             0,

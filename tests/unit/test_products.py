@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_void_p
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from actors.kernels import products
 from actors.kernels.cublaslt import ALIGNED_BYTES, Algorithm, Ending, Plan, Shape
+from actors.kernels.few_rows import FewRows, Tile
+from actors.kernels.nvrtc import Kernel
 from actors.kernels.products import (
     CHOICES,
+    FAVOUR,
     MOST_LAUNCHES,
-    Choice,
+    Planned,
     Product,
     launches,
     tuning,
@@ -90,9 +94,41 @@ def test_an_algorithm_that_is_refused_when_it_runs_is_passed_over(
         with tuning():
             product(0, x)
         (choice,) = products.CHOICES.values()
-        assert (choice and choice.algorithm) is found
+        assert (choice.algorithm if isinstance(choice, Planned) else None) is found
         products.CHOICES.clear()
         offered.pop()
+
+
+class Ours(FewRows):
+    """A kernel of our own that has nothing to launch."""
+
+    def run(self, *_: Tensor | None) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("ours_seconds", "taken"), [(1.03, Ours), (1.1, Planned)])
+def test_our_own_product_may_be_a_little_slower_alone(
+    ours_seconds: float, taken: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Offered(Plan):
+        def __init__(self, shape: Shape, ending: Ending) -> None:
+            pass
+
+        def algorithms(self) -> list[Algorithm]:
+            return [Algorithm()]
+
+    times = iter([1.0, ours_seconds])
+    ours = Ours(Tile(1, 64, 1, "bias"), Kernel(c_void_p(), 160, 0))
+    monkeypatch.setattr(products, "Plan", Offered)
+    monkeypatch.setattr(products, "few_rows", lambda *_: [ours])
+    monkeypatch.setattr(products, "graph_seconds", lambda _: next(times))
+    monkeypatch.setattr(products, "CHOICES", {})
+    monkeypatch.setattr(Planned, "run", Ours.run)
+    assert 1 / 1.1 < FAVOUR < 1 / 1.03
+    with tuning():
+        Product([at(0, INNER, WIDTH)], [at(0, INNER)], "bias")(0, at(0, ROWS, WIDTH))
+    (choice,) = products.CHOICES.values()
+    assert isinstance(choice, taken)
 
 
 def at(offset_bytes: int, *shape: int) -> Tensor:
@@ -113,7 +149,7 @@ def test_what_begins_elsewhere_than_what_was_timed_takes_torchs_way(
     rows = at(0, ROWS, 2 * INNER)
     first, second = rows.chunk(2, dim=1)
     timed = Shape(ROWS, INNER, WIDTH, WIDTH, 2 * INNER, torch.bfloat16)
-    monkeypatch.setitem(CHOICES, (timed, ending), Choice(Chosen(), Algorithm()))
+    monkeypatch.setitem(CHOICES, (timed, ending), Planned(Chosen(), Algorithm()))
     with pytest.raises(RuntimeError, match="chosen"):
         product(0, x, first)
     elsewhere = at(16, ROWS, WIDTH).copy_(x)
