@@ -127,7 +127,9 @@ def few_rows(shape: Shape, ending: Ending, device: torch.device) -> list[FewRows
         return []
     chosen = best(shape, ending)
     try:
-        with ThreadPoolExecutor(len(chosen)) as pool:  # each compiles for some tenths of a second
+        with ThreadPoolExecutor(
+            MEASURED_TILES
+        ) as pool:  # each compiles for some tenths of a second
             list(pool.map(partial(image, TYPES[shape.dtype]), chosen))
         with torch.cuda.device(device):
             return [FewRows(tile, kernel_for(device, shape.dtype, tile)) for tile in chosen]

@@ -96,5 +96,7 @@ def test_shapes_without_a_way() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     many = Shape(4096, 1152, 1152, 1152, 1152, torch.bfloat16)
     odd = Shape(400, 1151, 1152, 1152, 1151, torch.bfloat16)
+    tiny = Shape(400, 96, 32, 32, 96, torch.bfloat16)
     assert not few_rows(many, "bias", device)
     assert not few_rows(odd, "bias", device)
+    assert not few_rows(tiny, "bias", device)

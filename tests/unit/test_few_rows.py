@@ -49,6 +49,10 @@ def test_sums_are_split_only_if_they_are_added_to_something() -> None:
     assert {tile.splits for tile in tiles(shape_of(416, 1152, 4352), "bias")} == {1}
 
 
+def test_a_tiny_model_has_no_tiles() -> None:
+    assert best(shape_of(416, 96, 32), "bias") == []
+
+
 def test_a_tile_is_written_out_whole() -> None:
     tile = next(tiles(shape_of(416, 1152, 1152), "add"))
     text = source("bf16", tile)
