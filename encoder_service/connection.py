@@ -60,12 +60,12 @@ class Connection(asyncio.BufferedProtocol):
         """
         answer: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
         self._answer = answer
-        self._parser = parser = h11.Connection(h11.CLIENT)
+        self._parser = parser = h11.Connection(h11.CLIENT, BUFFER_BYTES)
         self._pieces = []
-        head = h11.Request(
-            method=request.method, target=request.url.raw_path, headers=request.headers.raw
-        )
         try:
+            head = h11.Request(
+                method=request.method, target=request.url.raw_path, headers=request.headers.raw
+            )
             sent = [parser.send(head) or b"", content]
             parser.send_with_data_passthrough(h11.Data(data=content))
             parser.send(h11.EndOfMessage())
@@ -76,9 +76,11 @@ class Connection(asyncio.BufferedProtocol):
                 if self._seen_bytes == seen and not answer.done():
                     raise httpx.ReadTimeout(f"nothing came for {seconds:g} s")
             received = answer.result()
-        except BaseException:
+        except BaseException as error:
             self._answer = None
             self.close()
+            if isinstance(error, h11.LocalProtocolError):  # a header that cannot be sent
+                raise httpx.LocalProtocolError(str(error)) from error
             raise
         self._answer = None
         self.idle_since = time.monotonic()
@@ -127,6 +129,8 @@ class Connection(asyncio.BufferedProtocol):
                     self._pieces.append(bytes(event.data))
                 elif isinstance(event, h11.EndOfMessage):
                     self._finish(b"".join(self._pieces))
+                    if self._parser.trailing_data[0]:
+                        self.close()  # nobody asked for more
                     return
         except h11.RemoteProtocolError as error:
             self._fail(httpx.RemoteProtocolError(str(error)))
@@ -169,6 +173,6 @@ def length(response: h11.Response) -> int | None:
     """Bytes of the body; None: it is for h11 to say."""
     headers = dict(response.headers)
     given = headers.get(b"content-length", b"")
-    if response.status_code == 204 or b"transfer-encoding" in headers or not given.isdigit():
+    if response.status_code in (204, 304) or b"transfer-encoding" in headers or not given.isdigit():
         return None
     return int(given)

@@ -59,15 +59,13 @@ class Connections(httpx.AsyncBaseTransport):
         self._idle.clear()
 
     def _kept(self) -> Connection | None:
-        """The one used last, as long as it can be."""
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.closed:
-                continue
-            if time.monotonic() - connection.idle_since < IDLE_SECONDS:
-                return connection
-            connection.close()
-        return None
+        """The one used last, if any can be used; the others that cannot are let go of too."""
+        oldest = time.monotonic() - IDLE_SECONDS
+        for connection in self._idle:
+            if connection.idle_since <= oldest:
+                connection.close()
+        self._idle = [connection for connection in self._idle if not connection.closed]
+        return self._idle.pop() if self._idle else None
 
     async def _opened(self, url: httpx.URL, seconds: float) -> Connection:
         host = url.raw_host.decode()
@@ -79,7 +77,7 @@ class Connections(httpx.AsyncBaseTransport):
                 )
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no connection within {seconds:g} s") from error
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter: no name of a host
             raise httpx.ConnectError(str(error)) from error
         return connection
 

@@ -80,7 +80,7 @@ class HttpTransport:
                 pieces = [piece async for piece in response.aiter_bytes()]
         except httpx.TimeoutException as error:
             raise ServiceError("deadline_exceeded", f"no answer in time: {error!r}") from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:  # also a body that is not the gzip that it says
             url = self.client.base_url
             raise ServiceError("unavailable", f"{url}: {error!r}", retryable=True) from error
         # A single piece, which may be many megabytes, would be copied by joining.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -10,6 +11,8 @@ import httpx
 import pytest
 
 from encoder_service.connections import Connections, direct
+from encoder_service.embedding import ServiceError
+from encoder_service.over_http import HttpTransport
 
 BODY = bytes(range(256)) * 12_000
 """Several megabytes."""
@@ -71,6 +74,7 @@ def sized(body: bytes, *headers: bytes) -> bytes:
 
 
 KNOWN = sized(BODY)
+LONG_HEAD = sized(b"", b"x: " + b"a" * 40_000)
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"".join(
     b"%x\r\n%b\r\n" % (len(part), part) for part in (BODY[:10], BODY[10:70_000], BODY[70_000:])
 )
@@ -83,13 +87,20 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"".join(
         (says(KNOWN[:20], KNOWN[20:60], KNOWN[60:90_000], KNOWN[90_000:]), BODY, 1),
         (says(b"HTTP/1.1 100 Continue\r\n\r\n" + sized(b"")), b"", 1),
         (says(b"HTTP/1.1 204 No Content\r\n\r\n"), b"", 1),
+        (says(b"HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n"), b"", 1),
+        (says(LONG_HEAD[:20_000], LONG_HEAD[20_000:]), b"", 1),
+        (says(sized(gzip.compress(BODY), b"content-encoding: gzip")), BODY, 1),
         (says(CHUNKED, b"0\r\n\r\n"), BODY, 1),
+        (says(CHUNKED + b"0\r\n\r\n" + sized(b"not asked for")), BODY, 3),
         (says(sized(b"last", b"Connection: Close")), b"last", 3),
         (says(b"HTTP/1.0 200 OK\r\ncontent-length: 3\r\n\r\nold"), b"old", 3),
         (says(b"HTTP/1.1 200 OK\r\n\r\n", b"until ", b"the end", close=True), b"until the end", 3),
         (says(sized(b"gone"), close=True), b"gone", 3),
     ],
-    ids=["whole", "torn", "nothing", "204", "chunked", "last", "old", "endless", "closed"],
+    ids=[
+        *("whole", "torn", "nothing", "204", "304", "long head", "gzip", "chunked", "more"),
+        *("last", "old", "endless", "closed"),
+    ],
 )
 def test_bodies_come_whole_and_connections_are_used_again(
     answer: Answer, body: bytes, connections: int
@@ -129,6 +140,18 @@ def test_what_goes_wrong_is_an_error_of_httpx(answer: Answer, error: type[Except
     asyncio.run(run())
 
 
+def test_a_body_that_is_not_the_gzip_it_says_is_a_service_error() -> None:
+    async def run() -> None:
+        async with client(says(sized(b"{}", b"content-encoding: gzip"))) as (http, _):
+            transport = HttpTransport(str(http.base_url), None, 5)
+            with pytest.raises(ServiceError, match="DecodingError") as failed:
+                await transport.model()
+            await transport.close()
+        assert failed.value.retryable
+
+    asyncio.run(run())
+
+
 def test_requests_at_a_time_have_a_connection_each() -> None:
     async def run() -> None:
         async with client(says(KNOWN)) as (http, server):
@@ -137,6 +160,40 @@ def test_requests_at_a_time_have_a_connection_each() -> None:
             assert server.connections == 5
             await asyncio.gather(*(http.get("/") for _ in range(5)))
             assert server.connections == 5
+
+    asyncio.run(run())
+
+
+def test_connections_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encoder_service.connections.IDLE_SECONDS", 0.4)
+
+    async def run() -> None:
+        async with client(says(sized(b""))) as (http, server):
+            await asyncio.gather(*(http.get("/") for _ in range(5)))
+            for _ in range(2):  # one is enough for these
+                await asyncio.sleep(0.25)
+                await http.get("/")
+            await asyncio.wait_for(server.left.wait(), 5)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("url", "header", "error"),
+    [
+        ("http://127.0.0.1:1", "told", httpx.ConnectError),
+        (f"http://{'a' * 64}.invalid", "told", httpx.ConnectError),
+        ("", "of two\nlines", httpx.LocalProtocolError),
+    ],
+    ids=["refused", "no name", "header"],
+)
+def test_what_cannot_be_sent_is_an_error_of_httpx(
+    url: str, header: str, error: type[Exception]
+) -> None:
+    async def run() -> None:
+        async with client(says(sized(b""))) as (http, _):
+            with pytest.raises(error):
+                await http.get(url, headers={"authorization": header})
 
     asyncio.run(run())
 
