@@ -30,6 +30,9 @@ CHUNK_CHARACTERS = 2**22
 
 Document = dict[str, Any]
 
+Piece = bytes | memoryview
+"""Of a body; its length is its number of bytes."""
+
 
 class WireError(ValueError):
     """Bytes that cannot be read, or a format that nobody speaks here."""
@@ -41,10 +44,10 @@ class WireError(ValueError):
         self.kind = kind
 
 
-def write_msgpack(answer: Document, encoding: str) -> bytes:
-    """Data as bin. Put together from pieces, so that data of many megabytes is copied only once."""
+def write_msgpack(answer: Document, encoding: str) -> list[Piece]:
+    """Data as bin, where it lies."""
     packer = msgpack.Packer()
-    pieces = [packer.pack_map_header(len(answer))]
+    pieces: list[Piece] = [packer.pack_map_header(len(answer))]
     for name, value in answer.items():
         pieces.append(packer.pack(name))
         if name != "items":
@@ -56,16 +59,16 @@ def write_msgpack(answer: Document, encoding: str) -> bytes:
             for key, content in item.items():
                 pieces.append(packer.pack(key))
                 pieces += bin32(content) if key == "data" else [packer.pack(content)]
-    return b"".join(pieces)
+    return pieces
 
 
-def bin32(data: bytes | memoryview) -> list[bytes | memoryview]:
+def bin32(data: Piece) -> list[Piece]:
     """Bytes as msgpack writes long ones: 0xC6, their number, themselves."""
     view = memoryview(data).cast("B")
     return [struct.pack(">BI", 0xC6, len(view)), view]
 
 
-def write_json(answer: Document, encoding: str) -> bytes:
+def write_json(answer: Document, encoding: str) -> list[Piece]:
     """Data as base64 or rows of numbers. Put together from pieces, so that none takes long."""
     if encoding not in ("base64", "float"):
         raise WireError(f'options.encoding must be "base64" or "float", not {encoding!r}')
@@ -77,7 +80,7 @@ def write_json(answer: Document, encoding: str) -> bytes:
         if "data" in item:
             pieces[-1] = pieces[-1][:-1]
             pieces += [b', "data": ', *data_pieces(item), b"}"]
-    return b"".join([*pieces, b"]}"])
+    return [b"".join([*pieces, b"]}"])]
 
 
 def float_pieces(item: Document) -> Iterator[bytes]:
@@ -103,11 +106,11 @@ def without(document: Document, name: str) -> Document:
     return {key: value for key, value in document.items() if key != name}
 
 
-def write_safetensors(answer: Document, encoding: str) -> bytes:
+def write_safetensors(answer: Document, encoding: str) -> list[Piece]:
     """Tensors "0", "1", ... by index; all else is JSON under "answer" in the metadata."""
     named = {str(item["index"]): item for item in answer["items"] if "data" in item}
     items = [without(item, "data") for item in answer["items"]]
-    return tensors.to_safetensors(named, {"answer": json.dumps({**answer, "items": items})})
+    return [tensors.to_safetensors(named, {"answer": json.dumps({**answer, "items": items})})]
 
 
 def read_safetensors(body: bytes) -> Document:
@@ -172,7 +175,7 @@ def as_map(document: Any) -> Document:
     return document
 
 
-WRITERS: dict[str, Callable[[Document, str], bytes]] = {
+WRITERS: dict[str, Callable[[Document, str], list[Piece]]] = {
     MSGPACK: write_msgpack,
     JSON: write_json,
     SAFETENSORS: write_safetensors,

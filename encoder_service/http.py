@@ -14,14 +14,16 @@ from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException
 
 from actors.errors import InvalidOption, UnsupportedMedia
+from encoder_service.answer import Json
 from encoder_service.envelope import Envelope, http_exception
-from encoder_service.formats import JSON, WireError
+from encoder_service.formats import JSON, MSGPACK, WireError
 from encoder_service.llm import http as chat_http
 from encoder_service.llm.service import ChatService
 from encoder_service.metrics import CONTENT_TYPE, merge
 from encoder_service.offload import offload
 from encoder_service.openapi import DESCRIPTION, ENCODE, ERRORS, FETCH, MISSING, describe
 from encoder_service.page import page, policy
+from encoder_service.pieces import response
 from encoder_service.schema import request_options
 from encoder_service.service import Service
 from encoder_service.upload import check_length, read
@@ -58,11 +60,7 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
             if options.encoding and accept != JSON:
                 raise InvalidOption(f"options.encoding: only with `Accept: {JSON}`, not {accept}")
             document = await service.encode(items, options, request.state.exchange)
-        size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
-        body, content_type = await offload(
-            size_bytes, render, document, accept, options.encoding or "base64"
-        )
-        return Response(body, media_type=content_type)
+        return await rendered(document, accept, options.encoding or "base64")
 
     @app.get(REFERENCE_PATH, responses=ERRORS | MISSING, openapi_extra=FETCH)
     async def fetch(request: Request, reference: str) -> Response:
@@ -70,9 +68,7 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
         service.authorize(request.headers.get("authorization"))
         accept = answer_format(request.headers.get("accept", ""))
         document = await service.fetch(reference, request.state.exchange.request_id)
-        size_bytes = len(document["items"][0]["data"])
-        body, content_type = await offload(size_bytes, render, document, accept)
-        return Response(body, media_type=content_type)
+        return await rendered(document, accept)
 
     @app.delete(REFERENCE_PATH, responses=ERRORS | MISSING, status_code=204)
     async def release(request: Request, reference: str) -> None:
@@ -119,6 +115,13 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
         chat_http.add(app, service, chat)
     describe(app, closed=service.tokens.required)
     return app
+
+
+async def rendered(document: Json, accept: str, encoding: str = "base64") -> Response:
+    """The document as a response; what copies its data does so in a thread."""
+    size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
+    copied_bytes = 0 if accept == MSGPACK else size_bytes
+    return await response(*await offload(copied_bytes, render, document, accept, encoding))
 
 
 def answer_format(accept: str) -> str:

@@ -23,6 +23,7 @@ from encoder_service.formats import (
     READERS,
     WRITERS,
     Document,
+    Piece,
     WireError,
     from_base64,
     read_json,
@@ -127,8 +128,8 @@ def content(data: Any, where: str) -> bytes:
     return data
 
 
-def render(answer: Document, accept: str, encoding: str = "base64") -> tuple[bytes, str]:
-    """The body and its content type, for an Accept header; an empty one means msgpack.
+def render(answer: Document, accept: str, encoding: str = "base64") -> tuple[list[Piece], str]:
+    """The body in pieces and its content type, for an Accept header; an empty one means msgpack.
 
     `encoding` is for JSON: "base64", or "float" for rows of numbers. Raises WireError.
     """

@@ -93,7 +93,7 @@ def responses(content_type: str) -> list[bytes]:
     error = {"index": 1, "type": "image", "error": {"type": "too_large", "message": "no"}}
     answer = {"model": "m", "weights": "dummy", "items": [item, error], "timings": {"total_ms": 1}}
     return [
-        wire.render(answer, content_type, encoding)[0]
+        b"".join(wire.render(answer, content_type, encoding)[0])
         for encoding in (("base64", "float") if content_type == JSON else ("base64",))
     ]
 

@@ -82,8 +82,8 @@ class Server:
             if errors and options["on_error"] == "fail":
                 return Response(json.dumps({"error": errors[0]}), 400)
             document = {"model": "m", "weights": "dummy", "items": answers, "timings": TIMINGS}
-            body_bytes, content_type = wire.render(document, request.headers["accept"])
-            return Response(body_bytes, media_type=content_type)
+            pieces, content_type = wire.render(document, request.headers["accept"])
+            return Response(b"".join(pieces), media_type=content_type)
 
         @app.get("/v1/model")
         async def model(request: Request) -> dict[str, str | None]:

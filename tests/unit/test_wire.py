@@ -49,7 +49,8 @@ def document(dtype: str = "bfloat16") -> tuple[dict[str, Any], torch.Tensor]:
 )
 def test_responses_survive_every_format(dtype: str, accept: str, encoding: str) -> None:
     answer, rows = document(dtype)
-    body, content_type = wire.render(answer, accept, encoding)
+    pieces, content_type = wire.render(answer, accept, encoding)
+    body = b"".join(pieces)
     assert content_type == accept
     read = wire.parse_response(body, content_type)
     item = read["items"][0]
@@ -61,7 +62,7 @@ def test_responses_survive_every_format(dtype: str, accept: str, encoding: str) 
 
 def test_safetensors_responses_are_files_for_everybody() -> None:
     answer, rows = document()
-    tensors = load(wire.render(answer, SAFETENSORS)[0])
+    tensors = load(b"".join(wire.render(answer, SAFETENSORS)[0]))
     assert list(tensors) == ["0"]
     assert torch.equal(tensors["0"], rows)
 
@@ -189,7 +190,8 @@ def test_base64_longer_than_a_chunk(extra: int) -> None:
     data = bytes(range(256)) * (3 * 2**12) + b"x" * extra
     answer, _ = document()
     answer["items"][0]["data"] = data
-    body, content_type = wire.render(answer, JSON)
+    pieces, content_type = wire.render(answer, JSON)
+    body = b"".join(pieces)
     text = json.loads(body)["items"][0]["data"]
     assert text == base64.b64encode(data).decode()
     assert wire.parse_response(body, content_type)["items"][0]["data"] == data
