@@ -1,4 +1,4 @@
-"""Threads that make items of media, ahead of the device: one by one, or JPEGs together on the GPU.
+"""Who makes items of media, ahead of the device: threads, processes, or the GPU JPEGs together.
 
 Knows neither calls nor the engine.
 """
@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Protocol
 
 from actors.metrics import EncoderMetrics
-from actors.models.tower import Tower
+from actors.models.cutters import Cutter
 from actors.nvjpeg import MOST_PIXELS
 from actors.preprocess import prepare
 from actors.types import Item, Media
@@ -38,6 +38,12 @@ class Asked(Protocol):
         """Nobody waits for it any more."""
 
 
+Done = Callable[[float, Item | Exception], None]
+"""Called with the time, of time.monotonic, when it was begun, and with what came of it."""
+
+Begun = tuple[Asked, Done]
+
+
 class Together(Protocol):
     """Makes items of several media at a time, for one thread."""
 
@@ -48,21 +54,40 @@ class Together(Protocol):
         """Of those that it takes, their patches written. Raises whatever is wrong with one."""
 
 
-Done = Callable[[float, Item | Exception], None]
-"""Called with the time, of time.monotonic, when it was begun, and with what came of it."""
+class Beside(Protocol):
+    """Makes items one by one, outside of this interpreter. See DecodeProcesses."""
 
-Begun = tuple[Asked, Done]
+    def takes(self, media: Media) -> bool:
+        """Whether it can make this one."""
+
+    def begin(self, asked: Asked, done: Done) -> None:
+        """Makes an item that it takes, unless it is given up before its turn comes."""
+
+    def alive(self) -> bool:
+        """Whether it makes what is begun."""
+
+    def close(self) -> None:
+        """When all that was begun is done."""
 
 
 class Decoding:
-    """`begin` may be called from any thread; `Done` is called in one of those here."""
+    """`begin` may be called from any thread; `Done` is called in another.
+
+    What `beside`, where it is given, and `together` do not take is for the threads here.
+    """
 
     def __init__(
-        self, tower: Tower, threads: int, series: EncoderMetrics, together: Together | None = None
+        self,
+        cutter: Cutter,
+        threads: int,
+        series: EncoderMetrics,
+        together: Together | None = None,
+        beside: Beside | None = None,
     ) -> None:
-        self.tower = tower
+        self.cutter = cutter
         self.series = series
         self.together = together
+        self.beside = beside
         self._threads = ThreadPoolExecutor(threads, "decode")
         self._waiting: SimpleQueue[Begun | None] = SimpleQueue()
         if together:
@@ -76,21 +101,33 @@ class Decoding:
         if self.together and asked.media.kind == "image":
             self._waiting.put((asked, done))
         else:
-            self._threads.submit(self._alone, asked, done)
+            self._one(asked, done)
+
+    def alive(self) -> bool:
+        """Whether what is begun is made."""
+        return self.beside is None or self.beside.alive()
 
     def close(self) -> None:
         """When all that was begun is done."""
         if self.together:
             self._waiting.put(None)
             self._gathering.join()
+        if self.beside:
+            self.beside.close()
         self._threads.shutdown()
+
+    def _one(self, asked: Asked, done: Done) -> None:
+        if self.beside and self.beside.takes(asked.media):
+            self.beside.begin(asked, done)
+        else:
+            self._threads.submit(self._alone, asked, done)
 
     def _alone(self, asked: Asked, done: Done) -> None:
         if asked.given_up:
             return
         started = monotonic()
         try:
-            made: Item | Exception = prepare(self.tower, asked.media)
+            made: Item | Exception = prepare(self.cutter, asked.media)
         except Exception as error:
             made = error
         else:
@@ -121,7 +158,7 @@ class Decoding:
             if pixels := together.pixels(asked.media):
                 taken.append((pixels, (asked, done)))
             else:
-                self._threads.submit(self._alone, asked, done)
+                self._one(asked, done)
         batch: list[Begun] = []
         total = 0
         for pixels, one in taken:
@@ -148,7 +185,7 @@ class Decoding:
             self._prepare(together, batch[middle:])
         elif isinstance(made, str):
             log.warning("a JPEG is decoded on the CPU instead: %s", made)
-            self._threads.submit(self._alone, *batch[0])
+            self._one(*batch[0])
         else:
             self.series.preprocessed.labels("cuda").inc(len(made))
             for (_, done), item in zip(batch, made, strict=True):

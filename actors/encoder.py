@@ -279,6 +279,8 @@ class Encoder:
     async def check_health(self) -> None:
         """Serve replaces a replica that raises here."""
         stalled = self.engine.stalled_seconds()
+        if not self.stages.alive():
+            raise Unavailable("nothing is decoded any more: the processes that decode do not start")
         if not self.engine.alive() or stalled > self.options.encoder.max_stall_seconds:
             raise Unavailable(f"the engine is stuck: nothing has landed for {stalled:.0f} s")
 

@@ -55,6 +55,9 @@ class EncoderMetrics:
         self.preprocessed = self._counter(
             "preprocessed_items_total", "Items cut into patches, by where.", "device"
         )
+        self.decode_restarts = self._counter(
+            "decode_restarts_total", "Decoding processes replaced, that ended or hung."
+        )
         self.encode_seconds = self._histogram(
             "encode_seconds", "From the start of a pack to its rows on the host.", SECONDS
         )

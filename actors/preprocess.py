@@ -1,4 +1,4 @@
-"""From compressed bytes to an Item: decode upright RGB, then the tower's own patches.
+"""From compressed bytes to an Item: decode upright RGB, then the patches of the model's family.
 
 Decodes to what transformers' load_image gives, bit for bit. Limits on bytes and pixels were checked
 on the header before (encoder_service/media.py). Knows nothing of packs, devices or models.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from actors import container
 from actors.errors import InvalidMedia, TooLarge
-from actors.models.tower import Tower, VideoTower
+from actors.models.cutters import Cutter, VideoCutter
 from actors.types import Clip, Item, Media
 
 Pixels = npt.NDArray[np.uint8]
@@ -29,12 +29,12 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What Pillow may open here (JPEG: MPO as well): bitmaps, nothing that runs an interpreter."""
 
 
-def prepare(tower: Tower, media: Media) -> Item:
+def prepare(cutter: Cutter, media: Media) -> Item:
     """Decodes and cuts up one item. Raises InvalidMedia, or TooLarge."""
     if media.clip:
-        assert isinstance(tower, VideoTower), "a video for a tower of images. This is a bug."
-        return tower.cut_video(media.clip, decoded_frames(tower, media, media.clip))
-    plan, patches = tower.patchify(decode(media.data))
+        assert isinstance(cutter, VideoCutter), "a video for a family of images. This is a bug."
+        return cutter.cut_video(media.clip, decoded_frames(cutter, media, media.clip))
+    plan, patches = cutter.patchify(decode(media.data))
     if plan != media.plan:
         raise InvalidMedia(
             f"the image is not of the size that its header says: it gives a grid of {plan.grid_thw}"
@@ -43,11 +43,11 @@ def prepare(tower: Tower, media: Media) -> Item:
     return Item(plan, patches.numpy())
 
 
-def decoded_frames(tower: Tower, media: Media, clip: Clip) -> Iterator[Tensor]:
+def decoded_frames(cutter: Cutter, media: Media, clip: Clip) -> Iterator[Tensor]:
     """The frames that are encoded, one by one: see decode."""
-    assert tower.spec.video, "a video for a tower of images. This is a bug."
+    assert cutter.spec.video, "a video for a family of images. This is a bug."
     if not media.frames:
-        for pixels in container.frames(media.data, clip, tower.spec.video.indices(clip)):
+        for pixels in container.frames(media.data, clip, cutter.spec.video.indices(clip)):
             yield torch.from_numpy(pixels).permute(2, 0, 1)
     for place, data in enumerate(media.frames):
         frame = decode(data)

@@ -130,6 +130,10 @@ class Stages:
             self._decoding.begin(work, partial(self._decoded, call, work))
         return call
 
+    def alive(self) -> bool:
+        """Whether items are decoded."""
+        return self._decoding.alive()
+
     def close(self) -> None:
         """What is in the engine is answered; what is not yet decoded is refused by it."""
         self.engine.close()

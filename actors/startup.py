@@ -10,11 +10,13 @@ import simplejpeg
 import torch
 
 from actors.capture import capture, choose_packing
+from actors.decode_processes import DecodeProcesses
 from actors.decoding import Decoding
 from actors.device import CpuDevice, Device
 from actors.engine import Engine
 from actors.errors import StartError
 from actors.metrics import EncoderMetrics
+from actors.models.cutters import cutter_of
 from actors.models.load import load
 from actors.options import ActorOptions
 from actors.preprocess import decode
@@ -37,18 +39,22 @@ def open_engine(options: ActorOptions, series: EncoderMetrics) -> Engine:
 
 def open_decoding(options: ActorOptions, engine: Engine, series: EncoderMetrics) -> Decoding:
     """What makes items for an engine, on the device of the options. Raises StartError."""
-    together = None
+    cutter, together = cutter_of(engine.tower.spec), None
     if options.preprocess.device == "cuda":
         from actors.nvjpeg import open_nvjpeg
 
-        together = open_nvjpeg(engine.tower, engine.device.device)
-    return Decoding(engine.tower, options.preprocess.threads, series, together)
+        together = open_nvjpeg(cutter, engine.device.device)
+    beside = None
+    if options.preprocess.processes:
+        stuck_seconds = options.encoder.max_stall_seconds
+        beside = DecodeProcesses(options.model, options.preprocess, cutter, stuck_seconds, series)
+    return Decoding(cutter, options.preprocess.threads, series, together, beside)
 
 
 def warm(engine: Engine) -> None:
     """One small image all the way, then closes: what loads at first use is loaded afterwards."""
     grey = simplejpeg.encode_jpeg(np.full((64, 64, 3), 128, np.uint8))
-    plan, patches = engine.tower.patchify(decode(grey))
+    plan, patches = cutter_of(engine.tower.spec).patchify(decode(grey))
     engine.submit(Item(plan, patches)).result()
     engine.close()
 

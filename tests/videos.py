@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from io import BytesIO
 from typing import cast
 
 import av
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
+from actors.models.cutters import VideoCutter, cutter_of
+from actors.spec import ModelSpec
+from actors.types import Clip, Item
 from tests.images import opened
 
 Pixels = npt.NDArray[np.uint8]
+
+
+def cut_video(spec: ModelSpec, clip: Clip, frames: Iterable[Tensor]) -> Item:
+    """Decoded frames, cut as the family does it."""
+    cutter = cutter_of(spec)
+    assert isinstance(cutter, VideoCutter)
+    return cutter.cut_video(clip, frames)
 
 
 def picture(index: int, width: int, height: int) -> Pixels:

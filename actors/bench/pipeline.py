@@ -18,7 +18,7 @@ from typing import Any
 from actors.decoding import Decoding
 from actors.engine import Engine
 from actors.metrics import EncoderMetrics
-from actors.models.tower import Tower
+from actors.models.cutters import Cutter, cutter_of
 from actors.options import ActorOptions
 from actors.preprocess import decode, prepare
 from actors.startup import open_decoding, open_engine
@@ -49,7 +49,8 @@ def measure(
     series = EncoderMetrics()
     engine = open_engine(options, series)
     decoding = open_decoding(options, engine, series)
-    files = [media(engine.tower, picture) for picture in pictures]
+    cutter = cutter_of(engine.tower.spec)
+    files = [media(cutter, picture) for picture in pictures]
     begins = encoding(engine, files), decoding_ahead(decoding, files, engine.submit)
     found = [rate(begin, in_flight, seconds) for begin in begins]
     decoding.close()
@@ -65,14 +66,15 @@ class Wanted:
     given_up: bool = False
 
 
-def media(tower: Tower, picture: bytes) -> Media:
+def media(cutter: Cutter, picture: bytes) -> Media:
     """What ingress would make of a file."""
-    return Media("image", picture, tower.patchify(decode(picture))[0], digest="")
+    return Media("image", picture, cutter.patchify(decode(picture))[0], digest="")
 
 
 def encoding(engine: Engine, files: Sequence[Media]) -> Begin:
     """Items that were decoded before, in turn."""
-    items = cycle([prepare(engine.tower, one) for one in files])
+    cutter = cutter_of(engine.tower.spec)
+    items = cycle([prepare(cutter, one) for one in files])
 
     def begin(done: Done) -> None:
         engine.submit(next(items)).add_done_callback(done)

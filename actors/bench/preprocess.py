@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from resource import RUSAGE_SELF, getrusage
 from time import perf_counter, process_time
 
 from actors.bench.pipeline import decoding_ahead, dropped, encoding, media, rate
 from actors.metrics import EncoderMetrics
+from actors.models.cutters import cutter_of
 from actors.options import ActorOptions, PreprocessOptions
 from actors.startup import open_decoding, open_engine
 
@@ -30,13 +32,45 @@ class Figure:
     images_per_second: float
     """Preprocessed, and dropped."""
     cpu_ms: float
-    """Of the processor, all threads, for one of these."""
+    """Of the processor, all threads of this process, for one of these."""
+    switches: float
+    """How often these gave the processor away to wait, for one of these."""
     alone_ms: float
     """From bytes to patches, one image at a time."""
     encoded_images_per_second: float
     """Preprocessed and encoded."""
     engine_images_per_second: float
     """Of the engine alone, its items preprocessed before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """By this process."""
+
+    at: float
+    cpu_seconds: float
+    switches: float
+
+    @classmethod
+    def now(cls) -> Spent:
+        """Since it began."""
+        return cls(perf_counter(), process_time(), getrusage(RUSAGE_SELF).ru_nvcsw)
+
+    def since(self, images_per_second: float) -> Spent:
+        """From then to now, on each of so many images."""
+        now = Spent.now()
+        images = images_per_second * (now.at - self.at)
+        cpu, switches = now.cpu_seconds - self.cpu_seconds, now.switches - self.switches
+        return Spent(now.at, cpu / images, switches / images)
+
+
+def named(way: PreprocessOptions) -> str:
+    """As the table says it."""
+    if way.device == "cuda":
+        return "GPU"
+    if way.processes:
+        return f"CPU, {way.processes} processes"
+    return f"CPU, {way.threads} threads"
 
 
 def measure(
@@ -50,8 +84,9 @@ def measure(
     series, found = EncoderMetrics(), []
     report(f"starting the engine of {options.model.id} ...")
     engine = open_engine(options, series)
+    cutter = cutter_of(engine.tower.spec)
     for size, files in pictures.items():
-        sent = [media(engine.tower, file) for file in files]
+        sent = [media(cutter, file) for file in files]
         report(f"{size} ...")
         patches = sent[0].plan.patches
         in_flight = max(1, min(MOST_IN_FLIGHT, PATCHES_IN_FLIGHT // patches))
@@ -59,20 +94,20 @@ def measure(
         for way in ways:
             chosen = options.model_copy(update={"preprocess": way})
             decoding = open_decoding(chosen, engine, series)
-            began, spent = perf_counter(), process_time()
+            before = Spent.now()
             images = rate(decoding_ahead(decoding, sent, dropped), in_flight, seconds)
-            busy = (process_time() - spent) / (perf_counter() - began)
+            spent = before.since(images)
             one_by_one = rate(decoding_ahead(decoding, sent, dropped), 1, seconds)
             encoded = rate(decoding_ahead(decoding, sent, engine.submit), in_flight, seconds)
             decoding.close()
-            name = "GPU" if way.device == "cuda" else f"CPU, {way.threads} threads"
             found.append(
                 Figure(
                     size=size,
                     patches=patches,
-                    way=name,
+                    way=named(way),
                     images_per_second=images,
-                    cpu_ms=busy / images * 1e3,
+                    cpu_ms=spent.cpu_seconds * 1e3,
+                    switches=spent.switches,
                     alone_ms=1e3 / one_by_one,
                     encoded_images_per_second=encoded,
                     engine_images_per_second=alone,

@@ -99,7 +99,6 @@ def parts(spec: ModelSpec, weights: Weights) -> TileParts:
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, ACTIVATIONS[spec.vision["hidden_act"]], epsilon),
         head=head(spec, weights, epsilon),
-        resample="bicubic",
         stem=stem,
     )
 

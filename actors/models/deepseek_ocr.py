@@ -79,10 +79,6 @@ class DeepseekOcrTower:
             for path, side in zip(PATHS, sides, strict=True)
         }
 
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
-        """See Tower: the whole image, then its crops in raster order; patches row by row."""
-        return views.plan(image, self.sizing), views.patchify(image, self.sizing, self.spec.mean)
-
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """See Tower. A budget holds whole views: what is over them is not computed."""
         count = tokens // self.view_tokens(path)

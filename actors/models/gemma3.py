@@ -81,5 +81,4 @@ def parts(spec: ModelSpec, weights: Weights) -> TileParts:
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "gelu_tanh", epsilon),
         head=head,
-        resample="bilinear",
     )

@@ -39,7 +39,6 @@ def parts(spec: ModelSpec, weights: Weights) -> TileParts:
         layers=[layer(weights, arch, f"{arch.names.block}.{i}") for i in range(arch.depth)],
         style=Style(arch.heads, "gelu", arch.epsilon, arch.norm),
         head=head,
-        resample="bicubic",
     )
 
 

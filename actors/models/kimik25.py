@@ -7,7 +7,7 @@ transformers.models.kimi_k25.modeling_kimi_k25 computes in get_video_features fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,7 @@ from actors.models.block import Affine, BlocksForm, layer_norm
 from actors.models.packed_tower import PackedTower, Parts, segments_of, weighted
 from actors.models.packed_weights import Weights
 from actors.spec import ModelSpec
-from actors.types import Clip, Item, ItemPlan
+from actors.types import ItemPlan
 
 ALONE = 0
 """The place in time of a picture that is by itself: nothing is added to it."""
@@ -61,12 +61,6 @@ class KimiK25Tower(PackedTower):
     ) -> None:
         super().__init__(spec, parts.tower, attention, blocks)
         self.final, self.times = parts.final, parts.times
-
-    def cut_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
-        """See VideoTower: frame after frame."""
-        assert self.spec.video, "a video for a checkpoint that takes none. This is a bug."
-        plan, resized = self.spec.video.plan(clip), self.spec.video.resized(clip.size, clip.frames)
-        return Item(plan, torch.cat([self.cut(frame, resized) for frame in frames]).numpy())
 
     def video_inputs(self, path: str, tokens: int) -> Shapes:
         """See VideoTower."""

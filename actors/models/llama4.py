@@ -57,7 +57,6 @@ def parts(spec: ModelSpec, weights: Weights) -> TileParts:
         layers=[layer(weights, arch, f"model.layers.{index}") for index in range(arch.depth)],
         style=Style(arch.heads, "gelu", EPSILON),
         head=head,
-        resample="bilinear",
         stem=lambda x: layer_norm(x, before, EPSILON),
         rotary=(cos.to(weights.device), sin.to(weights.device)),
     )

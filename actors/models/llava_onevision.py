@@ -7,7 +7,7 @@ is unpadded, scaled and pooled follows it, as there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from actors.models.packed_weights import Expected, Weights
 from actors.models.tiled import TileParts, TileTower, cut
 from actors.spec import ModelSpec
 from actors.tiling import Layout
-from actors.types import Clip, Item, ItemPlan, Size
+from actors.types import ItemPlan, Size
 
 PREFIXES = (*clip.LLAVA_PREFIXES, "image_", "model.image_")
 QWEN_PREFIXES = (
@@ -63,16 +63,6 @@ class OnevisionTower(TileTower):
             raise CheckpointError(f"model.id {spec.id!r}: this tower needs an AnyresSizing")
         self.anyres, self.frames = spec.sizing, spec.video
         self.newline = parts.newline
-
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
-        """See Tower: the tile that shows the whole image, then those of the canvas, row by row."""
-        size = Size(width=image.shape[2], height=image.shape[1])
-        return self.anyres.plan(size), patchify(image, self.anyres)
-
-    def cut_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
-        """See VideoTower: a tile a frame."""
-        tiles = [tile_of(frame, self.anyres) for frame in frames]
-        return Item(self.frames.plan(clip), torch.cat(tiles).numpy())
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         """See Tower."""

@@ -6,12 +6,11 @@ no family, no graphs, no budgets and not where weights come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +21,7 @@ from actors.models import packed
 from actors.models.block import Affine, BlocksForm, BlockWeights, Style
 from actors.sizing import BlockSizing
 from actors.spec import ModelSpec
-from actors.types import Clip, Item, ItemPlan, Size
+from actors.types import ItemPlan
 
 CACHED_GRIDS = 256
 
@@ -79,29 +78,6 @@ class PackedTower:
         self.cos, self.sin = cos.to(device), sin.to(device)
         self.blocks = blocks(parts.layers, parts.style, attention, parts.taps)
         self.grid = lru_cache(CACHED_GRIDS)(self.rows_of_grid)
-
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
-        """See Tower; transformers: Qwen2VLImageProcessor, before normalisation."""
-        size = Size(width=image.shape[2], height=image.shape[1])
-        return self.sizing.plan(size), self.cut(image, self.sizing.resized(size))
-
-    def cut_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
-        """See VideoTower."""
-        assert self.spec.video, "a video for a family that takes none. This is a bug."
-        plan = self.spec.video.plan(clip)
-        resized = Size(*(side * self.sizing.patch_size for side in reversed(plan.grid_thw[1:])))
-        bytes_of_patch = 3 * self.sizing.patch_size**2
-        groups = np.empty((2, plan.frames, plan.patches // plan.frames, bytes_of_patch), np.uint8)
-        for index, frame in enumerate(frames):
-            groups[index % 2, index // 2] = self.cut(frame, resized).numpy()
-        if not index % 2:
-            groups[1, -1] = groups[0, -1]
-        first, later = groups.reshape(2, plan.patches, bytes_of_patch)
-        return Item(plan, first, later)
-
-    def cut(self, image: Tensor, resized: Size) -> Tensor:
-        """uint8 [3, height, width] to uint8 patches of a size, in the tower's order."""
-        return packed.patchify(image, resized, self.sizing.patch_size, self.sizing.merge_size)
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """See Tower."""

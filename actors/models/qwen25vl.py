@@ -9,7 +9,7 @@ for images, under the checkpoint's own names. Knows nothing of graphs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 import torch
@@ -29,7 +29,7 @@ from actors.models.packed_weights import (
     expected_blocks,
 )
 from actors.spec import ModelSpec
-from actors.types import ItemPlan, Size
+from actors.types import ItemPlan
 
 NAMES = BlockNames(
     up=("mlp.gate_proj", "mlp.up_proj"),
@@ -86,17 +86,7 @@ class WindowedTower(PackedTower):
         self, spec: ModelSpec, parts: Parts, attention: Attention, blocks: BlocksForm
     ) -> None:
         super().__init__(spec, parts, attention, blocks)
-        block_pixels = self.sizing.patch_size * self.sizing.merge_size
-        self.window = int(spec.vision["window_size"]) // block_pixels
-        """Tokens of a window's side."""
-        self.windows = lru_cache(CACHED_GRIDS)(self.windows_of_grid)
-
-    def cut(self, image: Tensor, resized: Size) -> Tensor:
-        """See PackedTower; window after window."""
-        patches = super().cut(image, resized)
-        patch = self.sizing.patch_size
-        order, _ = self.windows(resized.height // patch, resized.width // patch)
-        return patches.view(len(order), -1)[order.to(patches.device)].view(patches.shape)
+        self.windows = lru_cache(CACHED_GRIDS)(partial(windows_of_grid, spec))
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """See Tower."""
@@ -141,11 +131,18 @@ class WindowedTower(PackedTower):
             for name, value in super().rows_of_grid(rows, columns).items()
         }
 
-    def windows_of_grid(self, rows: int, columns: int) -> tuple[Tensor, list[int]]:
-        """The tokens of a grid of patches in their order here, and how many each window has."""
-        merge = self.sizing.merge_size
-        return packed.window_order(rows // merge, columns // merge, self.window)
-
     def most_windows(self, tokens: int, segments: int) -> int:
         """Of grids with so many tokens in all: narrow ones waste most, a window's side of each."""
-        return tokens // self.window + segments
+        return tokens // window_side(self.spec) + segments
+
+
+def window_side(spec: ModelSpec) -> int:
+    """Tokens of a window's side."""
+    patch, merge = int(spec.vision["patch_size"]), int(spec.vision["spatial_merge_size"])
+    return int(spec.vision["window_size"]) // (patch * merge)
+
+
+def windows_of_grid(spec: ModelSpec, rows: int, columns: int) -> tuple[Tensor, list[int]]:
+    """The tokens of a grid of patches in their order here, and how many each window has."""
+    merge = int(spec.vision["spatial_merge_size"])
+    return packed.window_order(rows // merge, columns // merge, window_side(spec))

@@ -64,11 +64,6 @@ class StepTower:
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.blocks = blocks(parts.layers, parts.style, attention, ())
 
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
-        """See Tower: the whole view, then the crops, row by row."""
-        size = Size(width=image.shape[2], height=image.shape[1])
-        return self.sizing.plan(size), patchify(image, self.sizing)
-
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """See Tower. A budget holds as many views as fit it wholly."""
         views, patches, rows = self._views(path, tokens)

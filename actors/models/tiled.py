@@ -7,7 +7,7 @@ and the pixel shuffle is a view. Knows no family, no graphs and not where weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from actors.models.block import BlocksForm, BlockWeights, Style
 from actors.resample import Resample
 from actors.spec import ModelSpec
 from actors.tiling import TileSizing, with_overview
-from actors.types import Clip, Item, ItemPlan, Size
+from actors.types import ItemPlan, Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,6 @@ class TileParts:
     style: Style
     head: Callable[[Tensor], Tensor]
     """[tokens, merge_size ** 2 x width], a token's patches side by side, to [tokens, out width]."""
-    resample: Resample
-    """How images are resized."""
     stem: Callable[[Tensor], Tensor] | None = None
     """What happens to the rows before the blocks."""
     rotary: tuple[Tensor, Tensor] | None = None
@@ -57,20 +55,6 @@ class TileTower:
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.blocks = blocks(parts.layers, parts.style, attention, ())
-
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
-        """See Tower: tiles in raster order, the one that shows the whole image last."""
-        size = Size(width=image.shape[2], height=image.shape[1])
-        return self.sizing.plan(size), patchify(image, self.sizing, self.parts.resample)
-
-    def cut_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
-        """See VideoTower: a tile a frame."""
-        assert self.spec.video, "a video for a family that takes none. This is a bug."
-        side = Size(self.sizing.tile_pixels, self.sizing.tile_pixels)
-        tiles = [
-            cut(packed.resize(frame, side, self.parts.resample), self.sizing) for frame in frames
-        ]
-        return Item(self.spec.video.plan(clip), torch.cat(tiles).numpy())
 
     def video_inputs(self, path: str, tokens: int) -> Shapes:
         """See VideoTower."""

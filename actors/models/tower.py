@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from actors.attention import Shapes, Values
 from actors.spec import ModelSpec
-from actors.types import Clip, Item, ItemPlan
+from actors.types import ItemPlan
 
 
 class Tower(Protocol):
     """One vision tower on one device."""
 
     spec: ModelSpec
-
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
-        """A decoded image, uint8 [3, height, width], to its plan and its patches, where it lies."""
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """Static inputs of a graph for a budget of `tokens`; no shape shrinks as `tokens` grows."""
@@ -41,12 +38,6 @@ class Tower(Protocol):
 @runtime_checkable
 class VideoTower(Tower, Protocol):
     """A tower whose family takes videos."""
-
-    def cut_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
-        """Decoded frames, uint8 [3, height, width], as `spec.video.indices` chose them.
-
-        They are taken one by one: no more than one is held as it was decoded.
-        """
 
     def video_inputs(self, path: str, tokens: int) -> Shapes:
         """Static inputs that a graph for packs with videos has beside `inputs`.

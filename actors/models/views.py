@@ -23,11 +23,6 @@ NEWLINE = -1
 """Marks a newline in an order of rows."""
 
 
-def plan(image: Tensor, sizing: CropSizing) -> ItemPlan:
-    """Of a decoded image, uint8 [3, height, width]."""
-    return sizing.plan(Size(width=image.shape[2], height=image.shape[1]))
-
-
 def patchify(image: Tensor, sizing: CropSizing, mean: packed.Rgb) -> Tensor:
     """uint8 [3, height, width] to uint8 [patches, 3 x patch x patch]: the whole, then crops.
 

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 SIZES = ("336x336", "1920x1080")
 
 COLUMNS = (
-    "patches: of one image. preprocessed: images a second, and dropped. CPU ms: of all threads, "
-    "for one image. alone ms: from bytes to patches, one image at a time. encoded: images a "
+    "patches: of one image. preprocessed: images a second, and dropped. CPU ms: of all threads "
+    "of the actor's process, for one image; switches: how often they gave the processor away to "
+    "wait, for one. alone ms: from bytes to patches, one image at a time. encoded: images a "
     "second, preprocessed and encoded; patches/s: of these. engine: images a second that were "
     "preprocessed before."
 )
@@ -55,6 +56,14 @@ def add(kinds: Any) -> None:
         default=os.cpu_count(),
         help="that decode on the CPU (%(default)s)",
     )
+    parser.add_argument(
+        "--processes",
+        type=positive,
+        nargs="*",
+        default=(),
+        metavar="N",
+        help="as well: decoding in so many processes",
+    )
     parser.add_argument("--seconds", type=above_zero, default=0.5, help="a figure (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.set_defaults(run=run)
@@ -75,6 +84,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         graphs=GraphOptions(steps_per_doubling=1, max_frames_per_batch=0),
     )
     ways = [PreprocessOptions(threads=options.threads)]
+    ways += [PreprocessOptions(processes=count) for count in options.processes]
     if on_gpu:
         ways.append(PreprocessOptions(threads=options.threads, device="cuda"))
     pictures = {
@@ -97,6 +107,7 @@ def table(figures: list[Figure], model: str) -> Table:
         "patches",
         "preprocessed",
         "CPU ms",
+        "switches",
         "alone ms",
         "encoded",
         "patches/s",
@@ -110,6 +121,7 @@ def table(figures: list[Figure], model: str) -> Table:
             str(each.patches),
             f"{each.images_per_second:.0f}",
             f"{each.cpu_ms:.2f}",
+            f"{each.switches:.1f}",
             f"{each.alone_ms:.2f}",
             f"{each.encoded_images_per_second:.0f}",
             f"{each.encoded_images_per_second * each.patches:,.0f}",

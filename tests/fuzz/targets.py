@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 import httpx
-import torch
 from google.protobuf.message import DecodeError
 
+from actors import spec
 from actors.errors import InvalidMedia, InvalidRequest, ServiceError, Unauthorized
-from actors.models.load import load
+from actors.models.cutters import cutter_of
 from actors.preprocess import decode, prepare
 from encoder_service import encoder_pb2 as pb
 from encoder_service import wire
@@ -51,21 +51,21 @@ class Target:
 
 def encode_image(data: bytes) -> None:
     """An image as it comes: its header at the front door, its pixels in the actor."""
-    media = probe(data, "image", TOWER.spec, LIMITS)
-    item = prepare(TOWER, media)
+    media = probe(data, "image", CUTTER.spec, LIMITS)
+    item = prepare(CUTTER, media)
     assert item.plan == media.plan
 
 
 def encode_video(data: bytes) -> None:
     """A video as it comes: its container at the front door, its frames in the actor."""
-    media = probe(data, "video", TOWER.spec, LIMITS)
-    assert prepare(TOWER, media).plan == media.plan
+    media = probe(data, "video", CUTTER.spec, LIMITS)
+    assert prepare(CUTTER, media).plan == media.plan
 
 
 def decode_image(data: bytes) -> None:
     """The actor's decoder alone, for files whose header declares few pixels."""
     try:
-        probe(data, "image", TOWER.spec, LIMITS)
+        probe(data, "image", CUTTER.spec, LIMITS)
     except InvalidMedia:
         return
     pixels = decode(data)
@@ -127,7 +127,7 @@ def authorize(data: bytes) -> None:
     assert header.split()[-1:] == ["open"]
 
 
-TOWER = load(MODEL, torch.device("cpu"))
+CUTTER = cutter_of(spec.read(MODEL))
 APP = build(service(Fleet(), max_body_bytes=LIMITS.max_body_bytes))
 CALLS = Calls(Fleet(), max_body_bytes=LIMITS.max_body_bytes)
 FETCHER = Fetcher(FetchOptions(allow_hosts=("images.example",)))

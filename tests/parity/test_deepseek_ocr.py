@@ -22,6 +22,7 @@ from actors.engine import Engine
 from actors.graphs import GraphSet
 from actors.metrics import EncoderMetrics
 from actors.models import views
+from actors.models.cutters import cutter_of
 from actors.models.deepseek_ocr import DeepseekOcrTower
 from actors.models.load import load
 from actors.options import GraphOptions, ModelOptions
@@ -97,7 +98,7 @@ def test_photographs_through_the_engine(pair: Pair) -> None:
     limits = two_path_capacity(GraphOptions(token_budgets=(162,)), tower.sizing.view_tokens)
     engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
     files = [*map(photograph, PHOTOGRAPHS), jpeg(180, 100)]
-    items = [Item(*tower.patchify(decode(file))) for file in files]
+    items = [Item(*cutter_of(tower.spec).patchify(decode(file))) for file in files]
     answers = [engine.submit(one) for one in items]
     for one, answer in zip(items, answers, strict=True):
         encoded = answer.result(60)

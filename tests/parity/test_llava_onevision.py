@@ -25,6 +25,7 @@ from actors.engine import Engine
 from actors.errors import TooLarge
 from actors.graphs import GraphSet
 from actors.metrics import EncoderMetrics
+from actors.models.cutters import cutter_of
 from actors.models.llava_onevision import OnevisionTower, patchify
 from actors.models.load import load
 from actors.models.tiled import cut
@@ -36,6 +37,7 @@ from tests.images import opened
 from tests.parity.table import check
 from tests.parity.test_published import onevision
 from tests.parity.test_tiled import pixels
+from tests.videos import cut_video
 
 PUBLISHED = read(ModelOptions(id="llava-onevision-7b", load_format="dummy"))
 
@@ -74,7 +76,11 @@ def image_of(tower: OnevisionTower, size: Size) -> Item:
     """Random pixels."""
     generator = torch.Generator().manual_seed(size.width)
     shape = (3, size.height, size.width)
-    return Item(*tower.patchify(torch.randint(256, shape, dtype=torch.uint8, generator=generator)))
+    return Item(
+        *cutter_of(tower.spec).patchify(
+            torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        )
+    )
 
 
 def video_of(tower: OnevisionTower, frames: int) -> Item:
@@ -82,7 +88,7 @@ def video_of(tower: OnevisionTower, frames: int) -> Item:
     generator = torch.Generator().manual_seed(frames)
     shape = (frames, 3, 50, 70)
     shown = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-    return tower.cut_video(Clip(Size(70, 50), frames, 1.0, chosen=True), shown)
+    return cut_video(tower.spec, Clip(Size(70, 50), frames, 1.0, chosen=True), shown)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from actors.errors import CheckpointError
+from actors.models.cutters import cutter_of
 from actors.models.load import FAMILIES, load
 from actors.options import ModelOptions
 from actors.weights import INDEX, SINGLE
@@ -24,7 +25,7 @@ from tests.parity.test_tower import encode, random_patches, theirs
 def same_rows(pair: Pair, folder: Path) -> bool:
     """Whether the tower in a folder computes what the pair's reference does."""
     tower = load(ModelOptions(id=str(folder), dtype="float32"), torch.device("cpu"))
-    plan = pair.tower.patchify(torch.zeros(3, 96, 64, dtype=torch.uint8))[0]
+    plan = cutter_of(pair.tower.spec).patchify(torch.zeros(3, 96, 64, dtype=torch.uint8))[0]
     patches = random_patches(pair.tower, [plan])
     ours = encode(tower, [plan], patches, plan.tokens, segments=1)
     return bool((ours - theirs(pair, [plan], patches)).abs().max() < 1e-4)

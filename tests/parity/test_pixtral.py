@@ -18,6 +18,7 @@ from torch import Tensor
 from actors.budgets import Segments
 from actors.device import CpuDevice
 from actors.graphs import GraphSet
+from actors.models.cutters import cutter_of
 from actors.models.load import load
 from actors.models.pixtral import PixtralTower
 from actors.options import ModelOptions
@@ -76,7 +77,7 @@ def test_patches_of_photographs(pair: Pair, name: str) -> None:
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
     spec, merge = pair.tower.spec, pair.tower.sizing.merge_size
-    plan, patches = pair.tower.patchify(decode(photograph(name)))
+    plan, patches = cutter_of(pair.tower.spec).patchify(decode(photograph(name)))
     processor = PixtralImageProcessorPil(
         size={"longest_edge": 280}, patch_size=14 * merge, do_normalize=False
     )

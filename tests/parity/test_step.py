@@ -21,6 +21,7 @@ from actors.device import CpuDevice
 from actors.engine import Engine
 from actors.graphs import GraphSet
 from actors.metrics import EncoderMetrics
+from actors.models.cutters import cutter_of
 from actors.models.load import load
 from actors.models.step_tower import StepTower, cut, patchify
 from actors.options import GraphOptions, ModelOptions
@@ -104,7 +105,9 @@ def test_photographs_through_the_engine(pair: Pair) -> None:
     tower, device, metrics = pair.tower, CpuDevice(), EncoderMetrics()
     limits = model_capacity(GraphOptions(token_budgets=(128,)), tower.spec)
     engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
-    items = [Item(*tower.patchify(decode(photograph(name)))) for name in PHOTOGRAPHS]
+    items = [
+        Item(*cutter_of(tower.spec).patchify(decode(photograph(name)))) for name in PHOTOGRAPHS
+    ]
     answers = [engine.submit(item) for item in items]
     for item, answer in zip(items, answers, strict=True):
         encoded = answer.result(60)

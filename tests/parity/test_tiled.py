@@ -21,6 +21,7 @@ from actors.engine import Engine
 from actors.errors import ConfigError
 from actors.graphs import GraphSet
 from actors.metrics import EncoderMetrics
+from actors.models.cutters import cutter_of
 from actors.models.load import load
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
@@ -30,6 +31,7 @@ from tests.checkpoints_clip import write_clip, write_llava, write_siglip
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_internvl_chat, write_llama4
 from tests.images import PHOTOGRAPHS, photograph
 from tests.parity.table import check
+from tests.videos import cut_video
 
 PACKS = [
     [Size(84, 84)],
@@ -124,7 +126,7 @@ def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | Non
 
 def test_the_tokens_of_a_plan_are_those_of_its_tiles(pair: Pair) -> None:
     image = torch.zeros(3, 200, 300, dtype=torch.uint8)
-    plan, patches = pair.tower.patchify(image)
+    plan, patches = cutter_of(pair.tower.spec).patchify(image)
     assert len(patches) == plan.patches
     assert len(theirs(pair, patches)) == plan.tokens
 
@@ -156,7 +158,9 @@ def test_names_that_begin_with_model(tmp_path: Path) -> None:
 def test_photographs_through_the_engine(pair: Pair) -> None:
     tower = pair.tower
     engine, _ = running(tower, capacity(GraphOptions(), tower.spec.sizing.token_range(), 0))
-    items = [Item(*tower.patchify(decode(photograph(name)))) for name in PHOTOGRAPHS]
+    items = [
+        Item(*cutter_of(tower.spec).patchify(decode(photograph(name)))) for name in PHOTOGRAPHS
+    ]
     answers = [engine.submit(item) for item in items]
     for item, answer in zip(items, answers, strict=True):
         encoded = answer.result(60)
@@ -172,7 +176,7 @@ def test_a_frame_of_a_video_is_a_tile(pair: Pair) -> None:
         pytest.skip("this family takes no videos")
     generator = torch.Generator().manual_seed(0)
     frames = torch.randint(0, 256, (8, 3, 90, 120), dtype=torch.uint8, generator=generator)
-    item = tower.cut_video(clip, frames)
+    item = cut_video(tower.spec, clip, frames)
     assert item.plan.grid_thw == (8, 6, 6)
     assert item.plan.tokens == 8 * tower.sizing.tile_tokens
     side = (tower.sizing.tile_pixels,) * 2
@@ -180,7 +184,7 @@ def test_a_frame_of_a_video_is_a_tile(pair: Pair) -> None:
     mean, std = (torch.tensor(each)[:, None, None] for each in (tower.spec.mean, tower.spec.std))
     with torch.no_grad():
         exact = pair.features(pair.model, (tiles / 255 - mean) / std)
-    image = Item(*tower.patchify(torch.zeros(3, 90, 120, dtype=torch.uint8)))
+    image = Item(*cutter_of(tower.spec).patchify(torch.zeros(3, 90, 120, dtype=torch.uint8)))
     for budget in (None, item.plan.tokens + image.plan.tokens):
         plans, patches = [item.plan, image.plan], [item.patches, image.patches]
         rows = encode(tower, plans, [torch.as_tensor(each) for each in patches], budget)

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from ray import serve
 
+from actors.models.cutters import cutter_of
 from actors.models.load import load
 from actors.options import ModelOptions
 from actors.preprocess import decode
@@ -49,7 +50,9 @@ def served(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def expected(pair: Pair, files: list[bytes]) -> list[torch.Tensor]:
     """transformers' rows of each file, after our preprocessing."""
-    plans, patches = zip(*(pair.tower.patchify(decode(file)) for file in files), strict=True)
+    plans, patches = zip(
+        *(cutter_of(pair.tower.spec).patchify(decode(file)) for file in files), strict=True
+    )
     rows = theirs(pair, plans, torch.cat(patches))
     return list(rows.split([plan.tokens for plan in plans]))
 

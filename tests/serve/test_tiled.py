@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from ray import serve
 
+from actors.models.cutters import cutter_of
 from actors.preprocess import decode
 from encoder_service import Client
 from encoder_service.app import build
@@ -37,7 +38,7 @@ def test_rows_of_photographs(cluster: Cluster, tmp_path: Path, name: str) -> Non
     finally:
         serve.delete("tiled")
     for embedding, file in zip(embeddings, files, strict=True):
-        plan, patches = pair.tower.patchify(decode(file))
+        plan, patches = cutter_of(pair.tower.spec).patchify(decode(file))
         assert (embedding.grid_thw, embedding.source) == (plan.grid_thw, "graph")
         exact = theirs(pair, patches)
         assert (embedding.torch() - exact).abs().max() < TOLERANCE

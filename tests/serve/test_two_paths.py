@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
+from actors.models.cutters import cutter_of
 from actors.preprocess import decode
 from actors.types import Item
 from encoder_service import Client
@@ -43,7 +44,7 @@ def test_rows_of_photographs(cluster: Cluster, tmp_path: Path) -> None:
     finally:
         serve.delete("ocr")
     for embedding, file in zip(embeddings, files, strict=True):
-        item = Item(*pair.tower.patchify(decode(file)))
+        item = Item(*cutter_of(pair.tower.spec).patchify(decode(file)))
         assert (embedding.grid_thw, embedding.source) == (item.plan.grid_thw, "graph")
         assert (embedding.torch() - theirs(pair, [item])).abs().max() < TOLERANCE
     assert budgets["token_budgets"] == {"global": [20, 60], "local": [0, 36, 81]}

@@ -17,13 +17,12 @@ import simplejpeg
 import torch
 from pydantic import ValidationError
 
-from actors import nvjpeg
+from actors import nvjpeg, spec
 from actors.bench.preprocess import measure
 from actors.decoding import MOST_TOGETHER, Decoding, Done
 from actors.errors import InvalidMedia, StartError
 from actors.metrics import EncoderMetrics
-from actors.models.load import load
-from actors.models.tower import Tower
+from actors.models.cutters import Cutter, cutter_of
 from actors.nvjpeg import MOST_PIXELS, Nvjpeg, open_nvjpeg, plain
 from actors.options import (
     ActorOptions,
@@ -42,8 +41,8 @@ MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
 class HostTogether:
     """Takes plain JPEGs, as nvJPEG; a gate holds its batches."""
 
-    def __init__(self, tower: Tower) -> None:
-        self.tower = tower
+    def __init__(self, cutter: Cutter) -> None:
+        self.cutter = cutter
         self.gate = threading.Event()
         self.batches: list[int] = []
         self.refused: bytes | None = None
@@ -59,7 +58,7 @@ class HostTogether:
         self.batches.append(len(media))
         if any(one.data == self.refused for one in media):
             raise RuntimeError("nvJPEG: bad file")
-        return [Item(*self.tower.patchify(decode(one.data))) for one in media]
+        return [Item(*self.cutter.patchify(decode(one.data))) for one in media]
 
 
 @dataclass
@@ -77,7 +76,7 @@ class Rig:
     series: EncoderMetrics
 
     def waiting(self, data: bytes, size: tuple[int, int]) -> tuple[Waiting, Done]:
-        plan = self.decoding.tower.spec.sizing.plan(Size(*size))
+        plan = self.decoding.cutter.spec.sizing.plan(Size(*size))
         waiting = Waiting(Media("image", data, plan, digest=""))
 
         def done(started: float, made: Item | Exception) -> None:
@@ -102,14 +101,14 @@ class Rig:
 
 
 @pytest.fixture(scope="module")
-def tower() -> Tower:
-    return load(MODEL, torch.device("cpu"))
+def cutter() -> Cutter:
+    return cutter_of(spec.read(MODEL))
 
 
 @pytest.fixture
-def rig(tower: Tower) -> Iterator[Rig]:
-    together, series = HostTogether(tower), EncoderMetrics()
-    rig = Rig(Decoding(tower, 2, series, together), together, series)
+def rig(cutter: Cutter) -> Iterator[Rig]:
+    together, series = HostTogether(cutter), EncoderMetrics()
+    rig = Rig(Decoding(cutter, 2, series, together), together, series)
     yield rig
     together.gate.set()
     rig.decoding.close()
@@ -137,7 +136,7 @@ def test_a_batch_is_bounded_by_its_pixels(rig: Rig) -> None:
     assert max(rig.together.batches) == 3
 
 
-def test_other_files_go_one_by_one(rig: Rig, tower: Tower) -> None:
+def test_other_files_go_one_by_one(rig: Rig, cutter: Cutter) -> None:
     image = opened().resize((96, 64))
     files = {
         "plain": jpeg(96, 64),
@@ -152,12 +151,12 @@ def test_other_files_go_one_by_one(rig: Rig, tower: Tower) -> None:
         if name == "cut short":
             assert isinstance(waiting.made, InvalidMedia)
         else:
-            assert same(waiting.made, prepare(tower, waiting.media)), name
+            assert same(waiting.made, prepare(cutter, waiting.media)), name
     assert rig.ways() == {"cpu": 3, "cuda": 1}
 
 
 @pytest.mark.parametrize("place", [0, 4, 6])
-def test_what_fails_takes_no_other_of_its_batch_along(rig: Rig, tower: Tower, place: int) -> None:
+def test_what_fails_takes_no_other_of_its_batch_along(rig: Rig, cutter: Cutter, place: int) -> None:
     rig.together.refused = refused = jpeg(64, 64)
     blocker = rig.begin(jpeg(32, 64), (32, 64))
     while rig.decoding._waiting.qsize():
@@ -166,7 +165,7 @@ def test_what_fails_takes_no_other_of_its_batch_along(rig: Rig, tower: Tower, pl
     sizes.insert(place, (64, 64))
     begun = [rig.begin(refused if size == (64, 64) else jpeg(*size), size) for size in sizes]
     rig.finish([blocker, *begun])
-    assert all(same(each.made, prepare(tower, each.media)) for each in begun)
+    assert all(same(each.made, prepare(cutter, each.media)) for each in begun)
     assert rig.ways() == {"cpu": 1, "cuda": 7}
     assert len(rig.together.batches) <= 2 + 2 * 3, "halved three times at most"
 
@@ -205,18 +204,18 @@ def test_other_files_wait_for_no_batch_and_what_is_given_up_for_none(rig: Rig) -
     assert list(batches) == [begun[3:]]
 
 
-def test_a_header_of_another_size_is_not_taken(tower: Tower) -> None:
+def test_a_header_of_another_size_is_not_taken(cutter: Cutter) -> None:
     nvjpeg = object.__new__(Nvjpeg)  # without a stream of the device
-    nvjpeg.tower = tower
-    plan = tower.spec.sizing.plan(Size(64, 32))
+    nvjpeg.cutter = cutter
+    plan = cutter.spec.sizing.plan(Size(64, 32))
     sizes = {(64, 32): 64 * 32, (128, 128): 0, (3000, 8): 0}  # the last has no plan at all
     for size, pixels in sizes.items():
         assert nvjpeg.pixels(Media("image", jpeg(*size), plan, digest="")) == pixels
 
 
-def test_closing_does_what_was_begun(tower: Tower) -> None:
-    together, series = HostTogether(tower), EncoderMetrics()
-    rig = Rig(Decoding(tower, 2, series, together), together, series)
+def test_closing_does_what_was_begun(cutter: Cutter) -> None:
+    together, series = HostTogether(cutter), EncoderMetrics()
+    rig = Rig(Decoding(cutter, 2, series, together), together, series)
     begun = [rig.begin(jpeg(64, 32), (64, 32)), rig.begin(encoded(opened(), "PNG"), (600, 400))]
     together.gate.set()
     rig.decoding.close()
@@ -261,14 +260,14 @@ def test_an_mpo_is_not_plain() -> None:
 
 
 def test_the_gpu_is_asked_for_where_there_is_none(
-    tower: Tower, monkeypatch: pytest.MonkeyPatch
+    cutter: Cutter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = EncoderOptions(device="cpu", num_gpus=0)
     with pytest.raises(ValidationError, match=r"preprocess\.device is cuda"):
         ActorOptions(model=MODEL, encoder=cpu, preprocess=PreprocessOptions(device="cuda"))
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
     with pytest.raises(StartError, match="needs torchvision"):
-        open_nvjpeg(tower, torch.device("cuda", 0))
+        open_nvjpeg(cutter, torch.device("cuda", 0))
 
 
 class CompilationError(Exception):
@@ -279,7 +278,7 @@ class CompilationError(Exception):
     "error", [RuntimeError("no nvJPEG"), CompilationError("no ptxas"), ImportError("no triton")]
 )
 def test_whatever_is_wrong_with_the_gpus_way_is_said_at_start(
-    tower: Tower, monkeypatch: pytest.MonkeyPatch, error: Exception
+    cutter: Cutter, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def broken(*_: object) -> None:
         raise error
@@ -287,11 +286,11 @@ def test_whatever_is_wrong_with_the_gpus_way_is_said_at_start(
     monkeypatch.setitem(sys.modules, "torchvision.io", Mock())
     monkeypatch.setattr(nvjpeg, "Nvjpeg", broken)
     with pytest.raises(StartError, match=rf"set preprocess\.device to cpu \({error}\)"):
-        open_nvjpeg(tower, torch.device("cuda", 0))
+        open_nvjpeg(cutter, torch.device("cuda", 0))
 
 
 def test_what_the_check_at_start_finds_is_said_as_it_is(
-    tower: Tower, monkeypatch: pytest.MonkeyPatch
+    cutter: Cutter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = StartError("its pixels are others")
 
@@ -302,7 +301,7 @@ def test_what_the_check_at_start_finds_is_said_as_it_is(
     monkeypatch.setattr(nvjpeg, "Nvjpeg", Mock())
     monkeypatch.setattr(nvjpeg, "check", differing)
     with pytest.raises(StartError) as raised:
-        open_nvjpeg(tower, torch.device("cuda", 0))
+        open_nvjpeg(cutter, torch.device("cuda", 0))
     assert raised.value is found
 
 
@@ -315,4 +314,4 @@ def test_the_bench_measures() -> None:
     )
     assert (figure.size, figure.patches, figure.way) == ("64x64", 16, "CPU, 1 threads")
     rates = figure.images_per_second, figure.encoded_images_per_second
-    assert min(*rates, figure.cpu_ms, figure.alone_ms) > 0
+    assert min(*rates, figure.cpu_ms, figure.alone_ms, figure.switches) > 0

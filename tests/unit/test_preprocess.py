@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageDraw, ImageOps
 
+from actors import spec
 from actors.errors import InvalidMedia, TooLarge
-from actors.models.load import load
+from actors.models.cutters import cutter_of
 from actors.models.packed import patchify
 from actors.options import ModelOptions
 from actors.preprocess import decode, prepare
@@ -154,15 +155,15 @@ def test_resizing_is_near_to_pillows(width: int, height: int) -> None:
 
 def test_prepare_gives_the_plan_of_the_header_or_refuses() -> None:
     options = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
-    tower = load(options, torch.device("cpu"))
+    cutter = cutter_of(spec.read(options))
     data = encoded(picture(200, 100), "JPEG")
-    plan = tower.spec.sizing.plan(Size(200, 100))
+    plan = cutter.spec.sizing.plan(Size(200, 100))
     media = Media("image", data, plan, hashlib.sha256(data).hexdigest())
-    item = prepare(tower, media)
+    item = prepare(cutter, media)
     assert item.plan == plan
     assert isinstance(item.patches, np.ndarray)
     assert item.patches.shape == (plan.patches, 768)
     assert item.patches.dtype == np.uint8
-    other = tower.spec.sizing.plan(Size(100, 200))
+    other = cutter.spec.sizing.plan(Size(100, 200))
     with pytest.raises(InvalidMedia, match="header"):
-        prepare(tower, replace(media, plan=other))
+        prepare(cutter, replace(media, plan=other))
