@@ -125,18 +125,17 @@ class DecodeProcesses:
             log.critical("the thread of the decoding processes ended", exc_info=error)
             ended = Unavailable(f"this encoder cannot decode any more: {error}")
         finally:
+            self._ended = ended
+            self._waiting += self._suspects
             for process in self._processes:
-                process.end()
                 for chunk in process.chunks:
                     self._waiting += chunk
-            self._selector.close()
-            self._bell.close()
-            self._rope.close()
-            self._memory.close()
-            self._waiting += self._suspects
-            self._ended = ended
             self._refuse(ended)
             self._started.set()
+            for process in self._processes:
+                process.end()
+            for thing in (self._selector, self._bell, self._rope, self._memory):
+                thing.close()
 
     def _refuse(self, error: ServiceError) -> None:
         with suppress(IndexError):

@@ -1,0 +1,44 @@
+"""A service whose replicas decode in processes: the same rows; one that is killed costs none."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from encoder_service import Client
+from tests.images import PHOTOGRAPHS, jpeg, photograph
+from tests.serve.conftest import Cluster
+from tests.serve.tiny import TOKEN, running
+
+pytestmark = pytest.mark.extended
+
+
+def processes() -> list[int]:
+    """Those that decode, of this place: tests/loopback sees no others."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended meanwhile
+        if b"actors.decode_worker" in words:
+            found.append(int(folder.name))
+    return found
+
+
+def test_rows_are_those_of_threads_and_a_killed_process_costs_nothing(cluster: Cluster) -> None:
+    files = [jpeg(84, 60), *map(photograph, PHOTOGRAPHS[:2])]
+    rows = []
+    for options in ({"threads": 2}, {"processes": 2}):
+        with running("processes", preprocess=options), Client(cluster.http, token=TOKEN) as client:
+            found = [*client.encode(files), *client.encode([jpeg(100, 50)])]
+            assert bool(processes()) == ("processes" in options)
+            for each in processes():
+                os.kill(each, signal.SIGKILL)
+            found += client.encode(files)
+            rows.append([torch.as_tensor(each.numpy()) for each in found])
+    assert all(torch.equal(*pair) for pair in zip(*rows, strict=True))
