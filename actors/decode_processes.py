@@ -59,7 +59,7 @@ class DecodeProcesses:
         stuck_seconds: float,
         series: EncoderMetrics,
     ) -> None:
-        """Returns when all have started. Raises StartError if one does not.
+        """Does not wait for them to start.
 
         `stuck_seconds`: how long an item may take before its process is replaced.
         """
@@ -82,6 +82,9 @@ class DecodeProcesses:
         self._started = Event()
         self._thread = Thread(target=self._run, name="decode-processes", daemon=True)
         self._thread.start()
+
+    def wait_until_started(self) -> None:
+        """All of them. Raises StartError, and closes, if one does not."""
         if not self._started.wait(START_SECONDS) or self._ended:
             self.close()
             raise StartError(

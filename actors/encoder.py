@@ -32,7 +32,7 @@ from actors.references import Kept, References, reference_id
 from actors.scaling import OUTSTANDING_PATCHES
 from actors.shared import INLINE_BYTES, MOST_TOGETHER_BYTES, share_together
 from actors.stages import Made, Stages, Work
-from actors.startup import open_decoding, open_engine
+from actors.startup import open_beside, open_decoding, open_engine
 from actors.tracing import open_spans
 from actors.types import DTYPE_BYTES, Answer, Dtype, Embedding, Media, Reply, Source, Timings
 
@@ -51,6 +51,7 @@ class Encoder:
         self.spans = open_spans(options.tracing, "encoder")
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.series = EncoderMetrics()
+        beside = open_beside(options, self.series)
         self.engine = open_engine(options, self.series)
         self.tower = self.engine.tower
         spec = self.tower.spec
@@ -65,7 +66,7 @@ class Encoder:
         if options.encoder.transport == "nixl":
             size = options.encoder.nixl_bytes
             self.memory = DeviceMemory(size, self.engine.device.device, self.series)
-        decoding = open_decoding(options, self.engine, self.series)
+        decoding = open_decoding(options, self.engine, self.series, beside)
         self.stages = Stages(self.engine, decoding, self.series)
         self.outstanding_patches = 0
         start_mirror(options.metrics, self.series.text)

@@ -5,6 +5,8 @@ Knows nothing of Ray: the encoder actor and the benchmark of the engine alone st
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import simplejpeg
 import torch
@@ -20,6 +22,7 @@ from actors.models.cutters import cutter_of
 from actors.models.load import load
 from actors.options import ActorOptions
 from actors.preprocess import decode
+from actors.spec import read
 from actors.two_paths import model_capacity
 from actors.types import Item
 
@@ -37,17 +40,35 @@ def open_engine(options: ActorOptions, series: EncoderMetrics) -> Engine:
     return Engine(tower, graphs, capacity, device, series, packing)
 
 
-def open_decoding(options: ActorOptions, engine: Engine, series: EncoderMetrics) -> Decoding:
-    """What makes items for an engine, on the device of the options. Raises StartError."""
+def open_beside(options: ActorOptions, series: EncoderMetrics) -> DecodeProcesses | None:
+    """Starts the processes that decode, if there are to be any: before the engine, which takes long
+    as well. Raises CheckpointError, or StartError where there can be none."""
+    if not options.preprocess.processes:
+        return None
+    if not hasattr(os, "memfd_create"):
+        raise StartError("preprocess.processes takes Linux: set it to 0")
+    cutter, stuck_seconds = cutter_of(read(options.model)), options.encoder.max_stall_seconds
+    return DecodeProcesses(options.model, options.preprocess, cutter, stuck_seconds, series)
+
+
+def open_decoding(
+    options: ActorOptions,
+    engine: Engine,
+    series: EncoderMetrics,
+    beside: DecodeProcesses | None = None,
+) -> Decoding:
+    """What makes items for an engine, on the device of the options. Raises StartError.
+
+    `beside`: as open_beside gave it for these options; None: it is called here.
+    """
+    beside = beside or open_beside(options, series)
     cutter, together = cutter_of(engine.tower.spec), None
     if options.preprocess.device == "cuda":
         from actors.nvjpeg import open_nvjpeg
 
         together = open_nvjpeg(cutter, engine.device.device)
-    beside = None
-    if options.preprocess.processes:
-        stuck_seconds = options.encoder.max_stall_seconds
-        beside = DecodeProcesses(options.model, options.preprocess, cutter, stuck_seconds, series)
+    if beside:
+        beside.wait_until_started()
     return Decoding(cutter, options.preprocess.threads, series, together, beside)
 
 

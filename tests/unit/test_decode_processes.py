@@ -114,6 +114,7 @@ class Rig:
     def open(self, stuck_seconds: float = 60, **options: Any) -> DecodeProcesses:
         chosen = PreprocessOptions(**({"processes": 2} | options))
         self.processes = DecodeProcesses(MODEL, chosen, self.cutter, stuck_seconds, self.series)
+        self.processes.wait_until_started()
         return self.processes
 
     def begin(self, data: bytes | None = None, size: tuple[int, int] = (64, 64)) -> Waiting:

@@ -29,7 +29,10 @@ MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 
 def opened_processes(count: int) -> DecodeProcesses:
     options = PreprocessOptions(processes=count)
-    return DecodeProcesses(MODEL, options, cutter_of(spec.read(MODEL)), 60, EncoderMetrics())
+    cutter = cutter_of(spec.read(MODEL))
+    processes = DecodeProcesses(MODEL, options, cutter, 60, EncoderMetrics())
+    processes.wait_until_started()
+    return processes
 
 
 def decoded(processes: DecodeProcesses, sent: Sequence[Media]) -> list[Item | Exception]:
