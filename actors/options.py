@@ -114,7 +114,7 @@ class PreprocessOptions(Options):
     processes: int = Field(0, ge=0, le=256)
     """Processes of a replica that decode in the place of its threads, on Linux: the replica's own
     interpreter has the rest to do, for which threads that decode leave it too little. Each takes
-    some 300 MB, one core when busy, and seconds at the start. 0: none."""
+    some 200 MB, one core when busy, and seconds at the start. 0: none."""
     shared_bytes: int = Field(2**30, ge=2**20)
     """Of the memory in which they find files and leave patches, taken as it is needed. What is too
     large for it is for the threads."""
