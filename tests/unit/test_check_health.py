@@ -28,9 +28,10 @@ class StuckEngine:
         return self.running
 
 
-def asked(engine: StuckEngine) -> None:
+def asked(engine: StuckEngine, *, decodes: bool = True) -> None:
     options = SimpleNamespace(encoder=EncoderOptions(max_stall_seconds=60))
-    encoder: Any = SimpleNamespace(engine=engine, options=options)
+    stages = SimpleNamespace(alive=lambda: decodes)
+    encoder: Any = SimpleNamespace(engine=engine, options=options, stages=stages)
     asyncio.run(Encoder.check_health(encoder))
 
 
@@ -42,3 +43,8 @@ def test_one_whose_work_moves_is_well() -> None:
 def test_one_that_is_stuck_is_to_be_replaced(engine: StuckEngine) -> None:
     with pytest.raises(Unavailable, match="stuck"):
         asked(engine)
+
+
+def test_one_that_decodes_nothing_any_more_is_to_be_replaced() -> None:
+    with pytest.raises(Unavailable, match="decode do not start"):
+        asked(StuckEngine(0), decodes=False)
