@@ -35,7 +35,7 @@ class Flight:
     deadline: float
     """Of the most patient caller, in seconds of the loop's clock."""
     keep: bool = False
-    """The replica keeps its embedding, for the first caller: `reference` is his alone."""
+    """The replica keeps its embedding, under an id that no caller has yet."""
     waiting: int = 0
     losses: int = 0
     """Replicas that were lost under it, whoever waited."""
@@ -45,6 +45,19 @@ class Flight:
     """The request that was first to want it."""
     carrier: Carrier | None = None
     """Let go of on landing, or it would keep the embeddings of others alive."""
+
+    def give(self, *, keep: bool) -> Answer:
+        """The answer that came, for one caller. An id is for the first who takes it with `keep`.
+
+        Whoever opened the flight may have gone, and what was kept for him would be kept for nobody.
+        """
+        answer = self.answer.result()
+        if not isinstance(answer, Embedding) or not answer.reference:
+            return answer
+        if keep and self.keep:
+            self.keep = False
+            return answer
+        return replace(answer, reference="")
 
 
 @dataclass(slots=True, eq=False)
@@ -105,10 +118,3 @@ class Flights:
         if self.get(flight.media, flight.dtype) is flight:
             del self._open[key(flight.media, flight.dtype)]
         self._landed(flight)
-
-
-def joined(answer: Answer) -> Answer:
-    """For callers after the first: without the id, under which it is kept for him."""
-    if isinstance(answer, Embedding) and answer.reference:
-        return replace(answer, reference="")
-    return answer

@@ -16,7 +16,7 @@ from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceErr
 from actors.origin import ORIGIN
 from actors.types import Answer, Dtype, Embedding, Media
 from router.balance import Plan
-from router.coalesce import Carrier, Flight, Flights, joined, key
+from router.coalesce import Carrier, Flight, Flights, key
 from router.fleet import Fleet, ReplicaDied, ReplicaFull, ShardLost
 from router.holders import Holders, plan_around
 from router.ledger import Ledger
@@ -73,14 +73,13 @@ class Dispatcher:
         """(Position, answer) of every item once, as they come. Close it when you stop early.
 
         The items of a replica come together, in one call; `singly`: each as soon as it is done.
-        `keep`: embeddings are kept by their replicas, but those that were joined on their way.
+        `keep`: their replicas keep embeddings, but those that others have asked for before.
         Items that fail are answered with their error. Raises Overloaded, TooLarge, or Unavailable
         where there is no replica: then nothing was begun.
         """
         deadline = now() + timeout_seconds
         replicas = await self._replicas(deadline)
         flights, opened = self._board(media, dtype, deadline, keep=keep)
-        own = {flight.answer for flight in opened}
         self._launch(opened, replicas, singly=singly)
         try:
             waiting: dict[asyncio.Future[Answer], list[int]] = {}
@@ -95,9 +94,8 @@ class Dispatcher:
                 )
                 for future in done or list(waiting):
                     for position in waiting.pop(future):
-                        answer = future.result() if future.done() else late
-                        yield position, answer if future in own else joined(answer)
-                        own.discard(future)
+                        flight = flights[position]
+                        yield position, flight.give(keep=keep) if future.done() else late
         finally:
             for flight in flights:
                 self._flights.leave(flight)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from actors.errors import DeadlineExceeded
 from actors.types import Answer, Embedding, Media
 from router.dispatch import Dispatcher
@@ -65,22 +67,29 @@ def test_one_call_serves_all_who_ask_while_it_lasts() -> None:
     settled(test())
 
 
-def test_an_id_is_the_first_callers_alone() -> None:
+@pytest.mark.parametrize(
+    ("goes", "found"),
+    [(False, [["a.0", ""], ["", ""], ["", ""]]), (True, [["", ""], ["a.0", ""]])],
+    ids=["first stays", "first goes"],
+)
+def test_an_id_is_one_callers_alone(goes: bool, found: list[list[str]]) -> None:
     async def test() -> Dispatcher:
         gate = Gate()
         router, _ = dispatcher(MemoryFleet("a", gate))
 
-        async def ids(*, keep: bool) -> list[str]:
+        async def ids(keep: bool) -> list[str]:
             answers = router.answers([item(1), item(1)], "float32", 5, keep=keep)
             return [a.reference async for _, a in answers if isinstance(a, Embedding)]
 
-        keeping = asyncio.create_task(ids(keep=True))
-        await steps()
-        others = [asyncio.create_task(ids(keep=keep)) for keep in (True, False)]
-        await steps()
+        callers = []
+        for keep in (True, False, True):
+            callers.append(asyncio.create_task(ids(keep)))
+            await steps()
+        if goes:
+            callers.pop(0).cancel()
+            await steps()
         gate.open.set()
-        assert await keeping == ["a.0", ""]
-        assert await asyncio.gather(*others) == [["", ""]] * 2
+        assert await asyncio.gather(*callers) == found
         return router
 
     settled(test())
