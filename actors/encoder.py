@@ -83,7 +83,8 @@ class Encoder:
     ) -> Reply:
         """An embedding or an error for each item. Cancelling drops what has not begun.
 
-        `keep`: embeddings are kept for a while, `reference` is the id of each.
+        `keep`: embeddings are kept for a while, `reference` is the id of each. Raises Unavailable
+        once it is stopped.
         """
         ORIGIN.set(origin)
         patches = sum(item.plan.patches for item in media)

@@ -22,6 +22,7 @@ from actors.cache import Entry
 from actors.decoding import Decoding
 from actors.encoded import Encoded
 from actors.engine import Engine
+from actors.errors import Unavailable
 from actors.metrics import EncoderMetrics
 from actors.types import Item, Media, Source
 
@@ -122,9 +123,15 @@ class Stages:
         self.series = series
         self._decoding = decoding
         self._sharers = ThreadPoolExecutor(SHARERS, "share")
+        self._closed = False
 
     def begin(self, media: Sequence[Media], share: Share) -> Call:
-        """Starts these; to be waited for in the event loop that this is called from."""
+        """Starts these; to be waited for in the event loop that this is called from.
+
+        Raises Unavailable once closed: a router that heard late still calls a replica that drained.
+        """
+        if self._closed:
+            raise Unavailable("this encoder is stopping: try again")
         call = Call(media, share)
         for work in call.works:
             self._decoding.begin(work, partial(self._decoded, call, work))
@@ -136,6 +143,7 @@ class Stages:
 
     def close(self) -> None:
         """What is in the engine is answered; what is not yet decoded is refused by it."""
+        self._closed = True
         self.engine.close()
         self._decoding.close()
         self._sharers.shutdown()

@@ -2,7 +2,8 @@
 
 A handle first asks the replica for room, over a stream that then carries the answer. Encoders take
 whatever comes (app.py), and which of them is the router's to say. To the replica it is a call as
-any other: it is counted, waited for when the replica is drained, and ends when it is cancelled.
+any other: it is counted, waited for when the replica is drained, and ends when it is cancelled. One
+that comes later yet, Serve would refuse by the handle; here the encoder does.
 
 `ReplicaActor.handle_request` is private to Serve; tests/unit/test_direct.py guards it.
 """

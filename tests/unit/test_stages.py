@@ -198,3 +198,13 @@ def test_a_call_of_nothing_is_over_at_once(rig: Rig) -> None:
         await asyncio.wait_for(rig.begin([]).wait(100), 5)
 
     asyncio.run(run())
+
+
+def test_what_comes_after_the_end_is_for_another_replica(rig: Rig) -> None:
+    rig.stages.close()
+
+    async def run() -> None:
+        with pytest.raises(Unavailable, match="stopping"):
+            rig.begin([rig.media(64)])
+
+    asyncio.run(run())
