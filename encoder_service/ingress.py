@@ -1,6 +1,6 @@
 """The front door's deployment: one Service behind FastAPI and gRPC, with a router of its own.
 
-The only file between the API and Ray. What Ray raises is router/router.py's to translate.
+The only file between the API and Ray. What Ray raises is router/serve_fleet.py's to translate.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From the items of a request to their answers: admit, plan, send, plan again what was lost.
 
-Knows a fleet as something that takes shards and may lose them; Ray is router.py's business.
+Knows a fleet as something that takes shards and may lose them; Ray is serve_fleet.py's business.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The replicas, as whoever sends them work sees them. Ray is router.py's business."""
+"""The replicas, as whoever sends them work sees them. Ray is serve_fleet.py's business."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Embeddings kept by the replicas that encoded them, to be fetched by id through any router.
 
 An id is that of the replica, a full stop, and a name that nobody can guess. What a replica keeps is
-gone with it. Ray is router.py's business.
+gone with it. Ray is serve_fleet.py's business.
 """
 
 from __future__ import annotations

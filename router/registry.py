@@ -1,8 +1,8 @@
 """The replicas of each deployment, as this process last heard of them.
 
-Written by the request router's thread (pinned.py), read by the event loop of router.py. It is a
-module of its own because Serve pickles the module of a request router by value: state kept there
-would be a copy. Knows nothing of Ray.
+Written by the request router's thread (pinned.py), read in the router's event loop
+(serve_fleet.py). It is a module of its own because Serve pickles the module of a request router by
+value: state kept there would be a copy. Knows nothing of Ray.
 """
 
 from __future__ import annotations
