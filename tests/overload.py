@@ -175,6 +175,7 @@ async def measure(
     return phases, {
         "sent_per_second": rate,
         "goodput_of_peak": goodput / fmean(peaks),
+        "of_peak_for_as_much_cpu": for_as_much_cpu(phases),
         "admitted": len(outcome.right),
         "admitted_p50_seconds": float(np.percentile(admitted, 50)),
         "admitted_p99_seconds": float(np.percentile(admitted, 99)),
@@ -186,6 +187,13 @@ async def measure(
         "load_average_before": load[0],
         "load_average_after": load[1],
     }
+
+
+def for_as_much_cpu(phases: dict[str, Phase]) -> float:
+    """Answers for each second of the encoders' CPU, overload against peaks: the machine's other
+    work takes from both alike."""
+    peaks = fmean(one.encoder_ms for name, one in phases.items() if name != "overload")
+    return peaks / phases["overload"].encoder_ms
 
 
 def show(phases: dict[str, Phase], figures: dict[str, float], *, apart: bool) -> None:
