@@ -6,6 +6,7 @@ Reads small JSON files and says where the weights lie. Knows nothing of torch or
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from importlib import resources
@@ -115,6 +116,38 @@ class Hub:
         """The file's content."""
         path = self.path(name)
         return parse(path.read_bytes(), f"{self.repository}/{name}") if path else None
+
+
+class Noted:
+    """Files of which is kept what was read, for who may not be able to read it again."""
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self.contents: dict[str, Json | None] = {}
+
+    def path(self, name: str) -> Path | None:
+        """See Files."""
+        return self.files.path(name)
+
+    def read_json(self, name: str) -> Json | None:
+        """See Files."""
+        self.contents[name] = content = self.files.read_json(name)
+        return content
+
+
+class Notes:
+    """What Noted kept, in the place of the files."""
+
+    def __init__(self, contents: Mapping[str, Json | None]) -> None:
+        self.contents = contents
+
+    def path(self, name: str) -> Path | None:
+        """Only what was read is known, not where it was."""
+        return None
+
+    def read_json(self, name: str) -> Json | None:
+        """See Files."""
+        return self.contents[name]
 
 
 def preset_names() -> list[str]:

@@ -6,14 +6,18 @@ process that decoded strangers' bytes is not trusted: of its answers only an err
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import msgpack
 
 from actors.arena import Place
+from actors.checkpoint import Json, Notes
 from actors.errors import EncodeFailed, InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
+from actors.options import ModelOptions
+from actors.spec import ModelSpec, read
 from actors.types import Clip, ItemPlan, Media, Size
 
 MOST_BYTES = 2**17
@@ -32,6 +36,17 @@ Order = tuple[Any, ...]
 Answer = tuple[float, str, str]
 """When it was begun, of time.monotonic, which all processes of a machine share; the name and the
 words of what went wrong: empty where nothing did."""
+
+
+def model_told(options: ModelOptions, files: Mapping[str, Json | None]) -> bytes:
+    """What a process is told at its start: see model_of. `files`: what the spec is read from."""
+    return json.dumps({"options": options.model_dump(), "files": files}).encode()
+
+
+def model_of(told: bytes) -> ModelSpec:
+    """The spec, without a look at the model's files: they may have changed, or be out of reach."""
+    known = json.loads(told)
+    return read(ModelOptions.model_validate(known["options"]), Notes(known["files"]))
 
 
 def order(place: Place, media: Media) -> Order:

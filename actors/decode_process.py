@@ -18,7 +18,6 @@ from time import monotonic
 from actors.arena import Place
 from actors.decode_messages import MOST_BYTES, Answer, Order, packed, unpacked
 from actors.decoding import Asked, Done
-from actors.options import ModelOptions
 
 MOST_CHUNKS = 2
 """That a process has at a time: one to work on, one to go on with."""
@@ -53,27 +52,26 @@ class DecodeProcess:
     """When it was last known to go on."""
 
     @classmethod
-    def start(cls, options: ModelOptions, memory: int) -> DecodeProcess:
-        """Takes seconds to greet; does not wait for it. `memory`: the file that it shares."""
+    def start(cls, model: int, memory: int) -> DecodeProcess:
+        """Takes seconds to greet; does not wait for it.
+
+        `model`: a file with decode_messages.model_told. `memory`: the file that it shares.
+        """
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         files = its.fileno(), memory
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "actors.decode_worker", *map(str, files)],
-            stdin=subprocess.DEVNULL,
+            stdin=model,
             env=os.environ
             | {
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                 "CUDA_VISIBLE_DEVICES": "",
                 "OMP_NUM_THREADS": "1",
-                # It reads what this process has fetched, or else its fingerprint is another.
-                "HF_HUB_OFFLINE": "1",
             },
             pass_fds=files,
         )
         its.close()
-        with suppress(OSError):  # it has ended: receive says so
-            ours.send(options.model_dump_json().encode())
         return cls(process, ours)
 
     @property

@@ -8,6 +8,7 @@ process that ends or hangs is replaced, and loses nothing but, in the end, the f
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections import deque
 from contextlib import suppress
@@ -16,14 +17,16 @@ from selectors import EVENT_READ, DefaultSelector
 from threading import Event, Thread
 from time import monotonic
 
-from actors.decode_messages import error_of, files_of, order
+from actors.checkpoint import Noted, find
+from actors.decode_messages import error_of, files_of, model_told, order
 from actors.decode_process import DecodeProcess, Job
 from actors.decoding import Asked, Done
 from actors.errors import InvalidMedia, ServiceError, StartError, Unavailable
 from actors.metrics import EncoderMetrics
-from actors.models.cutters import Cutter
+from actors.models.cutters import cutter_of
 from actors.options import ModelOptions, PreprocessOptions
 from actors.patch_memory import PatchMemory
+from actors.spec import read
 from actors.types import Item, Media
 
 log = logging.getLogger("ray.serve")
@@ -55,16 +58,17 @@ class DecodeProcesses:
         self,
         model: ModelOptions,
         options: PreprocessOptions,
-        cutter: Cutter,
         stuck_seconds: float,
         series: EncoderMetrics,
     ) -> None:
-        """Does not wait for them to start.
+        """Does not wait for them to start. Raises CheckpointError.
 
         `stuck_seconds`: how long an item may take before its process is replaced.
         """
-        self.model = model
-        self.cutter = cutter
+        files = Noted(find(model))
+        self.cutter = cutter_of(read(model, files))
+        self._told = os.memfd_create("model")
+        os.write(self._told, model_told(model, files.contents))
         self.stuck_seconds = stuck_seconds
         self.series = series
         self._bell, self._rope = socket.socketpair()
@@ -139,6 +143,7 @@ class DecodeProcesses:
                 process.end()
             for thing in (self._selector, self._bell, self._rope, self._memory):
                 thing.close()
+            os.close(self._told)
 
     def _refuse(self, error: ServiceError) -> None:
         with suppress(IndexError):
@@ -217,8 +222,8 @@ class DecodeProcesses:
         expected = self.cutter.spec.fingerprint
         if process.fingerprint != expected:
             raise StartError(
-                f"model.id {self.model.id!r} has changed on disk: a process that decodes reads "
-                f"{process.fingerprint}, not {expected}"
+                f"a process that decodes knows the model as {process.fingerprint}, not as "
+                f"{expected}: is its code another?"
             )
         self._failed_starts = 0
         if all(each.fingerprint for each in self._processes):
@@ -256,7 +261,7 @@ class DecodeProcesses:
         self._processes[self._processes.index(process)] = self._start()
 
     def _start(self) -> DecodeProcess:
-        process = DecodeProcess.start(self.model, self._memory.file)
+        process = DecodeProcess.start(self._told, self._memory.file)
         self._selector.register(process.channel, EVENT_READ, process)
         return process
 

@@ -1,13 +1,14 @@
 """The process that decodes beside an encoder actor: `python -m actors.decode_worker SOCKET MEMORY`.
 
-It is told the model, answers with its fingerprint, and then makes items until the actor is gone:
-however that ended, the end of the socket says it. It has no device and no weights.
+It is told the model by its input, answers with its fingerprint, and makes items until the end of the
+socket, which is the end of the actor, however it came. It has no device and no weights.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import os
 import signal
 import socket
 import sys
@@ -17,11 +18,18 @@ from time import monotonic
 import numpy as np
 import torch
 
-from actors import spec
-from actors.decode_messages import MOST_BYTES, Answer, Order, answer, media_of, packed, unpacked
+from actors.decode_messages import (
+    MOST_BYTES,
+    Answer,
+    Order,
+    answer,
+    media_of,
+    model_of,
+    packed,
+    unpacked,
+)
 from actors.errors import ServiceError
 from actors.models.cutters import Cutter, cutter_of
-from actors.options import ModelOptions
 from actors.preprocess import prepare
 
 MOST_SILENT_SECONDS = 0.002
@@ -36,8 +44,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         memory = memoryview(mmap.mmap(int(sys.argv[2]), 0))
-        options = ModelOptions.model_validate_json(channel.recv(MOST_BYTES))
-        cutter = cutter_of(spec.read(options))
+        # From the start of the file, wherever another process has read to.
+        cutter = cutter_of(model_of(os.pread(0, os.fstat(0).st_size, 0)))
         channel.send(packed([cutter.spec.fingerprint]))
         while message := channel.recv(MOST_BYTES):
             work(cutter, unpacked(message), memory, channel)

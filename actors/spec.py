@@ -73,9 +73,9 @@ class ModelSpec:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def read(options: ModelOptions) -> ModelSpec:
-    """The spec of `model.id`. Reads two JSON files. Raises CheckpointError."""
-    files = find(options)
+def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
+    """The spec of `model.id`, or of its files. Reads a few of JSON. Raises CheckpointError."""
+    files = files or find(options)
     config = files.read_json("config.json")
     if config is None:
         raise CheckpointError(f"model.id {options.id!r} has no config.json: not a model's folder?")

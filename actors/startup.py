@@ -22,7 +22,6 @@ from actors.models.cutters import cutter_of
 from actors.models.load import load
 from actors.options import ActorOptions
 from actors.preprocess import decode
-from actors.spec import read
 from actors.two_paths import model_capacity
 from actors.types import Item
 
@@ -47,8 +46,8 @@ def open_beside(options: ActorOptions, series: EncoderMetrics) -> DecodeProcesse
         return None
     if not hasattr(os, "memfd_create"):
         raise StartError("preprocess.processes takes Linux: set it to 0")
-    cutter, stuck_seconds = cutter_of(read(options.model)), options.encoder.max_stall_seconds
-    return DecodeProcesses(options.model, options.preprocess, cutter, stuck_seconds, series)
+    stuck_seconds = options.encoder.max_stall_seconds
+    return DecodeProcesses(options.model, options.preprocess, stuck_seconds, series)
 
 
 def open_decoding(

@@ -106,14 +106,14 @@ class Rig:
         self.processes: DecodeProcesses | None = None
         monkeypatch.setattr(DecodeProcess, "start", self.start)
 
-    def start(self, model: ModelOptions, memory: int) -> DecodeProcess:
+    def start(self, model: int, memory: int) -> DecodeProcess:
         one: Any = StandIn(self.cutter, memory, self.gate, self.greeting)
         self.started.append(one)
         return DecodeProcess(one, one.ours)
 
     def open(self, stuck_seconds: float = 60, **options: Any) -> DecodeProcesses:
         chosen = PreprocessOptions(**({"processes": 2} | options))
-        self.processes = DecodeProcesses(MODEL, chosen, self.cutter, stuck_seconds, self.series)
+        self.processes = DecodeProcesses(MODEL, chosen, stuck_seconds, self.series)
         self.processes.wait_until_started()
         return self.processes
 
@@ -278,9 +278,9 @@ def test_closing_does_what_was_begun_and_takes_no_more(rig: Rig) -> None:
     assert isinstance(late.made, Unavailable)
 
 
-def test_another_model_on_disk_is_refused_at_start(rig: Rig) -> None:
+def test_another_model_is_refused_at_start(rig: Rig) -> None:
     rig.greeting = "0123456789abcdef"
-    with pytest.raises(StartError, match="changed on disk"):
+    with pytest.raises(StartError, match="is its code another"):
         rig.open()
 
 

@@ -13,12 +13,11 @@ from time import monotonic, sleep
 import numpy as np
 import pytest
 
-from actors import spec
 from actors.bench.pipeline import Wanted, media
 from actors.decode_processes import DecodeProcesses
 from actors.errors import ServiceError
 from actors.metrics import EncoderMetrics
-from actors.models.cutters import Cutter, cutter_of
+from actors.models.cutters import Cutter
 from actors.options import ModelOptions, PreprocessOptions
 from actors.preprocess import prepare
 from actors.types import Item, Media
@@ -29,8 +28,7 @@ MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 
 def opened_processes(count: int) -> DecodeProcesses:
     options = PreprocessOptions(processes=count)
-    cutter = cutter_of(spec.read(MODEL))
-    processes = DecodeProcesses(MODEL, options, cutter, 60, EncoderMetrics())
+    processes = DecodeProcesses(MODEL, options, 60, EncoderMetrics())
     processes.wait_until_started()
     return processes
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from actors import spec
-from actors.checkpoint import preset_names
-from actors.decode_messages import error_of, order, packed, unpacked
+from actors.checkpoint import Noted, find, preset_names
+from actors.decode_messages import error_of, model_of, model_told, order, packed, unpacked
 from actors.decode_worker import made
 from actors.errors import EncodeFailed, InvalidMedia
 from actors.models.cutters import Cutter, cutter_of
@@ -28,7 +28,13 @@ MEMORY_BYTES = 2**26
 
 
 def cutter(preset: str) -> Cutter:
-    return cutter_of(spec.read(ModelOptions(id=preset, load_format="dummy")))
+    """As another process knows it: by what is told."""
+    options = ModelOptions(id=preset, load_format="dummy")
+    files = Noted(find(options))
+    here = spec.read(options, files)
+    told = model_of(model_told(options, files.contents))
+    assert told.fingerprint == here.fingerprint
+    return cutter_of(told)
 
 
 def travelled(cutter: Cutter, media: Media, memory: PatchMemory) -> Item | Exception:
