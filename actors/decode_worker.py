@@ -1,7 +1,7 @@
 """The process that decodes beside an encoder actor: `python -m actors.decode_worker SOCKET MEMORY`.
 
-It is told the model by its input, answers with its fingerprint, and makes items until the end of the
-socket, which is the end of the actor, however it came. It has no device and no weights.
+It is told the model by its input, answers with its fingerprint, and makes items until the socket
+ends, which is when the actor does, however that came. It has no device and no weights.
 """
 
 from __future__ import annotations
