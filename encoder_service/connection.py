@@ -16,6 +16,8 @@ import httpx
 
 BUFFER_BYTES = 64 * 1024
 """For heads, and for bodies whose length is not known before."""
+PIECE_BYTES = 256 * 1024
+"""Of a request: what the transport does not get rid of at once, it copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,10 @@ class Connection(asyncio.BufferedProtocol):
         """What is still to come of a body of known length."""
         self._pieces: list[bytes] = []
         """Of another body."""
+        self._unsent = memoryview(b"")
+        """What the transport has not taken yet of a request."""
+        self._full = False
+        """The transport takes no more for now."""
 
     @property
     def closed(self) -> bool:
@@ -66,10 +72,12 @@ class Connection(asyncio.BufferedProtocol):
             head = h11.Request(
                 method=request.method, target=request.url.raw_path, headers=request.headers.raw
             )
-            sent = [parser.send(head) or b"", content]
+            beginning = [parser.send(head) or b"", content[:PIECE_BYTES]]
             parser.send_with_data_passthrough(h11.Data(data=content))
             parser.send(h11.EndOfMessage())
-            self._transport.writelines(sent)
+            self._unsent = memoryview(content)[PIECE_BYTES:]
+            self._transport.writelines(beginning)
+            self._send()
             while not answer.done():
                 seen = self._seen_bytes
                 await asyncio.wait([answer], timeout=seconds)
@@ -106,6 +114,15 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._came(nbytes)
 
+    def pause_writing(self) -> None:
+        """The other end is slower."""
+        self._full = True
+
+    def resume_writing(self) -> None:
+        """It has come nearly as far."""
+        self._full = False
+        self._send()
+
     def eof_received(self) -> None:
         """No more will come: the end of a body without a length."""
         if self._answer and not self._answer.done() and self._rest is None:
@@ -114,6 +131,12 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """What is under way will not come."""
         self._fail(httpx.ReadError(f"the connection broke: {exc or 'it was closed'}"))
+
+    def _send(self) -> None:
+        """As much of the request as is taken."""
+        while self._unsent and not self._full:
+            piece, self._unsent = self._unsent[:PIECE_BYTES], self._unsent[PIECE_BYTES:]
+            self._transport.write(piece)
 
     def _read(self, data: bytes) -> None:
         """By h11: heads, and bodies without a length."""
@@ -160,6 +183,7 @@ class Connection(asyncio.BufferedProtocol):
         last = response.http_version < b"1.1" or any(
             name == b"connection" and b"close" in value.lower() for name, value in headers
         )
+        last |= bool(self._unsent)  # it was refused early: the rest is of no use
         assert self._answer is not None
         self._answer.set_result(Received(response.status_code, headers, body, last))
 

@@ -152,6 +152,41 @@ def test_a_body_that_is_not_the_gzip_it_says_is_a_service_error() -> None:
     asyncio.run(run())
 
 
+def test_a_request_of_many_pieces_comes_whole() -> None:
+    async def run() -> None:
+        async with client(says(sized(b""))) as (http, server):
+            for _ in range(2):
+                await http.post("/", content=BODY * 5)
+            assert all(request.endswith(b"\r\n\r\n" + BODY * 5) for request in server.seen)
+            assert (len(server.seen), server.connections) == (2, 1)
+
+    asyncio.run(run())
+
+
+def test_an_answer_before_all_was_sent_ends_the_connection() -> None:
+    over = asyncio.Event()
+    connections = 0
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 0\r\n\r\n")
+        await over.wait()
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            async with httpx.AsyncClient(transport=Connections(tls=False), timeout=5) as http:
+                for _ in range(2):
+                    assert (await http.post(url, content=BODY * 10)).status_code == 413
+            over.set()
+        assert connections == 2
+
+    asyncio.run(run())
+
+
 def test_requests_at_a_time_have_a_connection_each() -> None:
     async def run() -> None:
         async with client(says(KNOWN)) as (http, server):
