@@ -23,6 +23,10 @@ from actors.types import Clip, ItemPlan, Media, Size
 MOST_BYTES = 2**17
 """Of a message."""
 
+MARK_BYTES, BEGUN = 1, 1
+"""The last byte of a place says whether a process has begun the item: only then may it be what
+ended the process."""
+
 PLAN = [field.name for field in fields(ItemPlan)]
 
 REFUSALS: dict[str, type[ServiceError]] = {
@@ -58,8 +62,9 @@ def order(place: Place, media: Media) -> Order:
 
 
 def media_of(order: Order, memory: memoryview) -> tuple[Place, Media]:
-    """Where the patches go, and a copy of what lies there now."""
+    """Where the patches go, and a copy of what lies there now; marks that it is begun."""
     start, end, kind, sizes, plan, about = order
+    memory[end - MARK_BYTES] = BEGUN
     files, at = [], start
     for size in sizes:
         files.append(bytes(memory[at : at + size]))

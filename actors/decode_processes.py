@@ -18,7 +18,7 @@ from threading import Event, Thread
 from time import monotonic
 
 from actors.checkpoint import Noted, find
-from actors.decode_messages import error_of, files_of, model_told, order
+from actors.decode_messages import MARK_BYTES, error_of, files_of, model_told, order
 from actors.decode_process import DecodeProcess, Job
 from actors.decoding import Asked, Done
 from actors.errors import InvalidMedia, ServiceError, StartError, Unavailable
@@ -239,7 +239,7 @@ class DecodeProcesses:
         done(job, began, self._memory.item(job.place, plan, self.cutter.shape(plan)))
 
     def _replace(self, process: DecodeProcess) -> None:
-        """What it worked on is tried once more, one by one; what it had not begun, as ever."""
+        """What it had begun is tried once more, one by one; what it had not, as if it were new."""
         self._selector.unregister(process.channel)
         process.end()
         self.series.decode_restarts.inc()
@@ -247,17 +247,16 @@ class DecodeProcesses:
             self._failed_starts += 1
             if self._failed_starts == FAILED_STARTS:
                 raise Unavailable(f"processes that decode ended {FAILED_STARTS} times at start")
-        chunks = list(process.chunks)
-        for job in (job for chunk in chunks for job in chunk):
+        for job in reversed([job for chunk in process.chunks for job in chunk]):
+            begun = self._memory.begun(job.place)
             self._memory.give_back(job.place)
-        for chunk in reversed(chunks[1:]):
-            self._waiting.extendleft(reversed(chunk))
-        for job in chunks[0] if chunks else ():
-            if job.alone:
+            if begun and job.alone:
                 done(job, process.heard, InvalidMedia(FATAL))
-            else:
+            elif begun or job.alone:
                 job.alone = True
-                self._suspects.append(job)
+                self._suspects.appendleft(job)
+            else:
+                self._waiting.appendleft(job)
         self._processes[self._processes.index(process)] = self._start()
 
     def _start(self) -> DecodeProcess:
@@ -267,7 +266,8 @@ class DecodeProcesses:
 
     def _size(self, media: Media) -> int:
         """What it takes: its bytes, and then its patches in the same place."""
-        return max(sum(map(len, files_of(media))), prod(self.cutter.shape(media.plan)))
+        size = max(sum(map(len, files_of(media))), prod(self.cutter.shape(media.plan)))
+        return size + MARK_BYTES
 
 
 def done(job: Job, began: float, made: Item | Exception) -> None:

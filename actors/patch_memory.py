@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 
 from actors.arena import Arena, Place
-from actors.decode_messages import files_of
+from actors.decode_messages import BEGUN, MARK_BYTES, files_of
 from actors.models.cutters import Shape
 from actors.types import Item, ItemPlan, Media
 
@@ -53,11 +53,16 @@ class PatchMemory:
             self._wake()
 
     def write(self, place: Place, media: Media) -> None:
-        """The bytes of an item, one file after the other."""
+        """The bytes of an item that nobody has begun, one file after the other."""
+        self._bytes[place.end - MARK_BYTES] = not BEGUN
         start = place.start
         for data in files_of(media):
             self._bytes[start : start + len(data)] = data
             start += len(data)
+
+    def begun(self, place: Place) -> bool:
+        """Whether a process has begun what was written there."""
+        return self._bytes[place.end - MARK_BYTES] == BEGUN
 
     def item(self, place: Place, plan: ItemPlan, shape: Shape) -> Item:
         """What was made there. It gives the place back in the end."""

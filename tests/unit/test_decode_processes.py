@@ -49,6 +49,8 @@ class StandIn:
         self.seen: list[int] = []
         """Items of each message."""
         self.killed = threading.Event()
+        self.dying = False
+        """It ends before it begins what it is sent."""
         self.thread = threading.Thread(target=self.serve)
         self.thread.start()
 
@@ -58,6 +60,8 @@ class StandIn:
                 return
             self.its.send(packed([self.greeting]))
             while message := self.its.recv(MOST_BYTES):
+                if self.dying:
+                    return
                 orders = unpacked(message)
                 self.seen.append(len(orders))
                 if not all(map(self.one, orders)):
@@ -227,6 +231,16 @@ def test_a_process_that_ends_by_itself_loses_nothing(rig: Rig) -> None:
     assert all(map(rig.good, begun))
     assert rig.restarts() == 1
     assert len(rig.started) == 3
+
+
+def test_a_process_that_ended_before_it_began_is_not_the_files_fault(
+    rig: Rig,
+) -> None:
+    rig.open()
+    for each in rig.started:
+        each.dying = True
+    assert rig.good(rig.begin())
+    assert rig.restarts() == 2
 
 
 def test_what_is_given_up_is_not_sent(rig: Rig) -> None:
