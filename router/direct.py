@@ -10,8 +10,8 @@ that comes later yet, Serve would refuse by the handle; here the encoder does.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Generator
+from pickle import dumps
 from typing import Any
 
 import ray
@@ -33,7 +33,7 @@ class DirectCall:
         own_id = generate_request_id()
         metadata = RequestMetadata(own_id, own_id, call_method=method)
         self._replica = replica
-        self._answer = replica.actor.handle_request.remote(pickle.dumps(metadata), *arguments)
+        self._answer = replica.actor.handle_request.remote(dumps(metadata), *arguments)
 
     def __await__(self) -> Generator[Any, None, Any]:
         try:

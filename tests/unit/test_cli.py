@@ -27,7 +27,7 @@ def changed(tmp_path: Path, old: str, new: str) -> str:
 def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", str(CONFIGS / "tiny.yaml")]) == 0
     shown = capsys.readouterr().out
-    for word in ("qwen3vl-tiny", "64 128 192 256", "largest_first", "random numbers"):
+    for word in ("qwen3vl-tiny", "64 72 80 88", "largest_first", "random numbers"):
         assert word in shown
 
 
