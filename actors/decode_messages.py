@@ -100,8 +100,8 @@ def error_of(name: str, text: str) -> ServiceError | None:
 
 
 def packed(values: Sequence[Any]) -> bytes:
-    """A message."""
-    message: bytes = msgpack.packb(values)
+    """A message. What of a decoder's words is no Unicode becomes question marks."""
+    message: bytes = msgpack.packb(values, unicode_errors="replace")
     return message
 
 

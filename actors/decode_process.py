@@ -108,13 +108,11 @@ class DecodeProcess:
             message = self.channel.recv(MOST_BYTES)
             self.heard = monotonic()
             if self.fingerprint:
-                return [
-                    (float(began), str(name), str(text)) for began, name, text in unpacked(message)
-                ]
+                return [heard(*each, now=self.heard) for each in unpacked(message)]
             (self.fingerprint,) = map(str, unpacked(message))
         except BlockingIOError:
             return []
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, OverflowError):
             return None
         return []
 
@@ -132,3 +130,10 @@ class DecodeProcess:
         self.process.kill()
         self.process.wait()
         self.channel.close()
+
+
+def heard(began: float, name: str, text: str, *, now: float) -> Answer:
+    """An answer as it came. Raises ValueError for a time that would spoil the metrics for good."""
+    if not 0 <= float(began) <= now:
+        raise ValueError(f"begun at {began}, heard at {now}")
+    return float(began), str(name), str(text)

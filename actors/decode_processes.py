@@ -69,6 +69,7 @@ class DecodeProcesses:
         self.cutter = cutter_of(read(model, files))
         self._told = os.memfd_create("model")
         os.write(self._told, model_told(model, files.contents))
+        self.processes = options.processes
         self.stuck_seconds = stuck_seconds
         self.series = series
         self._bell, self._rope = socket.socketpair()
@@ -82,7 +83,7 @@ class DecodeProcesses:
         self._failed_starts = 0
         self._selector = DefaultSelector()
         self._selector.register(self._bell, EVENT_READ)
-        self._processes = [self._start() for _ in range(options.processes)]
+        self._processes: list[DecodeProcess] = []
         self._started = Event()
         self._thread = Thread(target=self._run, name="decode-processes", daemon=True)
         self._thread.start()
@@ -126,6 +127,8 @@ class DecodeProcesses:
     def _run(self) -> None:
         ended: ServiceError = Unavailable("this encoder is stopping: try again")
         try:
+            for _ in range(self.processes):  # here: they end with the thread that started them
+                self._processes.append(self._start())
             while self._step():
                 pass
         except Exception as error:  # nobody may wait for ever because of it

@@ -1,11 +1,13 @@
 """The process that decodes beside an encoder actor: `python -m actors.decode_worker SOCKET MEMORY`.
 
 It is told the model by its input, answers with its fingerprint, and makes items until the socket
-ends, which is when the actor does, however that came. It has no device and no weights.
+ends, which is when the actor does, however that came; the kernel ends one that does not listen, as
+it hangs in a file. It has no device and no weights.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -35,12 +37,16 @@ from actors.preprocess import prepare
 MOST_SILENT_SECONDS = 0.002
 """What is made waits no longer than that for what is made after it, and for that."""
 
+PR_SET_PDEATHSIG = 1
+"""Of <sys/prctl.h>: which signal comes when the thread ends that started this process."""
+
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Ends when the socket does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the actor's
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         memory = memoryview(mmap.mmap(int(sys.argv[2]), 0))

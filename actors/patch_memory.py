@@ -6,6 +6,7 @@ behind, however they end. An item's place is free again when nobody holds its ar
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import weakref
@@ -26,8 +27,11 @@ class PatchMemory:
 
     def __init__(self, size_bytes: int, wake: Callable[[], None]) -> None:
         """`wake`: called in any thread when there may be room, after `take` had found none."""
-        self.file = os.memfd_create("patches")
+        self.file = os.memfd_create("patches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.truncate(self.file, size_bytes)
+        # Who reads beyond the end of a file that another process has cut off is ended by SIGBUS.
+        size_stays = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, size_stays)
         self._bytes = memoryview(mmap.mmap(self.file, size_bytes))
         self._arena = Arena(size_bytes)
         self._returned: deque[Place] = deque()

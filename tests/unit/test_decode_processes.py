@@ -304,6 +304,18 @@ def test_processes_that_never_start_are_given_up(rig: Rig) -> None:
         rig.open()
 
 
+@pytest.mark.parametrize("began", [float("nan"), -1.0, 1e300, 2**64 - 1, "now"])
+def test_a_time_that_cannot_be_is_no_answer(rig: Rig, began: Any) -> None:
+    rig.open(processes=1)
+    rig.gate.clear()
+    begun = rig.begin()
+    until(lambda: rig.started[0].seen)
+    rig.started[0].its.send(packed([(began, "", "")]))
+    until(lambda: rig.restarts() == 1)
+    rig.gate.set()
+    assert rig.good(begun), "made by the next one"
+
+
 def test_when_none_starts_any_more_nobody_waits_for_ever(rig: Rig) -> None:
     processes = rig.open()
     rig.gate.clear()

@@ -103,6 +103,7 @@ def test_no_process_outlives_an_owner_that_is_killed() -> None:
         running = [int(word) for word in owner.stdout.readline().split()]
         assert len(running) == 2
         assert all(map(alive, running))
+        os.kill(running[0], signal.SIGSTOP)  # it hears as little as one that hangs in a file
         owner.kill()
     end = monotonic() + 30
     while any(map(alive, running)):

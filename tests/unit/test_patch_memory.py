@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from actors import spec
 from actors.checkpoint import Noted, find, preset_names
-from actors.decode_messages import error_of, model_of, model_told, order, packed, unpacked
+from actors.decode_messages import answer, error_of, model_of, model_told, order, packed, unpacked
 from actors.decode_worker import made
 from actors.errors import EncodeFailed, InvalidMedia
 from actors.models.cutters import Cutter, cutter_of
@@ -109,3 +110,13 @@ def test_a_place_is_free_when_no_view_of_it_is_left(memory: PatchMemory) -> None
     assert woken, "who found no room is told"
     assert memory.take(2**20)
     memory.close()
+
+
+def test_nobody_cuts_the_memory_off(memory: PatchMemory) -> None:
+    with pytest.raises(PermissionError):
+        os.truncate(memory.file, 0)
+
+
+def test_words_that_are_no_unicode_are_said_as_far_as_they_are() -> None:
+    said = unpacked(packed([answer(1.0, InvalidMedia("no \udcff"))]))
+    assert said == ((1.0, "InvalidMedia", "no ?"),)
