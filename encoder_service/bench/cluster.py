@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import resource
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from actors.errors import StartError
@@ -23,6 +24,9 @@ APPLICATION = "encoder"
 """Its name in Serve."""
 MOST_CONNECTIONS, OTHER_FILES = 4096, 2500
 """Of HAProxy as Serve starts it: connections, of two files each, and what it opens beside them."""
+PORTS = range(20_000, 30_000)
+"""Beyond those of Ray's workers, below those that Linux gives to outgoing connections: one that is
+free stays so until Serve listens there."""
 SPARE_CPUS = 4
 """For Serve's own actors and whatever else is run beside the service."""
 
@@ -36,12 +40,17 @@ class Cluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, all different."""
+    """Ports that nobody listens on, all different. Raises StartError."""
+    found = []
     with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [int(listener.getsockname()[1]) for listener in listeners]
+        for port in random.sample(PORTS, len(PORTS)):
+            listener = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                listener.bind(("127.0.0.1", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise StartError(f"{count} of the ports {PORTS.start} to {PORTS.stop - 1} are not free")
 
 
 def logical_cpus(options: ServiceOptions) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ import pytest
 import ray
 from ray import serve
 
+from encoder_service.bench.cluster import free_ports
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -34,18 +35,11 @@ class Cluster:
     """Ray's own page."""
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Ray and Serve, started once and stopped at the end."""
     home = tempfile.mkdtemp(prefix="es")  # short: socket paths have a limit
-    http_port, grpc_port, metrics_port = free_port(), free_port(), free_port()
+    http_port, grpc_port, metrics_port = free_ports(3)
     ray.init(
         address="local",
         num_cpus=32,  # logical: replicas ask for a tenth
