@@ -73,7 +73,7 @@ class Connections(httpx.AsyncBaseTransport):
         try:
             async with asyncio.timeout(seconds):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    Connection, host, port, ssl=self._tls, happy_eyeballs_delay=0.25
+                    Connection, host, port, ssl=self._tls
                 )
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no connection within {seconds:g} s") from error

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+import uvloop
 
 from encoder_service.connections import Connections, direct
 from encoder_service.embedding import ServiceError
@@ -78,6 +79,14 @@ LONG_HEAD = sized(b"", b"x: " + b"a" * 40_000)
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"".join(
     b"%x\r\n%b\r\n" % (len(part), part) for part in (BODY[:10], BODY[10:70_000], BODY[70_000:])
 )
+
+
+@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], autouse=True)
+def loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Either of the loops that a caller may have: Ray's actors and uvicorn run uvloop."""
+    asyncio.set_event_loop_policy(request.param())
+    yield
+    asyncio.set_event_loop_policy(None)
 
 
 @pytest.mark.parametrize(
