@@ -54,13 +54,12 @@ def open_decoding(
     options: ActorOptions,
     engine: Engine,
     series: EncoderMetrics,
-    beside: DecodeProcesses | None = None,
+    beside: DecodeProcesses | None,
 ) -> Decoding:
     """What makes items for an engine, on the device of the options. Raises StartError.
 
-    `beside`: as open_beside gave it for these options; None: it is called here.
+    `beside`: as open_beside gave it for these options.
     """
-    beside = beside or open_beside(options, series)
     cutter, together = cutter_of(engine.tower.spec), None
     if options.preprocess.device == "cuda":
         from actors.nvjpeg import open_nvjpeg

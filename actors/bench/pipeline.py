@@ -21,7 +21,7 @@ from actors.metrics import EncoderMetrics
 from actors.models.cutters import Cutter, cutter_of
 from actors.options import ActorOptions
 from actors.preprocess import decode, prepare
-from actors.startup import open_decoding, open_engine
+from actors.startup import open_beside, open_decoding, open_engine
 from actors.types import Item, Media
 
 WARM_UP_PART = 0.25
@@ -47,8 +47,9 @@ def measure(
 ) -> Throughput:
     """Each for so many seconds, with so many items under way at a time."""
     series = EncoderMetrics()
+    beside = open_beside(options, series)
     engine = open_engine(options, series)
-    decoding = open_decoding(options, engine, series)
+    decoding = open_decoding(options, engine, series, beside)
     cutter = cutter_of(engine.tower.spec)
     files = [media(cutter, picture) for picture in pictures]
     begins = encoding(engine, files), decoding_ahead(decoding, files, engine.submit)

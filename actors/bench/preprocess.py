@@ -14,7 +14,7 @@ from actors.bench.pipeline import decoding_ahead, dropped, encoding, media, rate
 from actors.metrics import EncoderMetrics
 from actors.models.cutters import cutter_of
 from actors.options import ActorOptions, PreprocessOptions
-from actors.startup import open_decoding, open_engine
+from actors.startup import open_beside, open_decoding, open_engine
 
 PATCHES_IN_FLIGHT = 2**17
 MOST_IN_FLIGHT = 64
@@ -93,7 +93,7 @@ def measure(
         alone = rate(encoding(engine, sent), in_flight, seconds)
         for way in ways:
             chosen = options.model_copy(update={"preprocess": way})
-            decoding = open_decoding(chosen, engine, series)
+            decoding = open_decoding(chosen, engine, series, open_beside(chosen, series))
             before = Spent.now()
             images = rate(decoding_ahead(decoding, sent, dropped), in_flight, seconds)
             spent = before.since(images)

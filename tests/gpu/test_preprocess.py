@@ -198,7 +198,7 @@ def through(
 ) -> Outcomes:
     """Rows or error of each, sent together."""
     shared: dict[int, Tensor] = {}
-    stages = Stages(engine, open_decoding(options(device), engine, series), series)
+    stages = Stages(engine, open_decoding(options(device), engine, series, None), series)
 
     def share(done: Sequence[tuple[Media, Tensor]]) -> list[Entry]:
         shared.update((id(one), rows.clone()) for one, rows in done)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import threading
 from collections import Counter
 from concurrent.futures import Future
@@ -17,8 +18,9 @@ import pytest
 from PIL import Image
 
 from actors.bench.pipeline import measure, rate
+from actors.errors import StartError
 from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
-from encoder_service.bench import serve
+from encoder_service.bench import cluster, serve
 from encoder_service.bench.arrivals import Traffic
 from encoder_service.bench.callers import pictures_of, shares, turned
 from encoder_service.bench.cluster import OTHER_FILES, ha_proxy
@@ -30,6 +32,15 @@ from encoder_service.config import parse
 from encoder_service.embedding import ServiceError
 from router import traffic
 from router.traffic import ITEMS
+
+
+def test_ports_that_are_taken_are_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(cluster, "PORTS", range(port, port + 1))
+        with pytest.raises(StartError, match=rf"1 of the ports {port} to {port} are not free"):
+            cluster.free_ports(1)
+    assert cluster.free_ports(1) == [port]
 
 
 def test_mixes() -> None:
