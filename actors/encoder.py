@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
 
-import torch
+import numpy as np
 from ray import serve
 from torch import Tensor
 
-from actors.cache import EmbeddingCache, Entry, Key
-from actors.entries import all_converted, as_bytes, shared_rows
+from actors.cache import EmbeddingCache, Entry
+from actors.entries import all_converted
 from actors.errors import DeadlineExceeded, EncodeFailed, ServiceError, TooLarge, Unavailable
-from actors.evs import group_tokens, retained_tokens, retention_mask
+from actors.evs import retained_tokens
+from actors.line import Lines
+from actors.line_messages import Call
 from actors.logs import name_requests
 from actors.metrics import EncoderMetrics
 from actors.mirror import start_mirror
@@ -30,13 +32,24 @@ from actors.options import ActorOptions
 from actors.origin import NOBODY, ORIGIN, Origin
 from actors.references import Kept, References, reference_id
 from actors.scaling import OUTSTANDING_PATCHES
-from actors.shared import INLINE_BYTES, MOST_TOGETHER_BYTES, share_together
+from actors.sharing import Sharing, written
 from actors.stages import Made, Stages, Work
 from actors.startup import open_beside, open_decoding, open_engine
 from actors.tracing import open_spans
-from actors.types import DTYPE_BYTES, Answer, Dtype, Embedding, Media, Reply, Source, Timings
+from actors.types import (
+    Answer,
+    Bytes,
+    Dtype,
+    Embedding,
+    Media,
+    Reply,
+    Source,
+    Timings,
+)
 
 log = logging.getLogger("ray.serve")
+
+NOTHING: Bytes = np.empty(0, np.uint8)
 
 Outcome = Embedding | Exception | None
 """Of an item; None: its time was over."""
@@ -55,20 +68,17 @@ class Encoder:
         self.engine = open_engine(options, self.series)
         self.tower = self.engine.tower
         spec = self.tower.spec
-        self.fingerprint = spec.fingerprint  # once: it is a digest of the whole configuration
         self.cache = EmbeddingCache(options.cache.max_bytes, self.series)
         self.references = References(options.references, self.series)
-        # What is shared together is kept together: more could be refused where each alone is not.
-        largest = self.references.largest_bytes
-        most = MOST_TOGETHER_BYTES
-        self.together_bytes = min(most, largest) if largest > 0 else most
-        self.memory = None
+        memory = None
         if options.encoder.transport == "nixl":
             size = options.encoder.nixl_bytes
-            self.memory = DeviceMemory(size, self.engine.device.device, self.series)
+            memory = DeviceMemory(size, self.engine.device.device, self.series)
+        self.sharing = Sharing(spec, self.cache, memory, self.references.largest_bytes)
         decoding = open_decoding(options, self.engine, self.series, beside)
         self.stages = Stages(self.engine, decoding, self.series)
         self.outstanding_patches = 0
+        self.lines = Lines(self._called)
         start_mirror(options.metrics, self.series.text)
         backend = self.engine.device.backend
         log.info("encoder %s is ready: %s on %s", self.replica, spec.id, backend)
@@ -93,26 +103,37 @@ class Encoder:
             with self.spans.span(
                 "shard", "server", replica=self.replica, items=len(media), patches=patches
             ):
-                answers = await self._answers(media, dtype, timeout_seconds)
+                share = self.sharing.share_behind if keep else self.sharing.share
+                answers = await self._answers(media, dtype, timeout_seconds, share)
                 if keep:
                     answers = list(map(self._kept, media, answers))
         finally:
             self.outstanding_patches -= patches
         return Reply(answers, self.outstanding_patches)
 
+    async def _called(self, call: Call) -> Reply:
+        return await self.encode(
+            call.media, call.dtype, call.timeout_seconds, call.origin, call.keep
+        )
+
     async def _answers(
-        self, media: Sequence[Media], dtype: Dtype, timeout_seconds: float
+        self,
+        media: Sequence[Media],
+        dtype: Dtype,
+        timeout_seconds: float,
+        share: Callable[[Dtype, Sequence[tuple[Media, Tensor]]], Sequence[Entry]],
     ) -> list[Answer]:
         """Cache? Otherwise through the stages. What each item comes to, in order."""
         cached = [
-            self.cache.get(self._key(one), retained_tokens(one.plan, one.evs_rate)) for one in media
+            self.cache.get(self.sharing.key(one), retained_tokens(one.plan, one.evs_rate))
+            for one in media
         ]
         missing = [
-            replace(one, on_device=self._stays(one, dtype))
+            replace(one, on_device=self.sharing.stays(one, dtype))
             for one, entry in zip(media, cached, strict=True)
             if entry is None
         ]
-        call = self.stages.begin(missing, partial(self._share, dtype))
+        call = self.stages.begin(missing, partial(share, dtype))
         # Together, so that what was begun is given up if this is cancelled meanwhile.
         hits, _ = await asyncio.gather(all_converted(cached, dtype), call.wait(timeout_seconds))
         works, answers = iter(call.works), []
@@ -182,63 +203,6 @@ class Encoder:
         self.series.failures.labels(type(answer).__name__).inc()
         return answer
 
-    def _key(self, media: Media) -> Key:
-        return (self.fingerprint, *media.identity)
-
-    def _stays(self, media: Media, dtype: Dtype) -> bool:
-        """Whether its rows are left on the device: those that are pruned are on the host first."""
-        if self.memory is None or not media.on_device or media.evs_rate:
-            return False
-        return media.plan.tokens * self.tower.spec.width * DTYPE_BYTES[dtype] > INLINE_BYTES
-
-    def _share(self, dtype: Dtype, done: Sequence[tuple[Media, Tensor]]) -> list[Entry]:
-        """Rows that left the engine, in the dtype that was asked for, to be referred to."""
-        staying = [self._left(media, rows, dtype) for media, rows in done]
-        rest = [
-            (media, rows.cpu())
-            for (media, rows), entry in zip(done, staying, strict=True)
-            if entry is None
-        ]
-        shared = iter(self._shared(dtype, rest))
-        return [entry or next(shared) for entry in staying]
-
-    def _left(self, media: Media, rows: Tensor, dtype: Dtype) -> Entry | None:
-        """Rows that stay on the device. None: they do not, or there is no room for them now."""
-        if self.memory is None or not media.on_device:
-            return None
-        data = self.memory.put(rows, getattr(torch, dtype))
-        if data is None:
-            return None
-        if self.cache.max_bytes:  # which keeps rows of its own, on the host
-            self.cache.put(self._key(media), shared_rows(rows.cpu(), self.tower.spec.dtype, ()))
-        return Entry(data, dtype, (rows.shape[0], rows.shape[1]))
-
-    def _shared(self, dtype: Dtype, done: Sequence[tuple[Media, Tensor]]) -> list[Entry]:
-        """Rows on the host."""
-        kept = [self._pruned(rows, media) if media.evs_rate else (rows, ()) for media, rows in done]
-        if not self.cache.max_bytes:
-            arrays = [as_bytes(rows, dtype) for rows, _ in kept]
-            data = share_together(arrays, self.together_bytes)
-            return [
-                Entry(one, dtype, (rows.shape[0], rows.shape[1]), frame_tokens)
-                for one, (rows, frame_tokens) in zip(data, kept, strict=True)
-            ]
-        # Each by itself, so that the cache frees what it lets go of.
-        entries = []
-        for (media, _), (rows, frame_tokens) in zip(done, kept, strict=True):
-            entry = shared_rows(rows, self.tower.spec.dtype, frame_tokens)
-            self.cache.put(self._key(media), entry)
-            same = entry.dtype == dtype
-            entries.append(entry if same else shared_rows(rows, dtype, frame_tokens))
-        return entries
-
-    def _pruned(self, rows: Tensor, media: Media) -> tuple[Tensor, tuple[int, ...]]:
-        """The rows that are left of a video, told apart by their main features; of each group."""
-        spec, plan = self.tower.spec, media.plan
-        main = rows[:, : spec.width // (1 + spec.deepstack)].float().numpy()
-        mask = retention_mask(main, plan, media.evs_rate)
-        return rows[torch.from_numpy(mask)], group_tokens(mask, plan)
-
     def _kept(self, media: Media, answer: Answer) -> Answer:
         """The same, kept if it is an embedding; TooLarge in its place if it cannot be."""
         if not isinstance(answer, Embedding):
@@ -247,15 +211,24 @@ class Encoder:
             name = self.references.keep(Kept.of(media, answer), monotonic())
         except TooLarge as error:
             return error
-        return replace(answer, reference=reference_id(self.replica, name))
+        reference = reference_id(self.replica, name)
+        return replace(answer, data=NOTHING, reference=reference)
 
-    async def keep(self, kept: list[Kept]) -> list[str]:
-        """Keeps these for a while; gives the name of each. Raises TooLarge."""
-        return [self.references.keep(one, monotonic()) for one in kept]
+    async def keep_again(self, reference: str) -> str:
+        """One more id of what is kept under this one; empty: nothing is."""
+        name = self.references.keep_again(reference.partition(".")[2], monotonic())
+        return reference_id(self.replica, name) if name else ""
 
     async def fetch(self, name: str) -> Kept | None:
         """What is kept under a name."""
-        return self.references.get(name, monotonic())
+        if (kept := self.references.get(name, monotonic())) is None:
+            return None
+        try:
+            return replace(kept, embedding=await written(kept.embedding))
+        except Exception:
+            log.exception("what is kept was never written: there is no room in shared memory?")
+            self.references.release(name)
+            return None
 
     async def release(self, name: str) -> bool:
         """Lets go of it. False: there was nothing."""
@@ -265,9 +238,10 @@ class Encoder:
         """This replica's id, and its series in Prometheus' text format."""
         return self.replica, self.series.text()
 
-    def record_replica_metadata(self) -> dict[str, Any]:
-        """What the router goes by; asked once by Serve."""
-        return {"fingerprint": self.fingerprint}
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """What routers go by; asked once by Serve."""
+        width, line = self.tower.spec.width, await self.lines.open()
+        return {"fingerprint": self.sharing.fingerprint, "width": width, "line": line}
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """The load that this replica has accepted from all routers; asked every second."""
@@ -286,7 +260,16 @@ class Encoder:
         if not self.engine.alive() or stalled > self.options.encoder.max_stall_seconds:
             raise Unavailable(f"the engine is stuck: nothing has landed for {stalled:.0f} s")
 
-    def __del__(self) -> None:
-        """Drained by Serve before: nothing is waiting any more."""
+    async def stop(self) -> None:
+        """Serve waits for its own calls before; here for those over lines."""
+        await self.lines.close()
+        self.stages.close()
+        self.sharing.close()
+
+    def __del__(self) -> Coroutine[Any, Any, None] | None:
+        """Serve asks for it once, at the end, and awaits what it gets."""
+        if hasattr(self, "lines") and self.lines.address:
+            return self.stop()
         if hasattr(self, "stages"):
             self.stages.close()
+        return None

@@ -176,6 +176,7 @@ class SharedBytes:
     """
 
     object_ref: object
+    """Within the encoder perhaps what will be one: sharing.Writing."""
     size_bytes: int
     place: int = 0
     """Among the arrays of the object."""
@@ -218,7 +219,8 @@ class Embedding:
     """One item's rows, in the order that the model's own processor gives."""
 
     data: Bytes | SharedBytes | ReceivedBytes
-    """uint8 [tokens * width * bytes of dtype], row-major, little-endian; not to be written to."""
+    """uint8 [tokens * width * bytes of dtype], row-major, little-endian; not to be written to.
+    Empty in an answer with a `reference`."""
     dtype: Dtype
     shape: tuple[int, int]
     """Tokens, width. Deepstack models: width is hidden x (1 + n), main features first."""
@@ -229,7 +231,7 @@ class Embedding:
     frame_tokens: tuple[int, ...] = ()
     """Of a video with an `evs_rate`: rows that are left of each temporal group."""
     reference: str = ""
-    """Id under which its replica keeps it for a while; empty: it does not."""
+    """Id under which its replica keeps it for a while. An id is one caller's alone."""
 
 
 Answer = Embedding | ServiceError

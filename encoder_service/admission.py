@@ -13,13 +13,19 @@ from actors.spec import ModelSpec
 from actors.types import Media
 from encoder_service.config import FetchOptions, LimitOptions
 from encoder_service.fetch import Fetcher
+from encoder_service.header import is_simple
 from encoder_service.media import probe, probe_frames
+from encoder_service.offload import offload
 from encoder_service.schema import RequestOptions
 from encoder_service.tensors import WIDTHS
 from encoder_service.wire import RequestItem
 
 MOST_FLOAT_BYTES = 16 * 2**20
 """Of tensors as lists of numbers: some ten characters and half a microsecond a value."""
+
+
+MUCH = 2**62
+"""Bytes: it is not known how many, but not few."""
 
 
 class Admission:
@@ -44,13 +50,19 @@ class Admission:
                 f"{len(items)} items in one request; limits.max_items is {self.limits.max_items}: "
                 "send several requests"
             )
-        found = await asyncio.gather(*(self.data(item) for item in items))
-        # Always in a thread: a PNG of a few KB may have MB of metadata to decompress.
-        admitted = await asyncio.to_thread(self.probe_all, items, found)
+        found = await self.files(items)
+        admitted = await offload(work_bytes(items, found), self.probe_all, items, found)
         return [
             replace(one, evs_rate=evs_rate) if isinstance(one, Media) and one.clip else one
             for one in admitted
         ]
+
+    async def files(self, items: Sequence[RequestItem]) -> Sequence[bytes | ServiceError]:
+        """The bytes of each."""
+        here = [item.data for item in items if item.data is not None]
+        if len(here) == len(items):
+            return here
+        return await asyncio.gather(*(self.data(item) for item in items))
 
     async def data(self, item: RequestItem) -> bytes | ServiceError:
         """The item's bytes, fetched if it is a URL; none of a list of frames."""
@@ -80,6 +92,16 @@ class Admission:
             return probe(data, item.type, self.spec, self.limits)
         except ServiceError as error:
             return error
+
+
+def work_bytes(items: Sequence[RequestItem], found: Sequence[bytes | ServiceError]) -> int:
+    """How much there is to hash and to read, as `offload` counts it.
+
+    A PNG of a few KB may have MB of metadata to unpack; EXIF blocks may refer to themselves.
+    """
+    files = [data for data in found if isinstance(data, bytes)]
+    simple = all(map(is_simple, files)) and all(item.frames is None for item in items)
+    return sum(map(len, files)) if simple else MUCH
 
 
 def check_answer(

@@ -33,6 +33,8 @@ MOST_SCANS = 50
 """Of a progressive JPEG; encoders write about ten. Each is a pass over all coefficients, and an
 empty one takes 30 bytes."""
 
+START_OF_JPEG = b"\xff\xd8\xff"
+FEW_MARKERS = 64
 START_OF_SCAN = b"\xff\xda"
 NEXT_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")
 """But those without a length that may stand anywhere: stuffed bytes, TEM, restarts."""
@@ -99,6 +101,13 @@ def read_header(data: bytes) -> Header:
         raise TooLarge(f"the {name} declares more pixels than can be decoded: {error}") from error
     except Exception as error:  # Pillow's readers raise nearly everything
         raise InvalidMedia(f"the {name} has no readable header: {error or 'cut short'}") from error
+
+
+def is_simple(data: bytes) -> bool:
+    """Whether `read_header` of it is over at once, whoever made it: a JPEG without EXIF, in which
+    not much looks like a marker."""
+    markers = data.count(b"\xff") - data.count(b"\xff\x00")
+    return data.startswith(START_OF_JPEG) and b"Exif" not in data and markers <= FEW_MARKERS
 
 
 def many_scans(data: bytes) -> bool:

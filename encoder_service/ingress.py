@@ -36,7 +36,7 @@ from encoder_service.replicas import ask_all
 from encoder_service.rpc import EncoderCalls, Refused
 from encoder_service.service import Service
 from encoder_service.status import Glance
-from router.here import Encode, Finish, answers_here, encode_until
+from router.here import answer_here, encode_here
 from router.references import unknown
 from router.router import Router
 
@@ -105,30 +105,23 @@ class Fleet:
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False
     ) -> list[Answer]:
         """See service.Backend."""
-        encode, finish = self.ways(reference)
-        return await encode_until(encode, finish, media, dtype, timeout_seconds)
+        encode = partial(self.router.encode, keep=reference)
+        return await encode_here(encode, media, dtype, timeout_seconds)
 
     async def stream(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False
     ) -> AsyncGenerator[tuple[int, Answer]]:
         """See service.Backend."""
-        encode, finish = self.ways(reference)
+        encode = partial(self.router.encode, keep=reference)
         deadline = monotonic() + timeout_seconds
         answers = self.router.encode_stream(media, dtype, timeout_seconds, reference)
         async with aclosing(answers):
             async for place, answer in answers:
-                item = [media[place]]
-                (found,) = await finish(item, [answer])
+                found = await answer_here(answer)
                 if isinstance(found, EmbeddingLost):
                     left = max(0.0, deadline - monotonic())
-                    (found,) = await encode_until(encode, finish, item, dtype, left)
+                    (found,) = await encode_here(encode, [media[place]], dtype, left)
                 yield place, found
-
-    def ways(self, reference: bool) -> tuple[Encode, Finish]:
-        """How items are encoded, and what is left to do with their answers."""
-        if reference:
-            return partial(self.router.encode, keep=True), self.router.keep
-        return self.router.encode, answers_here
 
     async def fetch(self, reference: str) -> Kept:
         """See service.Backend."""

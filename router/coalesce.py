@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from actors.origin import ORIGIN, Origin
-from actors.types import Answer, Dtype, Embedding, Media
+from actors.types import Answer, Dtype, Media
 from router.ledger import Reservation
 
-Key = tuple[tuple[str, ...], Dtype, bool]
-"""Identity of an item, dtype of the answer, and whether it may stay on the device: what decides its
-embedding."""
+Key = tuple[tuple[str, ...], Dtype, bool, bool]
+"""Identity of an item, dtype of the answer, whether it may stay on the device, and whether its
+replica keeps it: what decides its embedding, and where that is."""
 
 
-def key(media: Media, dtype: Dtype) -> Key:
+def key(media: Media, dtype: Dtype, *, keep: bool) -> Key:
     """Of an item."""
-    return media.identity, dtype, media.on_device
+    return media.identity, dtype, media.on_device, keep
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,9 @@ class Flight:
     deadline: float
     """Of the most patient caller, in seconds of the loop's clock."""
     keep: bool = False
-    """The replica keeps its embedding, under an id that no caller has yet."""
+    """Its replica keeps its embedding."""
+    given: bool = False
+    """A caller has the id under which it is kept."""
     waiting: int = 0
     losses: int = 0
     """Replicas that were lost under it, whoever waited."""
@@ -46,18 +48,10 @@ class Flight:
     carrier: Carrier | None = None
     """Let go of on landing, or it would keep the embeddings of others alive."""
 
-    def give(self, *, keep: bool) -> Answer:
-        """The answer that came, for one caller. An id is for the first who takes it with `keep`.
-
-        Whoever opened the flight may have gone, and what was kept for him would be kept for nobody.
-        """
-        answer = self.answer.result()
-        if not isinstance(answer, Embedding) or not answer.reference:
-            return answer
-        if keep and self.keep:
-            self.keep = False
-            return answer
-        return replace(answer, reference="")
+    @property
+    def key(self) -> Key:
+        """By which others join it."""
+        return key(self.media, self.dtype, keep=self.keep)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,13 +73,13 @@ class Flights:
     def __len__(self) -> int:
         return len(self._open)
 
-    def get(self, media: Media, dtype: Dtype) -> Flight | None:
+    def get(self, wanted: Key) -> Flight | None:
         """The flight of an identical item."""
-        return self._open.get(key(media, dtype))
+        return self._open.get(wanted)
 
     def open(self, flight: Flight) -> None:
         """Lets others join."""
-        self._open[key(flight.media, flight.dtype)] = flight
+        self._open[flight.key] = flight
 
     def join(self, flight: Flight, deadline: float) -> None:
         """One more waits. Each `join` has its `leave`."""
@@ -115,6 +109,6 @@ class Flights:
         else:
             flight.answer.set_result(answer)
         flight.carrier = None
-        if self.get(flight.media, flight.dtype) is flight:
-            del self._open[key(flight.media, flight.dtype)]
+        if self.get(flight.key) is flight:
+            del self._open[flight.key]
         self._landed(flight)

@@ -73,7 +73,7 @@ class Dispatcher:
         """(Position, answer) of every item once, as they come. Close it when you stop early.
 
         The items of a replica come together, in one call; `singly`: each as soon as it is done.
-        `keep`: their replicas keep embeddings, but those that others have asked for before.
+        `keep`: their replicas keep embeddings, and answers have ids in place of data.
         Items that fail are answered with their error. Raises Overloaded, TooLarge, or Unavailable
         where there is no replica: then nothing was begun.
         """
@@ -94,11 +94,19 @@ class Dispatcher:
                 )
                 for future in done or list(waiting):
                     for position in waiting.pop(future):
-                        flight = flights[position]
-                        yield position, flight.give(keep=keep) if future.done() else late
+                        found = await self._given(flights[position]) if future.done() else late
+                        yield position, found
         finally:
             for flight in flights:
                 self._flights.leave(flight)
+
+    async def _given(self, flight: Flight) -> Answer:
+        """The answer that came, for one caller: an id that another has is not his."""
+        answer, given = flight.answer.result(), flight.given
+        flight.given = True
+        if given and isinstance(answer, Embedding) and answer.reference:
+            return await self._fleet.keep_again(answer)
+        return answer
 
     def check_room(self) -> None:
         """Raises Overloaded where whatever comes would be refused, unless all of it is in flight.
@@ -139,8 +147,8 @@ class Dispatcher:
         for position, item in enumerate(media):
             if not self._options.coalesce:
                 fresh[position] = item
-            elif self._flights.get(item, dtype) is None:
-                fresh.setdefault(key(item, dtype), item)
+            elif self._flights.get(wanted := key(item, dtype, keep=keep)) is None:
+                fresh.setdefault(wanted, item)
         costs = [item.plan.patches for item in fresh.values()]
         with self._metrics.rejections.count_exceptions(Overloaded):
             reservations = self.ledger.admit(costs, now())
@@ -152,7 +160,7 @@ class Dispatcher:
         if self._options.coalesce:
             for flight in opened:
                 self._flights.open(flight)
-            found = [self._flights.get(item, dtype) for item in media]
+            found = [self._flights.get(key(item, dtype, keep=keep)) for item in media]
             flights = [flight for flight in found if flight is not None]
             self._metrics.coalesced.inc(len(media) - len(opened))
         for flight in flights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from actors.types import Dtype, Media, Reply
+from actors.types import Answer, Dtype, Embedding, Media, Reply
 
 
 class ReplicaFull(Exception):
@@ -41,10 +41,13 @@ class Fleet(Protocol):
     ) -> Reply:
         """The answers of one replica, in order, and what it still has to do.
 
-        `keep`: it keeps the embeddings for a while, and each has its id. Raises ReplicaFull,
-        ShardLost, or a ServiceError for all; with `careful` ReplicaDied only where it had taken the
-        call for certain, which takes longer to know.
+        `keep`: it keeps the embeddings for a while, each has its id and no data. Raises
+        ReplicaFull, ShardLost, or a ServiceError for all; with `careful` ReplicaDied only where it
+        had taken the call for certain, which takes longer to know.
         """
+
+    async def keep_again(self, answer: Embedding) -> Answer:
+        """The same embedding, kept under one more id. EmbeddingLost: it is no longer kept."""
 
     async def ask(self, replica: str) -> None:
         """Returns if the replica is well. Raises as `encode`; one that hangs never answers."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from time import monotonic
 from typing import Protocol
 
@@ -19,9 +18,6 @@ from actors.types import Answer, Dtype, Embedding, Media
 
 Encode = Callable[[list[Media], Dtype, float], Awaitable[list[Answer]]]
 """`Router.encode`, or `.encode.remote` of a handle to the Router deployment."""
-
-Finish = Callable[[list[Media], list[Answer]], Awaitable[list[Answer]]]
-"""Answers to answers, with EmbeddingLost for what could not be finished."""
 
 Read = Callable[[Embedding], Awaitable[Embedding]]
 """The same with its data in this process. Raises EmbeddingLost."""
@@ -48,31 +44,20 @@ async def encode_here(
 
         answers = await encode_here(handle.encode.remote, media, "bfloat16", 60)
 
-    With a reader they are on its device where they were left on the encoder's. Raises as
-    `Router.encode` does.
+    What is lost on the way is encoded again. With a reader they are on its device where they were
+    left on the encoder's. Raises as `Router.encode` does.
     """
-    if reader is None:
-        return await encode_until(encode, answers_here, media, dtype, timeout_seconds)
-    finish = partial(answers_here, read=reader.here)
-    media = [replace(one, on_device=True) for one in media]
-    return await encode_until(encode, finish, media, dtype, timeout_seconds)
-
-
-async def encode_until(
-    encode: Encode,
-    finish: Finish,
-    media: Sequence[Media],
-    dtype: Dtype,
-    timeout_seconds: float,
-) -> list[Answer]:
-    """The answers in the order of `media`, finished; what is lost until then is encoded again."""
+    read = reader.here if reader else here
+    if reader:
+        media = [replace(one, on_device=True) for one in media]
     deadline = monotonic() + timeout_seconds
     answers: dict[int, Answer] = {}
     wanted = list(range(len(media)))
     for _ in range(ATTEMPTS):
         left = max(0.0, deadline - monotonic())
         items = [media[place] for place in wanted]
-        found = await finish(items, await encode(items, dtype, left))
+        given = await encode(items, dtype, left)
+        found = await asyncio.gather(*(answer_here(answer, read) for answer in given))
         answers.update(zip(wanted, found, strict=True))
         wanted = [place for place in wanted if isinstance(answers[place], EmbeddingLost)]
         if not wanted:
@@ -80,14 +65,7 @@ async def encode_until(
     return [answers[place] for place in range(len(media))]
 
 
-async def answers_here(
-    media: list[Media], answers: list[Answer], read: Read = here
-) -> list[Answer]:
-    """All of them, read at the same time."""
-    return await asyncio.gather(*(answer_here(answer, read) for answer in answers))
-
-
-async def answer_here(answer: Answer, read: Read) -> Answer:
+async def answer_here(answer: Answer, read: Read = here) -> Answer:
     """The same with its data in this process; EmbeddingLost in its place where it is lost."""
     if not isinstance(answer, Embedding):
         return answer

@@ -6,14 +6,11 @@ gone with it. Ray is serve_fleet.py's business.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Protocol
 
-from actors.errors import EmbeddingLost, NotFound, ServiceError, Unavailable
-from actors.references import Kept, reference_id
-from actors.types import Answer, Embedding, Media
+from actors.errors import NotFound, Unavailable
+from actors.references import Kept
 from router.fleet import ReplicaFull, ShardLost
 
 
@@ -23,9 +20,6 @@ class Keepers(Protocol):
     def reports(self) -> tuple[int, Mapping[str, int]]:
         """See fleet.Fleet."""
 
-    async def keep(self, replica: str, kept: list[Kept]) -> list[str]:
-        """The name of each."""
-
     async def fetch(self, replica: str, name: str) -> Kept | None:
         """What is kept under a name."""
 
@@ -34,25 +28,10 @@ class Keepers(Protocol):
 
 
 class Keeping:
-    """Keep, fetch and release over a fleet."""
+    """Fetch and release over a fleet."""
 
     def __init__(self, fleet: Keepers) -> None:
         self._fleet = fleet
-
-    async def keep(self, media: Sequence[Media], answers: Sequence[Answer]) -> list[Answer]:
-        """The answers; each embedding is kept and has its id. EmbeddingLost where it cannot be.
-
-        Those that have one are kept already.
-        """
-        kept: dict[str, dict[int, Kept]] = {}
-        for place, (item, answer) in enumerate(zip(media, answers, strict=True)):
-            if isinstance(answer, Embedding) and not answer.reference:
-                shard = kept.setdefault(answer.replica, {})
-                shard[place] = Kept.of(item, answer)
-        found = dict(enumerate(answers))
-        for done in await asyncio.gather(*(self._keep(*shard) for shard in kept.items())):
-            found.update(done)
-        return list(found.values())
 
     async def fetch(self, reference: str) -> Kept:
         """What is kept under an id. Raises NotFound, or Unavailable for now."""
@@ -74,19 +53,6 @@ class Keeping:
             raise Unavailable(f"replica {replica} cannot be reached: try again") from error
         if not there:
             raise unknown(reference)
-
-    async def _keep(self, replica: str, shard: Mapping[int, Kept]) -> dict[int, Answer]:
-        try:
-            names = await self._fleet.keep(replica, list(shard.values()))
-        except ServiceError as error:
-            return dict.fromkeys(shard, error)
-        except (ReplicaFull, ShardLost) as error:
-            lost = EmbeddingLost(f"encoded, but not kept: replica {replica}: {error}; try again")
-            return dict.fromkeys(shard, lost)
-        return {
-            place: replace(kept.embedding, reference=reference_id(replica, name))
-            for (place, kept), name in zip(shard.items(), names, strict=True)
-        }
 
     def _find(self, reference: str) -> tuple[str, str]:
         """Replica and name. Raises NotFound where there is no such replica."""

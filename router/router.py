@@ -92,8 +92,8 @@ class Router:
 
         Embeddings above a megabyte are references to shared memory, which here.py reads.
         `origin`: whose work it is, where the caller is another process. `keep`: their replicas
-        keep them for a while, `reference` is the id of each; those without one are `keep`'s to
-        keep. Raises Overloaded, TooLarge or Unavailable when the request as a whole is refused.
+        keep them for a while: there is no data, `reference` is the id of each. Raises Overloaded,
+        TooLarge or Unavailable when the request as a whole is refused.
         """
         if origin is not None:
             ORIGIN.set(origin)
@@ -120,10 +120,6 @@ class Router:
     def check_room(self) -> None:
         """Raises Overloaded where `encode` would, whatever it is given. Costs next to nothing."""
         self._dispatcher.check_room()
-
-    async def keep(self, media: list[Media], answers: list[Answer]) -> list[Answer]:
-        """Has embeddings kept by their replicas for a while: `reference` is the id of each."""
-        return await self._keeping.keep(media, answers)
 
     async def fetch(self, reference: str) -> Kept:
         """What is kept under an id. Raises NotFound, or Unavailable for now."""

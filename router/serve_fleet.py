@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
@@ -15,13 +16,15 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCan
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.errors import ServiceError
+from actors.errors import EmbeddingLost, ServiceError
+from actors.line_messages import Call
 from actors.origin import ORIGIN
 from actors.references import Kept
 from actors.tracing import NoSpans, Spans
-from actors.types import Dtype, Media, Reply
+from actors.types import Answer, Dtype, Embedding, Media, Reply
 from router.direct import DirectCall
 from router.fleet import ReplicaDied, ReplicaFull, ShardLost
+from router.line import Lines, fits
 from router.pinned import PIN
 from router.registry import REGISTRY, PinnedReplicaFull, PinnedReplicaUnavailable, Replica
 
@@ -50,6 +53,7 @@ class ServeFleet:
         # `options` starts the handle's request router, which fills the registry.
         self._handle = encoder.options(method_name="encode", _by_reference=True)
         self._pinned: dict[str, Any] = {}
+        self._lines = Lines()
         self._local = is_local_testing()
 
     def replicas(self) -> Mapping[str, Replica]:
@@ -61,6 +65,7 @@ class ServeFleet:
         version, replicas = self._fleet()
         for gone in self._pinned.keys() - replicas.keys():
             del self._pinned[gone]
+        self._lines.keep(replicas)
         return version, {name: replica.outstanding_patches for name, replica in replicas.items()}
 
     async def encode(
@@ -78,9 +83,8 @@ class ServeFleet:
         with self._spans.span(
             "route", "client", replica=replica, items=len(media), patches=patches
         ):
-            arguments = media, dtype, timeout_seconds, ORIGIN.get(), keep
-            call = self._call(replica, "encode", *arguments, careful=careful)
-            reply: Reply = await self._told(call)
+            call = Call(media, dtype, timeout_seconds, ORIGIN.get(), keep)
+            reply: Reply = await self._told(self._encode(replica, call, careful=careful))
             return reply
 
     async def ask(self, replica: str) -> None:
@@ -88,10 +92,15 @@ class ServeFleet:
         with suppress(ReplicaFull):
             await self._told(self._call(replica, "check_health", careful=True))
 
-    async def keep(self, replica: str, kept: list[Kept]) -> list[str]:
-        """See references.Keepers."""
-        names: list[str] = await self._told(self._call(replica, "keep", kept))
-        return names
+    async def keep_again(self, answer: Embedding) -> Answer:
+        """See fleet.Fleet."""
+        with suppress(ReplicaFull, ShardLost):
+            reference: str = await self._told(
+                self._call(answer.replica, "keep_again", answer.reference)
+            )
+            if reference:
+                return replace(answer, reference=reference)
+        return EmbeddingLost(f"encoded, but no longer kept by replica {answer.replica}: try again")
 
     async def fetch(self, replica: str, name: str) -> Kept | None:
         """See references.Keepers."""
@@ -136,9 +145,22 @@ class ServeFleet:
         fingerprint = replica.metadata.get("fingerprint")
         return None in (self._fingerprint, fingerprint) or fingerprint == self._fingerprint
 
+    def _encode(self, replica: str, call: Call, *, careful: bool) -> Any:
+        """Over a line where that can be."""
+        there = None if careful else self._there(replica)
+        near = there and fits(call, there.metadata)
+        line = self._lines.to(replica, there.metadata) if there and near else None
+        if line:
+            return line.call(call)
+        arguments = call.media, call.dtype, call.timeout_seconds, call.origin, call.keep
+        return self._call(replica, "encode", *arguments, careful=careful)
+
+    def _there(self, replica: str) -> Replica | None:
+        return REGISTRY.fleet(self._deployment).replicas.get(replica)
+
     def _call(self, replica: str, method: str, *arguments: Any, careful: bool = False) -> Any:
         """Directly where that can be: to a replica that is gone its handle says so."""
-        there = None if careful else REGISTRY.fleet(self._deployment).replicas.get(replica)
+        there = None if careful else self._there(replica)
         if there and there.actor:
             return DirectCall(there, method, *arguments)
         return getattr(self._to(replica), method).remote(*arguments)

@@ -15,6 +15,8 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from actors.errors import DeadlineExceeded, InvalidMedia
+from actors.line import Lines
+from actors.line_messages import Call
 from actors.origin import NOBODY, Origin
 from actors.shared import share
 from actors.types import DTYPE_BYTES, Answer, Dtype, Embedding, ItemPlan, Media, Reply, Timings
@@ -37,8 +39,10 @@ DIGEST_BYTES = 32
 class StandIn:
     """The methods of actors.encoder.Encoder that a router and Serve use."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, near: bool) -> None:
         self.version = version
+        self.near = near
+        self.lines = Lines(self._called)
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.outstanding_patches = 0
         self.encoded: list[str] = []
@@ -79,6 +83,11 @@ class StandIn:
         nothing, shape = Timings(0, 0, 0), (1, data.nbytes // DTYPE_BYTES[dtype])
         return Embedding(share(data), dtype, shape, (1, 2, 2), "graph", nothing, self.replica)
 
+    async def _called(self, call: Call) -> Reply:
+        return await self.encode(
+            call.media, call.dtype, call.timeout_seconds, call.origin, call.keep
+        )
+
     async def log(self) -> tuple[str, list[str]]:
         """Id, and the digests of all items encoded so far."""
         return self.replica, self.encoded
@@ -95,8 +104,12 @@ class StandIn:
         """From now on the health check fails."""
         self.sick = True
 
-    def record_replica_metadata(self) -> dict[str, Any]:
-        return {"replica": self.replica, "version": self.version, "process": os.getpid()}
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        said = {"replica": self.replica, "version": self.version, "process": os.getpid()}
+        return said | ({"line": await self.lines.open()} if self.near else {})
+
+    async def __del__(self) -> None:
+        await self.lines.close()
 
     async def record_routing_stats(self) -> dict[str, Any]:
         return {"outstanding_patches": self.outstanding_patches}
@@ -123,8 +136,13 @@ def right(media: list[Media], answers: list[Answer]) -> bool:
     )
 
 
-def application(options: RouterOptions, version: int = 1) -> serve.Application:
-    """Three encoders, as many routers as `options` says. Another version: a rolling update."""
+def application(
+    options: RouterOptions, version: int = 1, *, near: bool = True
+) -> serve.Application:
+    """Three encoders, as many routers as `options` says. Another version: a rolling update.
+
+    `near`: whatever they are asked and answer goes over lines.
+    """
     encoder = serve.deployment(
         StandIn,
         name="Encoder",
@@ -137,7 +155,7 @@ def application(options: RouterOptions, version: int = 1) -> serve.Application:
             request_router_class="router.pinned:PinnedRequestRouter",
             request_routing_stats_period_s=0.5,
         ),
-    ).bind(version)
+    ).bind(version, near)
     return serve.deployment(
         Router,
         name="Router",

@@ -103,7 +103,9 @@ def test_every_encoder_tells_which_model_it_has() -> None:
     encoder = serve.get_deployment_handle("Encoder", "hardy")
     told = list(encoder.broadcast("record_replica_metadata").results(timeout_s=10))
     spec = read(ModelOptions(**ARGS["model"]))
-    assert told == [{"fingerprint": spec.fingerprint}] * 3
+    assert {one["fingerprint"] for one in told} == {spec.fingerprint}
+    assert {one["width"] for one in told} == {spec.width}
+    assert len({one["line"] for one in told}) == 3, "each listens for itself"
 
 
 @pytest.mark.parametrize("how", ["sigkill", "ray_kill"])

@@ -65,6 +65,9 @@ class MemoryFleet:
         assert isinstance(answer, Embedding)
         return replace(answer, reference=f"{answer.replica}.{next(self.names)}")
 
+    async def keep_again(self, answer: Embedding) -> Answer:
+        return self.kept(answer)
+
     async def ask(self, replica: str) -> None:
         self.asked += 1
         while replica in self.hung:

@@ -69,7 +69,7 @@ def test_one_call_serves_all_who_ask_while_it_lasts() -> None:
 
 @pytest.mark.parametrize(
     ("goes", "found"),
-    [(False, [["a.0", ""], ["", ""], ["", ""]]), (True, [["", ""], ["a.0", ""]])],
+    [(False, [["a.0", "a.1"], ["", ""], ["a.2", "a.3"]]), (True, [["", ""], ["a.0", "a.1"]])],
     ids=["first stays", "first goes"],
 )
 def test_an_id_is_one_callers_alone(goes: bool, found: list[list[str]]) -> None:

@@ -14,7 +14,7 @@ import torch
 from ray import serve
 from torch import Tensor
 
-from actors import encoder
+from actors import encoder, sharing
 from actors.nixl import DeviceMemory
 from actors.types import Embedding, Media, SharedBytes, Size
 from tests.images import jpeg
@@ -38,10 +38,10 @@ class Memory:
 def actor(monkeypatch: pytest.MonkeyPatch) -> encoder.Encoder:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(encoder, "INLINE_BYTES", 2000)  # of 384 a row
+    monkeypatch.setattr(sharing, "INLINE_BYTES", 2000)  # of 384 a row
     graphs = OPTIONS.graphs.model_copy(update={"mode": "off"})
     actor = encoder.Encoder(OPTIONS.model_copy(update={"graphs": graphs}))
-    actor.memory = cast(DeviceMemory, Memory())
+    actor.sharing.memory = cast(DeviceMemory, Memory())
     return actor
 
 
@@ -66,7 +66,7 @@ def test_large_rows_stay_for_those_who_can_read_them_while_there_is_room(
     (again,) = encode(actor, [replace(asked, on_device=False)], "float16")
     assert again.source == "cache", "which holds rows of its own"
     assert isinstance(again.data, np.ndarray)
-    memory = cast(Any, actor.memory)
+    memory = cast(Any, actor.sharing.memory)
     assert again.data.tobytes() == memory.held.pop().numpy().tobytes()
     host = media(actor, 128)
     room = media(actor, 160, on_device=True)

@@ -9,7 +9,7 @@ import pytest
 
 from actors.errors import EmbeddingLost, InvalidMedia, Overloaded
 from actors.types import Answer, Dtype, Embedding, Media
-from router.here import ATTEMPTS, encode_here, encode_until
+from router.here import ATTEMPTS, encode_here
 from tests.unit.fleet import embedding, item, right
 
 MEDIA = [item(number) for number in range(3)]
@@ -52,16 +52,18 @@ def test_a_reader_is_what_reads_and_the_items_say_so() -> None:
 def test_only_lost_ones_are_encoded_again(losses: int) -> None:
     router = Encodes()
 
-    async def lose(media: list[Media], answers: list[Answer]) -> list[Answer]:
-        """The second item, for so many times."""
-        lost = len(router.asked) <= losses
-        return [
-            EmbeddingLost("gone") if lost and one is MEDIA[1] else answer
-            for one, answer in zip(media, answers, strict=True)
-        ]
+    second = replace(MEDIA[1], on_device=True)
 
-    answers = asyncio.run(encode_until(router.encode, lose, MEDIA, "bfloat16", 5))
-    assert router.asked == [MEDIA] + [[MEDIA[1]]] * min(losses, ATTEMPTS - 1)
+    class Loses:
+        """The second item, for so many times."""
+
+        async def here(self, embedding: Embedding) -> Embedding:
+            if len(router.asked) <= losses and right([second], [embedding]):
+                raise EmbeddingLost("gone")
+            return embedding
+
+    answers = asyncio.run(encode_here(router.encode, MEDIA, "bfloat16", 5, Loses()))
+    assert router.asked[1:] == [[second]] * min(losses, ATTEMPTS - 1)
     assert router.left_seconds == sorted(router.left_seconds, reverse=True)
     if losses < ATTEMPTS:
         assert right(MEDIA, answers)

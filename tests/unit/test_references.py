@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.errors import EmbeddingLost, InvalidMedia, NotFound, TooLarge, Unavailable
+from actors.errors import NotFound, TooLarge, Unavailable
 from actors.metrics import EncoderMetrics
 from actors.options import ReferenceOptions
-from actors.references import OVERHEAD_BYTES, Kept, References
-from actors.types import Answer, Embedding, Media, SharedBytes, Timings
-from router.fleet import ReplicaDied, ShardLost
+from actors.references import OVERHEAD_BYTES, Kept, References, reference_id
+from actors.types import Embedding, SharedBytes, Timings
+from router.fleet import ShardLost
 from router.references import Keeping
 from tests.unit.fleet import embedding, item
 
@@ -160,9 +159,6 @@ class Replicas:
             raise failure
         return self.stores[replica]
 
-    async def keep(self, replica: str, kept: list[Kept]) -> list[str]:
-        return [self.of(replica).keep(one, 0) for one in kept]
-
     async def fetch(self, replica: str, name: str) -> Kept | None:
         return self.of(replica).get(name, 0)
 
@@ -170,46 +166,24 @@ class Replicas:
         return self.of(replica).release(name)
 
 
-MEDIA: list[Media] = [item(number) for number in range(4)]
-
-
-def ids(answers: Sequence[Answer]) -> list[str]:
-    return [answer.reference for answer in answers if isinstance(answer, Embedding)]
-
-
-def test_what_its_replica_kept_on_the_way_is_kept_once() -> None:
-    fleet = Replicas("a")
-    first = replace(embedding(MEDIA[0], "a"), reference="a.x")
-    found = asyncio.run(Keeping(fleet).keep(MEDIA[:2], [first, embedding(MEDIA[1], "a")]))
-    assert found[0] is first
-    assert ids(found)[1].startswith("a.")
-    assert fleet.stores["a"].bytes < 2 * OVERHEAD_BYTES
-
-
-def test_each_replica_keeps_its_own_and_any_router_finds_them() -> None:
+def test_any_router_finds_what_a_replica_keeps() -> None:
     async def test() -> None:
         fleet = Replicas("a", "b")
-        bad = InvalidMedia("bad")
-        answers: list[Answer] = [
-            embedding(MEDIA[0], "a"),
-            embedding(MEDIA[1], "b"),
-            bad,
-            embedding(MEDIA[3], "a"),
+        references = [
+            reference_id(name, store.keep(Kept.of(item(1), embedding(item(1), name)), 0))
+            for name, store in fleet.stores.items()
         ]
-        found = await Keeping(fleet).keep(MEDIA, answers)
-        assert found[2] is bad
-        assert [name.split(".")[0] for name in ids(found)] == ["a", "b", "a"]
-        third = ids(found)[2]
-        other = Keeping(fleet)
-        again = await other.fetch(third)
-        assert again.media.digest == MEDIA[3].digest
-        assert again.media.data == b""
-        await other.release(third)
-        for name in (third, "a.x", "c.x", "nonsense", ""):
+        keeping = Keeping(fleet)
+        for reference in references:
+            found = await keeping.fetch(reference)
+            assert found.media.digest == item(1).digest
+            assert found.media.data == b""
+        await keeping.release(references[1])
+        for name in (references[1], "a.x", "c.x", "nonsense", ""):
             with pytest.raises(NotFound):
-                await other.fetch(name)
+                await keeping.fetch(name)
             with pytest.raises(NotFound):
-                await other.release(name)
+                await keeping.release(name)
 
     asyncio.run(test())
 
@@ -217,19 +191,28 @@ def test_each_replica_keeps_its_own_and_any_router_finds_them() -> None:
 def test_a_replica_that_is_lost_takes_its_own_along() -> None:
     async def test() -> None:
         fleet = Replicas("a", "b")
-        fleet.failures["a"] = ReplicaDied("gone")
-        answers = [embedding(MEDIA[0], "a"), embedding(MEDIA[1], "b")]
-        lost, sound = await Keeping(fleet).keep(MEDIA[:2], answers)
-        assert isinstance(lost, EmbeddingLost)
-        (name,) = ids([sound])
+        reference = reference_id("b", fleet.stores["b"].keep(kept(1), 0))
         fleet.failures["b"] = ShardLost("no connection")
         with pytest.raises(Unavailable):  # it is still listed: perhaps later
-            await Keeping(fleet).fetch(name)
+            await Keeping(fleet).fetch(reference)
         del fleet.stores["b"]
         with pytest.raises(NotFound):
-            await Keeping(fleet).fetch(name)
+            await Keeping(fleet).fetch(reference)
         fleet.stores.clear()
         with pytest.raises(Unavailable):  # a router that has just started
-            await Keeping(fleet).fetch(name)
+            await Keeping(fleet).fetch(reference)
 
     asyncio.run(test())
+
+
+def test_each_of_two_ids_lets_go_of_its_own() -> None:
+    store, _ = references()
+    first = store.keep(kept(1), 0)
+    second = store.keep_again(first, 1)
+    assert second
+    assert second != first
+    assert store.get(second, 1) is store.get(first, 1)
+    assert store.bytes == ENTRY_BYTES + OVERHEAD_BYTES, "one object"
+    assert store.release(first)
+    assert store.get(second, 1)
+    assert store.keep_again(first, 1) is None

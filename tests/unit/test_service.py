@@ -17,7 +17,7 @@ from encoder_service.http import build
 from encoder_service.media import probe
 from encoder_service.schema import RequestOptions, request_options
 from encoder_service.wire import RequestItem
-from tests.images import jpeg
+from tests.images import encoded, jpeg, jpeg_segments, opened, png
 from tests.unit.front_door import JSON, Fleet, client, exchange, post, service
 
 
@@ -147,7 +147,23 @@ def test_answers_that_would_be_too_big_are_refused(
     assert len(fleet.calls) == 1
 
 
-def test_headers_are_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+PLAIN = jpeg(64, 64)
+
+
+@pytest.mark.parametrize(
+    ("data", "aside"),
+    [
+        (PLAIN, False),
+        (png(64, 64), True),
+        (encoded(opened(), "JPEG", orientation=6), True),
+        (jpeg_segments(PLAIN, *[(0xE5, b"")] * 100), True),
+        (PLAIN + bytes(2**18), True),
+    ],
+    ids=["plain", "PNG", "EXIF", "segments", "large"],
+)
+def test_headers_that_may_take_long_are_read_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, data: bytes, aside: bool
+) -> None:
     threads: list[str] = []
 
     def seen(*args: Any) -> Media:
@@ -155,8 +171,9 @@ def test_headers_are_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) ->
         return probe(*args)
 
     monkeypatch.setattr("encoder_service.admission.probe", seen)
-    assert post(client(Fleet())).status_code == 200
-    assert [name.startswith("asyncio_") for name in threads] == [True]
+    files = {"image": data}
+    assert client(Fleet()).post("/v1/encode", files=files, headers=JSON).status_code == 200
+    assert [name.startswith("asyncio_") for name in threads] == [aside]
 
 
 def test_a_slow_reader_of_a_stream_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
