@@ -149,12 +149,16 @@ class Dummy(Mapping[str, Tensor]):
     """Random float32 weights on a device: the same in every process, whatever the device.
 
     Matrices keep the variance of what they multiply, scales are about 1, biases small, so that
-    outputs are finite and differ. A tensor is made when it is asked for, anew each time, and not
-    kept: billions of parameters take neither the time to draw them nor the memory to hold them.
+    outputs are finite and differ; `faint` ones, by a part of their names, are a tenth of that. A
+    tensor is made when it is asked for, anew each time, and not kept: billions of parameters take
+    neither the time to draw them nor the memory to hold them.
     """
 
-    def __init__(self, expected: Expected, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, expected: Expected, seed: int, device: torch.device, faint: Sequence[str] = ()
+    ) -> None:
         self.expected = expected
+        self.faint = faint
         drawn = torch.randn(POOL, generator=torch.Generator().manual_seed(seed))
         self.pool = drawn.to(device)
         counts = (prod(expected[name]) for name in sorted(expected))
@@ -167,8 +171,10 @@ class Dummy(Mapping[str, Tensor]):
         rounds, rest = divmod(prod(shape) - len(values), POOL)
         values = torch.cat([values, *[self.pool] * rounds, self.pool[:rest]]).view(shape)
         if len(shape) > 1:
-            return values.mul_(values[0].numel() ** -0.5)
-        return values.mul_(0.1).add_(float(name.endswith("weight")))
+            values.mul_(values[0].numel() ** -0.5)
+        else:
+            values.mul_(0.1).add_(float(name.endswith("weight")))
+        return values.mul_(0.1) if any(part in name for part in self.faint) else values
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.expected)

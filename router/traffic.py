@@ -10,8 +10,8 @@ from statistics import fmean
 from router.simulation import Cost, Scenario
 
 H200_8B = Cost(launch_seconds=1.23e-3, patch_seconds=1.61e-6, attention_seconds=2.1e-10)
-"""Fitted by eye to the budget graphs of Qwen3-VL-8B's tower in BENCHMARKS.md: within 5 % for 1, 8
-and 20 images of 336x336, for 1024x1024 and for 1080p."""
+"""Fitted by eye to the budget graphs of Qwen3-VL-8B's tower as of 2026-11-21 16:42 UTC
+(BENCHMARKS.md): within 5 % for 1, 8 and 20 images of 336x336, for 1024x1024 and for 1080p."""
 
 MEDIAN_PATCHES = 1000
 """About 500 x 500 pixels in patches of 16."""

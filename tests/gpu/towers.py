@@ -6,7 +6,6 @@ keeps all its layers; of the others test_whole_towers.py takes all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -75,32 +74,10 @@ def shallow(preset: str) -> ModelSpec:
     return replace(model, vision={**model.vision, **fewer})
 
 
-class Calm(Mapping[str, Tensor]):
-    """Random weights of blocks that are normed after each branch, every branch at a tenth.
-
-    At full scale what attention compares grows from layer to layer, and a difference doubles in
-    three of them: after 63 float32 is 6e-2 from float64 (256 wide, on a CPU; at a tenth 1e-6).
-    """
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self.weights = weights
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.weights[name] * (0.1 if ".layer_norm" in name else 1)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.weights)
-
-    def __len__(self) -> int:
-        return len(self.weights)
-
-
 def towers(model: ModelSpec, device: Device) -> tuple[Tower, Tower]:
     """In bfloat16, and the same weights in float32."""
     options = ModelOptions(id=model.id, load_format="dummy")
     weights = load.tensors(options, model, device.device)
-    if model.family == "step3_vl":
-        weights = Calm(weights)
     tower = load.build(model, weights, device.device)
     return tower, load.build(replace(model, dtype="float32"), weights, device.device)
 

@@ -158,3 +158,11 @@ def test_every_tower_is_built_of_dummy_weights_on_its_own_device(
     weights = towers.tensors(options, model, meta)
     assert {values.device for values in weights.values()} == {meta}
     assert towers.build(model, weights, meta).spec.width == model.width
+
+
+def test_faint_ones_are_a_tenth_of_themselves() -> None:
+    shapes = {"norm.weight": (64,), "norm.bias": (64,), "mlp.weight": (8, 8)}
+    plain, faint = Dummy(shapes, 0, CPU), Dummy(shapes, 0, CPU, ("norm.",))
+    assert torch.equal(faint["mlp.weight"], plain["mlp.weight"])
+    for name in ("norm.weight", "norm.bias"):
+        torch.testing.assert_close(faint[name], plain[name] / 10)
