@@ -27,15 +27,22 @@ class Frames(asyncio.Protocol):
         self.heard = heard
         self.ended = ended
         self._came = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    @property
+    def closing(self) -> bool:
+        """Nothing is sent any more."""
+        return self._transport is None or self._transport.is_closing()
 
     def send(self, message: bytes) -> None:
         """As soon as it goes; nothing once it is closed."""
-        if not self._transport.is_closing():
+        if self._transport and not self._transport.is_closing():
             self._transport.write(LENGTH.pack(len(message)) + message)
 
     def close(self) -> None:
         """When all is sent."""
-        self._transport.close()
+        if self._transport:
+            self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol, as of all that follow."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from actors.errors import Unavailable
+from actors.errors import ServiceError, Unavailable
 from actors.frames import Frames, listen
 from actors.line_messages import Call, asked_of, told_bytes
 from actors.shared import here
@@ -61,6 +61,8 @@ class Lines:
                 await here(one) if isinstance(one, Embedding) else one for one in reply.answers
             ]
         except Exception as error:
+            if not isinstance(error, ServiceError):
+                log.error("a call over a line failed", exc_info=error)
             return error
         return Reply(answers, reply.outstanding_patches)
 
@@ -97,9 +99,12 @@ class Line:
     async def answer(self, number: int, call: Call) -> None:
         """One call."""
         outcome = await self.lines.outcome(call)
-        if isinstance(outcome, Exception) and not isinstance(outcome, Unavailable):
-            log.error("a call over a line failed", exc_info=outcome)
-        self.frames.send(told_bytes(number, outcome))
+        try:
+            message = told_bytes(number, outcome)
+        except Exception as error:
+            log.exception("an answer that does not go over a line. This is a bug.")
+            message = told_bytes(number, error)
+        self.frames.send(message)
 
     def answered(self, number: int, task: asyncio.Task[None]) -> None:
         """It is over, in any way."""

@@ -26,14 +26,20 @@ class Line:
         self._numbers = count()
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._frames = Frames(self._heard, self._ended)
-        self.open = False
+        self._retired = False
+
+    @property
+    def open(self) -> bool:
+        """It takes calls."""
+        return not self._frames.closing
 
     async def begin(self, address: str) -> None:
         """Opens it, if anybody listens there."""
         if connecting := connect(address):
             loop = asyncio.get_running_loop()
             await loop.create_unix_connection(lambda: self._frames, sock=connecting)
-            self.open = True
+        if self._retired:
+            self.retire()
 
     def call(self, call: Call) -> LineCall:
         """Sent at once. For one that is open."""
@@ -48,23 +54,25 @@ class Line:
         if self._waiting.pop(number, None):
             self._frames.send(asked_bytes(Asked(number)))
 
-    def close(self) -> None:
-        """Its calls are lost."""
-        if self.open:
+    def retire(self) -> None:
+        """No more calls; it is closed once those that there are have their answers."""
+        self._retired = True
+        if not self._waiting:
             self._frames.close()
 
     def _heard(self, message: bytes) -> None:
         number, outcome = told_of(message)
         answer = self._waiting.pop(number, None)
         if answer is None or answer.done():
-            return
+            return  # it was given up
         if isinstance(outcome, ServiceError):
             answer.set_exception(outcome)
         else:
             answer.set_result(outcome)
+        if self._retired:
+            self.retire()
 
     def _ended(self) -> None:
-        self.open = False
         waiting, self._waiting = self._waiting, {}
         for answer in waiting.values():
             if not answer.done():
@@ -105,9 +113,9 @@ class Lines:
         return line if line and line.open else None
 
     def keep(self, replicas: Mapping[str, object]) -> None:
-        """Those of replicas that are gone are closed."""
+        """Those of replicas that are gone retire: one that is drained still answers."""
         for gone in self._lines.keys() - replicas.keys():
-            self._lines.pop(gone).close()
+            self._lines.pop(gone).retire()
 
 
 def fits(call: Call, metadata: Mapping[str, Any]) -> bool:

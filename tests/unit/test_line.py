@@ -163,7 +163,7 @@ def test_what_nobody_waits_for_ends(run: Callable[[Test], None]) -> None:
             ended.clear()
             near.call(CALL)
             await asyncio.sleep(0.05)
-            near.close()  # the router ends
+            near._frames.close()  # the router ends
             await ended.wait()
             while encoder._lines:
                 await asyncio.sleep(0)
@@ -175,7 +175,7 @@ def test_a_dead_encoders_calls_are_lost_at_once(run: Callable[[Test], None]) -> 
     async def test() -> None:
         async def encode(call: Call) -> Reply:
             for each in encoder._lines:
-                each.frames._transport.abort()
+                each.frames.close()
             await asyncio.Event().wait()
             return Reply([], 0)
 
@@ -244,3 +244,48 @@ def test_only_processes_of_the_same_user_are_listened_to(monkeypatch: pytest.Mon
 def test_small_calls_alone_go_over_a_line(media: Media, keep: bool, near: bool) -> None:
     call = replace(CALL, media=[media], keep=keep)
     assert fits(call, {"width": 1000}) == near
+
+
+def test_a_replica_that_is_gone_from_the_list_still_answers(run: Callable[[Test], None]) -> None:
+    async def test() -> None:
+        gate = asyncio.Event()
+
+        async def encode(call: Call) -> Reply:
+            await gate.wait()
+            return await well(call)
+
+        encoder, router = line.Lines(encode), Lines()
+        there = {"line": await encoder.open()}
+        async with asyncio.timeout(10):
+            while not (near := router.to("a", there)):
+                await asyncio.sleep(0)
+            call = near.call(CALL)
+            router.keep({})
+            await asyncio.sleep(0.05)
+            gate.set()
+            assert len((await call).answers) == 2
+            while encoder._lines:
+                await asyncio.sleep(0)
+        assert not near.open
+        await encoder.close()
+
+    run(test())
+
+
+def test_a_line_that_breaks_while_it_opens_takes_no_calls(run: Callable[[Test], None]) -> None:
+    async def test() -> None:
+        listening, address = listen()
+        listening.listen()
+        near = Line()
+        opening = asyncio.create_task(near.begin(address))
+        await asyncio.sleep(0)
+        listening.close()
+        await opening
+        async with asyncio.timeout(10):
+            while near.open:
+                await asyncio.sleep(0)
+        unreachable = Line()
+        await unreachable.begin(address)
+        assert not unreachable.open
+
+    run(test())
