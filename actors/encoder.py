@@ -20,7 +20,14 @@ from torch import Tensor
 
 from actors.cache import EmbeddingCache, Entry
 from actors.entries import all_converted
-from actors.errors import DeadlineExceeded, EncodeFailed, ServiceError, TooLarge, Unavailable
+from actors.errors import (
+    DeadlineExceeded,
+    EmbeddingLost,
+    EncodeFailed,
+    ServiceError,
+    TooLarge,
+    Unavailable,
+)
 from actors.evs import retained_tokens
 from actors.line import Lines
 from actors.line_messages import Call
@@ -214,21 +221,25 @@ class Encoder:
         reference = reference_id(self.replica, name)
         return replace(answer, data=NOTHING, reference=reference)
 
-    async def keep_again(self, reference: str) -> str:
-        """One more id of what is kept under this one; empty: nothing is."""
-        name = self.references.keep_again(reference.partition(".")[2], monotonic())
-        return reference_id(self.replica, name) if name else ""
+    async def keep_again(self, reference: str, count: int) -> list[str]:
+        """So many more ids of what is kept under this one; none: nothing is."""
+        name = reference.partition(".")[2]
+        again = (self.references.keep_again(name, monotonic()) for _ in range(count))
+        return [reference_id(self.replica, one) for one in again if one]
 
     async def fetch(self, name: str) -> Kept | None:
-        """What is kept under a name."""
+        """What is kept under a name. Raises EmbeddingLost."""
         if (kept := self.references.get(name, monotonic())) is None:
             return None
         try:
             return replace(kept, embedding=await written(kept.embedding))
-        except Exception:
-            log.exception("what is kept was never written: there is no room in shared memory?")
+        except Exception as error:
+            log.exception("what was to be kept is not")
             self.references.release(name)
-            return None
+            raise EmbeddingLost(
+                f"the embedding could not be written to shared memory ({error!r}): encode the item "
+                "again, with a larger object store or a lower references.max_bytes"
+            ) from error
 
     async def release(self, name: str) -> bool:
         """Lets go of it. False: there was nothing."""

@@ -16,6 +16,8 @@ from secrets import token_hex
 from typing import cast
 
 LENGTH = struct.Struct("<Q")
+MOST_BYTES = 2**26
+"""Of a message; ours are a few MB."""
 CREDENTIALS = struct.Struct("3i")
 """Process, user and group of the other end, as Linux tells them."""
 
@@ -34,15 +36,25 @@ class Frames(asyncio.Protocol):
         """Nothing is sent any more."""
         return self._transport is None or self._transport.is_closing()
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What the other end has not taken yet."""
+        return self._transport.get_write_buffer_size() if self._transport else 0
+
     def send(self, message: bytes) -> None:
         """As soon as it goes; nothing once it is closed."""
         if self._transport and not self._transport.is_closing():
-            self._transport.write(LENGTH.pack(len(message)) + message)
+            self._transport.writelines([LENGTH.pack(len(message)), message])
 
     def close(self) -> None:
         """When all is sent."""
         if self._transport:
             self._transport.close()
+
+    def abort(self) -> None:
+        """At once."""
+        if self._transport:
+            self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol, as of all that follow."""
@@ -56,6 +68,8 @@ class Frames(asyncio.Protocol):
         start = 0
         while len(self._came) - start >= LENGTH.size:
             (size,) = LENGTH.unpack_from(self._came, start)
+            if size > MOST_BYTES:
+                raise ValueError(f"a message of {size} bytes: the other end is not one of ours")
             end = start + LENGTH.size + size
             if len(self._came) < end:
                 break
@@ -86,6 +100,7 @@ def listen() -> tuple[socket.socket, str]:
 def connect(address: str) -> socket.socket | None:
     """To who listens there. None: nobody of this user does."""
     connecting = socket.socket(socket.AF_UNIX)
+    connecting.setblocking(False)  # a process that hangs accepts nothing
     with suppress(OSError):
         connecting.connect(f"\0{address}")
         if ours(connecting):

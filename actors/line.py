@@ -107,8 +107,10 @@ class Line:
         self.frames.send(message)
 
     def answered(self, number: int, task: asyncio.Task[None]) -> None:
-        """It is over, in any way."""
+        """It is over, in any way. Whoever waits for one that gave itself up is told so."""
         del self.tasks[number]
+        if task.cancelled() or task.exception():
+            self.frames.send(told_bytes(number, Unavailable("the encoder gave the call up")))
 
     def ended(self) -> None:
         """Nobody waits for anything."""

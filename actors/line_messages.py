@@ -5,7 +5,7 @@ Fields are checked by pydantic as they come: what is no such message raises Valu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import msgpack
 import numpy as np
@@ -78,6 +78,9 @@ class Told:
     failed: Failed | None = None
 
 
+NAMES = [each.name for each in fields(Made) if each.name != "data"]
+"""What else an embedding has."""
+
 ASKED, TOLD = TypeAdapter(Asked), TypeAdapter(Told)
 
 KINDS = {
@@ -130,32 +133,13 @@ def made(embedding: Embedding) -> Made:
         raise TypeError(
             f"rows that are {type(data).__name__} do not go over a line. This is a bug."
         )
-    return Made(
-        data.tobytes(),
-        embedding.dtype,
-        embedding.shape,
-        embedding.grid_thw,
-        embedding.source,
-        embedding.timings,
-        embedding.replica,
-        embedding.frame_tokens,
-        embedding.reference,
-    )
+    return Made(data.tobytes(), **{name: getattr(embedding, name) for name in NAMES})
 
 
 def embedding_of(made: Made) -> Embedding:
     """The same again."""
-    return Embedding(
-        np.frombuffer(made.data, np.uint8),
-        made.dtype,
-        made.shape,
-        made.grid_thw,
-        made.source,
-        made.timings,
-        made.replica,
-        made.frame_tokens,
-        made.reference,
-    )
+    data = np.frombuffer(made.data, np.uint8)
+    return Embedding(data, **{name: getattr(made, name) for name in NAMES})
 
 
 def failed(error: Exception) -> Failed:
@@ -167,4 +151,4 @@ def failed(error: Exception) -> Failed:
 
 def error_of(failed: Failed) -> ServiceError:
     """The same again."""
-    return KINDS[failed.name](failed.message)
+    return KINDS.get(failed.name, EncodeFailed)(failed.message)

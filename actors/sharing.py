@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from threading import BoundedSemaphore
 
 import torch
 from torch import Tensor
@@ -27,14 +28,10 @@ MOST_BEHIND_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Writing:
-    """In the place of Ray's reference, while the rows are copied. For the process that does it."""
+    """In the place of Ray's reference, while an item's rows are copied. For the process that does
+    it."""
 
-    entries: Future[list[Entry]]
-    place: int
-
-    async def entry(self) -> Entry:
-        """When they are. Raises what copying them raised."""
-        return (await asyncio.wrap_future(self.entries))[self.place]
+    entry: Future[Entry]
 
 
 async def written(embedding: Embedding) -> Embedding:
@@ -42,7 +39,9 @@ async def written(embedding: Embedding) -> Embedding:
     data = embedding.data
     if not isinstance(data, SharedBytes) or not isinstance(data.object_ref, Writing):
         return embedding
-    entry = await data.object_ref.entry()
+    writing = data.object_ref.entry
+    # Shielded: who stops waiting for it does not undo it.
+    entry = await asyncio.shield(asyncio.wrap_future(writing))
     return replace(embedding, data=entry.data)
 
 
@@ -65,7 +64,7 @@ class Sharing:
         most = MOST_TOGETHER_BYTES
         self.together_bytes = min(most, largest_kept_bytes) if largest_kept_bytes > 0 else most
         self._writer = ThreadPoolExecutor(1, "write")
-        self._writing: Future[list[Entry]] | None = None
+        self._idle = BoundedSemaphore()
 
     def close(self) -> None:
         """When all is written."""
@@ -93,21 +92,26 @@ class Sharing:
         return [entry or next(shared) for entry in staying]
 
     def share_behind(self, dtype: Dtype, done: Sequence[tuple[Media, Tensor]]) -> Sequence[Entry]:
-        """The same for rows that are kept: where they are few they are written behind the answer.
+        """The same for rows that are kept: those of an item alone are written behind its answer.
 
-        Ray takes a millisecond for an object, and who fetches it comes later. One call at a time:
-        under load answers wait, or memory would fill with what is not written.
+        Ray takes a millisecond for an object, and who fetches it comes later. One at a time: under
+        load answers wait, or memory would fill with what is not written.
         """
-        sizes = [rows.numel() * DTYPE_BYTES[dtype] for _, rows in done]
-        plain = not any(media.evs_rate or media.on_device for media, _ in done)
-        idle = self._writing is None or self._writing.done()
-        if not (plain and idle and INLINE_BYTES < sum(sizes) <= MOST_BEHIND_BYTES):
+        media, rows = done[0] if len(done) == 1 else (None, None)
+        if rows is None or media is None or media.evs_rate or media.on_device:
             return self.share(dtype, done)
-        self._writing = writing = self._writer.submit(self.share, dtype, done)
-        return [
-            Entry(SharedBytes(Writing(writing, place), size), dtype, (rows.shape[0], rows.shape[1]))
-            for place, (size, (_, rows)) in enumerate(zip(sizes, done, strict=True))
-        ]
+        size = rows.numel() * DTYPE_BYTES[dtype]
+        if not INLINE_BYTES < size <= MOST_BEHIND_BYTES or not self._idle.acquire(blocking=False):
+            return self.share(dtype, done)
+        entry = self._writer.submit(self._write, dtype, done)
+        data = SharedBytes(Writing(entry), size)
+        return [Entry(data, dtype, (rows.shape[0], rows.shape[1]))]
+
+    def _write(self, dtype: Dtype, done: Sequence[tuple[Media, Tensor]]) -> Entry:
+        try:
+            return self.share(dtype, done)[0]
+        finally:
+            self._idle.release()
 
     def _left(self, media: Media, rows: Tensor, dtype: Dtype) -> Entry | None:
         """Rows that stay on the device. None: they do not, or there is no room for them now."""

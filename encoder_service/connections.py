@@ -83,10 +83,13 @@ class Connections(httpx.AsyncBaseTransport):
 
 
 def direct(url: str) -> Connections | None:
-    """To a service that the environment names no proxy for; None: httpx goes by the proxy."""
+    """To a service that the environment names no proxy for; None: httpx goes by the proxy.
+
+    Nor for a URL with a name and a password, of which httpx makes a header.
+    """
     address = httpx.URL(url)
     proxies = getproxies()
     proxied = address.scheme in proxies or "all" in proxies
-    if proxied and not proxy_bypass(address.host):
+    if address.userinfo or (proxied and not proxy_bypass(address.host)):
         return None
     return Connections(tls=address.scheme == "https")

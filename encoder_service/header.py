@@ -33,8 +33,10 @@ MOST_SCANS = 50
 """Of a progressive JPEG; encoders write about ten. Each is a pass over all coefficients, and an
 empty one takes 30 bytes."""
 
-START_OF_JPEG = b"\xff\xd8\xff"
-FEW_MARKERS = 64
+START_OF_IMAGE = b"\xff\xd8"
+SEGMENT = re.compile(rb"\xff[\xc0-\xcf\xdb-\xfe]")
+"""The beginning of one that has a length."""
+FEW_SEGMENTS = 32
 START_OF_SCAN = b"\xff\xda"
 NEXT_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")
 """But those without a length that may stand anywhere: stuffed bytes, TEM, restarts."""
@@ -104,10 +106,20 @@ def read_header(data: bytes) -> Header:
 
 
 def is_simple(data: bytes) -> bool:
-    """Whether `read_header` of it is over at once, whoever made it: a JPEG without EXIF, in which
-    not much looks like a marker."""
-    markers = data.count(b"\xff") - data.count(b"\xff\x00")
-    return data.startswith(START_OF_JPEG) and b"Exif" not in data and markers <= FEW_MARKERS
+    """Whether `read_header` of it is over at once, whoever made it.
+
+    True of a JPEG without EXIF, of few segments, each right behind the other up to its pixels.
+    """
+    if not data.startswith(START_OF_IMAGE) or b"Exif" in data:
+        return False
+    start = len(START_OF_IMAGE)
+    for _ in range(FEW_SEGMENTS):
+        if data[start : start + 2] == START_OF_SCAN:
+            return data.count(START_OF_SCAN) <= MOST_SCANS
+        if not SEGMENT.match(data, start):
+            return False
+        start += 2 + max(2, int.from_bytes(data[start + 2 : start + 4], "big"))
+    return False
 
 
 def many_scans(data: bytes) -> bool:

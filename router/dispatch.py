@@ -18,6 +18,7 @@ from actors.types import Answer, Dtype, Embedding, Media
 from router.balance import Plan
 from router.coalesce import Carrier, Flight, Flights, key
 from router.fleet import Fleet, ReplicaDied, ReplicaFull, ShardLost
+from router.given import Given
 from router.holders import Holders, plan_around
 from router.ledger import Ledger
 from router.metrics import RouterMetrics
@@ -57,6 +58,7 @@ class Dispatcher:
         self._flights = Flights(self._landed)
         self._holders = Holders(cache_max_bytes if options.cache_affinity else 0)
         self._watch = Watch(fleet.ask, options.stall_seconds)
+        self._given = Given(fleet, self._watch)
         self.ledger = Ledger(
             options.max_outstanding_patches, options.exclude_seconds, options.max_queue_seconds
         )
@@ -93,20 +95,16 @@ class Dispatcher:
                     f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
                 )
                 for future in done or list(waiting):
-                    for position in waiting.pop(future):
-                        found = await self._given(flights[position]) if future.done() else late
-                        yield position, found
+                    places = waiting.pop(future)
+                    found: list[Answer] = [late] * len(places)
+                    if future.done():
+                        flight = flights[places[0]]
+                        found = await self._given.answers(flight, len(places), late, deadline)
+                    for position, answer in zip(places, found, strict=True):
+                        yield position, answer
         finally:
             for flight in flights:
                 self._flights.leave(flight)
-
-    async def _given(self, flight: Flight) -> Answer:
-        """The answer that came, for one caller: an id that another has is not his."""
-        answer, given = flight.answer.result(), flight.given
-        flight.given = True
-        if given and isinstance(answer, Embedding) and answer.reference:
-            return await self._fleet.keep_again(answer)
-        return answer
 
     def check_room(self) -> None:
         """Raises Overloaded where whatever comes would be refused, unless all of it is in flight.

@@ -46,8 +46,11 @@ class Fleet(Protocol):
         had taken the call for certain, which takes longer to know.
         """
 
-    async def keep_again(self, answer: Embedding) -> Answer:
-        """The same embedding, kept under one more id. EmbeddingLost: it is no longer kept."""
+    async def keep_again(self, answer: Embedding, count: int) -> list[Answer]:
+        """The same embedding under so many more ids. EmbeddingLost: it is no longer kept.
+
+        Raises ReplicaFull or ShardLost.
+        """
 
     async def ask(self, replica: str) -> None:
         """Returns if the replica is well. Raises as `encode`; one that hangs never answers."""

@@ -18,6 +18,8 @@ from actors.shared import INLINE_BYTES
 from actors.types import DTYPE_BYTES, Reply
 from router.fleet import ReplicaDied
 
+MOST_UNSENT_BYTES = 4 * INLINE_BYTES
+
 
 class Line:
     """To one replica. `calls` are answered in any order."""
@@ -30,8 +32,8 @@ class Line:
 
     @property
     def open(self) -> bool:
-        """It takes calls."""
-        return not self._frames.closing
+        """It takes calls: not those that a process which hangs would let pile up."""
+        return not self._frames.closing and self._frames.unsent_bytes <= MOST_UNSENT_BYTES
 
     async def begin(self, address: str) -> None:
         """Opens it, if anybody listens there."""
@@ -44,9 +46,10 @@ class Line:
     def call(self, call: Call) -> LineCall:
         """Sent at once. For one that is open."""
         number = next(self._numbers)
+        message = asked_bytes(Asked(number, call))
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
-        self._frames.send(asked_bytes(Asked(number, call)))
+        self._frames.send(message)
         return LineCall(self, number, answer)
 
     def give_up(self, number: int) -> None:

@@ -92,15 +92,13 @@ class ServeFleet:
         with suppress(ReplicaFull):
             await self._told(self._call(replica, "check_health", careful=True))
 
-    async def keep_again(self, answer: Embedding) -> Answer:
+    async def keep_again(self, answer: Embedding, count: int) -> list[Answer]:
         """See fleet.Fleet."""
-        with suppress(ReplicaFull, ShardLost):
-            reference: str = await self._told(
-                self._call(answer.replica, "keep_again", answer.reference)
-            )
-            if reference:
-                return replace(answer, reference=reference)
-        return EmbeddingLost(f"encoded, but no longer kept by replica {answer.replica}: try again")
+        call = self._call(answer.replica, "keep_again", answer.reference, count)
+        references: list[str] = await self._told(call)
+        found: list[Answer] = [replace(answer, reference=one) for one in references]
+        gone = f"encoded, but no longer kept by replica {answer.replica}: try again"
+        return found or [EmbeddingLost(gone)] * count
 
     async def fetch(self, replica: str, name: str) -> Kept | None:
         """See references.Keepers."""

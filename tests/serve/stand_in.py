@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
 
 from actors.errors import DeadlineExceeded, InvalidMedia
 from actors.line import Lines
@@ -143,10 +144,15 @@ def application(
 
     `near`: whatever they are asked and answer goes over lines.
     """
-    encoder = serve.deployment(
+    return routed(encoders(3, version, near=near), options)
+
+
+def encoders(count: int, version: int = 1, *, near: bool = True) -> serve.Application:
+    """So many, without a router."""
+    return serve.deployment(
         StandIn,
         name="Encoder",
-        num_replicas=3,
+        num_replicas=count,
         ray_actor_options={"num_cpus": 0.1},
         max_ongoing_requests=MAX_CALLS,
         health_check_period_s=0.5,
@@ -156,6 +162,12 @@ def application(
             request_routing_stats_period_s=0.5,
         ),
     ).bind(version, near)
+
+
+def routed(
+    encoder: serve.Application | DeploymentHandle, options: RouterOptions
+) -> serve.Application:
+    """A router to encoders, of this application or another."""
     return serve.deployment(
         Router,
         name="Router",

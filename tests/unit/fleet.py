@@ -65,8 +65,10 @@ class MemoryFleet:
         assert isinstance(answer, Embedding)
         return replace(answer, reference=f"{answer.replica}.{next(self.names)}")
 
-    async def keep_again(self, answer: Embedding) -> Answer:
-        return self.kept(answer)
+    async def keep_again(self, answer: Embedding, count: int) -> list[Answer]:
+        while answer.replica in self.hung:
+            await asyncio.sleep(0.01)
+        return [self.kept(answer) for _ in range(count)]
 
     async def ask(self, replica: str) -> None:
         self.asked += 1

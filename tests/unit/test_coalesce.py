@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.errors import DeadlineExceeded
+from actors.errors import DeadlineExceeded, EmbeddingLost
 from actors.types import Answer, Embedding, Media
 from router.dispatch import Dispatcher
 from router.fleet import ShardLost
@@ -221,6 +221,37 @@ def test_what_nobody_wants_any_more_is_not_planned_again() -> None:
         gate.set()
         assert right([item(1)], await one)
         assert fleet.calls[1:] == [("b", [item(1).digest])]
+        return router
+
+    settled(test())
+
+
+def test_an_id_that_is_not_had_in_time_is_late_and_keeps_nothing_else() -> None:
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("a", well)
+        fleet.hung = {"a"}
+        router, _ = dispatcher(fleet, stall_seconds=60)
+        answers = router.answers([item(1), item(1), item(2)], "float32", 0.3, keep=True)
+        found = {place: answer async for place, answer in answers}
+        assert isinstance(found[0], Embedding)
+        assert isinstance(found[1], DeadlineExceeded)
+        assert isinstance(found[2], Embedding)
+        fleet.hung = set()
+        return router
+
+    settled(test())
+
+
+def test_an_id_of_a_replica_that_hangs_is_lost() -> None:
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("a", well)
+        fleet.hung = {"a"}
+        router, _ = dispatcher(fleet, stall_seconds=0.2)
+        answers = router.answers([item(1), item(1)], "float32", 5, keep=True)
+        found = {place: answer async for place, answer in answers}
+        assert isinstance(found[0], Embedding)
+        assert isinstance(found[1], EmbeddingLost)
+        fleet.hung = set()
         return router
 
     settled(test())

@@ -9,27 +9,21 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors import frames, line
-from actors.errors import InvalidMedia, TooLarge, Unavailable
+from actors.errors import InvalidMedia, Unavailable
 from actors.frames import Frames, connect, listen
-from actors.line_messages import Asked, Call, asked_bytes, asked_of, told_bytes, told_of
-from actors.origin import Origin
+from actors.line_messages import Call
 from actors.shared import INLINE_BYTES
-from actors.types import Answer, Clip, Embedding, Media, Reply, Size
+from actors.types import Media, Reply
 from router.fleet import ReplicaDied
 from router.line import Line, Lines, fits
 from tests.unit.fleet import embedding, item
-
-CALL = Call([item(1), item(2)], "float16", 3.5, Origin("an id", "a trace"), keep=False)
-VIDEO = replace(
-    item(3), kind="video", clip=Clip(Size(4, 6), 5, 2.5), frames=(b"one", b"two"), evs_rate=0.5
-)
+from tests.unit.test_line_messages import CALL, VIDEO, same
 
 Encode = Callable[[Call], Coroutine[Any, Any, Reply]]
 Test = Coroutine[Any, Any, None]
@@ -64,39 +58,6 @@ def run(request: pytest.FixtureRequest) -> Callable[[Test], None]:
             runner.run(test)
 
     return run
-
-
-def same(answer: Answer, other: Answer) -> bool:
-    if isinstance(answer, Embedding) and isinstance(other, Embedding):
-        assert isinstance(answer.data, np.ndarray)
-        assert isinstance(other.data, np.ndarray)
-        assert replace(answer, data=other.data) == other
-        return answer.data.tobytes() == other.data.tobytes()
-    return (type(answer), str(answer)) == (type(other), str(other))
-
-
-def test_messages_say_all_that_a_call_and_its_answers_have() -> None:
-    call = replace(CALL, media=[*CALL.media, VIDEO], keep=True)
-    assert asked_of(asked_bytes(Asked(5, call))) == Asked(5, call)
-    kept = replace(embedding(item(1), "a"), data=np.empty(0, np.uint8), reference="a.x")
-    pruned = replace(embedding(VIDEO, "b"), frame_tokens=(3, 1))
-    answers: list[Answer] = [kept, pruned, InvalidMedia("bad"), TooLarge("large")]
-    number, reply = told_of(told_bytes(9, Reply(answers, 11)))
-    assert number == 9
-    assert isinstance(reply, Reply)
-    assert reply.outstanding_patches == 11
-    assert all(map(same, reply.answers, answers))
-    _, failure = told_of(told_bytes(9, Unavailable("not now")))
-    assert isinstance(failure, Unavailable)
-    assert failure.message == "not now"
-    assert "division" in str(told_of(told_bytes(9, ZeroDivisionError("division")))[1])
-
-
-@pytest.mark.parametrize("message", [b"", b"\xc1", asked_bytes(Asked(1))[:-1], b"\x90", b"\x81"])
-def test_what_is_no_message_is_none(message: bytes) -> None:
-    for read in (asked_of, told_of):
-        with pytest.raises(ValueError):  # noqa: PT011
-            read(message)
 
 
 @given(st.lists(st.binary(max_size=50)), st.randoms())
@@ -287,5 +248,38 @@ def test_a_line_that_breaks_while_it_opens_takes_no_calls(run: Callable[[Test], 
         unreachable = Line()
         await unreachable.begin(address)
         assert not unreachable.open
+
+    run(test())
+
+
+def test_a_call_that_gives_itself_up_is_told(run: Callable[[Test], None]) -> None:
+    async def test() -> None:
+        async def encode(call: Call) -> Reply:
+            raise asyncio.CancelledError
+
+        async with opened(encode) as (_, near), asyncio.timeout(10):
+            with pytest.raises(Unavailable):
+                await near.call(CALL)
+
+    run(test())
+
+
+def test_a_process_that_hangs_is_sent_no_more_than_a_few_megabytes(
+    run: Callable[[Test], None],
+) -> None:
+    async def test() -> None:
+        listening, address = listen()
+        with listening:
+            listening.listen()  # and never reads
+            near = Line()
+            await near.begin(address)
+            large = replace(CALL, media=[replace(item(1), data=bytes(INLINE_BYTES))])
+            sent = 0
+            while near.open:
+                near.call(large).cancel()
+                sent += 1
+                assert sent < 10
+            near._frames.abort()
+            await asyncio.sleep(0)
 
     run(test())

@@ -157,9 +157,11 @@ PLAIN = jpeg(64, 64)
         (png(64, 64), True),
         (encoded(opened(), "JPEG", orientation=6), True),
         (jpeg_segments(PLAIN, *[(0xE5, b"")] * 100), True),
+        (PLAIN[:2] + b"\xff\xe5\0\2" + bytes(99) + PLAIN[2:], True),
+        (PLAIN[:2] + b"\xff\xd0" + PLAIN[2:], True),
         (PLAIN + bytes(2**18), True),
     ],
-    ids=["plain", "PNG", "EXIF", "segments", "large"],
+    ids=["plain", "PNG", "EXIF", "segments", "junk between", "no length", "large"],
 )
 def test_headers_that_may_take_long_are_read_off_the_event_loop(
     monkeypatch: pytest.MonkeyPatch, data: bytes, aside: bool
