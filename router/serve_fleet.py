@@ -98,7 +98,7 @@ class ServeFleet:
         references: list[str] = await self._told(call)
         found: list[Answer] = [replace(answer, reference=one) for one in references]
         gone = f"encoded, but no longer kept by replica {answer.replica}: try again"
-        return found or [EmbeddingLost(gone)] * count
+        return found + [EmbeddingLost(gone)] * (count - len(found))
 
     async def fetch(self, replica: str, name: str) -> Kept | None:
         """See references.Keepers."""

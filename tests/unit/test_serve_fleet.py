@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, TaskCancelledError
 
-from actors.errors import InvalidMedia
+from actors.errors import EmbeddingLost, InvalidMedia
 from actors.origin import Origin
-from actors.types import Answer, Dtype, Media
+from actors.types import Answer, Dtype, Embedding, Media
 from router import serve_fleet
 from router.fleet import ReplicaDied, ReplicaFull, ShardLost
 from router.registry import REGISTRY, PinnedReplicaFull, PinnedReplicaUnavailable, Replica
 from router.serve_fleet import ServeFleet
+from tests.unit.fleet import embedding, item
 
 
 class Handle:
@@ -80,3 +82,17 @@ def test_failures_are_told_apart(failure: Exception, told: type[Exception]) -> N
     with pytest.raises(Exception) as raised:  # noqa: PT011
         asyncio.run(ServeFleet(Handle(failure), None).encode("a", [], "bfloat16", 5))
     assert type(raised.value) is told
+
+
+@pytest.mark.usefixtures("replicas")
+def test_ids_that_cannot_be_had_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def given(*_: object, **__: object) -> list[str]:
+        return ["a.x"]  # of three: the others found no room
+
+    fleet = ServeFleet(Handle(), None)
+    monkeypatch.setattr(fleet, "_call", given)
+    kept = replace(embedding(item(1), "a"), reference="a.0")
+    first, *others = asyncio.run(fleet.keep_again(kept, 3))
+    assert isinstance(first, Embedding)
+    assert first.reference == "a.x"
+    assert [type(one) for one in others] == [EmbeddingLost] * 2
