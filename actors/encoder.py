@@ -283,4 +283,5 @@ class Encoder:
             return self.stop()
         if hasattr(self, "stages"):
             self.stages.close()
+            self.sharing.close()
         return None

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from actors.errors import ServiceError, Unavailable
-from actors.frames import Frames, listen
 from actors.line_messages import Call, asked_of, told_bytes
+from actors.messages import Messages, listen
 from actors.shared import here
 from actors.types import Embedding, Reply
 
@@ -49,7 +49,7 @@ class Lines:
         while tasks := [task for line in self._lines for task in line.tasks.values()]:
             await asyncio.wait(tasks)
         for line in self._lines:
-            line.frames.close()
+            line.messages.close()
 
     async def outcome(self, call: Call) -> Reply | Exception:
         """Of a call, with rows that can be sent."""
@@ -66,10 +66,10 @@ class Lines:
             return error
         return Reply(answers, reply.outstanding_patches)
 
-    def _line(self) -> Frames:
+    def _line(self) -> Messages:
         line = Line(self)
         self._lines.add(line)
-        return line.frames
+        return line.messages
 
     def ended(self, line: Line) -> None:
         """A router went away."""
@@ -81,7 +81,7 @@ class Line:
 
     def __init__(self, lines: Lines) -> None:
         self.lines = lines
-        self.frames = Frames(self.heard, self.ended)
+        self.messages = Messages(self.heard, self.ended)
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Calls by their numbers."""
 
@@ -104,13 +104,13 @@ class Line:
         except Exception as error:
             log.exception("an answer that does not go over a line. This is a bug.")
             message = told_bytes(number, error)
-        self.frames.send(message)
+        self.messages.send(message)
 
     def answered(self, number: int, task: asyncio.Task[None]) -> None:
         """It is over, in any way. Whoever waits for one that gave itself up is told so."""
         del self.tasks[number]
         if task.cancelled() or task.exception():
-            self.frames.send(told_bytes(number, Unavailable("the encoder gave the call up")))
+            self.messages.send(told_bytes(number, Unavailable("the encoder gave the call up")))
 
     def ended(self) -> None:
         """Nobody waits for anything."""

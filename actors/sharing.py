@@ -1,6 +1,6 @@
 """Rows that left the engine -> what answers and the cache refer to: shared memory, or the device.
 
-In the threads of stages.py.
+In the threads of stages.py; what is written behind its answer, in one here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MOST_BEHIND_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Writing:
-    """In the place of Ray's reference, while an item's rows are copied. For the process that does
-    it."""
+    """In the place of Ray's reference, where an item's rows are copied behind its answer. For the
+    process that does it, as long as it keeps them."""
 
     entry: Future[Entry]
 

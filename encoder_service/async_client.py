@@ -198,6 +198,8 @@ def request_item(source: Source) -> RequestItem:
     kind: Literal["image", "video"] = (
         "video" if (guess_type(name)[0] or "").startswith("video/") else "image"
     )
+    if name.startswith("http://"):
+        raise OSError(f"{name}: of URLs only https is taken")
     if name.startswith("https://"):
         return RequestItem(kind, url=name)
     return RequestItem(kind, Path(name).read_bytes())

@@ -102,7 +102,11 @@ class HttpTransport:
 
 
 def path_of(reference: str) -> str:
-    """Where an embedding is kept."""
+    """Where an embedding is kept. Raises TypeError, ValueError."""
+    if not isinstance(reference, str):
+        raise TypeError(f"an id is asked for (`.reference`), not {type(reference).__name__}")
+    if not reference:
+        raise ValueError("the id is empty: ask for one with `reference=True`")
     return f"/v1/embeddings/{quote(reference, safe='')}"
 
 

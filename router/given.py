@@ -10,7 +10,7 @@ import asyncio
 from actors.errors import DeadlineExceeded, EmbeddingLost
 from actors.types import Answer, Embedding
 from router.coalesce import Flight
-from router.fleet import Fleet, ShardLost
+from router.fleet import Fleet, ReplicaFull, ShardLost
 from router.watch import Watch
 
 
@@ -24,7 +24,11 @@ class Given:
     async def answers(
         self, flight: Flight, places: int, late: DeadlineExceeded, deadline: float
     ) -> list[Answer]:
-        """One for each place of one request. `late`: what a place gets that has no id in time."""
+        """One for each place of one request.
+
+        The first request that comes has the id of the flight's own answer for one place; all other
+        places get ids of their own. `late`: what a place gets that has none in time.
+        """
         answer, given = flight.answer.result(), flight.given
         flight.given = True
         if not isinstance(answer, Embedding) or not answer.reference:
@@ -42,5 +46,5 @@ class Given:
                 return await self._fleet.keep_again(answer, count)
         except TimeoutError:
             return [late] * count
-        except ShardLost as error:
+        except (ReplicaFull, ShardLost) as error:
             return [EmbeddingLost(f"encoded, but kept by a replica that is lost: {error}")] * count

@@ -1,19 +1,21 @@
 """Calls to an encoder on this node, over a socket past Ray: a tenth of the time of Ray's own.
 
 Small ones alone: what is large goes through Ray's shared memory. A line is opened at the first
-call to a replica; until it is open, and where there is none, calls go by Ray.
+call to a replica; until it is open, where there is none, and for good where one broke, calls go by
+Ray. What else is asked of a replica (`keep_again`, `fetch`, `release`) always does.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Mapping
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
 from actors.errors import ServiceError
-from actors.frames import Frames, connect
 from actors.line_messages import Asked, Call, asked_bytes, told_of
+from actors.messages import Messages, connect
 from actors.shared import INLINE_BYTES
 from actors.types import DTYPE_BYTES, Reply
 from router.fleet import ReplicaDied
@@ -27,19 +29,20 @@ class Line:
     def __init__(self) -> None:
         self._numbers = count()
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
-        self._frames = Frames(self._heard, self._ended)
+        self._messages = Messages(self._heard, self._ended)
         self._retired = False
 
     @property
     def open(self) -> bool:
         """It takes calls: not those that a process which hangs would let pile up."""
-        return not self._frames.closing and self._frames.unsent_bytes <= MOST_UNSENT_BYTES
+        return not self._messages.closing and self._messages.unsent_bytes <= MOST_UNSENT_BYTES
 
     async def begin(self, address: str) -> None:
         """Opens it, if anybody listens there."""
         if connecting := connect(address):
             loop = asyncio.get_running_loop()
-            await loop.create_unix_connection(lambda: self._frames, sock=connecting)
+            with suppress(OSError):  # it ended meanwhile
+                await loop.create_unix_connection(lambda: self._messages, sock=connecting)
         if self._retired:
             self.retire()
 
@@ -49,19 +52,21 @@ class Line:
         message = asked_bytes(Asked(number, call))
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
-        self._frames.send(message)
+        self._messages.send(message)
         return LineCall(self, number, answer)
 
     def give_up(self, number: int) -> None:
         """Nobody waits for it."""
         if self._waiting.pop(number, None):
-            self._frames.send(asked_bytes(Asked(number)))
+            self._messages.send(asked_bytes(Asked(number)))
+        if self._retired:
+            self.retire()
 
     def retire(self) -> None:
         """No more calls; it is closed once those that there are have their answers."""
         self._retired = True
         if not self._waiting:
-            self._frames.close()
+            self._messages.close()
 
     def _heard(self, message: bytes) -> None:
         number, outcome = told_of(message)

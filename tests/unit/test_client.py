@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import httpx
@@ -22,6 +22,7 @@ import encoder_service
 from encoder_service import encoder_pb2 as pb
 from encoder_service import encoder_pb2_grpc as pb_grpc
 from encoder_service import wire
+from encoder_service.async_client import request_item
 from encoder_service.client import AsyncClient, Client, Embedding, ServiceError, Source
 from encoder_service.embedding import TOKEN, service_error
 from encoder_service.over_http import HttpTransport
@@ -263,3 +264,13 @@ def test_the_package_offers_the_client_and_loads_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert not {"torch", "ray", "router", "actors"} & set(loaded)
+
+
+def test_what_is_no_id_and_no_source_says_so() -> None:
+    transport = HttpTransport("http://test", None, 5, httpx.ASGITransport(FastAPI()))
+    with pytest.raises(TypeError, match="reference"):
+        asyncio.run(transport.fetch(cast(str, object())))
+    with pytest.raises(ValueError, match="empty"):
+        asyncio.run(transport.fetch(""))
+    with pytest.raises(OSError, match="only https"):
+        request_item("http://example.com/x.jpg")

@@ -12,7 +12,7 @@ TORCH_FREE_ACTORS = {
     "types", "errors", "options", "sizing", "spec", "checkpoint", "budgets", "packing", "metrics",
     "cost", "ladder", "scaling", "shared", "two_paths", "crops", "view_spec",
     "windows",
-    "frames", "line_messages", "sampling", "video", "video_spec", "container", "evs", "runs",
+    "line_messages", "messages", "sampling", "video", "video_spec", "container", "evs", "runs",
 }  # fmt: skip
 MAY_IMPORT_RAY = {
     "encoder_service/app.py",

@@ -14,10 +14,10 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors import frames, line
+from actors import line
 from actors.errors import InvalidMedia, Unavailable
-from actors.frames import Frames, connect, listen
 from actors.line_messages import Call
+from actors.messages import LENGTH, Messages, connect, listen
 from actors.shared import INLINE_BYTES
 from actors.types import Media, Reply
 from router.fleet import ReplicaDied
@@ -63,8 +63,8 @@ def run(request: pytest.FixtureRequest) -> Callable[[Test], None]:
 @given(st.lists(st.binary(max_size=50)), st.randoms())
 def test_messages_come_whole_however_they_are_cut(messages: list[bytes], random: Any) -> None:
     heard: list[bytes] = []
-    end = Frames(heard.append, lambda: None)
-    sent = b"".join(frames.LENGTH.pack(len(one)) + one for one in messages)
+    end = Messages(heard.append, lambda: None)
+    sent = b"".join(LENGTH.pack(len(one)) + one for one in messages)
     while sent:
         size = random.randint(1, len(sent))
         end.data_received(sent[:size])
@@ -124,7 +124,7 @@ def test_what_nobody_waits_for_ends(run: Callable[[Test], None]) -> None:
             ended.clear()
             near.call(CALL)
             await asyncio.sleep(0.05)
-            near._frames.close()  # the router ends
+            near._messages.close()  # the router ends
             await ended.wait()
             while encoder._lines:
                 await asyncio.sleep(0)
@@ -136,7 +136,7 @@ def test_a_dead_encoders_calls_are_lost_at_once(run: Callable[[Test], None]) -> 
     async def test() -> None:
         async def encode(call: Call) -> Reply:
             for each in encoder._lines:
-                each.frames.close()
+                each.messages.close()
             await asyncio.Event().wait()
             return Reply([], 0)
 
@@ -279,7 +279,7 @@ def test_a_process_that_hangs_is_sent_no_more_than_a_few_megabytes(
                 near.call(large).cancel()
                 sent += 1
                 assert sent < 10
-            near._frames.abort()
+            near._messages.abort()
             await asyncio.sleep(0)
 
     run(test())

@@ -22,7 +22,7 @@ CREDENTIALS = struct.Struct("3i")
 """Process, user and group of the other end, as Linux tells them."""
 
 
-class Frames(asyncio.Protocol):
+class Messages(asyncio.Protocol):
     """One end of a connection. Its owner is told of whole messages, and of the end, once."""
 
     def __init__(self, heard: Callable[[bytes], None], ended: Callable[[], None]) -> None:
