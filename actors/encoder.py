@@ -119,9 +119,7 @@ class Encoder:
         return Reply(answers, self.outstanding_patches)
 
     async def _called(self, call: Call) -> Reply:
-        return await self.encode(
-            call.media, call.dtype, call.timeout_seconds, call.origin, call.keep
-        )
+        return await self.encode(*call.arguments)
 
     async def _answers(
         self,

@@ -1,7 +1,8 @@
 """Calls that come over sockets from routers on the encoder's node, past Ray: see router/line.py.
 
-A call of Ray's takes two to three milliseconds there and back, one of these 0.2 to 0.3. To Serve
-they are no calls: whoever owns them waits for them before it stops.
+A call of Ray's to an encoder takes three to four milliseconds there and back, one of these half a
+millisecond (BENCHMARKS.md). To Serve they are no calls: whoever owns them waits for them before it
+stops.
 """
 
 from __future__ import annotations

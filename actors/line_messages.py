@@ -36,6 +36,11 @@ class Call:
     origin: Origin
     keep: bool
 
+    @property
+    def arguments(self) -> tuple[list[Media], Dtype, float, Origin, bool]:
+        """As `encode` takes them."""
+        return self.media, self.dtype, self.timeout_seconds, self.origin, self.keep
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:

@@ -146,12 +146,11 @@ class ServeFleet:
     def _encode(self, replica: str, call: Call, *, careful: bool) -> Any:
         """Over a line where that can be."""
         there = None if careful else self._there(replica)
-        near = there and fits(call, there.metadata)
-        line = self._lines.to(replica, there.metadata) if there and near else None
-        if line:
-            return line.call(call)
-        arguments = call.media, call.dtype, call.timeout_seconds, call.origin, call.keep
-        return self._call(replica, "encode", *arguments, careful=careful)
+        if there and fits(call, there.metadata):
+            line = self._lines.to(replica, there.metadata)
+            if line:
+                return line.call(call)
+        return self._call(replica, "encode", *call.arguments, careful=careful)
 
     def _there(self, replica: str) -> Replica | None:
         return REGISTRY.fleet(self._deployment).replicas.get(replica)

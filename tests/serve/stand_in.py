@@ -85,9 +85,7 @@ class StandIn:
         return Embedding(share(data), dtype, shape, (1, 2, 2), "graph", nothing, self.replica)
 
     async def _called(self, call: Call) -> Reply:
-        return await self.encode(
-            call.media, call.dtype, call.timeout_seconds, call.origin, call.keep
-        )
+        return await self.encode(*call.arguments)
 
     async def log(self) -> tuple[str, list[str]]:
         """Id, and the digests of all items encoded so far."""

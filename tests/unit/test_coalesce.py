@@ -226,31 +226,24 @@ def test_what_nobody_wants_any_more_is_not_planned_again() -> None:
     settled(test())
 
 
-def test_an_id_that_is_not_had_in_time_is_late_and_keeps_nothing_else() -> None:
+@pytest.mark.parametrize(
+    ("timeout_seconds", "stall_seconds", "told"),
+    [(0.3, 60, DeadlineExceeded), (5, 0.2, EmbeddingLost)],
+    ids=["no time", "silent"],
+)
+def test_an_id_that_a_replica_does_not_give_costs_its_place_alone(
+    timeout_seconds: float, stall_seconds: float, told: type[Exception]
+) -> None:
     async def test() -> Dispatcher:
         fleet = MemoryFleet("a", well)
         fleet.hung = {"a"}
-        router, _ = dispatcher(fleet, stall_seconds=60)
-        answers = router.answers([item(1), item(1), item(2)], "float32", 0.3, keep=True)
+        router, _ = dispatcher(fleet, stall_seconds=stall_seconds)
+        media = [item(1), item(1), item(2)]
+        answers = router.answers(media, "float32", timeout_seconds, keep=True)
         found = {place: answer async for place, answer in answers}
         assert isinstance(found[0], Embedding)
-        assert isinstance(found[1], DeadlineExceeded)
+        assert type(found[1]) is told
         assert isinstance(found[2], Embedding)
-        fleet.hung = set()
-        return router
-
-    settled(test())
-
-
-def test_an_id_of_a_replica_that_hangs_is_lost() -> None:
-    async def test() -> Dispatcher:
-        fleet = MemoryFleet("a", well)
-        fleet.hung = {"a"}
-        router, _ = dispatcher(fleet, stall_seconds=0.2)
-        answers = router.answers([item(1), item(1)], "float32", 5, keep=True)
-        found = {place: answer async for place, answer in answers}
-        assert isinstance(found[0], Embedding)
-        assert isinstance(found[1], EmbeddingLost)
         fleet.hung = set()
         return router
 

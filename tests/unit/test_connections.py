@@ -264,3 +264,10 @@ def test_a_proxy_of_the_environment_is_httpx_own_business(monkeypatch: pytest.Mo
     assert direct("https://encoder")
     monkeypatch.setenv("no_proxy", "encoder")
     assert direct("http://encoder:8000")
+
+
+def test_a_name_and_a_password_are_httpx_own_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert direct("http://user:word@127.0.0.1:8000") is None
+    assert direct("http://127.0.0.1:8000")

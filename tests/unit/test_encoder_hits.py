@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch import Tensor
 
 from actors import encoder, entries
 from actors.cache import Entry
-from actors.errors import InvalidMedia, TooLarge
+from actors.errors import EmbeddingLost, InvalidMedia, TooLarge, Unavailable
+from actors.messages import connect
 from actors.options import (
     ActorOptions,
     CacheOptions,
@@ -24,8 +27,9 @@ from actors.options import (
     ModelOptions,
     ReferenceOptions,
 )
-from actors.references import References
-from actors.types import Dtype, Embedding, Media, Size
+from actors.references import Kept, References
+from actors.sharing import Writing
+from actors.types import Dtype, Embedding, Media, SharedBytes, Size, Timings
 from tests.images import jpeg
 
 OPTIONS = ActorOptions(
@@ -123,5 +127,39 @@ def test_a_call_that_ends_while_a_hit_is_converted_gives_up_the_rest(
         await before
         actor.stages.close()
         assert len(forwards) == 1
+
+    asyncio.run(run())
+
+
+def test_what_was_not_written_is_lost_once_and_then_not_there(actor: encoder.Encoder) -> None:
+    async def run() -> None:
+        failed: Future[Entry] = Future()
+        failed.set_exception(MemoryError("full"))
+        data = SharedBytes(Writing(failed), 2**20)
+        made = Embedding(data, "float32", (1, 2), (1, 2, 2), "graph", Timings(0, 0, 0), "one")
+        assert await actor.keep_again("one.nothing", 1) == []
+        name = actor.references.keep(Kept.of(media(actor, 64), made), monotonic())
+        with pytest.raises(EmbeddingLost, match="full"):
+            await actor.fetch(name)
+        assert await actor.fetch(name) is None
+        actor.stages.close()
+
+    asyncio.run(run())
+
+
+def test_serve_awaits_its_end_and_calls_over_lines_with_it(actor: encoder.Encoder) -> None:
+    async def run() -> None:
+        said = await actor.record_replica_metadata()
+        assert said == await actor.record_replica_metadata()
+        near = connect(said["line"])
+        assert near
+        near.close()
+        stopping = actor.__del__()
+        assert stopping
+        await stopping
+        assert connect(said["line"]) is None
+        assert actor.__del__() is None, "Python's own, later"
+        with pytest.raises(Unavailable):
+            await actor.encode([media(actor, 64)], "float32", 30)
 
     asyncio.run(run())

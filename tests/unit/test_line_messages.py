@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
 from actors.errors import EncodeFailed, InvalidMedia, TooLarge, Unavailable
-from actors.line_messages import Asked, Call, asked_bytes, asked_of, told_bytes, told_of
+from actors.line_messages import Asked, Call, Made, asked_bytes, asked_of, told_bytes, told_of
 from actors.origin import Origin
 from actors.types import Answer, Clip, Embedding, Reply, Size
 from tests.unit.fleet import embedding, item
@@ -26,6 +26,10 @@ def same(answer: Answer, other: Answer) -> bool:
         assert replace(answer, data=other.data) == other
         return answer.data.tobytes() == other.data.tobytes()
     return (type(answer), str(answer)) == (type(other), str(other))
+
+
+def test_a_new_field_of_embeddings_is_not_forgotten() -> None:
+    assert {one.name for one in fields(Made)} == {one.name for one in fields(Embedding)}
 
 
 def test_messages_say_all_that_a_call_and_its_answers_have() -> None:
