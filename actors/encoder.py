@@ -18,8 +18,7 @@ import numpy as np
 from ray import serve
 from torch import Tensor
 
-from actors.cache import EmbeddingCache, Entry
-from actors.entries import all_converted
+from actors.autoscaling import OUTSTANDING_PATCHES
 from actors.errors import (
     DeadlineExceeded,
     EmbeddingLost,
@@ -28,21 +27,22 @@ from actors.errors import (
     TooLarge,
     Unavailable,
 )
-from actors.evs import retained_tokens
 from actors.line import Lines
 from actors.line_messages import Call
-from actors.logs import name_requests
-from actors.metrics import EncoderMetrics
-from actors.mirror import start_mirror
-from actors.nixl import DeviceMemory
 from actors.options import ActorOptions
-from actors.origin import NOBODY, ORIGIN, Origin
-from actors.references import Kept, References, reference_id
-from actors.scaling import OUTSTANDING_PATCHES
-from actors.sharing import Sharing, written
-from actors.stages import Made, Stages, Work
+from actors.pipeline import Made, Stages, Work
+from actors.spec.evs import retained_tokens
 from actors.startup import open_beside, open_decoding, open_engine
-from actors.tracing import open_spans
+from actors.store.cache import EmbeddingCache, Entry
+from actors.store.entries import all_converted
+from actors.store.nixl import DeviceMemory
+from actors.store.references import Kept, References, reference_id
+from actors.store.sharing import Sharing, written
+from actors.telemetry.logs import name_requests
+from actors.telemetry.metrics import EncoderMetrics
+from actors.telemetry.ray_metrics import start_mirror
+from actors.telemetry.request_context import NOBODY, ORIGIN, Origin
+from actors.telemetry.tracing import open_spans
 from actors.types import (
     Answer,
     Bytes,

@@ -1,4 +1,4 @@
-"""The one tree of exceptions. Which HTTP status and gRPC code each has: encoder_service/errors.py.
+"""The tree of exceptions. encoder_service/api/errors.py maps each to HTTP and gRPC codes.
 
     ServiceError
       InvalidRequest           the request as a whole cannot be read

@@ -1,4 +1,4 @@
-"""Calls that come over sockets from routers on the encoder's node, past Ray: see router/line.py.
+"""Calls that come over sockets from routers on the encoder's node, past Ray.
 
 A call of Ray's to an encoder takes three to four milliseconds there and back, one of these half a
 millisecond (BENCHMARKS.md). To Serve they are no calls: whoever owns them waits for them before it
@@ -15,7 +15,7 @@ from functools import partial
 from actors.errors import ServiceError, Unavailable
 from actors.line_messages import Call, asked_of, told_bytes
 from actors.messages import Messages, listen
-from actors.shared import here
+from actors.store.shared_memory import here
 from actors.types import Embedding, Reply
 
 log = logging.getLogger("ray.serve")

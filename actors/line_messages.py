@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from actors import errors
 from actors.errors import EncodeFailed, ServiceError
-from actors.origin import Origin
+from actors.telemetry.request_context import Origin
 from actors.types import (
     Answer,
     Dtype,

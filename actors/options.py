@@ -179,8 +179,8 @@ class EncoderOptions(DeviceOptions):
     """In the place of `replicas`."""
     transport: Transport = "shared_memory"
     """How rows above a megabyte get to callers in Ray. `nixl` leaves them on the device, from where
-    those who can read them have them on their own: language models here, and whoever uses
-    actors/received.py. Needs the extra `nixl`, on top of an interface that Ray calls alpha."""
+    those who can read them have them on their own: language models here, and whoever
+    uses actors/store/received.py. Needs the extra `nixl`; Ray calls the interface alpha."""
     nixl_bytes: PositiveInt = 2**30
     """Of each replica's device: where rows wait for their readers. What finds no room there goes by
     shared memory."""

@@ -11,18 +11,18 @@ import numpy as np
 import simplejpeg
 import torch
 
-from actors.capture import capture, choose_packing
-from actors.decode_processes import DecodeProcesses
-from actors.decoding import Decoding
-from actors.device import CpuDevice, Device
-from actors.engine import Engine
+from actors.engine.capture import capture, choose_packing
+from actors.engine.device import CpuDevice, Device
+from actors.engine.engine import Engine
+from actors.engine.two_paths import model_capacity
 from actors.errors import StartError
-from actors.metrics import EncoderMetrics
-from actors.models.cutters import cutter_of
+from actors.media.decode_processes import DecodeProcesses
+from actors.media.decoding import Decoding
+from actors.media.image import decode
+from actors.media.patchify import cutter_of
 from actors.models.load import load
 from actors.options import ActorOptions
-from actors.preprocess import decode
-from actors.two_paths import model_capacity
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item
 
 
@@ -62,7 +62,7 @@ def open_decoding(
     """
     cutter, together = cutter_of(engine.tower.spec), None
     if options.preprocess.device == "cuda":
-        from actors.nvjpeg import open_nvjpeg
+        from actors.media.nvjpeg import open_nvjpeg
 
         together = open_nvjpeg(cutter, engine.device.device)
     if beside:
@@ -87,6 +87,6 @@ def open_device(kind: str) -> Device:
             "encoder.device is cuda, but torch sees no CUDA device in this replica: check the "
             "driver, encoder.num_gpus and that torch is a CUDA build, or set encoder.device to cpu"
         )
-    from actors.cuda import CudaDevice
+    from actors.engine.cuda import CudaDevice
 
     return CudaDevice()

@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
     """The client's names, loaded when asked for: the service's own processes never do."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from encoder_service import client
+    from encoder_service.client import sync as client
 
     return getattr(client, name)
 

@@ -15,10 +15,10 @@ from ray.serve.schema import LoggingConfig
 
 from actors.encoder import Encoder
 from actors.errors import ConfigError, StartError
-from actors.nixl import check_transport
 from actors.options import ActorOptions, EncoderOptions
-from actors.spec import ModelSpec, read
-from actors.tracing import check_tracing
+from actors.spec.model_spec import ModelSpec, read
+from actors.store.nixl import check_transport
+from actors.telemetry.tracing import check_tracing
 from encoder_service.config import ServiceOptions, fit, parse, resources
 from encoder_service.ingress import Ingress
 from encoder_service.llm import spec as llm_spec
@@ -102,7 +102,7 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         health_check_timeout_s=options.encoder.health_check_timeout_seconds,
         graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
         request_router_config=RequestRouterConfig(
-            request_router_class="router.pinned:PinnedRequestRouter",
+            request_router_class="router.replicas.pinned:PinnedRequestRouter",
             request_routing_stats_period_s=1.0,
         ),
         logging_config=logs,
@@ -173,7 +173,7 @@ def replicas(encoder: EncoderOptions) -> dict[str, Any]:
             upscale_delay_s=scaling.upscale_delay_seconds,
             downscale_delay_s=scaling.downscale_delay_seconds,
             policy=AutoscalingPolicy(
-                policy_function="actors.scaling:PatchPolicy",
+                policy_function="actors.autoscaling:PatchPolicy",
                 policy_kwargs={"target_patches": scaling.target_patches},
             ),
         )

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from actors.errors import ServiceError
-from encoder_service import embedding
+from encoder_service.client import embedding
 from encoder_service.commands import bench, capture_plan, check, encode, proxy, rayservice, simulate
 
 COMMANDS = (check, encode, proxy, bench, capture_plan, simulate, rayservice)

@@ -21,11 +21,11 @@ from pydantic import (
     model_validator,
 )
 
-from actors.budgets import Capacity
+from actors.engine.budgets import Capacity
+from actors.engine.two_paths import model_capacity
 from actors.errors import ConfigError
 from actors.options import ActorOptions, Options
-from actors.spec import ModelSpec
-from actors.two_paths import model_capacity
+from actors.spec.model_spec import ModelSpec
 from actors.types import Size
 from encoder_service.llm.options import LlmOptions
 from router.options import RouterOptions

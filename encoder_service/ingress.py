@@ -1,6 +1,6 @@
 """The front door's deployment: one Service behind FastAPI and gRPC, with a router of its own.
 
-The only file between the API and Ray. What Ray raises is router/serve_fleet.py's to translate.
+The only file between the API and Ray. serve_fleet.py translates what Ray raises.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost, Unavailable
-from actors.logs import keep_from_log, name_requests
-from actors.mirror import start_mirror
-from actors.references import Kept
-from actors.shared import here
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
+from actors.store.references import Kept
+from actors.store.shared_memory import here
+from actors.telemetry.logs import keep_from_log, name_requests
+from actors.telemetry.ray_metrics import start_mirror
 from actors.types import Answer, Dtype, Media
-from encoder_service import http
+from encoder_service.api import http
+from encoder_service.api.exchange import Failure
+from encoder_service.api.grpc import EncoderCalls, Refused
+from encoder_service.api.health import HealthCalls
 from encoder_service.config import ServiceOptions
-from encoder_service.exchange import Failure
-from encoder_service.health import HealthCalls
 from encoder_service.llm.fleet import ChatFleet
 from encoder_service.llm.service import ChatService
 from encoder_service.llm.spec import LlmSpec
-from encoder_service.metrics import Page, Scrape
-from encoder_service.replicas import ask_all
-from encoder_service.rpc import EncoderCalls, Refused
+from encoder_service.ops.metrics import Page, Scrape
+from encoder_service.ops.replicas import ask_all
+from encoder_service.ops.status import Glance
 from encoder_service.service import Service
-from encoder_service.status import Glance
 from router.here import answer_here, encode_here
-from router.references import unknown
+from router.replicas.references import unknown
 from router.router import Router
 
 

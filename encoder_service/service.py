@@ -12,24 +12,24 @@ from contextlib import aclosing
 from typing import Protocol
 
 from actors.errors import InvalidOption, ServiceError
-from actors.references import Kept
-from actors.spec import ModelSpec
-from actors.tracing import open_spans
+from actors.spec.model_spec import ModelSpec
+from actors.store.references import Kept
+from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Media
-from encoder_service.admission import Admission, check_answer
-from encoder_service.answer import Entry, Json, document
-from encoder_service.buffered import Buffered
+from encoder_service.api.answer import Entry, Json, document
+from encoder_service.api.auth import Tokens
+from encoder_service.api.buffered import Buffered
+from encoder_service.api.deadline import Deadline
+from encoder_service.api.errors import AtItem
+from encoder_service.api.exchange import Exchange, Observer
+from encoder_service.api.schema import RequestOptions
 from encoder_service.config import ServiceOptions
-from encoder_service.deadline import Deadline
-from encoder_service.errors import AtItem
-from encoder_service.exchange import Exchange, Observer
-from encoder_service.fresh import Fresh
-from encoder_service.metrics import Scrape, ServiceMetrics
-from encoder_service.model_card import card
-from encoder_service.schema import RequestOptions
-from encoder_service.status import Glance, status
-from encoder_service.tokens import Tokens
-from encoder_service.wire import RequestItem
+from encoder_service.intake.admission import Admission, check_answer
+from encoder_service.ops.metrics import Scrape, ServiceMetrics
+from encoder_service.ops.model_card import card
+from encoder_service.ops.singleflight import Fresh
+from encoder_service.ops.status import Glance, status
+from encoder_service.wire.documents import RequestItem
 
 STATUS_SECONDS = 1.0
 """How old the status may be: however many look, the replicas are asked so often."""

@@ -13,17 +13,17 @@ from contextvars import Context
 from functools import partial
 
 from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceError, Unavailable
-from actors.origin import ORIGIN
+from actors.telemetry.request_context import ORIGIN
 from actors.types import Answer, Dtype, Embedding, Media
-from router.balance import Plan
-from router.coalesce import Carrier, Flight, Flights, key
-from router.fleet import Fleet, ReplicaDied, ReplicaFull, ShardLost
-from router.given import Given
-from router.holders import Holders, plan_around
-from router.ledger import Ledger
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
-from router.watch import Watch
+from router.policy.balance import Plan
+from router.policy.cache_affinity import Holders, plan_around
+from router.policy.coalesce import Carrier, Flight, Flights, key
+from router.policy.given import Given
+from router.policy.ledger import Ledger
+from router.replicas.fleet import Fleet, ReplicaDied, ReplicaFull, ShardLost
+from router.replicas.liveness import Watch
 
 logger = logging.getLogger("ray.serve")
 

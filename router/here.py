@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Protocol
 
 from actors.errors import EmbeddingLost
-from actors.shared import here
+from actors.store.shared_memory import here
 from actors.types import Answer, Dtype, Embedding, Media
 
 Encode = Callable[[list[Media], Dtype, float], Awaitable[list[Answer]]]

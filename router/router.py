@@ -15,19 +15,19 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.logs import name_requests
-from actors.mirror import start_mirror
 from actors.options import MetricsOptions, TracingOptions
-from actors.origin import ORIGIN, Origin
-from actors.references import Kept
-from actors.tracing import open_spans
+from actors.store.references import Kept
+from actors.telemetry.logs import name_requests
+from actors.telemetry.ray_metrics import start_mirror
+from actors.telemetry.request_context import ORIGIN, Origin
+from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Media
-from router.balance import POLICIES
 from router.dispatch import Dispatcher, now
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
-from router.references import Keeping
-from router.serve_fleet import ServeFleet, is_local_testing
+from router.policy.balance import POLICIES
+from router.replicas.references import Keeping
+from router.replicas.serve_fleet import ServeFleet, is_local_testing
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.checkpoint import Preset
+from actors.spec.checkpoint import Preset
 from tests.checkpoints_tiles import scatter
 
 TINY = Preset("deepseek-ocr-tiny").files

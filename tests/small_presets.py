@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from actors.checkpoint import PRESETS
+from actors.spec.checkpoint import PRESETS
 
 LAYERS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
 SMALL: dict[str, dict[str, Any]] = {

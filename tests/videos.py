@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from actors.models.cutters import VideoCutter, cutter_of
-from actors.spec import ModelSpec
+from actors.media.patchify import VideoCutter, cutter_of
+from actors.spec.model_spec import ModelSpec
 from actors.types import Clip, Item
 from tests.images import opened
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.attention import Shapes, Values
 from actors.kernels import hopper, nvrtc
+from actors.kernels.attention import Shapes, Values
 
 LARGE_PATCHES = 4096
 """Budgets from here on take a head size's last shape, smaller ones its first."""

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.resample import Resample, taps
+from actors.media.resample import Resample, taps
 from actors.types import Size
 
 BLOCK = 1024

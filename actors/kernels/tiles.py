@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.attention import Shapes, Values
+from actors.kernels.attention import Shapes, Values
 
 HEAD_SIZES = (64, 72, 80, 88, 96, 112, 128)
 SHORT_ROWS = 64

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import Attention, Values
+from actors.kernels.attention import Attention, Values
 
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"]
 Norm = Literal["layer", "rms"]

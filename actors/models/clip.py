@@ -16,7 +16,7 @@ from actors.models.block import Activation, Style, layer_norm
 from actors.models.gemma3 import NAMES
 from actors.models.packed_weights import Dimensions, Expected, Weights, affine, expected_blocks
 from actors.models.tiled import TileParts, merge_order, tile_sizing
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 
 PREFIXES = ("vision_model.",)
 LLAVA_PREFIXES = tuple(

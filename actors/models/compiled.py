@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from actors.attention import Attention
+from actors.kernels.attention import Attention
 from actors.models.block import BlockWeights, ReferenceBlocks, Style
 
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import Attention, Shapes, Values
+from actors.engine.two_paths import PATHS
+from actors.kernels.attention import Attention, Shapes, Values
 from actors.models import packed, sam, views
 from actors.models.block import Affine, BlocksForm, Style, layer_norm
 from actors.models.deepseek_ocr_config import (
@@ -24,8 +25,7 @@ from actors.models.deepseek_ocr_config import (
     crop_sizing,
 )
 from actors.models.packed_weights import CLIP_NAMES, Weights
-from actors.spec import ModelSpec
-from actors.two_paths import PATHS
+from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan
 
 CLIP_EPSILON = 1e-5

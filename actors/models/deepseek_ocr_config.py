@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.crops import CropSizing
 from actors.errors import CheckpointError
 from actors.models.packed_weights import (
     CLIP_NAMES,
@@ -18,7 +17,8 @@ from actors.models.packed_weights import (
     expected_blocks,
     stated,
 )
-from actors.spec import ModelSpec
+from actors.spec.crops import CropSizing
+from actors.spec.model_spec import ModelSpec
 
 PREFIXES = (
     *("model.sam_model.", "model.vision_model.", "model.projector."),

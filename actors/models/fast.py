@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import Attention, Values
+from actors.kernels.attention import Attention, Values
 from actors.kernels.cublaslt import Ending
+from actors.kernels.gemm import Product
 from actors.kernels.norm import norm
-from actors.kernels.products import Product
 from actors.kernels.rotary import rotate_
 from actors.kernels.shift import shifted
 from actors.kernels.swiglu import swiglu

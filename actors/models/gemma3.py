@@ -20,7 +20,7 @@ from actors.models.packed_weights import (
     expected_blocks,
 )
 from actors.models.tiled import TileParts, merge_order, tile_sizing
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 
 PREFIXES = tuple(
     model + part

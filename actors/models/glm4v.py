@@ -22,7 +22,7 @@ from actors.models.packed_weights import (
     affine,
     expected_blocks,
 )
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 
 PREFIXES = ("model.visual.", "visual.")
 """What the tower's tensors are called in a checkpoint: as published, and in older copies."""

@@ -17,7 +17,7 @@ from actors.models.block import BlockWeights, Style
 from actors.models.internvl_config import Architecture
 from actors.models.packed_weights import Weights
 from actors.models.tiled import TileParts, merge_order, tile_sizing
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 
 PROJECTOR_EPSILON = 1e-5
 """torch.nn.LayerNorm's own: the projector's is not configured."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from actors.models.block import Norm
 from actors.models.packed_weights import Expected, affine, stated
 from actors.models.tiled import tile_sizing
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 
 NORMS: Mapping[str, Norm] = {"layer_norm": "layer", "rms_norm": "rms"}
 

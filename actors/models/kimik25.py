@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import Attention, Shapes, Values
+from actors.kernels.attention import Attention, Shapes, Values
 from actors.models import kimivl
 from actors.models.block import Affine, BlocksForm, layer_norm
 from actors.models.packed_tower import PackedTower, Parts, segments_of, weighted
 from actors.models.packed_weights import Weights
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan
 
 ALONE = 0

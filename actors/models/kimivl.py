@@ -25,7 +25,7 @@ from actors.models.packed_weights import (
     affine,
     expected_blocks,
 )
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 
 PREFIXES = ("vision_tower.", "multi_modal_projector.", "mm_projector.")
 

@@ -16,7 +16,7 @@ from actors.models.block import Affine, BlockWeights, Style, layer_norm
 from actors.models.llama4_config import QKV, Architecture
 from actors.models.packed_weights import Weights, halves
 from actors.models.tiled import TileParts, merge_order, tile_sizing
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 
 EPSILON = 1e-5
 """torch.nn.LayerNorm's own: transformers does not read `norm_eps`."""

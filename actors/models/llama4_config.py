@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from actors.models.packed_weights import Expected, affine, stated
 from actors.models.tiled import tile_sizing
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 
 PREFIXES = ("vision_model.", "multi_modal_projector.")
 

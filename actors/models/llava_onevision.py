@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.anyres import AnyresSizing, PooledFrames
-from actors.attention import Attention
 from actors.errors import CheckpointError
+from actors.kernels.attention import Attention
 from actors.models import clip, packed
 from actors.models.block import BlocksForm
 from actors.models.packed_weights import Expected, Weights
 from actors.models.tiled import TileParts, TileTower, cut
-from actors.spec import ModelSpec
-from actors.tiling import Layout
+from actors.spec.anyres import AnyresSizing, PooledFrames
+from actors.spec.model_spec import ModelSpec
+from actors.spec.tiling import Layout
 from actors.types import ItemPlan, Size
 
 PREFIXES = (*clip.LLAVA_PREFIXES, "image_", "model.image_")

@@ -10,8 +10,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from actors import attention, checkpoint, spec, weights
-from actors.attention import Attention
+from actors.kernels import attention
+from actors.kernels.attention import Attention
 from actors.models import (
     clip,
     deepseek_ocr,
@@ -26,7 +26,6 @@ from actors.models import (
     llama4_config,
     llava_onevision,
     paddleocr,
-    perception,
     pixtral,
     qwen2vl,
     qwen3vl,
@@ -34,7 +33,9 @@ from actors.models import (
     qwen25vl,
     step3,
     step_config,
+    weights,
 )
+from actors.models import step3_vl as perception
 from actors.models.block import Blocks, BlocksForm, BlockWeights, ReferenceBlocks, Style
 from actors.models.compiled import CompiledBlocks
 from actors.models.packed_tower import PackedTower
@@ -43,7 +44,9 @@ from actors.models.step_tower import StepTower
 from actors.models.tiled import TileParts, TileTower
 from actors.models.tower import Tower
 from actors.options import ModelOptions
-from actors.spec import ModelSpec
+from actors.spec import checkpoint
+from actors.spec import model_spec as spec
+from actors.spec.model_spec import ModelSpec
 
 DUMMY_SEED = 0
 """Fixed: every replica of a service must give the same embeddings."""

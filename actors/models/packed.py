@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.kernels.products import Product
+from actors.kernels.gemm import Product
+from actors.media.resample import Resample
 from actors.models.block import NORMS, Affine, Norm
-from actors.resample import Resample
 from actors.types import Size
 
 Rgb = tuple[float, float, float]

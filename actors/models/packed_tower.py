@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import Attention, Shapes, Values
 from actors.errors import CheckpointError
+from actors.kernels.attention import Attention, Shapes, Values
 from actors.models import packed
 from actors.models.block import Affine, BlocksForm, BlockWeights, Style
-from actors.sizing import BlockSizing
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import BlockSizing
 from actors.types import ItemPlan
 
 CACHED_GRIDS = 256

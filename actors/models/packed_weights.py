@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.errors import CheckpointError
 from actors.models.block import Affine, BlockWeights
 from actors.models.packed import Rgb, folded_embedding, scaled_to_bytes
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 
 Expected = dict[str, tuple[int, ...]]
 

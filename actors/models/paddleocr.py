@@ -15,7 +15,7 @@ from actors.models.gemma3 import NAMES
 from actors.models.packed import Merger, centred_bilinear_taps
 from actors.models.packed_tower import Parts, Positions
 from actors.models.packed_weights import Dimensions, Expected, Weights, affine, expected_blocks
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 
 PREFIXES = tuple(
     prefix + part

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import Attention
+from actors.kernels.attention import Attention
 from actors.models import packed
 from actors.models.block import BlocksForm, Style, rms_norm
 from actors.models.packed_tower import PackedTower, Parts
@@ -24,7 +24,7 @@ from actors.models.packed_weights import (
     affine,
     expected_blocks,
 )
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 
 PREFIXES = tuple(
     model + part for model in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import Attention, Shapes, Values
+from actors.kernels.attention import Attention, Shapes, Values
 from actors.models import packed
 from actors.models.block import WINDOW, BlocksForm, Style
 from actors.models.packed_tower import CACHED_GRIDS, PackedTower, Parts, grids_of
@@ -28,7 +28,7 @@ from actors.models.packed_weights import (
     affine,
     expected_blocks,
 )
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan
 
 NAMES = BlockNames(

@@ -15,7 +15,7 @@ from actors.models.block import Style
 from actors.models.packed_tower import Parts, Positions
 from actors.models.packed_weights import BlockNames, Weights
 from actors.models.qwen3vl_config import Architecture
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 
 
 def parts(spec: ModelSpec, weights: Weights) -> Parts:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from actors.models.block import Activation
 from actors.models.packed_weights import BlockNames, affine, expected_blocks, stated
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 
 PREFIXES = ("model.visual.", "visual.")
 """What the tower's tensors are called in a checkpoint: as transformers saves them, as published."""

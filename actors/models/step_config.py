@@ -17,8 +17,8 @@ from actors.models.packed_weights import (
     expected_blocks,
     stated,
 )
-from actors.spec import ModelSpec
-from actors.windows import WindowSizing
+from actors.spec.model_spec import ModelSpec
+from actors.spec.windows import WindowSizing
 
 PREFIXES = ("vision_model.", "vit_", "model.vision_model.", "model.vit_")
 

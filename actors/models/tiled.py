@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention import Attention, Shapes, Values
 from actors.errors import CheckpointError, ConfigError
+from actors.kernels.attention import Attention, Shapes, Values
+from actors.media.resample import Resample
 from actors.models import packed
 from actors.models.block import BlocksForm, BlockWeights, Style
-from actors.resample import Resample
-from actors.spec import ModelSpec
-from actors.tiling import TileSizing, with_overview
+from actors.spec.model_spec import ModelSpec
+from actors.spec.tiling import TileSizing, with_overview
 from actors.types import ItemPlan, Size
 
 

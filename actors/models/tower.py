@@ -7,8 +7,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from actors.attention import Shapes, Values
-from actors.spec import ModelSpec
+from actors.kernels.attention import Shapes, Values
+from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.crops import CropSizing
 from actors.models import packed
 from actors.models.tiled import cut
-from actors.tiling import Layout
+from actors.spec.crops import CropSizing
+from actors.spec.tiling import Layout
 from actors.types import ItemPlan, Size
 
 NEWLINE = -1

@@ -12,7 +12,7 @@ from encoder_service.bench.mix import Shape, requests
 from encoder_service.config import ServiceOptions
 
 if TYPE_CHECKING:
-    from actors.bench.pipeline import Throughput
+    from encoder_service.bench.engine.pipeline import Throughput
 
 MOST_SECONDS = 5.0
 """Of each of the two measurements, however long the service is measured."""
@@ -28,7 +28,7 @@ class Alone:
         self, options: ActorOptions, pictures: list[bytes], in_flight: int, seconds: float
     ) -> Throughput:
         """See pipeline.measure."""
-        from actors.bench.pipeline import measure  # torch
+        from encoder_service.bench.engine.pipeline import measure  # torch
 
         return measure(options, pictures, in_flight, seconds)
 

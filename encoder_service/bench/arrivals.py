@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.spec import read
+from actors.spec.model_spec import read
 from actors.types import Size
 from encoder_service.bench.load import Load
 from encoder_service.bench.mix import Shape
 from encoder_service.bench.scrape import ratio, scrape, work_between
 from encoder_service.config import ServiceOptions
-from router.balance import POLICIES
 from router.options import Policy
-from router.simulation import Cost, Outcome, Scenario, Simulation
-from router.traffic import H200_8B, at_random
+from router.policy.balance import POLICIES
+from router.simulate.simulation import Cost, Outcome, Scenario, Simulation
+from router.simulate.traffic import H200_8B, at_random
 
 if TYPE_CHECKING:
     from encoder_service.bench.callers import Callers

@@ -15,9 +15,10 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec, read
 from actors.types import Embedding, SharedBytes
-from encoder_service.answer import timings
+from encoder_service.api.answer import timings
+from encoder_service.api.errors import fault
 from encoder_service.bench.cluster import APPLICATION, Cluster
 from encoder_service.bench.load import (
     Answered,
@@ -30,11 +31,10 @@ from encoder_service.bench.load import (
     work_seconds,
 )
 from encoder_service.bench.mix import Shape, requests
+from encoder_service.client.embedding import ServiceError
+from encoder_service.client.transports import connect
 from encoder_service.config import LimitOptions, ServiceOptions
-from encoder_service.embedding import ServiceError
-from encoder_service.errors import fault
-from encoder_service.media import probe
-from encoder_service.transports import connect
+from encoder_service.intake.media import probe
 
 TURNED = 37
 """Kinds by which one caller is ahead of the next."""

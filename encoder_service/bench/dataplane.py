@@ -20,9 +20,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from rich.table import Table
 
-from actors.cache import EmbeddingCache, Entry
-from actors.metrics import EncoderMetrics
-from actors.shared import read, share
+from actors.store.cache import EmbeddingCache, Entry
+from actors.store.shared_memory import read, share
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Bytes, SharedBytes
 
 Way = Literal["reference", "value", "bytes"]

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.bench.report import ModelReport, Report
 from actors.errors import ConfigError
+from encoder_service.bench.engine.report import ModelReport, Report
 from encoder_service.bench.published import published
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich import box
 from rich.table import Table
 
-from actors.bench.report import Figure, ModelReport, Profile, Report, WorkloadReport
+from encoder_service.bench.engine.report import Figure, ModelReport, Profile, Report, WorkloadReport
 from encoder_service.bench.published import SOURCE, published
 
 KERNELS = 25

@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from actors.types import DTYPE_BYTES, Dtype
-from encoder_service.embedding import ServiceError
-from encoder_service.transports import Transport
-from encoder_service.wire import RequestItem
+from encoder_service.client.embedding import ServiceError
+from encoder_service.client.transports import Transport
+from encoder_service.wire.documents import RequestItem
 
 ProtocolName = Literal["http", "grpc", "reference", "handle"]
 """How callers reach the service. reference: over HTTP, the embeddings stay in shared memory and ids

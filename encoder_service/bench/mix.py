@@ -14,7 +14,7 @@ from random import Random
 import numpy as np
 from PIL import Image
 
-from router.traffic import drawn
+from router.simulate.traffic import drawn
 
 VARIANTS = 8
 """Different pictures of each size, where there are few sizes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from actors.bench.workloads import DEFAULT
+from encoder_service.bench.engine.workloads import DEFAULT
 
 DEVICE = "H200"
 SOURCE = "vLLM 0.26.0, FlashAttention-3, graphs, one H200, 2026-11-20: not measured in this run"

@@ -13,11 +13,11 @@ from typing import Any
 
 from rich.console import Console
 
-from actors.bench.report import DEFAULT_MODES, MODES, TOLERANCE, Report
-from actors.bench.workloads import DEFAULT, SHORT, Workload
-from actors.checkpoint import preset_names
 from actors.errors import ConfigError
+from actors.spec.checkpoint import preset_names
 from actors.types import Size
+from encoder_service.bench.engine.report import DEFAULT_MODES, MODES, TOLERANCE, Report
+from encoder_service.bench.engine.workloads import DEFAULT, SHORT, Workload
 from encoder_service.bench.mix import parse_mix
 
 ALL = "all"
@@ -71,7 +71,10 @@ def add(kinds: Any) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Prints a table last. 1: an output is wrong. Raises ConfigError, CheckpointError."""
-    from actors.bench import engine, machine  # torch takes seconds to import
+    from encoder_service.bench.engine import (
+        engine,  # torch takes seconds to import
+        machine,  # torch takes seconds to import
+    )
     from encoder_service.bench.engine_plot import plot, require_matplotlib
     from encoder_service.bench.engine_table import tables
 

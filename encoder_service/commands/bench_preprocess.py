@@ -1,4 +1,4 @@
-"""`encoder-service bench preprocess`: reads its options; actors/bench/preprocess.py measures."""
+"""`encoder-service bench preprocess`: reads its options; bench/engine/preprocess.py measures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from encoder_service.bench.mix import VARIANTS, parse_mix, picture
 from encoder_service.commands.numbers import above_zero, positive
 
 if TYPE_CHECKING:
-    from actors.bench.preprocess import Figure
+    from encoder_service.bench.engine.preprocess import Figure
 
 SIZES = ("336x336", "1920x1080")
 
@@ -71,8 +71,8 @@ def add(kinds: Any) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Prints a table. Raises StartError where the device or torchvision is missing."""
-    from actors.bench.machine import open_device  # torch takes seconds to import
-    from actors.bench.preprocess import measure
+    from encoder_service.bench.engine.machine import open_device  # torch takes seconds to import
+    from encoder_service.bench.engine.preprocess import measure
 
     open_device(options.device)  # whose error names --device, the engine's a configuration
     console.width = max(console.width, WIDTH)

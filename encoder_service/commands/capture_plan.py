@@ -1,6 +1,6 @@
 """`encoder-service capture-plan`: budgets that suit the traffic, from a histogram of it.
 
-Reads the histogram and prints; which budgets are best is actors/ladder.py's to say.
+Reads the histogram and prints; which budgets are best is actors/engine/ladder.py's to say.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from actors.budgets import Capacity
-from actors.errors import ConfigError
-from actors.ladder import (
+from actors.engine.budgets import Capacity
+from actors.engine.ladder import (
     MULTIPLE_TOKENS,
     best_ladder,
     computed,
@@ -25,9 +24,10 @@ from actors.ladder import (
     rounded_up,
     simulated_loads,
 )
-from actors.sizing import BlockSizing
-from actors.spec import ModelSpec, read
-from actors.two_paths import model_capacity
+from actors.engine.two_paths import model_capacity
+from actors.errors import ConfigError
+from actors.spec.model_spec import ModelSpec, read
+from actors.spec.sizing import BlockSizing
 from actors.types import ItemPlan, Size
 from encoder_service.commands.numbers import at_least_one, positive
 from encoder_service.config import load

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from actors.budgets import Capacity
+from actors.engine.budgets import Capacity
 from actors.options import EncoderOptions
-from actors.spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec, read
 from actors.types import Size
 from encoder_service.config import ServiceOptions, fit, load_all, read_document
 from encoder_service.llm import spec as llm_spec

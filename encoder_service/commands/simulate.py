@@ -1,6 +1,6 @@
 """`encoder-service simulate`: the balancing policies over fleets that nobody has at hand.
 
-Runs router/simulation.py over scenarios of router/traffic.py and prints; needs no cluster.
+Runs router/simulate over its traffic scenarios and prints; needs no cluster.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rich.table import Table
 from encoder_service.bench.engine_plot import require_matplotlib
 from encoder_service.bench.simulation_plot import plot
 from encoder_service.commands.numbers import above_zero, positive
-from router.balance import POLICIES
 from router.options import Policy
-from router.simulation import Simulation
-from router.traffic import H200_8B, burst, steady
+from router.policy.balance import POLICIES
+from router.simulate.simulation import Simulation
+from router.simulate.traffic import H200_8B, burst, steady
 
 BURST_REQUESTS = 4
 """For each replica, all at once."""

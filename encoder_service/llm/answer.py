@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from encoder_service.errors import Fault
+from encoder_service.api.errors import Fault
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.llm.types import Finish
 

@@ -20,11 +20,11 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import ServiceError, TooLarge, Unavailable
 from actors.options import ModelOptions, Transport
-from actors.received import Receiver
-from actors.tensors import tensor
+from actors.store.received import Receiver
+from actors.store.tensors import tensor
 from actors.types import Embedding
-from encoder_service.deadline import Deadline
-from encoder_service.errors import AtItem
+from encoder_service.api.deadline import Deadline
+from encoder_service.api.errors import AtItem
 from encoder_service.llm import model, tokenizer
 from encoder_service.llm.embedder import Embedder
 from encoder_service.llm.generate import Emit, Generator

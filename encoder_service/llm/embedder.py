@@ -8,12 +8,12 @@ from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost, ServiceError
-from actors.origin import Origin
+from actors.telemetry.request_context import Origin
 from actors.types import Answer, Dtype, Embedding, Media
-from encoder_service.deadline import Deadline
-from encoder_service.errors import AtItem
+from encoder_service.api.deadline import Deadline
+from encoder_service.api.errors import AtItem
 from router.here import Reader, encode_here
-from router.serve_fleet import LOST, brief
+from router.replicas.serve_fleet import LOST, brief
 
 
 class Embedder:

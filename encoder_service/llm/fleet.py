@@ -10,11 +10,11 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import Overloaded
-from encoder_service.errors import AtItem
+from encoder_service.api.errors import AtItem
 from encoder_service.llm.service import ReplicaLost
 from encoder_service.llm.types import Call, Event, Failed
-from encoder_service.replicas import ask_all
-from router.serve_fleet import LOST, brief
+from encoder_service.ops.replicas import ask_all
+from router.replicas.serve_fleet import LOST, brief
 
 
 class ChatFleet:

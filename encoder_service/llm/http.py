@@ -12,15 +12,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from encoder_service import envelope
-from encoder_service.errors import fault
-from encoder_service.exchange import Exchange
+from encoder_service.api import envelope
+from encoder_service.api.errors import fault
+from encoder_service.api.exchange import Exchange
+from encoder_service.api.upload import read_body
 from encoder_service.llm.answer import DONE, Answers, error, event, models
 from encoder_service.llm.schema import ChatRequest, InvalidKey, UnknownModel
 from encoder_service.llm.service import ChatService, Parsed
 from encoder_service.llm.types import Event, Finish
 from encoder_service.service import Service
-from encoder_service.upload import read_body
 
 CHAT_PATH = "/v1/chat/completions"
 

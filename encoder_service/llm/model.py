@@ -12,9 +12,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 from transformers.utils import logging
 
-from actors.checkpoint import Preset, find
 from actors.errors import CheckpointError, StartError
 from actors.options import ModelOptions
+from actors.spec.checkpoint import Preset, find
 from encoder_service.llm.prompt import Prompt
 from encoder_service.llm.spec import LlmSpec
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.errors import UnsupportedMedia
+from actors.spec.video import VideoSizing
 from actors.types import Grid, Kind, Media
-from actors.video import VideoSizing
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from pydantic import (
 
 from actors.errors import InvalidRequest, NotFound
 from actors.types import Kind
-from encoder_service.formats import WireError, from_base64
 from encoder_service.llm.types import Message, Sampling
-from encoder_service.wire import RequestItem
+from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.formats import WireError, from_base64
 
 MOST_STOPS = 4
 MOST_TURNS, MOST_PARTS = 4096, 1024

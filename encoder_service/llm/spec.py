@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.checkpoint import find
 from actors.errors import CheckpointError, ConfigError
 from actors.options import ModelOptions
-from actors.spec import ModelSpec
+from actors.spec.checkpoint import find
+from actors.spec.model_spec import ModelSpec
+from actors.spec.video import VideoSizing
 from actors.types import Dtype
-from actors.video import VideoSizing
 from encoder_service.llm.options import LlmOptions
 from encoder_service.llm.placeholders import STYLES, VideoStyle
 

@@ -8,9 +8,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from actors.checkpoint import Files, Preset, find
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
+from actors.spec.checkpoint import Files, Preset, find
 
 SPECIAL = (
     "<|im_start|>",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actors.errors import ServiceError
-from actors.origin import NOBODY, Origin
+from actors.telemetry.request_context import NOBODY, Origin
 from actors.types import Media
 
 Message = dict[str, Any]

@@ -14,13 +14,13 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from actors import errors
-from actors.spec import read
-from actors.tensors import tensor
+from actors.spec.model_spec import read
+from actors.store.tensors import tensor
 from actors.types import Embedding
 from encoder_service.bench.cluster import Cluster
 from encoder_service.client import Client, ServiceError
 from encoder_service.config import LimitOptions, ServiceOptions
-from encoder_service.media import probe
+from encoder_service.intake.media import probe
 from router.here import encode_here
 
 Rows = np.ndarray[Any, Any]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from encoder_service.embedding import Embedding
-from encoder_service.sglang import expanded, processor_output
+from encoder_service.client.embedding import Embedding
+from encoder_service.engines.sglang import expanded, processor_output
 from tests.engines import checkpoint
 from tests.unit.test_consumers import embedding
 
@@ -110,5 +110,5 @@ def test_sglang_itself_expands_no_prompt(processor: Any) -> None:
     images = [embedding((1, 4, 6)), embedding((1, 2, 2), seed=1)]
     ids = prompt(processor)
     assert processed(processor, ids, images).input_ids == ids, (
-        "then encoder_service.sglang need not"
+        "then encoder_service.engines.sglang need not"
     )

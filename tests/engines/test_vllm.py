@@ -80,7 +80,7 @@ def engines(
         connector = {
             "ec_connector": "EncoderServiceConnector",
             "ec_role": "ec_consumer",
-            "ec_connector_module_path": "encoder_service.vllm_connector",
+            "ec_connector_module_path": "encoder_service.engines.vllm_connector",
             "ec_connector_extra_config": {"url": where.http},
         }
         whole = vllm(PYTHON, folder, "whole", limit_mm_per_prompt=TOWER)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["encoder_service", "actors.preprocess", "PIL", "httpx"]):
+with atheris.instrument_imports(include=["encoder_service", "actors.media.image", "PIL", "httpx"]):
     from tests.fuzz.seeds import corpus
     from tests.fuzz.targets import TARGETS, run
 

@@ -15,9 +15,9 @@ from time import sleep
 
 import uvicorn
 
-from actors.spec import read
+from actors.spec.model_spec import read
+from encoder_service.api.http import build
 from encoder_service.config import AuthOptions, ServiceOptions
-from encoder_service.http import build
 from encoder_service.service import Service
 from tests.unit.front_door import MODEL, Fleet
 

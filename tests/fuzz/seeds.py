@@ -11,9 +11,9 @@ from pathlib import Path
 import msgpack
 from PIL import Image
 
-from encoder_service import encoder_pb2 as pb
-from encoder_service import wire
-from encoder_service.formats import JSON
+from encoder_service.wire import documents as wire
+from encoder_service.wire import encoder_pb2 as pb
+from encoder_service.wire.formats import JSON
 from tests.images import animated, encoded, exif_with, jpeg, jpeg_segments, opened, png
 from tests.videos import video
 

@@ -12,19 +12,19 @@ import grpc
 import httpx
 from google.protobuf.message import DecodeError
 
-from actors import spec
 from actors.errors import InvalidMedia, InvalidRequest, ServiceError, Unauthorized
-from actors.models.cutters import cutter_of
-from actors.preprocess import decode, prepare
-from encoder_service import encoder_pb2 as pb
-from encoder_service import wire
+from actors.media.image import decode, prepare
+from actors.media.patchify import cutter_of
+from actors.spec import model_spec as spec
+from encoder_service.api.auth import Tokens
+from encoder_service.api.http import ENCODE_PATH, build
 from encoder_service.config import AuthOptions, FetchOptions, LimitOptions
-from encoder_service.fetch import Fetcher
-from encoder_service.formats import JSON, MSGPACK, SAFETENSORS
-from encoder_service.http import ENCODE_PATH, build
-from encoder_service.media import probe
-from encoder_service.tokens import Tokens
-from encoder_service.wire import WireError
+from encoder_service.intake.fetch import Fetcher
+from encoder_service.intake.media import probe
+from encoder_service.wire import documents as wire
+from encoder_service.wire import encoder_pb2 as pb
+from encoder_service.wire.documents import WireError
+from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS
 from tests.fuzz import seeds
 from tests.unit.front_door import MODEL, Fleet, service
 from tests.unit.test_rpc import Calls, Context

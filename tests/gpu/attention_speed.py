@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from actors.attention import choose
+from actors.kernels.attention import choose
 
 SHAPES = {
     "1x400": [400],

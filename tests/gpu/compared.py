@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from actors.attention import Values
+from actors.kernels.attention import Values
 
 
 def difference(value: Tensor, expected: Tensor) -> float:

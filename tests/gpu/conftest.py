@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from actors.budgets import Capacity
-from actors.capture import capture
-from actors.device import Device
-from actors.graphs import GraphSet
-from actors.metrics import EncoderMetrics
+from actors.engine.budgets import Capacity
+from actors.engine.capture import capture
+from actors.engine.device import Device
+from actors.engine.graphs import GraphSet
+from actors.engine.two_paths import model_capacity
 from actors.models.load import load
 from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions
-from actors.two_paths import model_capacity
+from actors.telemetry.metrics import EncoderMetrics
 from tests.gpu.towers import cuda
 
 PRESETS = ("qwen3vl-2b", "qwen3vl-8b")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.attention import SegmentAttention
+from actors.kernels.attention import SegmentAttention
 from tests.gpu.compared import difference, on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]

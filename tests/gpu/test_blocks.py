@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.attention import Attention, SegmentAttention
+from actors.kernels.attention import Attention, SegmentAttention
 from actors.models.block import WINDOW, Affine, BlockWeights, ReferenceBlocks, Style
 from tests.gpu.compared import difference, on_gpu
 

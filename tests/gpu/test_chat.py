@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actors.options import ModelOptions
-from actors.spec import read as read_tower
+from actors.spec.model_spec import read as read_tower
 from encoder_service.llm import model as language_model
 from encoder_service.llm.generate import Generator
 from encoder_service.llm.options import LlmOptions

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from actors.budgets import Capacity
-from actors.capture import capture
-from actors.engine import Engine
+from actors.engine.budgets import Capacity
+from actors.engine.capture import capture
+from actors.engine.engine import Engine
 from actors.errors import EncodeFailed, StartError
-from actors.metrics import EncoderMetrics
+from actors.telemetry.metrics import EncoderMetrics
 from tests.gpu.conftest import Captured
 from tests.gpu.test_graphs import item
 from tests.gpu.towers import cuda
@@ -27,11 +27,11 @@ LOST = 70
 
 ASSERTS = """
 import torch
-from actors.budgets import Capacity
-from actors.capture import capture
-from actors.cuda import CudaDevice
-from actors.engine import Engine
-from actors.metrics import EncoderMetrics
+from actors.engine.budgets import Capacity
+from actors.engine.capture import capture
+from actors.engine.cuda import CudaDevice
+from actors.engine.engine import Engine
+from actors.telemetry.metrics import EncoderMetrics
 from tests.toy_tower import ToyTower, toy_item
 
 tower, device, metrics = ToyTower(), CudaDevice(), EncoderMetrics()

@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
 pytest.importorskip("triton")
 
 from actors.kernels.cublaslt import Ending, Shape  # noqa: E402
-from actors.kernels.few_rows import FewRows, Tile, few_rows, kernel_for  # noqa: E402
 from actors.kernels.hopper import CAPABILITY  # noqa: E402
 from actors.kernels.norm import norm  # noqa: E402
+from actors.kernels.skinny_gemm import FewRows, Tile, few_rows, kernel_for  # noqa: E402
 
 TILES = [(1, 64, 1), (2, 104, 1), (3, 88, 1), (1, 208, 3), (2, 72, 2), (1, 144, 4)]
 """Groups, rows and splits: whole and partial tiles, even and uneven shares."""

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.budgets import Segments
-from actors.engine import Engine
-from actors.graphs import GraphSet
+from actors.engine.budgets import Segments
+from actors.engine.engine import Engine
+from actors.engine.graphs import GraphSet
 from actors.types import Item, ItemPlan
 from tests.gpu.conftest import Captured
 from tests.gpu.test_tiled_graphs import poison

@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
 pytest.importorskip("triton")
 
 from actors.kernels.cublaslt import Ending  # noqa: E402
+from actors.kernels.gemm import CHOICES, Product, tuning  # noqa: E402
 from actors.kernels.norm import norm  # noqa: E402
 from actors.kernels.positions import add_positions_  # noqa: E402
-from actors.kernels.products import CHOICES, Product, tuning  # noqa: E402
 from actors.kernels.rotary import rotate_  # noqa: E402
 from actors.kernels.shift import shifted  # noqa: E402
 from actors.kernels.swiglu import swiglu  # noqa: E402

@@ -11,12 +11,12 @@ import ray
 import torch
 from torch import Tensor
 
-from actors.attention import Values
-from actors.budgets import Capacity
-from actors.capture import capture
-from actors.engine import Engine
-from actors.metrics import EncoderMetrics
-from actors.tensors import tensor
+from actors.engine.budgets import Capacity
+from actors.engine.capture import capture
+from actors.engine.engine import Engine
+from actors.kernels.attention import Values
+from actors.store.tensors import tensor
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, ReceivedBytes, Timings
 from tests.gpu.towers import cuda
 from tests.toy_tower import ToyTower, toy_item, toy_rows
@@ -54,7 +54,7 @@ class Source:
     """In the place of an encoder."""
 
     def __init__(self) -> None:
-        from actors.nixl import DeviceMemory
+        from actors.store.nixl import DeviceMemory
 
         self.metrics = EncoderMetrics()
         self.memory = DeviceMemory(2**28, torch.device("cuda", 0), self.metrics)
@@ -75,7 +75,7 @@ class Consumer:
     """In the place of a language model."""
 
     def __init__(self) -> None:
-        from actors.received import Receiver
+        from actors.store.received import Receiver
 
         self.reader = Receiver("cuda")
 

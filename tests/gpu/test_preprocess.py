@@ -16,14 +16,14 @@ import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 
-from actors.cache import Entry
-from actors.engine import Engine
+from actors.engine.engine import Engine
 from actors.errors import InvalidMedia
-from actors.metrics import EncoderMetrics
-from actors.models.cutters import cutter_of
+from actors.media.image import decode
+from actors.media.nvjpeg import Nvjpeg, open_nvjpeg
+from actors.media.patchify import cutter_of
+from actors.media.resample import Resample
 from actors.models.load import build, tensors
 from actors.models.packed import resize
-from actors.nvjpeg import Nvjpeg, open_nvjpeg
 from actors.options import (
     ActorOptions,
     EncoderOptions,
@@ -31,10 +31,10 @@ from actors.options import (
     ModelOptions,
     PreprocessOptions,
 )
-from actors.preprocess import decode
-from actors.resample import Resample
-from actors.stages import Made, Stages
+from actors.pipeline import Made, Stages
 from actors.startup import open_decoding, open_engine
+from actors.store.cache import Entry
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Media, Size
 from encoder_service.bench.mix import picture
 from tests.gpu.towers import cuda, relative_error, shallow

@@ -8,13 +8,13 @@ from random import Random
 import pytest
 import torch
 
-from actors.attention import Values
-from actors.budgets import Capacity, Segments
-from actors.capture import capture
-from actors.device import Device
-from actors.engine import Engine
-from actors.graphs import GraphSet
-from actors.metrics import EncoderMetrics
+from actors.engine.budgets import Capacity, Segments
+from actors.engine.capture import capture
+from actors.engine.device import Device
+from actors.engine.engine import Engine
+from actors.engine.graphs import GraphSet
+from actors.kernels.attention import Values
+from actors.telemetry.metrics import EncoderMetrics
 from tests.gpu.towers import cuda
 from tests.toy_tower import ToyTower, toy_item, toy_rows
 

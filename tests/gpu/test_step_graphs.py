@@ -8,17 +8,17 @@ from random import Random
 import numpy as np
 import pytest
 
-from actors.budgets import Segments
-from actors.capture import capture
-from actors.device import Device
-from actors.graphs import GraphSet
-from actors.metrics import EncoderMetrics
+from actors.engine.budgets import Segments
+from actors.engine.capture import capture
+from actors.engine.device import Device
+from actors.engine.graphs import GraphSet
+from actors.engine.two_paths import PATHS, model_capacity
 from actors.models.step_tower import StepTower
 from actors.options import GraphOptions
-from actors.spec import ModelSpec
-from actors.two_paths import PATHS, model_capacity
+from actors.spec.model_spec import ModelSpec
+from actors.spec.windows import WindowSizing
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Size
-from actors.windows import WindowSizing
 from tests.gpu.test_tiled_graphs import poison
 from tests.gpu.towers import cuda, finished, relative_error, shallow, towers
 

@@ -7,15 +7,15 @@ from random import Random
 import numpy as np
 import pytest
 
-from actors.budgets import MOST_ITEMS_A_BUDGET, Segments, capacity
-from actors.capture import capture
-from actors.device import Device
-from actors.graphs import GraphSet
-from actors.metrics import EncoderMetrics
+from actors.engine.budgets import MOST_ITEMS_A_BUDGET, Segments, capacity
+from actors.engine.capture import capture
+from actors.engine.device import Device
+from actors.engine.graphs import GraphSet
 from actors.models.packed_tower import PackedTower
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Size
 from tests.gpu.towers import cuda, finished, relative_error, shallow, synchronize, towers
 

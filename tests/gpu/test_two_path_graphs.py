@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.budgets import Capacity, Segments
-from actors.capture import capture
-from actors.device import Device
-from actors.engine import Engine
-from actors.graphs import GraphSet
-from actors.metrics import EncoderMetrics
+from actors.engine.budgets import Capacity, Segments
+from actors.engine.capture import capture
+from actors.engine.device import Device
+from actors.engine.engine import Engine
+from actors.engine.graphs import GraphSet
+from actors.engine.two_paths import model_capacity
 from actors.models.deepseek_ocr import DeepseekOcrTower
 from actors.options import GraphOptions
-from actors.spec import ModelSpec
-from actors.two_paths import model_capacity
+from actors.spec.model_spec import ModelSpec
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Size
 from tests.gpu.test_tiled_graphs import poison
 from tests.gpu.towers import cuda, finished, relative_error, shallow, towers

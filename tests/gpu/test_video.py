@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.budgets import Segments
-from actors.capture import capture
-from actors.device import Device
-from actors.graphs import GraphSet
-from actors.metrics import EncoderMetrics
+from actors.engine.budgets import Segments
+from actors.engine.capture import capture
+from actors.engine.device import Device
+from actors.engine.graphs import GraphSet
+from actors.engine.two_paths import model_capacity
 from actors.models.kimik25 import KimiK25Tower
 from actors.options import GraphOptions
-from actors.two_paths import model_capacity
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan
 from tests.gpu.test_graphs import item
 from tests.gpu.test_tiled_graphs import poison

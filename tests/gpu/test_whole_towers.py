@@ -14,9 +14,9 @@ from time import perf_counter
 import pytest
 import torch
 
-from actors.device import Device
+from actors.engine.device import Device
 from actors.models import load
-from actors.spec import ModelSpec
+from actors.spec.model_spec import ModelSpec
 from tests.gpu import (
     test_packed_graphs,
     test_step_graphs,

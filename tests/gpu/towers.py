@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors import spec
-from actors.device import Device
+from actors.engine.device import Device
 from actors.models import load
 from actors.models.tower import Tower
 from actors.options import ModelOptions
-from actors.spec import ModelSpec
+from actors.spec import model_spec as spec
+from actors.spec.model_spec import ModelSpec
 
 FEWER: dict[str, dict[str, Any]] = {
     "qwen2vl-7b": {"depth": 4},
@@ -54,7 +54,7 @@ def cuda() -> Device:
     """The GPU, or the test is skipped."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from actors.cuda import CudaDevice
+    from actors.engine.cuda import CudaDevice
 
     return CudaDevice()
 

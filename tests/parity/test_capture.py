@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actors import spec
-from actors.attention import SegmentAttention, Values
+from actors.kernels.attention import SegmentAttention, Values
 from actors.models import load
 from actors.models.block import ReferenceBlocks
 from actors.models.packed_weights import Weights
 from actors.models.tower import VideoTower
 from actors.options import ModelOptions
+from actors.spec import model_spec as spec
 from tests import checkpoints
 from tests.checkpoints_clip import write_clip, write_llava, write_onevision, write_siglip
 from tests.checkpoints_ocr import write_deepseek_ocr

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.video_utils import VideoMetadata
 
-from actors.budgets import Segments
-from actors.device import CpuDevice
+from actors.engine.budgets import Segments
+from actors.engine.device import CpuDevice
+from actors.engine.graphs import GraphSet
 from actors.errors import CheckpointError
-from actors.graphs import GraphSet
 from actors.options import ModelOptions
 from actors.types import Clip, ItemPlan, Media, Size
 from encoder_service.llm import model as language_model

@@ -16,10 +16,10 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
 from actors.options import ModelOptions
-from actors.sampling import Spread
-from actors.spec import read
+from actors.spec.model_spec import read
+from actors.spec.sampling import Spread
+from actors.spec.video import MeanTimes, TotalPixels, VideoSizing
 from actors.types import Clip, Media, Size
-from actors.video import MeanTimes, TotalPixels, VideoSizing
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.options import LlmOptions
 from encoder_service.llm.placeholders import STYLES, place

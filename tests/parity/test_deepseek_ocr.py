@@ -14,21 +14,21 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from actors.budgets import Segments
-from actors.capture import capture
-from actors.crops import CropSizing
-from actors.device import CpuDevice
-from actors.engine import Engine
-from actors.graphs import GraphSet
-from actors.metrics import EncoderMetrics
+from actors.engine.budgets import Segments
+from actors.engine.capture import capture
+from actors.engine.device import CpuDevice
+from actors.engine.engine import Engine
+from actors.engine.graphs import GraphSet
+from actors.engine.two_paths import PATHS, two_path_capacity
+from actors.media.image import decode
+from actors.media.patchify import cutter_of
 from actors.models import views
-from actors.models.cutters import cutter_of
 from actors.models.deepseek_ocr import DeepseekOcrTower
 from actors.models.load import load
 from actors.options import GraphOptions, ModelOptions
-from actors.preprocess import decode
-from actors.tiling import StretchedTiles
-from actors.two_paths import PATHS, two_path_capacity
+from actors.spec.crops import CropSizing
+from actors.spec.tiling import StretchedTiles
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Size
 from tests.checkpoints_ocr import write_deepseek_ocr
 from tests.images import PHOTOGRAPHS, jpeg, opened, photograph

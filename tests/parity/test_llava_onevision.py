@@ -16,21 +16,21 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
     LlavaOnevisionImageProcessorPil,
 )
 
-from actors import clip_spec
-from actors.anyres import AnyresSizing
-from actors.budgets import Capacity, Segments
-from actors.capture import capture
-from actors.device import CpuDevice
-from actors.engine import Engine
+from actors.engine.budgets import Capacity, Segments
+from actors.engine.capture import capture
+from actors.engine.device import CpuDevice
+from actors.engine.engine import Engine
+from actors.engine.graphs import GraphSet
 from actors.errors import TooLarge
-from actors.graphs import GraphSet
-from actors.metrics import EncoderMetrics
-from actors.models.cutters import cutter_of
+from actors.media.patchify import cutter_of
 from actors.models.llava_onevision import OnevisionTower, patchify
 from actors.models.load import load
 from actors.models.tiled import cut
 from actors.options import ModelOptions
-from actors.spec import read
+from actors.spec import clip_spec
+from actors.spec.anyres import AnyresSizing
+from actors.spec.model_spec import read
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, Item, Size
 from tests.checkpoints_clip import PICTURE, TOWER, write_llava_qwen, write_onevision
 from tests.images import opened

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from actors.errors import CheckpointError
-from actors.models.cutters import cutter_of
+from actors.media.patchify import cutter_of
 from actors.models.load import FAMILIES, load
+from actors.models.weights import INDEX, SINGLE
 from actors.options import ModelOptions
-from actors.weights import INDEX, SINGLE
 from tests.checkpoints import write
 from tests.parity.conftest import Pair
 from tests.parity.test_tower import encode, random_patches, theirs

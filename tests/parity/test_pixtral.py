@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from actors.budgets import Segments
-from actors.device import CpuDevice
-from actors.graphs import GraphSet
-from actors.models.cutters import cutter_of
+from actors.engine.budgets import Segments
+from actors.engine.device import CpuDevice
+from actors.engine.graphs import GraphSet
+from actors.media.image import decode
+from actors.media.patchify import cutter_of
 from actors.models.load import load
 from actors.models.pixtral import PixtralTower
 from actors.options import ModelOptions
-from actors.preprocess import decode
 from actors.types import ItemPlan, Size
 from tests.checkpoints_pixtral import write_mistral3, write_pixtral
 from tests.images import PHOTOGRAPHS, photograph

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from actors.errors import TooLarge
-from actors.models.cutters import cutter_of
-from actors.preprocess import decode
-from actors.sizing import (
+from actors.media.image import decode
+from actors.media.patchify import cutter_of
+from actors.spec.sizing import (
     EnlargingSizing,
     FittedSizing,
     RoundingSizing,

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors import clip_spec, packed_spec, tile_spec, view_spec
 from actors.models.load import FAMILIES
 from actors.options import ModelOptions
-from actors.spec import read
+from actors.spec import clip_spec, packed_spec, tile_spec, view_spec
+from actors.spec.model_spec import read
 from actors.types import Size
 from tests import llama4
 from tests.parity.table import FAMILIES as IN_TABLE

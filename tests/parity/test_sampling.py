@@ -22,10 +22,10 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from actors.errors import TooLarge
-from actors.sampling import Evenly, Middles, Paced, Sampling, Spread, Strided, Thinning, Timed
-from actors.sizing import ShrinkingSizing
+from actors.spec.sampling import Evenly, Middles, Paced, Sampling, Spread, Strided, Thinning, Timed
+from actors.spec.sizing import ShrinkingSizing
+from actors.spec.video import FramePixels, MeanTimes, PooledGroups, TotalPixels
 from actors.types import Clip, Size
-from actors.video import FramePixels, MeanTimes, PooledGroups, TotalPixels
 
 MODELS = Path(transformers.__file__).parent / "models"
 QWEN = {"temporal_patch_size": 2, "min_frames": 4, "max_frames": 768, "num_frames": None}

@@ -15,20 +15,20 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from actors.budgets import Segments
-from actors.capture import capture
-from actors.device import CpuDevice
-from actors.engine import Engine
-from actors.graphs import GraphSet
-from actors.metrics import EncoderMetrics
-from actors.models.cutters import cutter_of
+from actors.engine.budgets import Segments
+from actors.engine.capture import capture
+from actors.engine.device import CpuDevice
+from actors.engine.engine import Engine
+from actors.engine.graphs import GraphSet
+from actors.engine.two_paths import PATHS, model_capacity
+from actors.media.image import decode
+from actors.media.patchify import cutter_of
 from actors.models.load import load
 from actors.models.step_tower import StepTower, cut, patchify
 from actors.options import GraphOptions, ModelOptions
-from actors.preprocess import decode
-from actors.two_paths import PATHS, model_capacity
+from actors.spec.windows import PaddedWindows, WindowSizing
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Size
-from actors.windows import PaddedWindows, WindowSizing
 from tests import step3
 from tests.checkpoints_step import write_step3, write_step3p7, write_step3vl10b
 from tests.images import PHOTOGRAPHS, opened, photograph

@@ -14,18 +14,18 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.budgets import Capacity, Segments, capacity
-from actors.capture import capture
-from actors.device import CpuDevice
-from actors.engine import Engine
+from actors.engine.budgets import Capacity, Segments, capacity
+from actors.engine.capture import capture
+from actors.engine.device import CpuDevice
+from actors.engine.engine import Engine
+from actors.engine.graphs import GraphSet
 from actors.errors import ConfigError
-from actors.graphs import GraphSet
-from actors.metrics import EncoderMetrics
-from actors.models.cutters import cutter_of
+from actors.media.image import decode
+from actors.media.patchify import cutter_of
 from actors.models.load import load
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
-from actors.preprocess import decode
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, Item, ItemPlan, Size
 from tests.checkpoints_clip import write_clip, write_llava, write_siglip
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_internvl_chat, write_llama4

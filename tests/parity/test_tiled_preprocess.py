@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from actors.models.tiled import cut, patchify
-from actors.tiling import OneTile, PaddedTiles, StretchedTiles, TileSizing
+from actors.spec.tiling import OneTile, PaddedTiles, StretchedTiles, TileSizing
 from actors.types import Size
 from tests.images import opened
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from actors.budgets import Capacity, Segments
-from actors.capture import capture
-from actors.device import CpuDevice
-from actors.engine import Engine
-from actors.exact import ExactGraphSet
-from actors.graphs import GraphSet
-from actors.metrics import EncoderMetrics
+from actors.engine.budgets import Capacity, Segments
+from actors.engine.capture import capture
+from actors.engine.device import CpuDevice
+from actors.engine.engine import Engine
+from actors.engine.exact import ExactGraphSet
+from actors.engine.graphs import GraphSet
 from actors.models.kimik25 import KimiK25Tower
 from actors.models.packed_tower import PackedTower, segments_of
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, Item, Size
 from tests.checkpoints import KIMI_K25
 from tests.parity.conftest import Pair

@@ -18,8 +18,8 @@ from ray.serve.handle import DeploymentHandle
 from actors.errors import DeadlineExceeded, InvalidMedia
 from actors.line import Lines
 from actors.line_messages import Call
-from actors.origin import NOBODY, Origin
-from actors.shared import share
+from actors.store.shared_memory import share
+from actors.telemetry.request_context import NOBODY, Origin
 from actors.types import DTYPE_BYTES, Answer, Dtype, Embedding, ItemPlan, Media, Reply, Timings
 from router.options import RouterOptions
 from router.router import Router
@@ -156,7 +156,7 @@ def encoders(count: int, version: int = 1, *, near: bool = True) -> serve.Applic
         health_check_period_s=0.5,
         graceful_shutdown_timeout_s=3,
         request_router_config=RequestRouterConfig(
-            request_router_class="router.pinned:PinnedRequestRouter",
+            request_router_class="router.replicas.pinned:PinnedRequestRouter",
             request_routing_stats_period_s=0.5,
         ),
     ).bind(version, near)

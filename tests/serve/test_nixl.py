@@ -20,9 +20,9 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost
 from actors.options import ModelOptions
-from actors.received import Receiver
-from actors.spec import ModelSpec, read
-from actors.tensors import tensor
+from actors.spec.model_spec import ModelSpec, read
+from actors.store.received import Receiver
+from actors.store.tensors import tensor
 from actors.types import (
     Answer,
     Dtype,
@@ -35,7 +35,7 @@ from actors.types import (
 from encoder_service.app import build
 from encoder_service.client import Client
 from encoder_service.config import LimitOptions
-from encoder_service.media import probe
+from encoder_service.intake.media import probe
 from router.here import encode_here
 from tests.images import jpeg
 from tests.serve.conftest import Cluster

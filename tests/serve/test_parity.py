@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from ray import serve
 
-from actors.models.cutters import cutter_of
+from actors.media.image import decode
+from actors.media.patchify import cutter_of
 from actors.models.load import load
 from actors.options import ModelOptions
-from actors.preprocess import decode
 from encoder_service import Client
 from encoder_service.app import build
 from tests.checkpoints import PROCESSOR, write_qwen3vl

@@ -12,13 +12,13 @@ import pytest
 import torch
 from ray import serve
 
-from actors.evs import retention_mask
-from actors.models.cutters import cutter_of
+from actors.media.image import decode
+from actors.media.patchify import cutter_of
 from actors.models.llava_onevision import OnevisionTower
 from actors.models.load import load
 from actors.models.tower import VideoTower
 from actors.options import ModelOptions
-from actors.preprocess import decode
+from actors.spec.evs import retention_mask
 from actors.types import Clip, Item, Size
 from encoder_service import Client, Frames
 from encoder_service.app import build

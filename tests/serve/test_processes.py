@@ -25,7 +25,7 @@ def processes() -> list[int]:
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue  # it has ended meanwhile
-        if b"actors.decode_worker" in words:
+        if b"actors.media.decode_worker" in words:
             found.append(int(folder.name))
     return found
 

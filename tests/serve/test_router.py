@@ -15,13 +15,13 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import DeadlineExceeded, InvalidMedia, Overloaded, TooLarge
 from actors.types import Embedding
-from router.balance import POLICIES
-from router.ledger import REPORT_AGE_SECONDS
 from router.options import RouterOptions
-from router.registry import PinnedReplicaFull, PinnedReplicaUnavailable
+from router.policy.balance import POLICIES
+from router.policy.ledger import REPORT_AGE_SECONDS
+from router.replicas.registry import PinnedReplicaFull, PinnedReplicaUnavailable
 from router.router import RouterStatus
-from router.simulation import Cost, Scenario, Simulation
-from router.traffic import heavy_tailed
+from router.simulate.simulation import Cost, Scenario, Simulation
+from router.simulate.traffic import heavy_tailed
 from tests.serve.conftest import Cluster
 from tests.serve.stand_in import (
     BAD,

@@ -18,7 +18,7 @@ import ray
 from ray import serve
 
 from actors.options import ModelOptions
-from actors.spec import read
+from actors.spec.model_spec import read
 from encoder_service import Client
 from encoder_service.app import build
 from encoder_service.client import ServiceError

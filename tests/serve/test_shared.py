@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost
-from actors.shared import (
+from actors.store.shared_memory import (
     INLINE_BYTES,
     MOST_TOGETHER_BYTES,
     groups,
@@ -21,7 +21,7 @@ from actors.shared import (
     read,
     share_together,
 )
-from actors.tensors import tensor
+from actors.store.tensors import tensor
 from actors.types import Answer, Dtype, Embedding, Media, SharedBytes
 from router.here import encode_here
 from router.options import RouterOptions

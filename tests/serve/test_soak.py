@@ -16,12 +16,12 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.options import ModelOptions
-from actors.spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec, read
 from actors.types import Embedding, SharedBytes
 from encoder_service.app import build
 from encoder_service.client import AsyncClient, Client
 from encoder_service.config import LimitOptions
-from encoder_service.media import probe
+from encoder_service.intake.media import probe
 from router.here import encode_here
 from tests.images import jpeg
 from tests.serve.conftest import Cluster

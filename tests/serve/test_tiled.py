@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray import serve
 
-from actors.models.cutters import cutter_of
-from actors.preprocess import decode
+from actors.media.image import decode
+from actors.media.patchify import cutter_of
 from encoder_service import Client
 from encoder_service.app import build
 from tests.images import PHOTOGRAPHS, jpeg, photograph

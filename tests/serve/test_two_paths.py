@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
-from actors.models.cutters import cutter_of
-from actors.preprocess import decode
+from actors.media.image import decode
+from actors.media.patchify import cutter_of
 from actors.types import Item
 from encoder_service import Client
 from encoder_service.app import build

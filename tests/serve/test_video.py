@@ -13,12 +13,12 @@ from ray import serve
 from torch import Tensor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from actors import container
-from actors.evs import retention_mask
+from actors.media import video_file as container
+from actors.media.image import decode
 from actors.models.load import load
 from actors.models.packed import resize
 from actors.options import ModelOptions
-from actors.preprocess import decode
+from actors.spec.evs import retention_mask
 from actors.types import Clip, Size
 from encoder_service import Client, Embedding, Frames, ServiceError
 from encoder_service.app import build

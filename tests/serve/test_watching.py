@@ -14,9 +14,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from encoder_service import encoder_pb2 as pb
-from encoder_service import encoder_pb2_grpc
 from encoder_service.bench.scrape import scrape, work_between
+from encoder_service.wire import encoder_pb2 as pb
+from encoder_service.wire import encoder_pb2_grpc
 from tests.chromium import chromium, there
 from tests.images import jpeg
 from tests.serve.conftest import Cluster

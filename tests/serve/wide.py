@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from actors.checkpoint import find
 from actors.options import ModelOptions
+from actors.spec.checkpoint import find
 
 WIDTH = 3 * 4096
 """Of a row."""

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors import spec
-from actors.decode_messages import MOST_BYTES, Order, media_of, packed, unpacked
-from actors.decode_process import DecodeProcess
-from actors.decode_processes import DecodeProcesses
-from actors.decode_worker import work
-from actors.metrics import EncoderMetrics
-from actors.models.cutters import Cutter, cutter_of
+from actors.media.decode_messages import MOST_BYTES, Order, media_of, packed, unpacked
+from actors.media.decode_process import DecodeProcess
+from actors.media.decode_processes import DecodeProcesses
+from actors.media.decode_worker import work
+from actors.media.image import prepare
+from actors.media.patchify import Cutter, cutter_of
 from actors.options import ModelOptions, PreprocessOptions
-from actors.preprocess import prepare
+from actors.spec import model_spec as spec
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media, Size
 from tests.images import jpeg
 

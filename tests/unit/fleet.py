@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from actors.types import Answer, Dtype, Embedding, ItemPlan, Media, Reply, Timings
-from router.balance import largest_first
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
+from router.policy.balance import largest_first
 
 Behaviour = Callable[[str, list[Media], float], Awaitable[list[Answer]]]
 

@@ -11,17 +11,17 @@ from starlette.testclient import TestClient
 
 from actors.errors import Overloaded
 from actors.options import ModelOptions
-from actors.references import Kept
-from actors.spec import read
-from actors.tracing import Silent
+from actors.spec.model_spec import read
+from actors.store.references import Kept
+from actors.telemetry.tracing import Silent
 from actors.types import Answer, Dtype, Embedding, Media, Timings
+from encoder_service.api.exchange import Exchange
+from encoder_service.api.http import build
 from encoder_service.config import LimitOptions, ServiceOptions
-from encoder_service.exchange import Exchange
-from encoder_service.http import build
-from encoder_service.metrics import Page, Scrape
+from encoder_service.ops.metrics import Page, Scrape
+from encoder_service.ops.status import Glance
 from encoder_service.service import Service
-from encoder_service.status import Glance
-from router.references import unknown
+from router.replicas.references import unknown
 from tests.images import jpeg
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")

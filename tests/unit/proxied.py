@@ -19,11 +19,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from actors.types import Answer, Dtype, Media
-from encoder_service.async_client import AsyncClient
+from encoder_service.api.http import build as build_service
+from encoder_service.client.async_ import AsyncClient
+from encoder_service.client.over_http import HttpTransport
 from encoder_service.config import AuthOptions, LimitOptions
-from encoder_service.http import build as build_service
-from encoder_service.over_http import HttpTransport
-from encoder_service.proxy import Proxy, ProxyOptions, build
+from encoder_service.engines.openai_proxy import Proxy, ProxyOptions, build
 from tests.unit.front_door import Fleet, service, zeros
 
 WIDTH = 192

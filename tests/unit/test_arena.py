@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.arena import ALIGNED_BYTES, Arena, Place
+from actors.media.arena import ALIGNED_BYTES, Arena, Place
 
 STEPS = st.lists(st.tuples(st.integers(0, 700), st.integers(0, 99)), max_size=80)
 """Bytes to take, and which of those held to give back first (beyond them: none)."""

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from actors.attention import SegmentAttention, choose
 from actors.errors import ConfigError, StartError
 from actors.kernels import nvrtc
+from actors.kernels.attention import SegmentAttention, choose
 from actors.kernels.hopper import CAPABILITY, kernels_for
 from actors.kernels.hopper_tiles import HopperTiles
 from actors.kernels.tiles import HEAD_SIZES, Tiles

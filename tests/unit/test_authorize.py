@@ -10,11 +10,11 @@ from starlette.testclient import TestClient
 
 from actors.errors import ConfigError, Unauthorized
 from actors.options import ModelOptions
-from actors.spec import read
+from actors.spec.model_spec import read
+from encoder_service.api.auth import Tokens
+from encoder_service.api.http import build
 from encoder_service.config import AuthOptions, ServiceOptions
-from encoder_service.http import build
 from encoder_service.service import Service
-from encoder_service.tokens import Tokens
 from tests.unit.front_door import Fleet
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")

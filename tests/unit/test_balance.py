@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.types import Shard
-from router.balance import POLICIES, largest_first, power_of_two, round_robin
 from router.options import Policy
+from router.policy.balance import POLICIES, largest_first, power_of_two, round_robin
 
 costs = st.lists(st.integers(1, 70_000), max_size=30)
 loads = st.dictionaries(

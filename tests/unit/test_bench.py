@@ -17,21 +17,21 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from actors.bench.pipeline import measure, rate
 from actors.errors import StartError
 from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
 from encoder_service.bench import cluster, serve
 from encoder_service.bench.arrivals import Traffic
 from encoder_service.bench.callers import pictures_of, shares, turned
 from encoder_service.bench.cluster import OTHER_FILES, ha_proxy
+from encoder_service.bench.engine.pipeline import measure, rate
 from encoder_service.bench.load import Answered, Load, Result, merged, send
 from encoder_service.bench.mix import parse_mix, requests
 from encoder_service.bench.scrape import Samples, work_between
 from encoder_service.bench.serve import figures
+from encoder_service.client.embedding import ServiceError
 from encoder_service.config import parse
-from encoder_service.embedding import ServiceError
-from router import traffic
-from router.traffic import ITEMS
+from router.simulate import traffic
+from router.simulate.traffic import ITEMS
 
 
 def test_ports_that_are_taken_are_not_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from actors.bench import report
-from actors.bench.operations import operations
-from actors.bench.reference import Reference, relative_error
-from actors.bench.report import Times
-from actors.bench.timing import shortened, timed
-from actors.bench.workloads import DEFAULT, MIXED, floor_seconds
-from actors.device import CpuDevice
+from actors.engine.device import CpuDevice
 from actors.models.load import tensors
 from actors.options import ModelOptions
-from actors.spec import read
+from actors.spec.model_spec import read
 from actors.types import ItemPlan, Size
 from encoder_service import cli
+from encoder_service.bench.engine import report
+from encoder_service.bench.engine.operations import operations
+from encoder_service.bench.engine.reference import Reference, relative_error
+from encoder_service.bench.engine.report import Times
+from encoder_service.bench.engine.timing import shortened, timed
+from encoder_service.bench.engine.workloads import DEFAULT, MIXED, floor_seconds
 from encoder_service.bench.published import published
 
 TINY = ["bench", "engine", "--model", "qwen3vl-tiny", "--device", "cpu"]

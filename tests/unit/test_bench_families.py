@@ -10,16 +10,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from actors import two_paths
-from actors.bench import engine
-from actors.bench.operations import operations
-from actors.bench.reference import PlainTower
-from actors.bench.report import ModelReport
+from actors.engine import two_paths
 from actors.models.load import tensors
 from actors.options import ModelOptions
-from actors.spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec, read
 from actors.types import Size
 from encoder_service import cli
+from encoder_service.bench.engine import engine
+from encoder_service.bench.engine.operations import operations
+from encoder_service.bench.engine.reference import PlainTower
+from encoder_service.bench.engine.report import ModelReport
 from encoder_service.commands import bench_engine
 from tests.small_presets import SMALL, write_small
 

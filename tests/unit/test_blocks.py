@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.blocks import ALIGNMENT, Blocks
+from actors.media.blocks import ALIGNMENT, Blocks
 
 SIZE = 20 * ALIGNMENT
 

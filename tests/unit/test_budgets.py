@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.budgets import at_least, capacity, graduated, powers_of_two
+from actors.engine.budgets import at_least, capacity, graduated, powers_of_two
 from actors.errors import ConfigError
 from actors.options import GraphOptions
 

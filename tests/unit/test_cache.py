@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.cache import EmbeddingCache, Entry
-from actors.metrics import EncoderMetrics
+from actors.store.cache import EmbeddingCache, Entry
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import SharedBytes
 
 ROW_BYTES = 16

@@ -8,7 +8,7 @@ import pytest
 
 from actors.errors import CheckpointError, ConfigError, InvalidRequest
 from actors.options import ModelOptions
-from actors.spec import read
+from actors.spec.model_spec import read
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.options import LlmOptions
 from encoder_service.llm.placeholders import Placed

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from actors.errors import InvalidRequest
 from actors.options import ModelOptions
-from actors.origin import Origin
-from actors.spec import read
+from actors.spec.model_spec import read
+from actors.telemetry.request_context import Origin
 from actors.types import Embedding, Media
+from encoder_service.api.deadline import Deadline
 from encoder_service.config import LimitOptions
-from encoder_service.deadline import Deadline
+from encoder_service.intake.media import probe
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.chat import Chat
 from encoder_service.llm.embedder import Embedder
@@ -20,7 +21,6 @@ from encoder_service.llm.metrics import ChatMetrics
 from encoder_service.llm.options import LlmOptions
 from encoder_service.llm.tokenizer import load
 from encoder_service.llm.types import Call, Failed, Sampling
-from encoder_service.media import probe
 from tests.images import jpeg
 
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")

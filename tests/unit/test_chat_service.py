@@ -13,10 +13,10 @@ from starlette.testclient import TestClient
 
 from actors.errors import EncodeFailed, InvalidMedia
 from actors.options import ModelOptions
-from actors.spec import read
+from actors.spec.model_spec import read
+from encoder_service.api.errors import AtItem
+from encoder_service.api.http import build
 from encoder_service.config import LimitOptions, ServiceOptions
-from encoder_service.errors import AtItem
-from encoder_service.http import build
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.options import LlmOptions
 from encoder_service.llm.schema import InvalidKey, parse

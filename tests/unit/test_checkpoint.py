@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.checkpoint import Folder, Hub, Preset, find, preset_names
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
+from actors.spec.checkpoint import Folder, Hub, Preset, find, preset_names
 
 
 def test_a_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from encoder_service import cli
 from encoder_service.commands import check
-from router.balance import POLICIES
+from router.policy.balance import POLICIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

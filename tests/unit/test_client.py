@@ -19,13 +19,13 @@ import torch
 from fastapi import FastAPI, Request, Response
 
 import encoder_service
-from encoder_service import encoder_pb2 as pb
-from encoder_service import encoder_pb2_grpc as pb_grpc
-from encoder_service import wire
-from encoder_service.async_client import request_item
 from encoder_service.client import AsyncClient, Client, Embedding, ServiceError, Source
-from encoder_service.embedding import TOKEN, service_error
-from encoder_service.over_http import HttpTransport
+from encoder_service.client.async_ import request_item
+from encoder_service.client.embedding import TOKEN, service_error
+from encoder_service.client.over_http import HttpTransport
+from encoder_service.wire import documents as wire
+from encoder_service.wire import encoder_pb2 as pb
+from encoder_service.wire import encoder_pb2_grpc as pb_grpc
 from tests import images
 
 ROWS = torch.arange(8, dtype=torch.float32).view(4, 2) / 3

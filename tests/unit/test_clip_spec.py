@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from actors import spec
-from actors.anyres import AnyresSizing
-from actors.checkpoint import Preset
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
-from actors.sizing import FittedSizing, RoundingSizing, ShrinkingSizing
-from actors.tiling import OneTile
+from actors.spec import model_spec as spec
+from actors.spec.anyres import AnyresSizing
+from actors.spec.checkpoint import Preset
+from actors.spec.sizing import FittedSizing, RoundingSizing, ShrinkingSizing
+from actors.spec.tiling import OneTile
 from actors.types import Size
 from tests.unit.test_tile_spec import CONFIGS, PROCESSOR, changed
 

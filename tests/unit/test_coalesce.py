@@ -10,7 +10,7 @@ import pytest
 from actors.errors import DeadlineExceeded, EmbeddingLost
 from actors.types import Answer, Embedding, Media
 from router.dispatch import Dispatcher
-from router.fleet import ShardLost
+from router.replicas.fleet import ShardLost
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, item, right, settled, well
 
 

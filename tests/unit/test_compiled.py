@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from actors.attention import SegmentAttention
+from actors.kernels.attention import SegmentAttention
 from actors.models.block import WINDOW, Affine, Blocks, BlockWeights, ReferenceBlocks, Style
 from actors.models.compiled import CompiledBlocks
 

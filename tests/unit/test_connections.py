@@ -11,9 +11,9 @@ import httpx
 import pytest
 import uvloop
 
-from encoder_service.connections import Connections, direct
-from encoder_service.embedding import ServiceError
-from encoder_service.over_http import HttpTransport
+from encoder_service.client.connections import Connections, direct
+from encoder_service.client.embedding import ServiceError
+from encoder_service.client.over_http import HttpTransport
 
 BODY = bytes(range(256)) * 12_000
 """Several megabytes."""
@@ -209,7 +209,7 @@ def test_requests_at_a_time_have_a_connection_each() -> None:
 
 
 def test_connections_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_service.connections.IDLE_SECONDS", 0.4)
+    monkeypatch.setattr("encoder_service.client.connections.IDLE_SECONDS", 0.4)
 
     async def run() -> None:
         async with client(says(sized(b""))) as (http, server):

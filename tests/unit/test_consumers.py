@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from encoder_service.embedding import Embedding
-from encoder_service.sglang import expanded, processor_output
+from encoder_service.client.embedding import Embedding
+from encoder_service.engines.sglang import expanded, processor_output
 from tests import vllm_rules
 
 HIDDEN = 8

@@ -10,8 +10,8 @@ from typing import Any
 import av
 import pytest
 
-from actors.container import demuxer, frames, read_clip
 from actors.errors import InvalidMedia, UnsupportedMedia
+from actors.media.video_file import demuxer, frames, read_clip
 from actors.types import Clip, Size
 from tests import images
 from tests.videos import number, video

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors import spec
-from actors.crops import CropSizing
+from actors.engine.two_paths import model_capacity
 from actors.errors import CheckpointError
 from actors.models.views import order
 from actors.options import GraphOptions, ModelOptions
-from actors.tiling import StretchedTiles
-from actors.two_paths import model_capacity
+from actors.spec import model_spec as spec
+from actors.spec.crops import CropSizing
+from actors.spec.tiling import StretchedTiles
 from actors.types import Size
 from encoder_service import cli
 from tests.unit.test_tile_spec import CONFIGS, changed

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from actors import decode_processes
-from actors.decode_messages import packed
 from actors.errors import InvalidMedia, StartError, Unavailable
+from actors.media import decode_processes
+from actors.media.decode_messages import packed
 from actors.types import Media, Size
 from tests.unit.decode_rig import ENDS, HANGS, Rig
 

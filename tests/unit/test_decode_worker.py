@@ -13,14 +13,14 @@ from time import monotonic, sleep
 import numpy as np
 import pytest
 
-from actors.bench.pipeline import Wanted, media
-from actors.decode_processes import DecodeProcesses
 from actors.errors import ServiceError
-from actors.metrics import EncoderMetrics
-from actors.models.cutters import Cutter
+from actors.media.decode_processes import DecodeProcesses
+from actors.media.image import prepare
+from actors.media.patchify import Cutter
 from actors.options import ModelOptions, PreprocessOptions
-from actors.preprocess import prepare
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media
+from encoder_service.bench.engine.pipeline import Wanted, media
 from tests.images import PHOTOGRAPHS, encoded, jpeg, opened, photograph
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")

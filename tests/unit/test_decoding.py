@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from actors import spec
-from actors.bench.preprocess import measure
-from actors.decoding import MOST_TOGETHER, Decoding, Done
 from actors.errors import InvalidMedia
-from actors.metrics import EncoderMetrics
-from actors.models.cutters import Cutter, cutter_of
-from actors.nvjpeg import MOST_PIXELS, Nvjpeg, plain
+from actors.media.decoding import MOST_TOGETHER, Decoding, Done
+from actors.media.image import decode, prepare
+from actors.media.nvjpeg import MOST_PIXELS, Nvjpeg, plain
+from actors.media.patchify import Cutter, cutter_of
 from actors.options import (
     ActorOptions,
     EncoderOptions,
@@ -26,8 +24,10 @@ from actors.options import (
     ModelOptions,
     PreprocessOptions,
 )
-from actors.preprocess import decode, prepare
+from actors.spec import model_spec as spec
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media, Size
+from encoder_service.bench.engine.preprocess import measure
 from tests.images import encoded, jpeg, opened
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")

@@ -14,8 +14,8 @@ from ray.serve._private.common import RequestMetadata
 from ray.serve._private.replica import ReplicaActor
 from ray.serve.request_router import RunningReplica
 
-from router.direct import DirectCall
-from router.registry import Replica
+from router.replicas.direct import DirectCall
+from router.replicas.registry import Replica
 
 
 def test_ray_has_what_it_rests_on() -> None:

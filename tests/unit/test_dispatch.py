@@ -22,7 +22,7 @@ from actors.errors import (
 )
 from actors.types import Answer, Embedding, Media
 from router.dispatch import Dispatcher
-from router.fleet import ReplicaDied, ReplicaFull, ShardLost
+from router.replicas.fleet import ReplicaDied, ReplicaFull, ShardLost
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, embedding, item, right, settled, well
 
 

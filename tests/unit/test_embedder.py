@@ -10,10 +10,10 @@ from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost, InvalidMedia, ServiceError
-from actors.origin import NOBODY
+from actors.telemetry.request_context import NOBODY
 from actors.types import Answer, Dtype, Media
-from encoder_service.deadline import Deadline
-from encoder_service.errors import AtItem
+from encoder_service.api.deadline import Deadline
+from encoder_service.api.errors import AtItem
 from encoder_service.llm.embedder import Embedder
 from router.here import ATTEMPTS
 from tests.unit.fleet import embedding, item, right

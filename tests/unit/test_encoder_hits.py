@@ -14,8 +14,7 @@ import pytest
 from ray import serve
 from torch import Tensor
 
-from actors import encoder, entries
-from actors.cache import Entry
+from actors import encoder
 from actors.errors import EmbeddingLost, InvalidMedia, TooLarge, Unavailable
 from actors.messages import connect
 from actors.options import (
@@ -27,8 +26,10 @@ from actors.options import (
     ModelOptions,
     ReferenceOptions,
 )
-from actors.references import Kept, References
-from actors.sharing import Writing
+from actors.store import entries
+from actors.store.cache import Entry
+from actors.store.references import Kept, References
+from actors.store.sharing import Writing
 from actors.types import Dtype, Embedding, Media, SharedBytes, Size, Timings
 from tests.images import jpeg
 

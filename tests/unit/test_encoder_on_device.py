@@ -14,8 +14,9 @@ import torch
 from ray import serve
 from torch import Tensor
 
-from actors import encoder, sharing
-from actors.nixl import DeviceMemory
+from actors import encoder
+from actors.store import sharing
+from actors.store.nixl import DeviceMemory
 from actors.types import Embedding, Media, SharedBytes, Size
 from tests.images import jpeg
 from tests.unit.test_encoder_hits import OPTIONS

@@ -7,14 +7,14 @@ from time import monotonic, sleep
 import pytest
 import torch
 
-from actors.attention import Values
-from actors.budgets import Capacity
-from actors.capture import capture
-from actors.device import CpuDevice
-from actors.encoded import Encoded
-from actors.engine import Engine
+from actors.engine.budgets import Capacity
+from actors.engine.capture import capture
+from actors.engine.device import CpuDevice
+from actors.engine.encoded import Encoded
+from actors.engine.engine import Engine
 from actors.errors import EncodeFailed, StartError, Unavailable
-from actors.metrics import EncoderMetrics
+from actors.kernels.attention import Values
+from actors.telemetry.metrics import EncoderMetrics
 from tests.toy_tower import ToyTower, toy_item, toy_rows
 
 CAPACITY = Capacity(((4, 16, 64),), (64,), items=8, frames=0)

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors.budgets import Capacity, capacity
-from actors.capture import capture, choose_packing
-from actors.device import CpuDevice
-from actors.engine import Engine
-from actors.exact import SIGHTS_PER_GRAPH, ExactGraphSet
-from actors.metrics import EncoderMetrics
+from actors.engine.budgets import Capacity, capacity
+from actors.engine.capture import capture, choose_packing
+from actors.engine.device import CpuDevice
+from actors.engine.engine import Engine
+from actors.engine.exact import SIGHTS_PER_GRAPH, ExactGraphSet
+from actors.engine.packing import smallest_first
 from actors.options import GraphOptions, PackingOptions
-from actors.packing import smallest_first
+from actors.telemetry.metrics import EncoderMetrics
 from tests.toy_tower import ToyTower, toy_item, toy_rows
 
 MOST = 3

@@ -14,14 +14,14 @@ from ray.serve.exceptions import gRPCStatusError
 from starlette.testclient import TestClient
 
 from actors.errors import Overloaded
-from actors.logs import LOG, RequestIds, keep_from_log, name_requests
-from actors.origin import NOBODY, ORIGIN, Origin
-from actors.tracing import NoSpans
-from encoder_service.access_log import Dropping, access_log
-from encoder_service.exchange import MOST_FAILURES, Observer
-from encoder_service.http import build
-from encoder_service.metrics import ServiceMetrics
-from encoder_service.rpc import Refused
+from actors.telemetry.logs import LOG, RequestIds, keep_from_log, name_requests
+from actors.telemetry.request_context import NOBODY, ORIGIN, Origin
+from actors.telemetry.tracing import NoSpans
+from encoder_service.api.exchange import MOST_FAILURES, Observer
+from encoder_service.api.grpc import Refused
+from encoder_service.api.http import build
+from encoder_service.ops.access_log import Dropping, access_log
+from encoder_service.ops.metrics import ServiceMetrics
 from tests.images import jpeg
 from tests.unit.front_door import Fleet, post, service
 

@@ -15,9 +15,9 @@ from actors.errors import (
     ServiceError,
     TooLarge,
 )
-from encoder_service.addresses import is_public
 from encoder_service.config import FetchOptions
-from encoder_service.fetch import Fetcher
+from encoder_service.intake.addresses import is_public
+from encoder_service.intake.fetch import Fetcher
 
 PUBLIC = "93.184.216.34"
 Handler = Callable[[httpx.Request], httpx.Response]

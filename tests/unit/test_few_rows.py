@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.kernels.cublaslt import Ending, Shape
-from actors.kernels.few_rows import SHARED_BYTES, best, source, tiles
+from actors.kernels.skinny_gemm import SHARED_BYTES, best, source, tiles
 
 SHAPES: list[tuple[int, int, Ending]] = [
     (3456, 1152, "bias"),

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.budgets import Capacity, Segments
-from actors.capture import capture
-from actors.device import CpuDevice, Device
-from actors.engine import Engine
-from actors.exact import ExactGraphSet
-from actors.graphs import GraphSet
-from actors.metrics import EncoderMetrics
+from actors.engine.budgets import Capacity, Segments
+from actors.engine.capture import capture
+from actors.engine.device import CpuDevice, Device
+from actors.engine.engine import Engine
+from actors.engine.exact import ExactGraphSet
+from actors.engine.graphs import GraphSet
 from actors.models.load import load
 from actors.options import ModelOptions
+from actors.telemetry.metrics import EncoderMetrics
 from tests.toy_two_paths import TwoPathToy, two_path_item, two_path_rows
 
 BUDGETS = Capacity(((4, 8), (0, 2, 6)), (8, 6), items=5, frames=0)

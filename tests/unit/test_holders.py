@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.types import Answer, Embedding, Media
-from router.balance import POLICIES, largest_first
 from router.dispatch import Dispatcher
-from router.holders import PATIENCE, Holders, plan_around
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
+from router.policy.balance import POLICIES, largest_first
+from router.policy.cache_affinity import PATIENCE, Holders, plan_around
 from tests.unit.fleet import MemoryFleet, collect, embedding, item
 
 ENTRY_BYTES = 32

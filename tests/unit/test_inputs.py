@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actors.attention import Shapes
-from actors.budgets import Segments
-from actors.device import CpuDevice
-from actors.graphs import CACHED_LAYOUTS, GraphSet
-from actors.inputs import ALIGNED_BYTES, Places
+from actors.engine.budgets import Segments
+from actors.engine.device import CpuDevice
+from actors.engine.graphs import CACHED_LAYOUTS, GraphSet
+from actors.engine.inputs import ALIGNED_BYTES, Places
+from actors.kernels.attention import Shapes
 from actors.models.load import load
 from actors.options import ModelOptions
 from actors.types import Item

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.budgets import UNIT_TOKENS, Capacity, graduated, powers_of_two
-from actors.ladder import best_ladder, padding_ratio, rounded_up, simulated_loads
+from actors.engine.budgets import UNIT_TOKENS, Capacity, graduated, powers_of_two
+from actors.engine.ladder import best_ladder, padding_ratio, rounded_up, simulated_loads
 from actors.options import GraphOptions
-from actors.sizing import PackedSizing
+from actors.spec.sizing import PackedSizing
 from actors.types import Size
 from encoder_service import cli
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.device import CpuDevice
-from actors.landing import land
+from actors.engine.device import CpuDevice
+from actors.engine.readback import land
 
 TOKENS = (2, 5, 1, 3)
 

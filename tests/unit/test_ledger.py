@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from actors.errors import Overloaded, TooLarge
-from router.ledger import Ledger, Reservation
+from router.policy.ledger import Ledger, Reservation
 
 LIMIT = 1000
 REPLICAS = ["a", "b", "c"]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors import spec
-from actors.attention import Attention
+from actors.kernels.attention import Attention
 from actors.models.block import Blocks, BlockWeights, ReferenceBlocks, Style
 from actors.models.load import build, tensors
 from actors.options import ModelOptions
+from actors.spec import model_spec as spec
 from tests.small_presets import write_small
 
 

@@ -18,10 +18,10 @@ from actors import line
 from actors.errors import InvalidMedia, Unavailable
 from actors.line_messages import Call
 from actors.messages import LENGTH, Messages, connect, listen
-from actors.shared import INLINE_BYTES
+from actors.store.shared_memory import INLINE_BYTES
 from actors.types import Media, Reply
-from router.fleet import ReplicaDied
-from router.line import Line, Lines, fits
+from router.replicas.fleet import ReplicaDied
+from router.replicas.line import Line, Lines, fits
 from tests.unit.fleet import embedding, item
 from tests.unit.test_line_messages import CALL, VIDEO, same
 

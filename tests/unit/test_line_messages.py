@@ -9,7 +9,7 @@ import pytest
 
 from actors.errors import EncodeFailed, InvalidMedia, TooLarge, Unavailable
 from actors.line_messages import Asked, Call, Made, asked_bytes, asked_of, told_bytes, told_of
-from actors.origin import Origin
+from actors.telemetry.request_context import Origin
 from actors.types import Answer, Clip, Embedding, Reply, Size
 from tests.unit.fleet import embedding, item
 

@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from actors import spec
 from actors.errors import InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
 from actors.options import ModelOptions
-from actors.sampling import Thinning
+from actors.spec import model_spec as spec
+from actors.spec.sampling import Thinning
 from actors.types import Clip, Media, Size
 from encoder_service.config import LimitOptions
-from encoder_service.frames import count_gif_frames
-from encoder_service.header import MOST_READS, read_header
-from encoder_service.media import probe, probe_frames
+from encoder_service.intake.frames import count_gif_frames
+from encoder_service.intake.header import MOST_READS, read_header
+from encoder_service.intake.media import probe, probe_frames
 from tests import images
 from tests.videos import video
 

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from encoder_service.metrics import Page, Scrape, ServiceMetrics, merge
+from encoder_service.ops.metrics import Page, Scrape, ServiceMetrics, merge
 
 
 def samples(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

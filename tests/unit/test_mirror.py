@@ -1,7 +1,7 @@
 """What of our series is copied to Ray's."""
 
-from actors.metrics import EncoderMetrics
-from actors.mirror import summed
+from actors.telemetry.metrics import EncoderMetrics
+from actors.telemetry.ray_metrics import summed
 from router.metrics import RouterMetrics
 
 

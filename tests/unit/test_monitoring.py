@@ -18,8 +18,8 @@ import yaml
 from prometheus_client import Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from actors.metrics import EncoderMetrics
-from encoder_service.metrics import Page, Scrape, ServiceMetrics, attributed, merge
+from actors.telemetry.metrics import EncoderMetrics
+from encoder_service.ops.metrics import Page, Scrape, ServiceMetrics, attributed, merge
 from router.metrics import RouterMetrics
 from tests.manifests import built
 

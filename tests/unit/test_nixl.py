@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors import nixl
 from actors.errors import ConfigError
-from actors.nixl import check_transport, total
-from actors.tensors import tensor
+from actors.store import nixl
+from actors.store.nixl import check_transport, total
+from actors.store.tensors import tensor
 from actors.types import Embedding, ReceivedBytes, Timings
 
 

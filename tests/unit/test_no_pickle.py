@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from actors.errors import InvalidMedia
-from actors.preprocess import decode
-from encoder_service.header import read_header
+from actors.media.image import decode
+from encoder_service.intake.header import read_header
 from tests.unit.front_door import Fleet, client
 from tests.unit.test_layers import modules
 

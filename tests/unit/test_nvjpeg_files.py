@@ -12,16 +12,17 @@ import simplejpeg
 import torch
 from pydantic import ValidationError
 
-from actors import nvjpeg, spec
 from actors.errors import StartError
-from actors.models.cutters import Cutter, cutter_of
-from actors.nvjpeg import open_nvjpeg, plain
+from actors.media import nvjpeg
+from actors.media.nvjpeg import open_nvjpeg, plain
+from actors.media.patchify import Cutter, cutter_of
 from actors.options import (
     ActorOptions,
     EncoderOptions,
     ModelOptions,
     PreprocessOptions,
 )
+from actors.spec import model_spec as spec
 from actors.types import Size
 from tests.images import encoded, opened
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from actors import spec
-from actors.checkpoint import Preset
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
-from actors.sizing import CappedSizing, EnlargingSizing, PackedSizing
+from actors.spec import model_spec as spec
+from actors.spec.checkpoint import Preset
+from actors.spec.sizing import CappedSizing, EnlargingSizing, PackedSizing
 
 CONFIG, VISION, PROCESSOR = "config.json", "vision_config", "preprocessor_config.json"
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.budgets import Capacity
-from actors.cost import Costs, pack_seconds
-from actors.packing import Packing, least_cost, oldest_first, smallest_first
+from actors.engine.budgets import Capacity
+from actors.engine.cost import Costs, pack_seconds
+from actors.engine.packing import Packing, least_cost, oldest_first, smallest_first
 from actors.types import ItemPlan, Pack
 
 

@@ -9,18 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors import spec
-from actors.checkpoint import Noted, find, preset_names
-from actors.decode_messages import answer, error_of, model_of, model_told, order, packed, unpacked
-from actors.decode_worker import made
 from actors.errors import EncodeFailed, InvalidMedia
-from actors.models.cutters import Cutter, cutter_of
+from actors.media.decode_messages import (
+    answer,
+    error_of,
+    model_of,
+    model_told,
+    order,
+    packed,
+    unpacked,
+)
+from actors.media.decode_worker import made
+from actors.media.image import prepare
+from actors.media.patch_memory import PatchMemory
+from actors.media.patchify import Cutter, cutter_of
 from actors.options import ModelOptions
-from actors.patch_memory import PatchMemory
-from actors.preprocess import prepare
+from actors.spec import model_spec as spec
+from actors.spec.checkpoint import Noted, find, preset_names
 from actors.types import Item, Media
 from encoder_service.config import LimitOptions
-from encoder_service.media import probe, probe_frames
+from encoder_service.intake.media import probe, probe_frames
 from tests.images import encoded, jpeg, opened
 from tests.videos import video
 

@@ -14,9 +14,9 @@ import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from encoder_service.formats import Piece
-from encoder_service.offload import INLINE_BYTES
-from encoder_service.pieces import InPieces, View, gathered, response
+from encoder_service.api.pieces import InPieces, View, gathered, response
+from encoder_service.ops.offload import INLINE_BYTES
+from encoder_service.wire.formats import Piece
 
 LARGE = bytes(range(256)) * 20_000
 PIECES: list[Piece] = [

@@ -9,8 +9,8 @@ from ray.serve._private.common import RequestMetadata
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from router.pinned import PinnedRequestRouter
-from router.registry import PinnedReplicaUnavailable, Registry, Replica
+from router.replicas.pinned import PinnedRequestRouter
+from router.replicas.registry import PinnedReplicaUnavailable, Registry, Replica
 
 
 def test_ray_has_the_hooks() -> None:
@@ -39,7 +39,7 @@ def test_ray_has_the_fields() -> None:
 
 
 def test_serve_finds_the_class_by_its_name_and_pickles_it() -> None:
-    config = RequestRouterConfig(request_router_class="router.pinned:PinnedRequestRouter")
+    config = RequestRouterConfig(request_router_class="router.replicas.pinned:PinnedRequestRouter")
     assert config.get_request_router_class().__name__ == "PinnedRequestRouter"
 
 

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageDraw, ImageOps
 
-from actors import spec
 from actors.errors import InvalidMedia, TooLarge
-from actors.models.cutters import cutter_of
+from actors.media.image import decode, prepare
+from actors.media.patchify import cutter_of
 from actors.models.packed import patchify
 from actors.options import ModelOptions
-from actors.preprocess import decode, prepare
+from actors.spec import model_spec as spec
 from actors.types import Media, Size
 
 BICUBIC = Image.Resampling.BICUBIC

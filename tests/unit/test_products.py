@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.kernels import products
+from actors.kernels import gemm as products
 from actors.kernels.cublaslt import ALIGNED_BYTES, Algorithm, Ending, Plan, Shape
-from actors.kernels.few_rows import FewRows, Tile
-from actors.kernels.nvrtc import Kernel
-from actors.kernels.products import (
+from actors.kernels.gemm import (
     CHOICES,
     FAVOUR,
     MOST_LAUNCHES,
@@ -23,6 +21,8 @@ from actors.kernels.products import (
     launches,
     tuning,
 )
+from actors.kernels.nvrtc import Kernel
+from actors.kernels.skinny_gemm import FewRows, Tile
 
 
 def shape(rows: int, n: int = 4352, k: int = 1152) -> Shape:

@@ -14,7 +14,7 @@ import torch
 
 from actors.errors import Overloaded
 from encoder_service import cli
-from encoder_service.async_client import AsyncClient
+from encoder_service.client.async_ import AsyncClient
 from tests import vllm_rules
 from tests.images import jpeg
 from tests.unit.proxied import WIDTH, Distinct, Vllm, chat, image, spare, told

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.errors import NotFound, TooLarge, Unavailable
-from actors.metrics import EncoderMetrics
 from actors.options import ReferenceOptions
-from actors.references import OVERHEAD_BYTES, Kept, References, reference_id
+from actors.store.references import OVERHEAD_BYTES, Kept, References, reference_id
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, SharedBytes, Timings
-from router.fleet import ShardLost
-from router.references import Keeping
+from router.replicas.fleet import ShardLost
+from router.replicas.references import Keeping
 from tests.unit.fleet import embedding, item
 
 ENTRY_BYTES = 1000 + OVERHEAD_BYTES

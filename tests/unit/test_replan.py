@@ -8,7 +8,7 @@ from collections import Counter
 from actors.errors import DeadlineExceeded, EncodeFailed, Unavailable
 from actors.types import Answer, Media
 from router.dispatch import MARGIN_PART, Dispatcher
-from router.fleet import ReplicaDied, ReplicaFull, ShardLost
+from router.replicas.fleet import ReplicaDied, ReplicaFull, ShardLost
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, embedding, item, right, settled, well
 
 

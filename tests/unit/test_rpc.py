@@ -16,10 +16,10 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from actors.errors import Overloaded, Unavailable
-from encoder_service import encoder_pb2 as pb
-from encoder_service import rpc
-from encoder_service.health import MOST_WATCHES, HealthCalls
-from encoder_service.rpc import CHUNK_BYTES, EncoderCalls, Refused, chunks, response
+from encoder_service.api import grpc as rpc
+from encoder_service.api.grpc import CHUNK_BYTES, EncoderCalls, Refused, chunks, response
+from encoder_service.api.health import MOST_WATCHES, HealthCalls
+from encoder_service.wire import encoder_pb2 as pb
 from tests.images import jpeg, png
 from tests.unit.front_door import Fleet, service
 
@@ -157,7 +157,7 @@ def test_a_big_answer_is_put_together_in_a_thread(monkeypatch: pytest.MonkeyPatc
         threads.append(threading.current_thread().name)
         return response(document)
 
-    monkeypatch.setattr("encoder_service.rpc.response", seen)
+    monkeypatch.setattr("encoder_service.api.grpc.response", seen)
     for side in (64, 2048):
         sent = pb.EncodeRequest(items=[pb.Item(data=png(side, side))])
         call(Fleet(), sent)

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.budgets import Capacity
-from actors.encoded import Encoded, joined
+from actors.engine.budgets import Capacity
+from actors.engine.encoded import Encoded, joined
+from actors.engine.packing import smallest_first
+from actors.engine.video_chunks import cut
 from actors.errors import EncodeFailed
-from actors.packing import smallest_first
-from actors.runs import cut
 from actors.types import Bytes, Item, ItemPlan
 from tests.toy_tower import POISON, toy_item, toy_rows
 from tests.unit.test_engine import Rig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-from actors.scaling import PatchPolicy
+from actors.autoscaling import PatchPolicy
 from encoder_service.app import check_resources, replicas
 from encoder_service.config import parse
 

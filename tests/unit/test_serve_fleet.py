@@ -9,12 +9,12 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, TaskCancelledError
 
 from actors.errors import EmbeddingLost, InvalidMedia
-from actors.origin import Origin
+from actors.telemetry.request_context import Origin
 from actors.types import Answer, Dtype, Embedding, Media
-from router import serve_fleet
-from router.fleet import ReplicaDied, ReplicaFull, ShardLost
-from router.registry import REGISTRY, PinnedReplicaFull, PinnedReplicaUnavailable, Replica
-from router.serve_fleet import ServeFleet
+from router.replicas import serve_fleet
+from router.replicas.fleet import ReplicaDied, ReplicaFull, ShardLost
+from router.replicas.registry import REGISTRY, PinnedReplicaFull, PinnedReplicaUnavailable, Replica
+from router.replicas.serve_fleet import ServeFleet
 from tests.unit.fleet import embedding, item
 
 

@@ -13,10 +13,10 @@ from starlette.testclient import TestClient
 
 from actors.errors import DeadlineExceeded, InvalidOption, Overloaded, ServiceError, Unavailable
 from actors.types import Media
-from encoder_service.http import build
-from encoder_service.media import probe
-from encoder_service.schema import RequestOptions, request_options
-from encoder_service.wire import RequestItem
+from encoder_service.api.http import build
+from encoder_service.api.schema import RequestOptions, request_options
+from encoder_service.intake.media import probe
+from encoder_service.wire.documents import RequestItem
 from tests.images import encoded, jpeg, jpeg_segments, opened, png
 from tests.unit.front_door import JSON, Fleet, client, exchange, post, service
 
@@ -76,7 +76,7 @@ def test_readiness_is_the_fleets() -> None:
 
 
 def test_a_fleet_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_service.deadline.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("encoder_service.api.deadline.GRACE_SECONDS", 0.0)
     fleet = Fleet(seconds=60)
     response = post(client(fleet, timeout_seconds=0.1))
     assert response.status_code == 504
@@ -131,7 +131,7 @@ def test_times_are_numbers(value: Any) -> None:
 def test_answers_that_would_be_too_big_are_refused(
     encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("encoder_service.admission.MOST_FLOAT_BYTES", 10_000)
+    monkeypatch.setattr("encoder_service.intake.admission.MOST_FLOAT_BYTES", 10_000)
     fleet = Fleet()  # 64 x 64: 4 rows of 192 values of 2 bytes
     http = client(fleet, max_response_bytes=10_000 if encoding == "base64" else 20_000)
 
@@ -172,14 +172,14 @@ def test_headers_that_may_take_long_are_read_off_the_event_loop(
         threads.append(threading.current_thread().name)
         return probe(*args)
 
-    monkeypatch.setattr("encoder_service.admission.probe", seen)
+    monkeypatch.setattr("encoder_service.intake.admission.probe", seen)
     files = {"image": data}
     assert client(Fleet()).post("/v1/encode", files=files, headers=JSON).status_code == 200
     assert [name.startswith("asyncio_") for name in threads] == [aside]
 
 
 def test_a_slow_reader_of_a_stream_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_service.deadline.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("encoder_service.api.deadline.GRACE_SECONDS", 0.0)
 
     async def collect() -> list[int]:
         items, found = [RequestItem("image", jpeg(64, 64), None)] * 3, []
@@ -192,7 +192,7 @@ def test_a_slow_reader_of_a_stream_is_left_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_stream_that_stops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_service.deadline.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("encoder_service.api.deadline.GRACE_SECONDS", 0.0)
 
     async def first() -> None:
         item = RequestItem("image", jpeg(64, 64), None)

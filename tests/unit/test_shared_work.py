@@ -8,12 +8,12 @@ import pytest
 
 from actors.errors import TooLarge
 from actors.options import ReferenceOptions
-from actors.spec import read
+from actors.spec.model_spec import read
+from encoder_service.api.schema import RequestOptions
 from encoder_service.config import ServiceOptions
-from encoder_service.metrics import Scrape
-from encoder_service.schema import RequestOptions
+from encoder_service.ops.metrics import Scrape
 from encoder_service.service import Service
-from encoder_service.wire import RequestItem
+from encoder_service.wire.documents import RequestItem
 from tests.images import jpeg
 from tests.unit.front_door import MODEL, Fleet, exchange
 

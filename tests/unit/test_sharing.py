@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors import sharing
-from actors.cache import EmbeddingCache, Entry
-from actors.metrics import EncoderMetrics
 from actors.options import ModelOptions
-from actors.sharing import MOST_BEHIND_BYTES, Sharing, Writing, written
-from actors.spec import read
+from actors.spec.model_spec import read
+from actors.store import sharing
+from actors.store.cache import EmbeddingCache, Entry
+from actors.store.sharing import MOST_BEHIND_BYTES, Sharing, Writing, written
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Bytes, Embedding, Media, SharedBytes, Timings
 from tests.unit.fleet import item
 

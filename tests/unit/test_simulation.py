@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_service import cli
-from router.balance import POLICIES, largest_first
 from router.options import Policy
-from router.simulation import Cost, Outcome, Scenario, Simulation
-from router.traffic import burst, heavy_tailed, steady
+from router.policy.balance import POLICIES, largest_first
+from router.simulate.simulation import Cost, Outcome, Scenario, Simulation
+from router.simulate.traffic import burst, heavy_tailed, steady
 
 PLAIN = Cost(launch_seconds=0, patch_seconds=1, attention_seconds=0)
 SLOW = Cost(13e-3, 20e-6, 2.6e-9)

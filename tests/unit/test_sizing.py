@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.errors import TooLarge
-from actors.sizing import MAX_ASPECT, CappedSizing, EnlargingSizing, PackedSizing
+from actors.spec.sizing import MAX_ASPECT, CappedSizing, EnlargingSizing, PackedSizing
 from actors.types import ItemPlan, Size
 
 QWEN = PackedSizing(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=16777216)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from actors import packed_spec, spec, tile_spec, view_spec
-from actors.checkpoint import Preset
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
-from actors.sizing import PackedSizing
+from actors.spec import model_spec as spec
+from actors.spec import packed_spec, tile_spec, view_spec
+from actors.spec.checkpoint import Preset
+from actors.spec.sizing import PackedSizing
 
 
 def write(

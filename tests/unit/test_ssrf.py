@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from actors.errors import InvalidMedia, InvalidRequest, ServiceError
-from encoder_service.addresses import is_public, resolve
 from encoder_service.config import FetchOptions
-from encoder_service.fetch import Fetcher
+from encoder_service.intake.addresses import is_public, resolve
+from encoder_service.intake.fetch import Fetcher
 
 SPELLINGS = [
     "127.0.0.1",

@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.cache import Entry
-from actors.decoding import Decoding
-from actors.encoded import Encoded
+from actors.engine.encoded import Encoded
 from actors.errors import InvalidMedia, Unavailable
-from actors.metrics import EncoderMetrics
-from actors.models.cutters import cutter_of
+from actors.media.decoding import Decoding
+from actors.media.image import prepare
+from actors.media.patchify import cutter_of
 from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
-from actors.preprocess import prepare
-from actors.stages import Call, Made, Stages
+from actors.pipeline import Call, Made, Stages
 from actors.startup import open_engine
+from actors.store.cache import Entry
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Media, Size
 from tests.images import jpeg
 

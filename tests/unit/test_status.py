@@ -8,16 +8,16 @@ from hashlib import sha256
 
 from starlette.testclient import TestClient
 
-from actors.metrics import EncoderMetrics
-from actors.spec import read
+from actors.spec.model_spec import read
+from actors.telemetry.metrics import EncoderMetrics
+from encoder_service.api.exchange import Failure
+from encoder_service.api.http import build
 from encoder_service.config import AuthOptions, ServiceOptions
-from encoder_service.exchange import Failure
-from encoder_service.fresh import Fresh
-from encoder_service.http import build
-from encoder_service.metrics import Page, Scrape, ServiceMetrics
-from encoder_service.model_card import card
+from encoder_service.ops.metrics import Page, Scrape, ServiceMetrics
+from encoder_service.ops.model_card import card
+from encoder_service.ops.singleflight import Fresh
+from encoder_service.ops.status import Glance, status
 from encoder_service.service import Service
-from encoder_service.status import Glance, status
 from router.metrics import RouterMetrics
 from tests.unit.front_door import MODEL, Fleet, service
 

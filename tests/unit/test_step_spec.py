@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from actors import spec
+from actors.engine.two_paths import PATHS
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
-from actors.two_paths import PATHS
-from actors.windows import PaddedWindows, WindowSizing
+from actors.spec import model_spec as spec
+from actors.spec.windows import PaddedWindows, WindowSizing
 from encoder_service import cli
 from tests.unit.test_tile_spec import CONFIGS, PROCESSOR, changed
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from actors import spec
-from actors.checkpoint import Preset
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
-from actors.tiling import PaddedTiles, StretchedTiles
+from actors.spec import model_spec as spec
+from actors.spec.checkpoint import Preset
+from actors.spec.tiling import PaddedTiles, StretchedTiles
 from encoder_service import cli
 
 CONFIGS = Path(__file__).parents[2] / "configs"

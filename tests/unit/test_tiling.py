@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.budgets import graduated
-from actors.sizing import Sizing
-from actors.tiling import PaddedTiles, StretchedTiles
+from actors.engine.budgets import graduated
+from actors.spec.sizing import Sizing
+from actors.spec.tiling import PaddedTiles, StretchedTiles
 from actors.types import Size
 from tests import llama4
 

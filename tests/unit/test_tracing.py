@@ -20,12 +20,12 @@ from starlette.testclient import TestClient
 
 from actors.errors import Unavailable
 from actors.options import TracingOptions
-from actors.origin import NOBODY, ORIGIN, Origin
-from actors.otel import provider
-from actors.spec import read
-from actors.tracing import NoSpans, check_tracing, open_spans
+from actors.spec.model_spec import read
+from actors.telemetry.otel import provider
+from actors.telemetry.request_context import NOBODY, ORIGIN, Origin
+from actors.telemetry.tracing import NoSpans, check_tracing, open_spans
+from encoder_service.api.http import build
 from encoder_service.config import ServiceOptions
-from encoder_service.http import build
 from encoder_service.service import Service
 from tests.images import jpeg
 from tests.unit.front_door import MODEL, Fleet
@@ -55,11 +55,11 @@ def test_off_imports_nothing_and_changes_nothing() -> None:
     program = (
         "import sys, actors.encoder, router.router, encoder_service.ingress\n"
         "from actors.options import TracingOptions\n"
-        "from actors.tracing import open_spans\n"
+        "from actors.telemetry.tracing import open_spans\n"
         "before = {name for name in sys.modules if name.startswith('opentelemetry')}\n"
         "with open_spans(TracingOptions(), 'x').span('y', patches=1) as span: span.set(items=2)\n"
         "after = {name for name in sys.modules if name.startswith('opentelemetry')}\n"
-        "assert after == before and 'actors.otel' not in sys.modules, after\n"
+        "assert after == before and 'actors.telemetry.otel' not in sys.modules, after\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
     with NoSpans().span("y"):
@@ -187,7 +187,7 @@ def gzip_or_plain(body: bytes) -> bytes:
 
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
-    monkeypatch.setattr("actors.tracing.find_spec", lambda name: None)
+    monkeypatch.setattr("actors.telemetry.tracing.find_spec", lambda name: None)
     with pytest.raises(Exception, match=r"pip install 'encoder-service\[otel\]'"):
         check_tracing(TracingOptions(export="otlp"))
     check_tracing(TracingOptions())

@@ -10,17 +10,17 @@ from functools import partial
 import pytest
 import torch
 
-from actors.budgets import Capacity
-from actors.capture import capture, choose_packing
-from actors.device import CpuDevice
-from actors.encoded import Encoded
-from actors.engine import Engine
+from actors.engine.budgets import Capacity
+from actors.engine.capture import capture, choose_packing
+from actors.engine.device import CpuDevice
+from actors.engine.encoded import Encoded
+from actors.engine.engine import Engine
+from actors.engine.packing import Packing, graphs_hold, least_cost, smallest_first
+from actors.engine.two_paths import model_capacity, two_path_capacity
 from actors.errors import ConfigError
-from actors.metrics import EncoderMetrics
 from actors.options import GraphOptions, ModelOptions, PackingOptions
-from actors.packing import Packing, graphs_hold, least_cost, smallest_first
-from actors.spec import read
-from actors.two_paths import model_capacity, two_path_capacity
+from actors.spec.model_spec import read
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Pack, Size
 from tests.toy_two_paths import TwoPathToy, two_path_item, two_path_rows
 

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from actors.references import Kept
+from actors.store.references import Kept
 from actors.types import Answer, Dtype, Media
 from actors.types import Embedding as Encoded
+from encoder_service.api.http import build
 from encoder_service.client import Client, Embedding
-from encoder_service.http import build
-from router.references import unknown
+from router.replicas.references import unknown
 from tests.images import jpeg
 from tests.unit.front_door import service
 from tests.unit.proxied import Distinct, listening
@@ -32,12 +32,12 @@ from tests.unit.vllm_half import HIDDEN, ECConnectorRole, Request, answering, co
 
 @pytest.fixture
 def connector_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """encoder_service.vllm_connector as vLLM would load it."""
+    """encoder_service.engines.vllm_connector as vLLM would load it."""
     stand_in(monkeypatch)
-    import encoder_service.vllm_connector as module
+    import encoder_service.engines.vllm_connector as module
 
     yield module
-    del sys.modules["encoder_service.vllm_connector"]
+    del sys.modules["encoder_service.engines.vllm_connector"]
 
 
 class Keeping(Distinct):

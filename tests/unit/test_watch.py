@@ -9,8 +9,8 @@ import pytest
 from actors.errors import Unavailable
 from actors.types import Answer, Media
 from router.dispatch import Dispatcher
-from router.fleet import ShardLost
-from router.watch import Watch
+from router.replicas.fleet import ShardLost
+from router.replicas.liveness import Watch
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, item, right, settled, well
 
 STALL_SECONDS = 0.1

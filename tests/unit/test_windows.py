@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.errors import TooLarge
-from actors.sizing import MAX_ASPECT, ViewSizing
+from actors.spec.sizing import MAX_ASPECT, ViewSizing
+from actors.spec.windows import PaddedWindows, WindowSizing
 from actors.types import Size
-from actors.windows import PaddedWindows, WindowSizing
 from tests.step3p7 import Processor
 
 STEP37 = WindowSizing(728, 504, 3024, 14, 4)

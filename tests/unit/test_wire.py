@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from encoder_service import wire
-from encoder_service.formats import JSON, MSGPACK, SAFETENSORS
-from encoder_service.tensors import to_array
-from encoder_service.wire import RequestItem, WireError
+from encoder_service.wire import documents as wire
+from encoder_service.wire.documents import RequestItem, WireError
+from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS
+from encoder_service.wire.tensors import to_array
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

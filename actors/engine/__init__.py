@@ -1,0 +1,1 @@
+"""Waiting items -> packs -> CUDA graph replays -> rows. Imports kernels, models, spec."""

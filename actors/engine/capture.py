@@ -1,0 +1,95 @@
+"""Start of an actor: all graphs of all paths, with progress, and what their replays cost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from time import monotonic
+
+import torch
+
+from actors.engine.budgets import Capacity
+from actors.engine.cost import monotone
+from actors.engine.device import Device
+from actors.engine.exact import ExactGraphSet
+from actors.engine.graphs import GraphSet
+from actors.engine.packing import Packing, least_cost, smallest_first
+from actors.errors import StartError
+from actors.models.tower import Tower
+from actors.options import PackingOptions
+from actors.telemetry.metrics import EncoderMetrics
+
+CACHED_PLANS = 256
+"""Lists of waiting items whose packs are remembered."""
+
+log = logging.getLogger("ray.serve")
+
+
+def capture(
+    tower: Tower,
+    capacity: Capacity,
+    device: Device,
+    metrics: EncoderMetrics,
+    *,
+    path_streams: bool = False,
+) -> dict[str, GraphSet]:
+    """A GraphSet for each path, captured, and the metrics that say so.
+
+    Paths are captured in the order in which a pack replays them, so that a later path's graphs
+    leave alone what an earlier path has just put out, which they were captured beside.
+    """
+    started, before, used_before = monotonic(), device.memory_bytes(), device.used_bytes()
+    total = sum(budget > 0 for budgets in capacity.budgets for budget in budgets)
+    done = 0
+    graphs = {}
+    for path, budgets in zip(tower.spec.paths, capacity.budgets, strict=True):
+
+        def report(budget: int, seconds: float, path: str = path) -> None:
+            nonlocal done
+            done += 1
+            passed = monotonic() - started
+            log.info(
+                "captured %s/%d in %.2f s (%d of %d, about %.0f s left)",
+                *(path, budget, seconds, done, total, passed / done * (total - done)),
+            )
+
+        beside = path_streams and path != tower.spec.paths[0]
+        where = device.beside() if beside else device
+        place = (tower, path, budgets, capacity.segments, where)
+        most = capacity.exact_graphs
+        try:
+            graphs[path] = ExactGraphSet(*place, most) if most else GraphSet(*place)
+            graphs[path].capture(report)
+        except torch.OutOfMemoryError as error:
+            raise StartError(
+                f"out of device memory after {done} of {total} graphs, while those of path {path} "
+                "were captured: lower the largest of graphs.token_budgets, or give the replica a "
+                f"GPU of its own (encoder.num_gpus: 1). torch said: {error}"
+            ) from error
+        metrics.captured_graphs.labels(path).set(graphs[path].captured())
+    ours = device.memory_bytes() - before
+    metrics.graph_memory_bytes.set(ours)
+    log.info(
+        "captured %d budgets in %.1f s: %.2f GB of tensors, %.3f GB that CUDA keeps of graphs",
+        *(total, monotonic() - started, ours / 1e9),
+        (device.used_bytes() - used_before - ours) / 1e9,
+    )
+    return graphs
+
+
+def choose_packing(options: PackingOptions, graphs: Mapping[str, GraphSet]) -> Packing:
+    """The policy. `least_cost` measures each budget here, before anything has been staged.
+
+    Where no path has a choice of budgets (modes `exact` and `off`) there is nothing to weigh.
+    """
+    choice = any(len(path.budgets) > 1 for path in graphs.values())
+    if options.policy == "smallest_first" or not choice:
+        return smallest_first
+    costs = [monotone(path.replay_seconds()) for path in graphs.values()]
+    for path, seconds in zip(graphs, costs, strict=True):
+        shown = ", ".join(f"{budget} {each * 1000:.2f}" for budget, each in seconds.items())
+        log.info("milliseconds of a replay, %s: %s", path, shown)
+    # Traffic of few sizes asks again and again about the same items.
+    cut = lru_cache(CACHED_PLANS)(partial(least_cost, costs=costs))
+    return lambda plans, capacity: cut(tuple(plans), capacity)

@@ -1,0 +1,229 @@
+"""The GPU: three streams, so that staging, replay and reading back overlap from pack to pack.
+
+staging stream    patches, host -> staging buffers, while the pack before it replays
+compute stream    staging buffers, metadata -> static inputs; replay; output -> read-back buffer
+read-back stream  read-back buffer -> pinned host memory, while the next pack replays
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.engine.device import Rows
+from actors.engine.inputs import Inputs, allocate, count, joined
+from actors.engine.inputs import Rows as MediaRows
+from actors.kernels.attention import Shapes
+from actors.kernels.gemm import tuning
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedRows:
+    """Rows whose copy, to pinned memory or on the device, has been started."""
+
+    rows: Tensor
+    done: torch.cuda.Event
+
+    def wait(self) -> Tensor:
+        """Blocks this thread only: the interpreter lock is free meanwhile."""
+        self.done.synchronize()
+        return self.rows
+
+
+class StagedInputs:
+    """Static inputs, and staging buffers for the media that come from the host.
+
+    Items of one pack may lie on either.
+
+    Nothing here waits for the device, and nothing is written that is still to be read:
+    - Host memory: metadata is never written to again; patches are gathered in pinned memory, which
+      torch gives to others only when the copies that read it are done.
+    - Staging buffers: overwritten once the pack before has been copied on to the inputs
+      (`consumed`), which is before its replay begins. So one set of them is enough.
+    - Static inputs: only the compute stream writes them, between the replays that read them.
+    Media on the device go into the inputs without a stop: the compute stream reads them, so they
+    must have been written by then, and stay until the pack's rows have been read.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        metadata: Tensor,
+        compute: torch.cuda.Stream,
+        staging: torch.cuda.Stream,
+    ) -> None:
+        self.tensors = tensors
+        self.metadata = metadata
+        self.buffers = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        self.compute = compute
+        self.staging = staging
+        self.consumed = torch.cuda.Event()
+
+    def stage(self, metadata: Tensor, rows: MediaRows) -> None:
+        """See Inputs. The compute stream is the current one."""
+        host = {name: [part for part in parts if not part.is_cuda] for name, parts in rows.items()}
+        if any(host.values()):
+            self.staging.wait_event(self.consumed)
+            with torch.cuda.stream(self.staging):
+                for name, hosted in host.items():
+                    if hosted:
+                        buffer = self.buffers[name][: count(hosted)]
+                        buffer.copy_(pinned(hosted), non_blocking=True)
+            self.compute.wait_stream(self.staging)
+        for name, parts in rows.items():
+            whole = merged(parts, self.buffers[name][: count(host[name])])
+            joined(whole, self.tensors[name][: count(parts)])
+        self.consumed.record(self.compute)
+        self.metadata[: len(metadata)].copy_(metadata, non_blocking=True)
+
+
+class Unowned:
+    """Memory of a graph's pool, for torch.as_tensor: to hold it keeps nothing allocated."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (rows.nbytes,),
+            "typestr": "|u1",
+            "data": (rows.data_ptr(), False),
+            "version": 3,
+        }
+
+
+class CudaDevice:
+    """One GPU, owned by this process."""
+
+    backend = "cuda"
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)  # Ray shows a replica no other
+        torch.cuda.set_device(self.device)
+        self.compute = torch.cuda.Stream()
+        self.staging = torch.cuda.Stream()
+        self.reading = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        self._read_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._beside: list[CudaDevice] = []
+
+    def running(self) -> AbstractContextManager[object]:
+        """The compute stream."""
+        return torch.cuda.stream(self.compute)
+
+    def beside(self) -> CudaDevice:
+        """Streams of its own, and a pool: graphs that share one may not run at the same time."""
+        other = CudaDevice()
+        self._beside.append(other)
+        return other
+
+    def fork(self) -> None:
+        """See Device."""
+        for other in self._beside:
+            other.compute.wait_stream(self.compute)
+
+    def join(self) -> None:
+        """See Device. A path's output is read here, before the next fork lets it be rewritten."""
+        for other in self._beside:
+            self.compute.wait_stream(other.compute)
+
+    def inputs(self, shapes: Shapes) -> Inputs:
+        """See Device."""
+        tensors, metadata = allocate(shapes, self.device)
+        torch.cuda.synchronize()
+        return StagedInputs(tensors, metadata, self.compute, self.staging)
+
+    def host_buffer(self, size_bytes: int) -> Tensor:
+        """See Device: pinned."""
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def capture(
+        self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
+    ) -> Callable[[], Tensor]:
+        """A CUDA graph in the pool that all graphs of this device share.
+
+        An output that is not kept goes back to the pool, where graphs captured later work in its
+        memory: so all graphs together take what the largest takes, however many there are.
+        """
+        with torch.cuda.stream(self.compute), tuning() if tuned else nullcontext():
+            run()
+        self.compute.synchronize()
+        torch.cuda.empty_cache()  # what the warm-up took is not the pool's: give it back
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: decoding threads may go on using CUDA while this thread captures.
+        with torch.cuda.graph(
+            graph, pool=self.pool, stream=self.compute, capture_error_mode="thread_local"
+        ):
+            output = run().contiguous()
+        if not kept:
+            output = unowned(output)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+    def read_back(self, rows: Tensor) -> Rows:
+        """Into a buffer of our own at once, so that the next replay need not wait for the host."""
+        if self._read_buffer.nbytes < rows.nbytes:
+            self.reading.synchronize()
+            self._read_buffer = torch.empty(rows.nbytes, dtype=torch.uint8, device=self.device)
+        buffer = self._read_buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
+        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        self.compute.wait_stream(self.reading)
+        with torch.cuda.stream(self.compute):
+            buffer.copy_(rows, non_blocking=True)
+        self.reading.wait_stream(self.compute)
+        done = torch.cuda.Event()
+        with torch.cuda.stream(self.reading):
+            host.copy_(buffer, non_blocking=True)
+            done.record(self.reading)
+        return CopiedRows(host, done)
+
+    def keep(self, parts: Sequence[Tensor]) -> Rows:
+        """See Device. The memory is the compute stream's: what other streams do with it must be
+        done when it is let go of."""
+        done = torch.cuda.Event()
+        with torch.cuda.stream(self.compute):
+            kept = torch.cat(list(parts))
+            done.record(self.compute)
+        return CopiedRows(kept, done)
+
+    def memory_bytes(self) -> int:
+        """What torch's allocator holds, graph pools included."""
+        return torch.cuda.memory_reserved(self.device)
+
+    def used_bytes(self) -> int:
+        """See Device."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    def alive(self) -> bool:
+        """Whether the context still takes work: an illegal access or an assertion is for ever."""
+        try:
+            torch.cuda.synchronize(self.device)  # allocates nothing: being out of memory passes
+        except RuntimeError:
+            return False
+        return True
+
+
+def unowned(rows: Tensor) -> Tensor:
+    """The same rows in the same memory, which is free again when nobody else holds it."""
+    flat = torch.as_tensor(Unowned(rows), device=rows.device)
+    return flat.view(rows.dtype).view(rows.shape)
+
+
+def merged(parts: Sequence[Tensor], staged: Tensor) -> Sequence[Tensor]:
+    """The parts, those of the host out of the rows that were staged for them, in order."""
+    if len(staged) == count(parts):
+        return [staged]
+    copies = iter(staged.split([len(part) for part in parts if not part.is_cuda]))
+    return [part if part.is_cuda else next(copies) for part in parts]
+
+
+def pinned(parts: Sequence[Tensor]) -> Tensor:
+    """All rows of the parts in pinned memory."""
+    shape = (count(parts), *parts[0].shape[1:])
+    return joined(parts, torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))

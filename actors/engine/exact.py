@@ -1,0 +1,124 @@
+"""Graphs by exact layout, captured when a layout comes again: no padding, but only for repeats.
+
+A layout is the grids of a pack's items, in order. Its first sight runs eagerly, its second captures
+and replays; the layout unused for longest makes room. Knows nothing of packing or of metrics.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from actors.engine.budgets import Segments
+from actors.engine.device import Device
+from actors.engine.graphs import SKIPPED, GraphSet, Report
+from actors.models.tower import Tower
+from actors.types import Grid, ItemPlan
+
+EXACT = "exact"
+
+SIGHTS_PER_GRAPH = 16
+"""Layouts remembered for each that may be kept: most are seen once and never again."""
+
+Layout = tuple[tuple[Grid, int, int], ...]
+"""Grid, tokens and frames of each item on this path."""
+
+
+class ExactGraphSet(GraphSet):
+    """The graphs of one path, at most `most` layouts of at most the largest budget's tokens.
+
+    The graph of the largest budget is captured at start and never replayed afterwards: it sizes the
+    shared pool for every layout to come, and its output is where they all leave their rows. So what
+    is captured later takes no more device memory, whatever its order. Nor are products
+    timed for it, which would hold up all that waits.
+    """
+
+    def __init__(
+        self,
+        tower: Tower,
+        path: str,
+        budgets: Sequence[int],
+        segments: Segments,
+        device: Device,
+        most: int,
+    ) -> None:
+        super().__init__(tower, path, budgets, segments, device)
+        self.keeps_rows = True
+        self.tuned = False
+        # One graph sizes the pool, the one with the most inputs: another would only keep an output.
+        self.forms = self.forms[-1:]
+        self.most = most
+        self.kept: OrderedDict[Layout, Callable[[], Tensor]] = OrderedDict()
+        self.seen: OrderedDict[Layout, None] = OrderedDict()
+
+    @torch.inference_mode()
+    def capture(self, report: Report) -> None:
+        """Captures the largest budget, from which every layout's graph takes its memory."""
+        super().capture(report)
+        with self.device.running():
+            self.output = self.replays[self.budgets[-1], self.forms[-1]]()
+
+    def captured(self) -> int:
+        """Layouts that can be replayed now."""
+        return len(self.kept)
+
+    def label(self, budget: int | None, plans: Sequence[ItemPlan]) -> str | None:
+        """See GraphSet."""
+        if not self.tokens(plans):
+            return SKIPPED
+        layout = self._layout(plans)
+        known = layout in self.kept or layout in self.seen
+        return EXACT if budget is not None and known else None
+
+    @torch.inference_mode()
+    def encode(
+        self,
+        budget: int | None,
+        plans: Sequence[ItemPlan],
+        patches: Sequence[Tensor],
+        later: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """See GraphSet; the budget only says that the pack is within what may be captured."""
+        if not self.tokens(plans):
+            return self._nothing()
+        if self.label(budget, plans) is None:
+            if budget is not None:
+                self._remember(self._layout(plans))
+            return super().encode(None, plans, patches, later)
+        with self.device.running():
+            rows = self.rows(plans, patches, later)
+            self.inputs.stage(self.packed(None, tuple(plans)), rows)
+            return self._replay(plans)()
+
+    def _replay(self, plans: Sequence[ItemPlan]) -> Callable[[], Tensor]:
+        """What replays this layout; captured now if it is not kept."""
+        layout = self._layout(plans)
+        replay = self.kept.get(layout)
+        if replay is None:
+            # Forgotten first: a layout that cannot be captured is not tried at every sight.
+            del self.seen[layout]
+            replay = self.kept[layout] = self._captured(plans)
+            # Capturing has left the device idle: the graph that goes is not being replayed.
+            if len(self.kept) > self.most:
+                self.kept.popitem(last=False)
+        self.kept.move_to_end(layout)
+        return replay
+
+    def _captured(self, plans: Sequence[ItemPlan]) -> Callable[[], Tensor]:
+        tokens, segments = self.room(None, plans)
+        static = self.static(self._shapes(tokens, segments, self.videos(plans)))
+        rows = self.output[:tokens]
+        return self.device.capture(
+            lambda: rows.copy_(self.tower.forward(self.path, static)), kept=True, tuned=self.tuned
+        )
+
+    def _remember(self, layout: Layout) -> None:
+        self.seen[layout] = None
+        if len(self.seen) > SIGHTS_PER_GRAPH * self.most:
+            self.seen.popitem(last=False)
+
+    def _layout(self, plans: Sequence[ItemPlan]) -> Layout:
+        return tuple((plan.grid_thw, plan.path_tokens[self.index], plan.frames) for plan in plans)

@@ -1,0 +1,211 @@
+"""Captured graphs of one path, one or two a token budget, and what replays them.
+
+Static inputs are allocated once, for the largest budget (inputs.py). All graphs share one pool, the
+largest captured first. Padding is data: rows that no segment covers.
+A tower whose videos need inputs of their own has a second graph a budget, for packs with videos, so
+that images by themselves pay neither for those inputs nor for the segments of frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from actors.engine.budgets import Segments
+from actors.engine.device import Device
+from actors.engine.inputs import Places, Rows, together
+from actors.kernels.attention import Shapes
+from actors.models.tower import Tower, VideoTower
+from actors.types import Item, ItemPlan
+
+Report = Callable[[int, float], None]
+"""Called with a budget and the seconds that its capture took."""
+
+MEASURED_REPLAYS = 3
+
+CACHED_LAYOUTS = 32
+"""Packs of the same plans in the same order whose metadata is kept, in pinned memory on CUDA."""
+
+SKIPPED = "skip"
+"""The label of a path on which a pack has no tokens."""
+
+
+class GraphSet:
+    """The graphs of one path of a tower on one device."""
+
+    def __init__(
+        self, tower: Tower, path: str, budgets: Sequence[int], segments: Segments, device: Device
+    ) -> None:
+        self.tower = tower
+        self.path = path
+        self.index = tower.spec.paths.index(path)
+        self.budgets = tuple(budget for budget in budgets if budget)
+        self.segments = segments
+        self.device = device
+        self.keeps_rows = path != tower.spec.paths[-1]
+        """Rows are read with those of the last path: they outlast replays of what is captured
+        later."""
+        self.tuned = True
+        """Captured before anything is served: there is time to time products."""
+        self._packed: dict[tuple[int | None, tuple[ItemPlan, ...]], Tensor] = {}
+        self.replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
+        """By budget, and whether it is for packs with videos."""
+        videos = segments.frames and self.video_inputs(1)
+        self.forms: tuple[bool, ...] = (False, True) if videos else (False,)
+        if self.budgets:
+            self.inputs = device.inputs(self.budget_shapes(self.budgets[-1], videos=self.forms[-1]))
+
+    @torch.inference_mode()
+    def capture(self, report: Report) -> None:
+        """Captures every budget, largest first. Replays take no more device memory."""
+        for budget in reversed(self.budgets):
+            started = perf_counter()
+            for videos in reversed(self.forms):
+                static = self.static(self.budget_shapes(budget, videos=videos))
+                with self.device.running():
+                    self.replays[budget, videos] = self.device.capture(
+                        lambda static=static: self.tower.forward(self.path, static),  # type: ignore[misc]
+                        kept=self.keeps_rows,
+                        tuned=self.tuned,
+                    )
+            report(budget, perf_counter() - started)
+
+    @torch.inference_mode()
+    def replay_seconds(self) -> dict[int, float]:
+        """Seconds of one warm replay of each budget, for images, over what the inputs hold now."""
+        seconds = {}
+        with self.device.running():
+            for budget in reversed(self.budgets):
+                replay = self.replays[budget, False]
+                self.device.read_back(replay()[:1]).wait()
+                started = perf_counter()
+                for _ in range(MEASURED_REPLAYS):
+                    rows = replay()
+                self.device.read_back(rows[:1]).wait()
+                seconds[budget] = (perf_counter() - started) / MEASURED_REPLAYS
+        return seconds
+
+    def captured(self) -> int:
+        """Graphs that can be replayed now."""
+        return len(self.replays)
+
+    def label(self, budget: int | None, plans: Sequence[ItemPlan]) -> str | None:
+        """The graph that such a pack would replay now, for the metrics; None: it runs eagerly.
+
+        SKIPPED: it has no tokens on this path, and nothing runs.
+        """
+        if not self.tokens(plans):
+            return SKIPPED
+        return None if budget is None else str(budget)
+
+    def run(self, budget: int | None, items: Sequence[Item]) -> Tensor:
+        """See encode; the patches of some items may lie on the device, of others on the host."""
+        patches = [torch.as_tensor(item.patches[item.plan.rows(self.index)]) for item in items]
+        later = [
+            patches[i] if item.later is None else torch.as_tensor(item.later)
+            for i, item in enumerate(items)
+        ]
+        return self.encode(budget, [item.plan for item in items], patches, later)
+
+    @torch.inference_mode()
+    def encode(
+        self,
+        budget: int | None,
+        plans: Sequence[ItemPlan],
+        patches: Sequence[Tensor],
+        later: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Rows [tokens of all items, width] on the device, in the order of the items.
+
+        `patches`: uint8, one tensor an item, this path's, on the host or on the device. `later`:
+        the same in the second frames of videos, for an image its patches once more; images alone
+        need none. With a budget the rows lie in graph memory and last until the next replay of this
+        path; None runs eagerly. Without tokens on this path nothing runs.
+        """
+        if not self.tokens(plans):
+            return self._nothing()
+        rows = self.rows(plans, patches, later)
+        with self.device.running():
+            if budget is None:
+                return self._eager(plans, rows)
+            self.inputs.stage(self.packed(budget, tuple(plans)), rows)
+            return self.replays[budget, self.videos(plans)]()[: self.tokens(plans)]
+
+    def rows(
+        self, plans: Sequence[ItemPlan], patches: Sequence[Tensor], later: Sequence[Tensor]
+    ) -> Rows:
+        """What the inputs of media are filled with."""
+        if self.videos(plans) and "later" in self.video_inputs(1):
+            return {"patches": patches, "later": later}
+        return {"patches": patches}
+
+    def videos(self, plans: Sequence[ItemPlan]) -> bool:
+        """Whether these items need the inputs that are for videos."""
+        return any(plan.frames for plan in plans) and bool(self.video_inputs(1))
+
+    def video_inputs(self, tokens: int) -> Shapes:
+        """See VideoTower."""
+        if not isinstance(self.tower, VideoTower):
+            return {}
+        return self.tower.video_inputs(self.path, tokens)
+
+    def _nothing(self) -> Tensor:
+        spec = self.tower.spec
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        return torch.empty(0, spec.width, dtype=dtype, device=self.device.device)
+
+    def packed(self, budget: int | None, plans: tuple[ItemPlan, ...]) -> Tensor:
+        """Host values of the inputs that are no media, as one piece; None: of an exact layout.
+
+        Traffic of few sizes brings the same packs again, and finds what was made for them.
+        """
+        key = budget, plans
+        found = self._packed.pop(key, None)
+        if found is None:
+            tokens, segments = self.room(budget, plans)
+            places = Places(self._shapes(tokens, segments, self.videos(plans)))
+            values = self.tower.metadata(self.path, plans, tokens, segments)
+            found = places.packed(values, self.device.host_buffer(places.size_bytes))
+            if len(self._packed) == CACHED_LAYOUTS:
+                del self._packed[next(iter(self._packed))]  # the one unused for longest
+        self._packed[key] = found
+        return found
+
+    def room(self, budget: int | None, plans: Sequence[ItemPlan]) -> tuple[int, int]:
+        """Tokens and segments of a budget's graph for such a pack; None: no more than it has."""
+        if budget is None:
+            return self.tokens(plans), sum(max(1, plan.frames) for plan in plans)
+        return budget, self.segments.of(budget, videos=self.videos(plans))
+
+    def static(self, shapes: Shapes) -> dict[str, Tensor]:
+        """What a graph reads, in these shapes."""
+        media = {
+            name: tensor[: shapes[name][0][0]]
+            for name, tensor in self.inputs.tensors.items()
+            if name in shapes
+        }
+        return media | Places(shapes).views(self.inputs.metadata)
+
+    def _eager(self, plans: Sequence[ItemPlan], rows: Rows) -> Tensor:
+        device = self.device.device
+        values = self.tower.metadata(self.path, plans, *self.room(None, plans)) | {
+            name: together(parts, device) for name, parts in rows.items()
+        }
+        return self.tower.forward(
+            self.path, {name: value.to(device) for name, value in values.items()}
+        )
+
+    def tokens(self, plans: Sequence[ItemPlan]) -> int:
+        """Tokens that these items have on this path."""
+        return sum(plan.path_tokens[self.index] for plan in plans)
+
+    def budget_shapes(self, budget: int, *, videos: bool) -> Shapes:
+        """Inputs of a budget's graph."""
+        return self._shapes(budget, self.segments.of(budget, videos=videos), videos)
+
+    def _shapes(self, tokens: int, segments: int, videos: bool) -> Shapes:
+        shapes = self.tower.inputs(self.path, tokens, segments)
+        return shapes | self.video_inputs(tokens) if videos else shapes

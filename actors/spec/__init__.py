@@ -1,0 +1,1 @@
+"""What an item costs, from config.json and pixel sizes alone. Knows neither torch nor Ray."""

@@ -1,0 +1,1 @@
+"""Embeddings outside the engine: shared memory, the cache, references."""

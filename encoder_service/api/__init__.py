@@ -1,0 +1,1 @@
+"""HTTP and gRPC: bodies in, responses out, errors, authentication, health."""

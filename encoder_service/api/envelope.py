@@ -1,0 +1,106 @@
+"""What every HTTP exchange has: a request id, errors in one shape, and a place in the metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from actors.telemetry.request_context import Origin
+from encoder_service.api.errors import Fault, fault, row_of_status
+from encoder_service.api.exchange import Exchange, Observer
+from encoder_service.api.request_id import request_id_of
+
+CLIENT_GONE = "499"
+"""nginx's code for a client that hung up: only metrics see it."""
+
+
+class Envelope:
+    """Middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp, observer: Observer, counted: Mapping[str, str]) -> None:
+        """`counted`: which paths the metrics count, and as which api."""
+        self.app = app
+        self.observer = observer
+        self.counted = counted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers every exception of the application; only a cancelled request goes on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        origin = Origin(request_id_of(headers.get("x-request-id")), headers.get("traceparent", ""))
+        api = self.counted.get(scope["path"])
+        with self.observer.exchange(api, origin, CLIENT_GONE) as exchange:
+            scope.setdefault("state", {})["exchange"] = exchange
+            await self.answer(exchange, scope, receive, send)
+
+    async def answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        """One exchange."""
+        request_id = exchange.request_id
+        given = Headers(scope=scope).get("x-request-id")
+
+        async def received() -> Message:
+            try:
+                return await receive()
+            except Exception as error:  # Serve raises where a server says http.disconnect
+                raise ClientDisconnect from error
+
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.code = str(message["status"])
+                # Serve's proxy adds the header as it was sent: only one that is not fit, or not
+                # there, is told here, ahead of it.
+                if request_id != given:
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self.app(scope, received, observed)
+        except ClientDisconnect:
+            return  # while its body was read: there is nobody to answer
+        except Exception as error:
+            if exchange.code != CLIENT_GONE:
+                raise  # the answer has begun: all that is left is to break it off
+            exchange.problem = fault(error, request_id)
+            await response(exchange.problem)(scope, receive, observed)
+
+
+def response(problem: Fault, body: dict[str, Any] | None = None) -> Response:
+    """An error as an HTTP response; of our own API, unless its body is given."""
+    headers = {}
+    if problem.retry_after_seconds is not None:
+        headers["retry-after"] = str(max(1, math.ceil(problem.retry_after_seconds)))
+    if problem.row.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    document = {"error": problem.document()} if body is None else body
+    return JSONResponse(document, problem.row.status, headers)
+
+
+async def http_exception(request: Request, error: HTTPException) -> Response:
+    """Routes that are not there, methods that are not allowed: the framework's own errors."""
+    row = row_of_status(error.status_code)
+    answer = response(Fault(row, f"{request.method} {request.url.path}: {error.detail}"))
+    answer.headers.update(error.headers or {})
+    if error.status_code == 405:
+        # The framework names those of the first route of the path alone.
+        answer.headers["allow"] = ", ".join(sorted(methods(request)))
+    return answer
+
+
+def methods(request: Request) -> set[str]:
+    """All that the routes of a path take together."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] != Match.NONE:
+            found |= getattr(route, "methods", None) or set()
+    return found

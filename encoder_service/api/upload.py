@@ -1,0 +1,154 @@
+"""From the body of an HTTP request to its items and options, never reading more than is allowed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+
+from actors.errors import DeadlineExceeded, InvalidRequest, TooLarge, UnsupportedMedia
+from encoder_service.api.buffered import Take
+from encoder_service.config import LimitOptions
+from encoder_service.ops.offload import offload
+from encoder_service.wire.documents import RequestItem, parse_request
+from encoder_service.wire.formats import WireError, read_json
+
+MOST_OPTIONS_BYTES = 4096
+CHARSETS = (b"utf-8", b"us-ascii")
+
+
+async def read(
+    request: Request, limits: LimitOptions, take: Take
+) -> tuple[list[RequestItem], dict[str, Any]]:
+    """Items and raw options; `take` is told of each piece of the body.
+
+    Raises TooLarge, InvalidRequest, UnsupportedMedia, DeadlineExceeded, and what `take` raises.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.lower().startswith("multipart/form-data"):
+        async with in_time(limits):
+            chunks = limited(request, limits, take)
+            return await multipart(request, chunks, limits)
+    body = await read_body(request, limits, take)
+    try:
+        return await offload(len(body), parse_request, body, content_type)
+    except WireError as error:
+        kind = UnsupportedMedia if error.kind == "unsupported" else InvalidRequest
+        raise kind(str(error)) from None
+
+
+async def read_body(request: Request, limits: LimitOptions, take: Take) -> bytes:
+    """The whole body. Raises TooLarge, DeadlineExceeded, and what `take` raises."""
+    async with in_time(limits):
+        chunks = limited(request, limits, take)
+        return b"".join([chunk async for chunk in chunks])
+
+
+@asynccontextmanager
+async def in_time(limits: LimitOptions) -> AsyncGenerator[None]:
+    """Raises DeadlineExceeded around the reading of a body."""
+    try:
+        async with asyncio.timeout(limits.timeout_seconds):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the body did not come within {limits.timeout_seconds:g} s (limits.timeout_seconds)"
+        ) from None
+
+
+def check_length(request: Request, limits: LimitOptions) -> None:
+    """Raises TooLarge for a body that the headers declare to be too long."""
+    declared = request.headers.get("content-length", "")
+    # Python refuses to convert thousands of digits; these are enough to be too many.
+    check_bytes(int(declared[:18]) if declared.isdecimal() else 0, limits)
+
+
+def check_bytes(seen: int, limits: LimitOptions) -> None:
+    """Raises TooLarge for a body of so many bytes or more."""
+    most = limits.max_body_bytes
+    if seen > most:
+        raise TooLarge(
+            f"the body is over {most} bytes (limits.max_body_bytes): send fewer items at a time"
+        )
+
+
+async def limited(
+    request: Request, limits: LimitOptions, take: Take
+) -> AsyncGenerator[bytes, None]:
+    """The body's chunks. Raises TooLarge as soon as it is known, without reading the rest."""
+    check_length(request, limits)
+    seen = 0
+    async for chunk in request.stream():
+        seen += len(chunk)
+        check_bytes(seen, limits)
+        take(len(chunk))
+        yield chunk
+
+
+async def multipart(
+    request: Request, chunks: AsyncGenerator[bytes, None], limits: LimitOptions
+) -> tuple[list[RequestItem], dict[str, Any]]:
+    """File parts named image or video, in order, and an `options` part of JSON."""
+    _, parameters = parse_options_header(request.headers["content-type"])
+    # Some of Python's codecs take quadratic time, or raise what the parser does not expect.
+    if parameters.get(b"charset", b"utf-8").lower() not in CHARSETS:
+        raise InvalidRequest("the charset of the multipart body is not utf-8: leave it out")
+    parser = MultiPartParser(
+        request.headers,
+        chunks,
+        max_files=limits.max_items,
+        max_fields=1,
+        max_part_size=MOST_OPTIONS_BYTES,
+    )
+    parser.spool_max_size = limits.max_body_bytes  # images stay in memory, off the disk
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise refusal(error.message, limits) from None
+    items: list[RequestItem] = []
+    options: dict[str, Any] = {}
+    try:
+        for name, part in form.multi_items():
+            if name == "options" and isinstance(part, str):
+                options = json_object(part)
+            elif name in ("image", "video") and isinstance(part, UploadFile):
+                content = await part.read()
+                items.append(RequestItem("video" if name == "video" else "image", content, None))
+            else:
+                raise InvalidRequest(
+                    f"part {name!r}: send files (with a filename) named image or video, "
+                    "and at most one part (without a filename) named options"
+                )
+    finally:
+        await form.close()
+    return items, options
+
+
+def refusal(reason: str, limits: LimitOptions) -> InvalidRequest:
+    """Why the parser gave up, in our words where a limit of ours is the reason."""
+    if reason.startswith("Too many files"):
+        return TooLarge(
+            f"over {limits.max_items} files in one request (limits.max_items): send several"
+        )
+    if reason.startswith("Too many fields"):
+        return InvalidRequest("the multipart body has several parts without a filename: send one")
+    if reason.startswith("Part exceeded"):
+        return TooLarge(
+            f"a part without a filename is over {MOST_OPTIONS_BYTES} bytes: "
+            "send files with a filename, and short options"
+        )
+    return InvalidRequest(f"the multipart body cannot be read: {reason}")
+
+
+def json_object(content: str) -> dict[str, Any]:
+    """The `options` part. Raises InvalidRequest."""
+    try:
+        return read_json(content.encode())
+    except (WireError, UnicodeError) as error:
+        raise InvalidRequest(f"the part `options`: {error}") from None

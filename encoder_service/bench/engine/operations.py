@@ -1,0 +1,137 @@
+"""How much arithmetic a tower is: its linear products and attention, from shapes alone.
+
+Of the published tower: embeddings in every frame, SAM's windows with their padding. A multiply-add
+is two operations; softmax, norms and activations are not counted. Pure: reads no weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from actors.models.deepseek_ocr_config import WINDOW, Architecture, crop_sizing
+from actors.models.load import FAMILIES
+from actors.models.step3 import CLASS_TOKENS
+from actors.spec.model_spec import ModelSpec
+from actors.spec.tiling import TileSizing
+from actors.spec.windows import WindowSizing
+from actors.types import ItemPlan
+
+Unit = Literal["patch", "sam", "row", "quarter", "token"]
+"""What a weight is applied to: each patch; SAM's patches; each row of the blocks, class tokens
+included; each place after the first of two convolutions with stride 2; each token."""
+
+CLASS = r"class_embedding|cls_token"
+TABLES = rf"pos_|position|{CLASS}"
+"""Weights that are read or added, not multiplied with."""
+BLOCK = r"(?:blocks|layers?)\.(\d+)\."
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One attention segment."""
+
+    patches: int
+    rows: int
+    """With class tokens."""
+    tokens: int
+
+
+def operations(spec: ModelSpec, plans: Sequence[ItemPlan]) -> int:
+    """Floating-point operations for these images."""
+    shapes = FAMILIES[spec.family].expected(spec)
+    views = Counter(view for plan in plans for view in views_of(spec, plan, shapes))
+    weights = multiplied(spec, shapes)
+    products = sum(count * linear(weights, view) for view, count in views.items())
+    if spec.family == "deepseek_ocr":
+        seen = sum(count * ocr_attention(spec, view) for view, count in views.items())
+        return 2 * (products + seen)
+    width = next(s[0] for name, s in shapes.items() if unit(spec, name, s) == "patch")
+    layers = {int(found[1]) for name in shapes if (found := re.search(BLOCK, name))}
+    narrow = layers - set(spec.vision.get("fullatt_block_indexes", layers))
+    pairs = sum(count * view.rows**2 for view, count in views.items()) * len(layers - narrow)
+    pairs += sum(window_pairs(spec, plan) for plan in plans) * len(narrow) if narrow else 0
+    return 2 * (products + 2 * width * pairs)
+
+
+def unit(spec: ModelSpec, name: str, shape: Sequence[int]) -> Unit | None:
+    """What a weight is applied to; None: it is no matrix."""
+    if len(shape) < 2 or re.search(TABLES, name):
+        return None
+    if re.search(r"patch_embed|patch_conv|conv1\.|neck\.", name):
+        return "patch"
+    if re.search(BLOCK, name):
+        return "sam" if spec.family == "deepseek_ocr" and name.startswith("blocks.") else "row"
+    return "quarter" if re.search(r"downsampler1?\.|net_2\.", name) else "token"
+
+
+def multiplied(spec: ModelSpec, shapes: Mapping[str, Sequence[int]]) -> Counter[Unit]:
+    """Values of all weights that are applied to each unit."""
+    total: Counter[Unit] = Counter()
+    for name, shape in shapes.items():
+        if applied := unit(spec, name, shape):
+            total[applied] += math.prod(shape)
+    return total
+
+
+def linear(weights: Counter[Unit], view: View) -> int:
+    """Multiply-adds of all weights for one view."""
+    # Both halvings round up: four places for each token.
+    sizes: dict[Unit, int] = {"patch": view.patches, "sam": view.patches, "row": view.rows}
+    sizes |= {"quarter": 4 * view.tokens, "token": view.tokens}
+    return sum(count * sizes[applied] for applied, count in weights.items())
+
+
+def views_of(spec: ModelSpec, plan: ItemPlan, shapes: Mapping[str, Sequence[int]]) -> list[View]:
+    """The attention segments of an image."""
+    sizing = spec.sizing
+    if isinstance(sizing, TileSizing):
+        patches, tokens = sizing.side_patches**2, sizing.tile_tokens
+        classes = int(any(re.search(CLASS, name) for name in shapes))
+        return [View(patches, patches + classes, tokens)] * (plan.path_tokens[0] // tokens)
+    if isinstance(sizing, WindowSizing):
+        sides, classes = sizing.side_patches, CLASS_TOKENS * (spec.family == "step3_vl")
+    elif spec.family == "deepseek_ocr":
+        # CLIP's rows: SAM's features, a fourth of the rows and columns of patches, and a class.
+        crops = crop_sizing(spec)
+        sides = (crops.image_patches, crops.crops.side_patches)
+        counts = [all_ // side**2 for all_, side in zip(plan.path_patches, sides, strict=True)]
+        ocr = [View(side**2, side**2 // 16 + 1, side**2 // 16) for side in sides]
+        return [ocr[0]] * counts[0] + [ocr[1]] * counts[1]
+    else:
+        groups, rows, columns = plan.grid_thw
+        patches = rows * columns
+        return [View(patches, patches, plan.tokens // groups)] * groups
+    found = []
+    for all_, side in zip(plan.path_patches, sides, strict=True):
+        view = View(side**2, side**2 + classes, (side // sizing.merge_size) ** 2)
+        found += [view] * (all_ // side**2)
+    return found
+
+
+def window_pairs(spec: ModelSpec, plan: ItemPlan) -> int:
+    """Pairs of patches within the same window (Qwen2.5-VL), in all temporal groups."""
+    side = int(spec.vision["window_size"]) // int(spec.vision["patch_size"])
+    groups, *lengths = plan.grid_thw
+    rows, columns = (length // side * side**2 + (length % side) ** 2 for length in lengths)
+    return groups * rows * columns
+
+
+def ocr_attention(spec: ModelSpec, view: View) -> int:
+    """Multiply-adds of both towers' attention, and of what SAM's windows are padded with."""
+    arch = Architecture.of(spec)
+    side = math.isqrt(view.patches)
+    windows = math.ceil(side / WINDOW) ** 2
+    total = arch.clip.depth * 2 * arch.clip.width * view.rows**2
+    for layer in range(arch.sam.depth):
+        whole = layer in arch.whole_view
+        count, square = (1, side) if whole else (windows, WINDOW)
+        # Queries with keys, scores with values, and queries with both axes' relative positions.
+        total += count * arch.sam.width * (2 * square**4 + 2 * square**3)
+        # qkv and the projection of the padding.
+        total += (count * square**2 - view.patches) * 4 * arch.sam.width**2
+    return total

@@ -1,0 +1,129 @@
+"""What is true: transformers' own tower with the same weights, or ours in plain torch and float32.
+
+Knows nothing of graphs or budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from actors.models.load import build
+from actors.spec.model_spec import ModelSpec
+from actors.types import ItemPlan
+
+
+class Truth(Protocol):
+    """What rows are compared with."""
+
+    name: str
+
+    def rows(self, patches: Sequence[Tensor], plans: Sequence[ItemPlan]) -> list[Tensor]:
+        """Each item's rows in float32."""
+
+
+def has_reference(spec: ModelSpec) -> bool:
+    """Whether Reference knows the family."""
+    return spec.family == "qwen3_vl"
+
+
+class PlainTower:
+    """Our own tower in float32: ReferenceBlocks and SegmentAttention, without graphs or kernels.
+
+    It checks graphs, kernels and bf16; that the tower is the published one, tests/parity checks.
+    """
+
+    name = "our own plain torch"
+
+    def __init__(
+        self, spec: ModelSpec, weights: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self.tower = build(replace(spec, dtype="float32"), weights, device)
+        self.device = device
+
+    @torch.inference_mode()
+    def rows(self, patches: Sequence[Tensor], plans: Sequence[ItemPlan]) -> list[Tensor]:
+        """See Truth; one item at a time to bound memory."""
+        return [self.encode(each, plan) for each, plan in zip(patches, plans, strict=True)]
+
+    def encode(self, patches: Tensor, plan: ItemPlan) -> Tensor:
+        """One item's rows."""
+        outputs = []
+        for index, path in enumerate(self.tower.spec.paths):
+            tokens = plan.path_tokens[index]
+            if not tokens:
+                outputs.append(torch.empty(0, self.tower.spec.width, device=self.device))
+                continue
+            host = self.tower.metadata(path, [plan], tokens, 1)
+            values = {name: value.to(self.device) for name, value in host.items()}
+            part = {"patches": patches[plan.rows(index)]}
+            outputs.append(self.tower.forward(path, values | part))
+        return self.tower.postprocess(outputs, [plan])
+
+
+class Reference:
+    """transformers.Qwen3VLVisionModel, sdpa, run eagerly."""
+
+    name = "transformers"
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        from transformers import Qwen3VLVisionConfig, Qwen3VLVisionModel  # seconds to import
+
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        with device:
+            model = Qwen3VLVisionModel(Qwen3VLVisionConfig.from_dict(dict(spec.vision)))
+        model.set_attn_implementation("sdpa")
+        model.load_state_dict(weights)
+        # Parameters only: rotary frequencies stay in float32, as from_pretrained leaves them.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        self.model: Any = model.eval()
+
+    def pixels(self, patches: Sequence[Tensor]) -> Tensor:
+        """What transformers' processor would give: normalised, each frame, [patches, values]."""
+        mean, std = (
+            torch.tensor(values, device=self.device)[:, None]
+            for values in (self.spec.mean, self.spec.std)
+        )
+        pixels = torch.cat(list(patches)).unflatten(1, (3, -1)) / 255
+        frames = int(self.spec.vision["temporal_patch_size"])
+        normalised: Tensor = ((pixels - mean) / std)[:, :, None].expand(-1, -1, frames, -1)
+        return normalised.flatten(1).to(self.dtype)
+
+    def grid(self, plans: Sequence[ItemPlan]) -> Tensor:
+        """int64 [items, 3]."""
+        return torch.tensor([plan.grid_thw for plan in plans], device=self.device)
+
+    @torch.inference_mode()
+    def encode(self, pixels: Tensor, grid: Tensor) -> Tensor:
+        """[tokens of all items, width]: main features, then deepstack's, side by side."""
+        features = self.model(pixels, grid, return_dict=True)
+        return torch.cat([features.pooler_output, *features.deepstack_features], dim=1)
+
+    def rows(self, patches: Sequence[Tensor], plans: Sequence[ItemPlan]) -> list[Tensor]:
+        """Each item's rows, one item at a time to bound memory."""
+        return [
+            self.encode(self.pixels([each]), self.grid([plan]))
+            for each, plan in zip(patches, plans, strict=True)
+        ]
+
+
+def relative_error(rows: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Of the worst item; not a number if any value is not."""
+    errors = [
+        (ours.float() - theirs).norm() / theirs.norm()
+        for ours, theirs in zip(rows, expected, strict=True)
+    ]
+    return float(torch.stack(errors).max())

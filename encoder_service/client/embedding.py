@@ -1,0 +1,152 @@
+"""What a client gets: an embedding, or an error. Knows nothing of transport; torch is optional."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from encoder_service.engines.sglang import processor_output
+from encoder_service.engines.vllm import content_part
+from encoder_service.wire.tensors import to_array
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """One item's rows, in the order that the model's own processor gives."""
+
+    index: int
+    """Position in the list that was sent."""
+    type: str
+    grid_thw: tuple[int, int, int]
+    """Temporal groups, rows and columns, in patches."""
+    tokens: int
+    dtype: str
+    shape: tuple[int, ...]
+    """Tokens, width."""
+    data: bytes = field(repr=False)
+    """Row-major, little-endian."""
+    digest: str
+    """Hexadecimal SHA-256 of the item's bytes."""
+    source: str
+    """"graph", "eager" or "cache"."""
+    deepstack: int
+    """Deepstack features that follow the main ones in a row."""
+    model: str
+    weights: str
+    """"checkpoint", or "dummy": random numbers."""
+    family: str = ""
+    """Of the model, such as "qwen3_vl"; empty from a service that does not say."""
+    notice: str = ""
+    timestamps: tuple[float, ...] = ()
+    """Of a video: seconds of each temporal group."""
+    second_per_grid_ts: float = 0.0
+    """Of a video: seconds from one temporal group to the next."""
+    frame_tokens: tuple[int, ...] = ()
+    """Of a video sent with `evs_rate`: rows that are left of each temporal group."""
+    reference: str = ""
+    """Id that the service keeps it under for a while; then `data` is empty: `Client.fetch`."""
+    timings: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Milliseconds of the request that it came with: "total_ms" and the longest of each stage."""
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """[tokens, width], read-only unless bfloat16, which becomes float32: numpy lacks it."""
+        return to_array(self.rows(), self.dtype, self.shape)
+
+    def torch(self) -> torch.Tensor:
+        """[tokens, width] on the CPU, in its own dtype. Needs torch."""
+        import torch
+
+        memory = torch.frombuffer(bytearray(self.rows()), dtype=torch.uint8)
+        return memory.view(getattr(torch, self.dtype)).view(self.shape)
+
+    def to_vllm(self) -> dict[str, Any]:
+        """A part of a chat message for vLLM, which loads no vision tower then: vllm.content_part.
+
+        Of a reference: what names it to a vLLM that has EncoderServiceConnector. Needs torch.
+        """
+        return content_part(self)
+
+    def to_sglang(self) -> dict[str, Any]:
+        """`image_data` or `video_data` for SGLang: sglang.processor_output, which takes several."""
+        return processor_output([self])
+
+    def rows(self) -> bytes:
+        """The data. Raises ValueError for a reference."""
+        if self.reference:
+            raise ValueError(f"a reference has no rows: Client.fetch({self.reference!r}) gets them")
+        return self.data
+
+
+class ServiceError(Exception):
+    """The service refused or failed; of the whole request, or of the item at `item`."""
+
+    def __init__(
+        self,
+        type: str,
+        message: str,
+        status: int | str | None = None,
+        item: int | None = None,
+        retryable: bool = False,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(type, message, status, item, retryable, retry_after_seconds)
+        self.type = type
+        """Such as "too_large": the words of the service's documentation."""
+        self.message = message
+        self.status = status
+        """HTTP status or name of the gRPC code; None: there was no answer, or it is an item's."""
+        self.item = item
+        self.retryable = retryable
+        self.retry_after_seconds = retry_after_seconds
+
+    def __str__(self) -> str:
+        where = "" if self.item is None else f" (item {self.item})"
+        return f"{self.type}{where}: {self.message}"
+
+
+TOKEN = "Client(url, token=...), or ENCODER_SERVICE_TOKEN for the command line"
+"""Where a token is given."""
+
+
+def service_error(
+    document: Mapping[str, Any],
+    status: int | str | None = None,
+    retry_after_seconds: float | None = None,
+) -> ServiceError:
+    """From the service's {"type", "message", "item", "retryable"}."""
+    kind, message = document.get("type", "internal_error"), document.get("message", "no message")
+    return ServiceError(
+        str(kind),
+        f"{message}; {TOKEN}" if kind == "unauthorized" else str(message),
+        status,
+        document.get("item"),
+        bool(document.get("retryable", False)),
+        retry_after_seconds,
+    )
+
+
+LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens")
+"""Fields of an item that are lists in a document."""
+
+
+def read_items(document: Mapping[str, Any]) -> list[Embedding | ServiceError]:
+    """The items of a response document."""
+    shared = {name: document[name] for name in ("model", "weights", "timings")}
+    shared["family"] = document.get("family", "")
+    return [
+        service_error(item["error"])
+        if "error" in item
+        else Embedding(
+            **shared
+            | {"data": b""}
+            | item
+            | {name: tuple(item[name]) for name in LISTS if name in item}
+        )
+        for item in document["items"]
+    ]

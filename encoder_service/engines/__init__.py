@@ -1,0 +1,1 @@
+"""Other people's language model servers: vLLM and SGLang."""

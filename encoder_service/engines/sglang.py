@@ -1,0 +1,67 @@
+"""Embeddings as SGLang's Engine takes them: `image_data` or `video_data` of Engine.generate.
+
+Follows SGLang 0.5.23: a dict of the format "processor_output" that has "precomputed_embeddings"
+spares the vision tower of every model. There is one for all images of a request, another for all
+videos; raw images beside it are refused there. Its OpenAI endpoint takes none: JSON has no tensors.
+It expands no prompt then: see `expanded`. Run in its processor, on the CPU: tests/engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from encoder_service.client.embedding import Embedding
+
+GRIDLESS = ("internvl", "internvl_chat", "llama4", "deepseek_ocr")
+"""Families whose positions need no grid: in tiles or crops it is not one of rows and columns."""
+
+
+def processor_output(embeddings: Sequence[Embedding]) -> dict[str, Any]:
+    """All images, or all videos, of one request, in the order of their places in the prompt.
+
+    "precomputed_embeddings": [tokens, width] on the CPU, the items' rows one after the other;
+    "image_grid_thw" or "video_grid_thw": [items, 3] int64, in patches. Raises ValueError for
+    embeddings that do not belong together.
+    """
+    first = embeddings[0] if embeddings else None
+    if first is None:
+        raise ValueError("no embeddings: a request without images has no image_data")
+    for name in ("type", "family", "model", "dtype", "deepstack"):
+        values = {getattr(embedding, name) for embedding in embeddings}
+        if len(values) > 1:
+            raise ValueError(f"embeddings of one request differ in {name}: {sorted(values)}")
+    widths = {embedding.shape[1] for embedding in embeddings}
+    if len(widths) > 1 or any(one.shape[0] != one.tokens for one in embeddings):
+        raise ValueError(f"shapes {[one.shape for one in embeddings]} are not tokens of one width")
+    import torch
+
+    output = {
+        "format": "processor_output",
+        "modality": first.type.upper(),
+        "precomputed_embeddings": torch.cat([embedding.torch() for embedding in embeddings]),
+    }
+    if first.family in GRIDLESS:
+        return output
+    return output | {
+        f"{first.type}_grid_thw": torch.tensor([embedding.grid_thw for embedding in embeddings])
+    }
+
+
+def expanded(input_ids: Sequence[int], images: Sequence[Embedding], placeholder: int) -> list[int]:
+    """A prompt with a placeholder for each row of each image, in place of one for each image.
+
+    For Engine.generate(input_ids=...): of a prompt in words SGLang pairs placeholders with dicts,
+    and warns. Raises ValueError where there are more images than placeholders, or fewer.
+    """
+    if input_ids.count(placeholder) != len(images):
+        raise ValueError(
+            f"{input_ids.count(placeholder)} placeholders in the prompt for {len(images)} images"
+        )
+    tokens = iter([image.tokens for image in images])
+    return [
+        one
+        for token in input_ids
+        for one in [token] * (next(tokens) if token == placeholder else 1)
+    ]

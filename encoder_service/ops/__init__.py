@@ -1,0 +1,1 @@
+"""What operators look at: metrics, the status page, the access log."""

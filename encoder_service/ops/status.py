@@ -1,0 +1,130 @@
+"""GET /v1/status: the fleet at a glance, from the series of all replicas. Pure.
+
+Counters and histograms are totals since the replicas began: who looks twice has the rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from encoder_service.api.answer import Json
+from encoder_service.api.exchange import MOST_FAILURES, Failure
+from encoder_service.ops.metrics import Scrape, attributed
+
+STAGES = ("decode_queue", "preprocess", "queue", "encode")
+"""Of an item in its replica, in this order: each has a histogram of seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """What one ingress saw of everybody, at about one moment."""
+
+    scrape: Scrape
+    excluded: Mapping[str, bool]
+    """Every encoder replica that is ready; whether it failed lately and gets nothing new."""
+    failures: Sequence[Failure]
+
+
+class Samples:
+    """All values of a scrape, to be added up. Names are without `encoder_`."""
+
+    def __init__(self, scrape: Scrape) -> None:
+        self._by_name: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+        for page in scrape.pages:
+            for family in text_string_to_metric_families(page.text):
+                for sample in family.samples:
+                    one = (attributed(sample.labels, page), sample.value)
+                    self._by_name.setdefault(sample.name, []).append(one)
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of what has these labels."""
+        return sum(self.by(name, **labels).values())
+
+    def by(self, name: str, *keys: str, **labels: str) -> dict[str, float]:
+        """Sums by the values of some labels, joined by spaces."""
+        sums: dict[str, float] = {}
+        for found, value in self._by_name.get(f"encoder_{name}", ()):
+            if labels.items() <= found.items():
+                key = " ".join(found[each] for each in keys)
+                sums[key] = sums.get(key, 0) + value
+        return sums
+
+    def histogram(self, name: str) -> Json:
+        """Sum, count, and [upper bound, count up to it] in order; the last bound is None."""
+        buckets = {float(le): count for le, count in self.by(f"{name}_bucket", "le").items()}
+        bounds = sorted(buckets)
+        return {
+            "sum": self.total(f"{name}_sum"),
+            "count": self.total(f"{name}_count"),
+            "buckets": [[None if at == float("inf") else at, buckets[at]] for at in bounds],
+        }
+
+
+def status(card: Json, cache_max_bytes: int, glance: Glance, time: float) -> Json:
+    """The document. `cache_max_bytes`: of one replica; `time`: seconds since 1970."""
+    samples = Samples(glance.scrape)
+    answering = {page.replica for page in glance.scrape.pages}
+    failures = sorted(glance.failures, key=lambda one: one.time, reverse=True)
+    return {
+        "time": time,
+        "model": card["model"],
+        "weights": card["weights"],
+        "version": card["versions"]["encoder-service"],
+        "ready": bool(glance.excluded),
+        "missing": glance.scrape.missing,
+        "replicas": [
+            replica(samples, name, excluded, name in answering)
+            for name, excluded in sorted(glance.excluded.items())
+        ],
+        "paths": {
+            path: graphs(samples, path, budgets)
+            for path, budgets in card["graphs"]["token_budgets"].items()
+        },
+        "tokens": samples.total("tokens_total"),
+        "patches": samples.total("patches_total"),
+        "items": samples.by("items_total", "source"),
+        "item_failures": samples.by("item_failures_total", "error"),
+        "cache": {
+            "max_bytes": cache_max_bytes * len(glance.excluded),
+            "bytes": samples.total("cache_bytes"),
+        }
+        | {name: samples.total(f"cache_{name}_total") for name in ("hits", "misses", "evictions")},
+        "requests": samples.by("requests_total", "api", "code"),
+        "request_seconds": samples.histogram("request_seconds"),
+        "stages": {name: samples.histogram(f"{name}_seconds") for name in STAGES},
+        "router": {"outstanding_patches": samples.total("router_outstanding_patches")}
+        | {
+            name: samples.total(f"router_{name}_total")
+            for name in ("replans", "coalesced", "rejections")
+        },
+        "errors": [asdict(one) for one in failures[:MOST_FAILURES]],
+    }
+
+
+def replica(samples: Samples, name: str, excluded: bool, answers: bool) -> Json:
+    """One encoder replica. What the routers say of it, and what it says itself."""
+    itself = {"deployment": "Encoder", "replica": name}
+    return {
+        "replica": name,
+        "excluded": excluded,
+        "answers": answers,
+        "outstanding_patches": samples.total("router_outstanding_patches", replica=name),
+        "patches": samples.total("patches_total", **itself),
+        "items": samples.total("items_total", **itself),
+        "cache_bytes": samples.total("cache_bytes", **itself),
+        "graph_memory_bytes": samples.total("graph_memory_bytes", **itself),
+    }
+
+
+def graphs(samples: Samples, path: str, budgets: Sequence[int]) -> Json:
+    """What became of the items of one path. Every captured budget is there, used or not."""
+    unused = {str(budget): 0.0 for budget in budgets}
+    return {
+        "hits": unused | samples.by("graph_hits_total", "budget", path=path),
+        "misses": samples.by("graph_misses_total", "reason", path=path),
+        "padded_tokens": samples.total("padded_tokens_total", path=path),
+        "captured_graphs": samples.total("captured_graphs", path=path),
+    }

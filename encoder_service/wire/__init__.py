@@ -1,0 +1,1 @@
+"""Documents as bytes, shared by api and client. Needs no torch."""

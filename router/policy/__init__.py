@@ -1,0 +1,1 @@
+"""Pure policy: balancing, load, cache affinity, coalescing. Knows neither Ray nor torch."""

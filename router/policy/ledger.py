@@ -1,0 +1,204 @@
+"""Who carries how many patches, and whether there is room for more. Pure.
+
+Knows neither Ray nor asyncio nor clocks: time is an argument, in seconds of any steady clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from actors.errors import Overloaded, TooLarge
+from router.policy.throughput import Drain
+
+REPORT_AGE_SECONDS = 1.5
+"""How old a report may be: the period of reports, and their way through Serve's controller."""
+RETRY_AFTER_SECONDS = (1.0, 30.0)
+"""The least and the most that a refused caller is told to wait."""
+
+WAITED_PART = 0.25
+"""Of the longest queue: what the oldest item must have waited before one is believed in."""
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """The patches of one item, from admission to release."""
+
+    patches: int
+    since_seconds: float
+    """When it was admitted."""
+    replica: str | None = None
+    """Who carries them; None between two replicas."""
+    released: bool = False
+
+
+@dataclass(slots=True)
+class Account:
+    """One replica, as this router knows it."""
+
+    own: int = 0
+    """Patches that this router has there."""
+    reported: int = 0
+    """Patches that the replica says it has, from every router."""
+    peaks: list[int] = field(default_factory=lambda: [0, 0])
+    """The most that `own` was since `peaks_since_seconds`, and in the time before."""
+    peaks_since_seconds: float = -math.inf
+    others: int = 0
+    """Patches of other routers, when it last answered."""
+    heard_seconds: float = -math.inf
+    """When that was."""
+    excluded_until_seconds: float = -math.inf
+
+
+class Ledger:
+    """Outstanding patches of one router."""
+
+    def __init__(
+        self, limit_patches: int, exclude_seconds: float, queue_seconds: float = math.inf
+    ) -> None:
+        """Admits up to the limit, and while what is there will be done within `queue_seconds`."""
+        self._limit = limit_patches
+        self._exclude_seconds = exclude_seconds
+        self._queue_seconds = queue_seconds
+        self._accounts: dict[str, Account] = {}
+        self._drain = Drain()
+        self._outstanding = 0
+        self._open: dict[Reservation, None] = {}
+        """In the order of admission."""
+
+    @property
+    def outstanding(self) -> int:
+        """Patches admitted and not yet released."""
+        return self._outstanding
+
+    def own(self, replica: str) -> int:
+        """Patches that this router has on a replica."""
+        account = self._accounts.get(replica)
+        return account.own if account else 0
+
+    def admit(self, costs: Sequence[int], now: float) -> list[Reservation]:
+        """One reservation an item, all or none.
+
+        Raises TooLarge for what could never be admitted, even with nothing in flight: waiting for
+        an empty ledger would starve it under load. Raises Overloaded when there is no room now, or
+        too much to do before, with the time that the recent drain rate needs to change that. The
+        request's own size does not count for the latter: large ones would never find their moment.
+        """
+        patches = sum(costs)
+        if patches > self._limit:
+            raise TooLarge(
+                f"the request has {patches} patches and the router takes {self._limit} at a time; "
+                "send fewer or smaller items, or raise router.max_outstanding_patches"
+            )
+        if patches:
+            self.check_room(now, patches)
+        if not self._outstanding:
+            self._drain.resume(now)
+        self._outstanding += patches
+        admitted = [Reservation(cost, now) for cost in costs]
+        self._open.update(dict.fromkeys(admitted))
+        return admitted
+
+    def check_room(self, now: float, patches: int = 1) -> None:
+        """Raises Overloaded where `admit` would for so many patches: for one, where for any."""
+        excess = self._outstanding + patches - self._limit
+        if excess > 0:
+            raise Overloaded(
+                f"{self._outstanding} of {self._limit} patches are in flight, so that {patches} "
+                "more find no room; try again later",
+                within(self._drain.seconds(excess)),
+            )
+        ahead_seconds = self._drain.seconds(self._outstanding) or 0.0
+        if ahead_seconds > self._queue_seconds and self._queues(now):
+            raise Overloaded(
+                f"what was here before takes about {ahead_seconds:.0f} s, more than the "
+                f"{self._queue_seconds:g} s of router.max_queue_seconds; try again later",
+                within(ahead_seconds - self._queue_seconds),
+            )
+
+    def assign(self, reservation: Reservation, replica: str | None) -> None:
+        """Moves the patches to a replica, or away from one. Nothing once released."""
+        if reservation.released:
+            return
+        if reservation.replica is not None:
+            self._accounts[reservation.replica].own -= reservation.patches
+        reservation.replica = replica
+        if replica is not None:
+            account = self._accounts.setdefault(replica, Account())
+            account.own += reservation.patches
+            account.peaks[0] = max(account.peaks[0], account.own)
+
+    def release(self, reservation: Reservation, now: float, *, done: bool) -> None:
+        """Gives the patches back, once: again is nothing. `done`: encoded, so the rate rises."""
+        if reservation.released:
+            return
+        self.assign(reservation, None)
+        reservation.released = True
+        del self._open[reservation]
+        self._outstanding -= reservation.patches
+        self._drain.did(reservation.patches if done else 0, now)
+
+    def report(self, reported: Mapping[str, int]) -> None:
+        """What the replicas say they carry. Forgets replicas that are gone and carry nothing."""
+        for replica, patches in reported.items():
+            self._accounts.setdefault(replica, Account()).reported = patches
+        for replica in [r for r, a in self._accounts.items() if r not in reported and not a.own]:
+            del self._accounts[replica]
+
+    def hear(self, replica: str, outstanding_patches: int, now: float) -> None:
+        """What a replica said that it has, of all routers, as it answered this one.
+
+        Reports alone come so late that all routers flee from the same replicas to the same others:
+        with eight routers that was worse than no balancing (`simulate --reports-alone`).
+        """
+        account = self._accounts.setdefault(replica, Account())
+        account.others = max(0, outstanding_patches - account.own)
+        account.heard_seconds = now
+
+    def loads(self, replicas: Iterable[str], now: float) -> dict[str, int]:
+        """Outstanding patches, own ones and those of other routers, in the order given.
+
+        What a replica said with its last answer is the best there is. A report is as old as the way
+        it came: it counts where no answer came lately, and is compared with the most that this
+        router had there meanwhile, or its own finished work would count as that of others.
+        """
+        loads = {}
+        for replica in replicas:
+            account = self._accounts.setdefault(replica, Account())
+            if now >= account.peaks_since_seconds + REPORT_AGE_SECONDS:
+                account.peaks = [account.own, account.peaks[0]]
+                account.peaks_since_seconds = now
+            if now < account.heard_seconds + REPORT_AGE_SECONDS:
+                others = account.others
+            else:
+                others = max(0, account.reported - max(account.peaks))
+            loads[replica] = account.own + others
+        return loads
+
+    def exclude(self, replica: str, now: float) -> None:
+        """No new work for a replica that just failed."""
+        account = self._accounts.setdefault(replica, Account())
+        account.excluded_until_seconds = now + self._exclude_seconds
+
+    def excluded(self, replica: str, now: float) -> bool:
+        """Whether it failed recently."""
+        account = self._accounts.get(replica)
+        return account is not None and now < account.excluded_until_seconds
+
+    def _queues(self, now: float) -> bool:
+        """Whether items really wait: the oldest for a while, and no sound replica is idle.
+
+        With little to do, or small items, the rate is far below the fleet's best.
+        """
+        oldest = next(iter(self._open), None)
+        if oldest is None or now < oldest.since_seconds + WAITED_PART * self._queue_seconds:
+            return False
+        sound = [replica for replica in self._accounts if not self.excluded(replica, now)]
+        return 0 not in self.loads(sound, now).values()
+
+
+def within(seconds: float | None) -> float:
+    """What a refused caller is told to wait."""
+    least, most = RETRY_AFTER_SECONDS
+    return min(most, max(least, seconds or least))

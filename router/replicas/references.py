@@ -1,0 +1,73 @@
+"""Embeddings kept by the replicas that encoded them, to be fetched by id through any router.
+
+An id is that of the replica, a full stop, and a name that nobody can guess. What a replica keeps is
+gone with it. Ray is serve_fleet.py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from actors.errors import NotFound, Unavailable
+from actors.store.references import Kept
+from router.replicas.fleet import ReplicaFull, ShardLost
+
+
+class Keepers(Protocol):
+    """The replicas. Calls raise ReplicaFull, ShardLost or a ServiceError."""
+
+    def reports(self) -> tuple[int, Mapping[str, int]]:
+        """See fleet.Fleet."""
+
+    async def fetch(self, replica: str, name: str) -> Kept | None:
+        """What is kept under a name."""
+
+    async def release(self, replica: str, name: str) -> bool:
+        """Lets go. False: there was nothing."""
+
+
+class Keeping:
+    """Fetch and release over a fleet."""
+
+    def __init__(self, fleet: Keepers) -> None:
+        self._fleet = fleet
+
+    async def fetch(self, reference: str) -> Kept:
+        """What is kept under an id. Raises NotFound, or Unavailable for now."""
+        replica, name = self._find(reference)
+        try:
+            kept = await self._fleet.fetch(replica, name)
+        except (ReplicaFull, ShardLost) as error:
+            raise Unavailable(f"replica {replica} cannot be reached: try again") from error
+        if kept is None:
+            raise unknown(reference)
+        return kept
+
+    async def release(self, reference: str) -> None:
+        """Lets go before the time. Raises NotFound, or Unavailable for now."""
+        replica, name = self._find(reference)
+        try:
+            there = await self._fleet.release(replica, name)
+        except (ReplicaFull, ShardLost) as error:
+            raise Unavailable(f"replica {replica} cannot be reached: try again") from error
+        if not there:
+            raise unknown(reference)
+
+    def _find(self, reference: str) -> tuple[str, str]:
+        """Replica and name. Raises NotFound where there is no such replica."""
+        replicas = self._fleet.reports()[1]
+        if not replicas:
+            raise Unavailable("no encoder replica is known here yet: try again")
+        replica, _, name = reference.partition(".")
+        if replica not in replicas:
+            raise unknown(reference)
+        return replica, name
+
+
+def unknown(reference: str) -> NotFound:
+    """Expired, released, pushed out, never there, or its replica ended: which, nobody knows."""
+    return NotFound(
+        f"no embedding is kept under {reference[:100]!r}: its time is over, or its replica ended; "
+        "encode the item again"
+    )

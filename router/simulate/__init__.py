@@ -1,0 +1,1 @@
+"""The same policies in simulated time."""

@@ -1,0 +1,285 @@
+"""A fleet in simulated time: the real policies and ledgers before replicas that only count seconds.
+
+Pure and seeded: seconds for a thousand replicas. What it leaves out: the network, decoding, packs
+that form across requests, and the cache. A replica works shard by shard, in the order of arrival.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf
+from random import Random
+
+from actors.errors import Overloaded
+from router.policy.balance import Plan
+from router.policy.ledger import Ledger, Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of an encoder for a shard: a launch, its patches, and each image's attention."""
+
+    launch_seconds: float
+    patch_seconds: float
+    attention_seconds: float
+    """Of a pair of patches of the same image."""
+
+    def seconds(self, patches: Sequence[int]) -> float:
+        """Of one shard, the patches of each of its items given."""
+        return (
+            self.launch_seconds
+            + sum(patches) * self.patch_seconds
+            + sum(one * one for one in patches) * self.attention_seconds
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What happens to the fleet, whatever the policy."""
+
+    replicas: int
+    routers: int
+    arrivals: Sequence[tuple[float, Sequence[int]]]
+    """Requests in order: the second at which each comes, and the patches of its items."""
+    cost: Cost
+    limit_patches: int = 2**62
+    """Admitted by one router at a time."""
+    queue_seconds: float = inf
+    """What a router admits nothing beyond; see its options."""
+    report_period_seconds: float = 1.0
+    report_delay_seconds: float = 0.3
+    """On the way from a replica to the routers: what they know is older than it looks."""
+    answers_tell: bool = True
+    """Replicas say what they have with every answer, not only in reports."""
+    deaths: Sequence[tuple[float, int]] = ()
+    """Seconds at which a replica, by its number, loses all that it has."""
+    restart_seconds: float = 30.0
+    exclude_seconds: float = 5.0
+    sharing: int = 1
+    """Replicas on one device, one after the other by their numbers."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of it."""
+
+    latencies_seconds: list[float] = field(default_factory=list)
+    """Of every request that was admitted, by the end of its last item."""
+    busy_seconds: list[float] = field(default_factory=list)
+    """Of each replica."""
+    patches: list[int] = field(default_factory=list)
+    """Encoded by each replica."""
+    makespan_seconds: float = 0.0
+    """When the last item was done."""
+    rejected: int = 0
+    replans: int = 0
+    """Items that were planned again because their replica died."""
+
+    @property
+    def imbalance(self) -> float:
+        """Busiest replica over the mean."""
+        return max(self.busy_seconds) * len(self.busy_seconds) / (sum(self.busy_seconds) or 1.0)
+
+
+@dataclass(slots=True)
+class Request:
+    """One request on its way."""
+
+    router: int
+    since: float
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A shard on a replica."""
+
+    request: Request
+    reservations: Sequence[Reservation]
+
+    @property
+    def patches(self) -> list[int]:
+        """Of its items."""
+        return [one.patches for one in self.reservations]
+
+
+@dataclass(slots=True)
+class Server:
+    """One replica."""
+
+    queue: deque[Work] = field(default_factory=deque)
+    alive: bool = True
+
+    @property
+    def outstanding(self) -> int:
+        """Patches accepted and not done."""
+        return sum(sum(work.patches) for work in self.queue)
+
+
+@dataclass(slots=True)
+class Device:
+    """Does the work of its replicas: those that have some get equal parts of its time."""
+
+    left: dict[int, float] = field(default_factory=dict)
+    """Seconds of the device that each replica at work still needs, as of `since`."""
+    since: float = 0.0
+    turn: int = 0
+    """Rises with every change: an end that was foreseen before is none."""
+
+    def pass_to(self, now: float) -> None:
+        """What was done until now; something is about to change."""
+        done = (now - self.since) / max(1, len(self.left))
+        self.left = {replica: seconds - done for replica, seconds in self.left.items()}
+        self.since = now
+        self.turn += 1
+
+    def first(self) -> tuple[int, float]:
+        """Which replica is done first if nothing changes, and in how many seconds."""
+        replica = min(self.left, key=lambda replica: self.left[replica])
+        return replica, max(0.0, self.left[replica]) * len(self.left)
+
+
+class Simulation:
+    """One policy's way through a scenario. `policy` gives each router a plan of its own."""
+
+    def __init__(self, scenario: Scenario, policy: Callable[[Random], Plan], seed: int) -> None:
+        self.scenario = scenario
+        self.plans = [policy(Random(seed + router)) for router in range(scenario.routers)]
+        self.ledgers = [
+            Ledger(scenario.limit_patches, scenario.exclude_seconds, scenario.queue_seconds)
+            for _ in self.plans
+        ]
+        self.servers = [Server() for _ in range(scenario.replicas)]
+        self.devices = [Device() for _ in range(-(-scenario.replicas // scenario.sharing))]
+        self.outcome = Outcome(
+            busy_seconds=[0.0] * scenario.replicas, patches=[0] * scenario.replicas
+        )
+        self._now = 0.0
+        self._left = len(scenario.arrivals)
+        """Requests that are not answered yet; reports and deaths end with the last."""
+        self._order = count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+
+    def run(self) -> Outcome:
+        """To the end of the last request."""
+        for number, (second, patches) in enumerate(self.scenario.arrivals):
+            router = number % len(self.plans)
+            self._at(second, lambda r=router, p=patches: self._arrive(r, p))  # type: ignore[misc]
+        for second, replica in self.scenario.deaths:
+            self._at(second, lambda replica=replica: self._die(replica))  # type: ignore[misc]
+        self._at(self.scenario.report_period_seconds, self._report)
+        while self._left:
+            self._now, _, event = heapq.heappop(self._events)
+            event()
+        return self.outcome
+
+    def _at(self, second: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (second, next(self._order), event))
+
+    def _arrive(self, router: int, patches: Sequence[int]) -> None:
+        try:
+            reservations = self.ledgers[router].admit(patches, self._now)
+        except Overloaded:
+            self.outcome.rejected += 1
+            self._left -= 1
+            return
+        self._send(Request(router, self._now, len(patches)), reservations)
+
+    def _send(self, request: Request, reservations: Sequence[Reservation]) -> None:
+        """Plans over the replicas that this router believes in; waits where there is none."""
+        ledger = self.ledgers[request.router]
+        alive = [place for place, server in enumerate(self.servers) if server.alive]
+        if not alive:
+            self._at(self._now + 1.0, lambda: self._send(request, reservations))
+            return
+        sound = [place for place in alive if not ledger.excluded(str(place), self._now)]
+        loads = ledger.loads([str(place) for place in sound or alive], self._now)
+        for shard in self.plans[request.router]([one.patches for one in reservations], loads):
+            chosen = [reservations[item] for item in shard.items]
+            for one in chosen:
+                ledger.assign(one, shard.replica)
+            self._queue(int(shard.replica), Work(request, chosen))
+
+    def _queue(self, replica: int, work: Work) -> None:
+        server = self.servers[replica]
+        server.queue.append(work)
+        if len(server.queue) == 1:
+            self._begin(replica)
+
+    def _begin(self, replica: int) -> None:
+        device = self.devices[replica // self.scenario.sharing]
+        device.pass_to(self._now)
+        device.left[replica] = self.scenario.cost.seconds(self.servers[replica].queue[0].patches)
+        self._foresee(device)
+
+    def _foresee(self, device: Device) -> None:
+        """Its next end, as long as nothing else comes."""
+        if device.left:
+            (replica, seconds), turn = device.first(), device.turn
+            self._at(self._now + seconds, lambda: self._end(device, turn, replica))
+
+    def _end(self, device: Device, turn: int, replica: int) -> None:
+        if device.turn == turn:
+            self._stop(device, replica)
+            self._finish(replica)
+
+    def _stop(self, device: Device, replica: int) -> None:
+        device.pass_to(self._now)
+        device.left.pop(replica, None)
+        self._foresee(device)
+
+    def _finish(self, replica: int) -> None:
+        server = self.servers[replica]
+        work = server.queue.popleft()
+        ledger = self.ledgers[work.request.router]
+        self.outcome.busy_seconds[replica] += self.scenario.cost.seconds(work.patches)
+        self.outcome.patches[replica] += sum(work.patches)
+        for one in work.reservations:
+            ledger.release(one, self._now, done=True)
+        if self.scenario.answers_tell:
+            ledger.hear(str(replica), server.outstanding, self._now)
+        work.request.left -= len(work.reservations)
+        if not work.request.left:
+            self.outcome.latencies_seconds.append(self._now - work.request.since)
+            self.outcome.makespan_seconds = self._now
+            self._left -= 1
+        if server.queue:
+            self._begin(replica)
+
+    def _die(self, replica: int) -> None:
+        """Its routers learn of it at once, as their calls fail, and plan its items again."""
+        server = self.servers[replica]
+        if not server.alive:
+            return
+        lost, server.queue = server.queue, deque()
+        server.alive = False
+        self._stop(self.devices[replica // self.scenario.sharing], replica)
+        self._at(self._now + self.scenario.restart_seconds, lambda: self._restart(replica))
+        for work in lost:
+            ledger = self.ledgers[work.request.router]
+            ledger.exclude(str(replica), self._now)
+            for one in work.reservations:
+                ledger.assign(one, None)
+            self.outcome.replans += len(work.reservations)
+            self._send(work.request, work.reservations)
+
+    def _restart(self, replica: int) -> None:
+        self.servers[replica].alive = True
+
+    def _report(self) -> None:
+        """What each replica has now reaches every router a little later."""
+        reports = {
+            str(place): server.outstanding
+            for place, server in enumerate(self.servers)
+            if server.alive
+        }
+        self._at(self._now + self.scenario.report_delay_seconds, lambda: self._hear(reports))
+        self._at(self._now + self.scenario.report_period_seconds, self._report)
+
+    def _hear(self, reports: dict[str, int]) -> None:
+        for ledger in self.ledgers:
+            ledger.report(reports)
