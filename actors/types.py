@@ -136,9 +136,9 @@ class DeviceBytes(Protocol):
         """Some of the rows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Item:
-    """One decoded item: pixels of its patches, in the tower's order."""
+    """One item on its way through the actor. Each stage fills in its part."""
 
     plan: ItemPlan
     patches: Bytes | DeviceBytes
@@ -146,6 +146,18 @@ class Item:
     tile after tile. Models of several paths: path after path. Videos: group after group."""
     later: Bytes | DeviceBytes | None = None
     """The same patches in the second frame of each group of a video, where groups have two."""
+    on_device: bool = False
+    """Its rows stay on the device."""
+    decode_queue_seconds: float = 0.0
+    """How long it waited to be decoded."""
+    preprocess_seconds: float = 0.0
+    """Decoding, resizing and patchifying."""
+    rows: Any = None
+    """After encoding: a torch tensor [tokens, width] in the tower's dtype."""
+    source: Source = "graph"
+    queue_seconds: float = 0.0
+    """How long it waited for its pack."""
+    encode_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
