@@ -188,7 +188,7 @@ class SharedBytes:
     """
 
     object_ref: object
-    """Within the encoder perhaps what will be one: sharing.Writing."""
+    """Within the encoder it may still be written: references.PendingWrite."""
     size_bytes: int
     place: int = 0
     """Among the arrays of the object."""
@@ -244,6 +244,11 @@ class Embedding:
     """Of a video with an `evs_rate`: rows that are left of each temporal group."""
     reference: str = ""
     """Id under which its replica keeps it for a while. An id is one caller's alone."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the rows, wherever they are."""
+        return self.data.size_bytes if isinstance(self.data, SharedBytes) else self.data.nbytes
 
 
 Answer = Embedding | ServiceError

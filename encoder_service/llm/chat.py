@@ -20,8 +20,8 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import ServiceError, TooLarge, Unavailable
 from actors.options import ModelOptions, Transport
-from actors.store.received import Receiver
-from actors.store.tensors import tensor
+from actors.store.nixl import Receiver
+from actors.store.rows import tensor
 from actors.types import Embedding
 from encoder_service.api.deadline import Deadline
 from encoder_service.api.errors import AtItem
