@@ -21,7 +21,7 @@ from tests.chromium import chromium, there
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
 from tests.serve.tiny import BEARER, TOKEN, running
-from tests.unit.test_monitoring import RAY
+from tests.unit.ops.test_monitoring import RAY
 
 pytestmark = pytest.mark.extended
 
@@ -178,7 +178,7 @@ def test_rays_own_page_has_a_copy_of_the_series(cluster: Cluster) -> None:
     names = {one.name for one in theirs}
     assert {"ray_encoder_queue_seconds_bucket", "ray_encoder_cache_bytes"} <= names
     assert not any(name.endswith("_created") for name in names if "encoder" in name)
-    # What k8s/monitoring asks Ray for; tests/unit/test_monitoring.py takes it for granted.
+    # What k8s/monitoring asks Ray for; tests/unit/ops/test_monitoring.py takes it for granted.
     for name, labels in RAY.items():
         found = [one for one in theirs if one.name == name]
         assert found or name == "ray_node_gram_used", "there is no GPU here, but all else"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-LOOPBACK = Path(__file__).parents[1] / "loopback"
+LOOPBACK = Path(__file__).parents[2] / "loopback"
 BOTH = ["sh", "-c", "sleep 600 & echo begun; wait"]
 
 

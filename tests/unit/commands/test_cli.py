@@ -12,7 +12,7 @@ from encoder_service import cli
 from encoder_service.commands import check
 from router.policy.balance import POLICIES
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def changed(tmp_path: Path, old: str, new: str) -> str:

@@ -23,7 +23,7 @@ from encoder_service.ops.metrics import Page, Scrape, ServiceMetrics, attributed
 from router.metrics import RouterMetrics
 from tests.manifests import built
 
-FOLDER = Path(__file__).parents[2] / "k8s" / "monitoring"
+FOLDER = Path(__file__).parents[3] / "k8s" / "monitoring"
 RULES = FOLDER / "rules.yaml"
 DASHBOARD = FOLDER / "dashboard.json"
 

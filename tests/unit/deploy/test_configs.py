@@ -16,7 +16,7 @@ from encoder_service.commands.check import eager
 from encoder_service.config import ServiceOptions, fit, load
 from encoder_service.serve_file import check_serve
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

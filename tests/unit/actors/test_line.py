@@ -22,8 +22,8 @@ from actors.store.shared_memory import INLINE_BYTES
 from actors.types import Media, Reply
 from router.replicas.fleet import ReplicaDied
 from router.replicas.line import Line, Lines, fits
+from tests.unit.actors.test_line_messages import CALL, VIDEO, same
 from tests.unit.fleet import embedding, item
-from tests.unit.test_line_messages import CALL, VIDEO, same
 
 Encode = Callable[[Call], Coroutine[Any, Any, Reply]]
 Test = Coroutine[Any, Any, None]

@@ -19,7 +19,7 @@ from actors.spec.sizing import PackedSizing
 from actors.types import Size
 from encoder_service import cli
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 LARGEST = 16384
 SIZING = PackedSizing(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=16777216)
 """Qwen3-VL's."""

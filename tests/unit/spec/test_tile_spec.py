@@ -15,7 +15,7 @@ from actors.spec.checkpoint import Preset
 from actors.spec.tiling import PaddedTiles, StretchedTiles
 from encoder_service import cli
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 STRETCHED = StretchedTiles(tile_pixels=448, patch_size=14, merge_size=2, max_tiles=12, min_tiles=1)
 PADDED = PaddedTiles(tile_pixels=336, patch_size=14, merge_size=2, max_tiles=16)
 

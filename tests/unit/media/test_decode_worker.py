@@ -87,7 +87,7 @@ def test_killed_processes_come_again() -> None:
 
 
 OWNER = """
-from tests.unit.test_decode_worker import opened_processes
+from tests.unit.media.test_decode_worker import opened_processes
 processes = opened_processes(2)
 print(*(each.process.pid for each in processes._processes), flush=True)
 input()

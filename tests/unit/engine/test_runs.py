@@ -21,7 +21,7 @@ from actors.engine.video_chunks import cut
 from actors.errors import EncodeFailed
 from actors.types import Bytes, Item, ItemPlan
 from tests.toy_tower import POISON, toy_item, toy_rows
-from tests.unit.test_engine import Rig
+from tests.unit.engine.test_engine import Rig
 
 ROOMY = Capacity(((4, 16, 64),), (64,), items=8, frames=64, frame_tokens=1)
 

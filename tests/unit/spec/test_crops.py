@@ -18,7 +18,7 @@ from actors.spec.crops import CropSizing
 from actors.spec.tiling import StretchedTiles
 from actors.types import Size
 from encoder_service import cli
-from tests.unit.test_tile_spec import CONFIGS, changed
+from tests.unit.spec.test_tile_spec import CONFIGS, changed
 
 OCR = CropSizing(1024, StretchedTiles(640, 16, 4, max_tiles=9, min_tiles=2))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LAYERS = ("actors", "router", "encoder_service")  # each may import itself and those before it
 WITHOUT_TORCH = (
     "actors/spec",

@@ -19,7 +19,7 @@ from actors.store import sharing
 from actors.store.nixl import DeviceMemory
 from actors.types import Embedding, Media, SharedBytes, Size
 from tests.images import jpeg
-from tests.unit.test_encoder_hits import OPTIONS
+from tests.unit.store.test_encoder_hits import OPTIONS
 
 
 class Memory:

@@ -17,8 +17,8 @@ import torch
 from actors.errors import InvalidMedia
 from actors.media.image import decode
 from encoder_service.intake.header import read_header
+from tests.unit.deploy.test_layers import modules
 from tests.unit.front_door import Fleet, client
-from tests.unit.test_layers import modules
 
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle", "code"}
 WRITERS = {"dumps"}

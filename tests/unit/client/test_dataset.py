@@ -183,7 +183,7 @@ def test_a_run_that_was_killed_goes_on_and_encodes_no_finished_shard_twice(
     whole, killed, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
     write(Caller(tmp_path / "other"), folder, whole)
     code = (
-        "import sys; from pathlib import Path; from tests.unit.test_dataset import *\n"
+        "import sys; from pathlib import Path; from tests.unit.client.test_dataset import *\n"
         "write(Caller(Path(sys.argv[3]), 7, kill=True), sys.argv[1], Path(sys.argv[2]))"
     )
     ran = subprocess.run(

@@ -13,7 +13,7 @@ from actors.options import ModelOptions
 from actors.spec import model_spec as spec
 from actors.spec.windows import PaddedWindows, WindowSizing
 from encoder_service import cli
-from tests.unit.test_tile_spec import CONFIGS, PROCESSOR, changed
+from tests.unit.spec.test_tile_spec import CONFIGS, PROCESSOR, changed
 
 CUT = (728, 504, 3024, 14, 4)
 
