@@ -14,9 +14,16 @@ from ray.serve.exceptions import gRPCStatusError
 from starlette.testclient import TestClient
 
 from actors.errors import Overloaded
-from actors.telemetry.logs import LOG, RequestIds, keep_from_log, name_requests
-from actors.telemetry.request_context import NOBODY, ORIGIN, Origin
-from actors.telemetry.tracing import NoSpans
+from actors.telemetry.request_context import (
+    LOG,
+    NOBODY,
+    ORIGIN,
+    Origin,
+    RequestIds,
+    keep_from_log,
+    name_requests,
+)
+from actors.telemetry.tracing import Spans
 from encoder_service.api.exchange import MOST_FAILURES, Observer
 from encoder_service.api.grpc import Refused
 from encoder_service.api.http import build
@@ -82,7 +89,7 @@ def test_a_request_is_one_line_with_its_numbers(kept: Kept) -> None:
 
 
 def test_no_access_log_means_no_line(kept: Kept) -> None:
-    observer = Observer(ServiceMetrics(), NoSpans(), access=False)
+    observer = Observer(ServiceMetrics(), Spans(), access=False)
     with observer.exchange("http", Origin("r"), "499"):
         pass
     assert observer.access is None

@@ -42,7 +42,6 @@ MAY_IMPORT_RAY = (
     "router/replicas",
     "actors/encoder.py",
     "actors/store",
-    "actors/telemetry/ray_metrics.py",
 )
 MOST_FILES = 20
 """Side by side in one folder, actors/families excepted: it has one folder per model family."""

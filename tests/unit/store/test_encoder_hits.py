@@ -22,7 +22,6 @@ from actors.options import (
     CacheOptions,
     EncoderOptions,
     GraphOptions,
-    MetricsOptions,
     ModelOptions,
     ReferenceOptions,
 )
@@ -38,7 +37,6 @@ OPTIONS = ActorOptions(
     encoder=EncoderOptions(device="cpu", num_gpus=0),
     graphs=GraphOptions(token_budgets=(64, 256), max_frames_per_batch=0),
     cache=CacheOptions(max_bytes=10_000_000),
-    metrics=MetricsOptions(ray_mirror_seconds=0),
 )
 
 
