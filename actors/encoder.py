@@ -20,9 +20,8 @@ from actors.line_messages import Call
 from actors.options import ActorOptions
 from actors.startup import open_pipeline
 from actors.store.references import Kept
-from actors.telemetry.logs import name_requests
 from actors.telemetry.metrics import EncoderMetrics
-from actors.telemetry.request_context import NOBODY, ORIGIN, Origin
+from actors.telemetry.request_context import NOBODY, ORIGIN, Origin, name_requests
 from actors.telemetry.tracing import open_spans
 from actors.types import Dtype, Media, Reply
 

@@ -124,7 +124,6 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         spec.fingerprint,
         options.tracing,
         options.cache.max_bytes,
-        options.metrics,
     )
     chat = wire_chat(options, llm, router, logs) if llm else None
     return serve.deployment(

@@ -21,8 +21,7 @@ from actors.errors import EmbeddingLost, Unavailable
 from actors.spec.model_spec import ModelSpec
 from actors.store.references import Kept
 from actors.store.shared_memory import here
-from actors.telemetry.logs import keep_from_log, name_requests
-from actors.telemetry.ray_metrics import start_mirror
+from actors.telemetry.request_context import keep_from_log, name_requests
 from actors.types import Answer, Dtype, Media
 from encoder_service.api import http
 from encoder_service.api.exchange import Failure
@@ -64,7 +63,6 @@ class Ingress(EncoderCalls, HealthCalls):
         )
         scraped = [handle for handle in (encoder, router, own, chat) if handle]
         self.service = Service(options, spec, Fleet(self.router, scraped, own))
-        start_mirror(options.metrics, self.text)
         self.chat = None
         if chat and llm and options.llm:
             admission = self.service.admission

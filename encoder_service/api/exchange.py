@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from opentelemetry.trace import INVALID_SPAN, Span, StatusCode
+
 from actors.telemetry.request_context import ORIGIN, Origin
-from actors.telemetry.tracing import Silent, Span, Spans
+from actors.telemetry.tracing import Spans, named
 from actors.types import Media
 from encoder_service.api.errors import Fault
 from encoder_service.ops.access_log import access_log
@@ -39,7 +41,7 @@ class Exchange:
     def admitted(self, media: Sequence[Media]) -> None:
         """What of the request is to be encoded."""
         self.items, self.patches = len(media), sum(one.plan.patches for one in media)
-        self.span.set(items=self.items, patches=self.patches)
+        self.span.set_attributes(named(items=self.items, patches=self.patches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Observer:
         ORIGIN.set(origin)
         try:
             if api is None:
-                yield Exchange(None, origin.request_id, Silent(), code)
+                yield Exchange(None, origin.request_id, INVALID_SPAN, code)
                 return
             with self.watched(api, origin, code) as exchange:
                 yield exchange
@@ -92,9 +94,9 @@ class Observer:
     def ended(self, exchange: Exchange, api: str, seconds: float) -> None:
         """Tells everybody."""
         self.metrics.record(api, exchange.code, seconds)
-        exchange.span.set(code=exchange.code)
+        exchange.span.set_attributes(named(code=exchange.code))
         if problem := exchange.problem:
-            exchange.span.fail(problem.row.type)
+            exchange.span.set_status(StatusCode.ERROR, problem.row.type)
             kind, message = problem.row.type, problem.message
             self.failures.append(
                 Failure(time.time(), api, exchange.code, kind, message, exchange.request_id)

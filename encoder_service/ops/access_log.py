@@ -11,7 +11,7 @@ from functools import cache
 from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 
-from actors.telemetry.logs import LOG
+from actors.telemetry.request_context import LOG
 
 MOST_WAITING = 10_000
 """Lines that may wait to be written; more are dropped."""
