@@ -203,16 +203,3 @@ def test_a_replica_that_is_lost_takes_its_own_along() -> None:
             await Keeping(fleet).fetch(reference)
 
     asyncio.run(test())
-
-
-def test_each_of_two_ids_lets_go_of_its_own() -> None:
-    store, _ = references()
-    first = store.keep(kept(1), 0)
-    second = store.keep_again(first, 1)
-    assert second
-    assert second != first
-    assert store.get(second, 1) is store.get(first, 1)
-    assert store.bytes == ENTRY_BYTES + OVERHEAD_BYTES, "one object"
-    assert store.release(first)
-    assert store.get(second, 1)
-    assert store.keep_again(first, 1) is None
