@@ -71,7 +71,7 @@ manifests: setup
 screenshot: setup
 	tests/loopback $(BIN)/python -m tests.screenshot
 
-# 10,000 embeddings; fails if the object store or process memory grows. Takes minutes.
+# 10,000 embeddings: object store and process memory must end where they began. Takes minutes.
 soak: setup
 	OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -s -m slow tests/serve/test_soak.py
 
