@@ -85,8 +85,8 @@ class PackingOptions(Options):
     """Which waiting items share a graph."""
 
     policy: Literal["least_cost", "smallest_first"] = "least_cost"
-    """`least_cost` measures the replay time of each budget at start-up and forms the packs that take
-    the least time in all. `smallest_first` fills packs up to the largest budget, as both do where
+    """`least_cost` measures each budget's replay time at start-up and forms the packs that take the
+    least time in all. `smallest_first` fills packs up to the largest budget, as both do where
     there are no budgets to choose from (`graphs.mode: exact` and `off`)."""
 
 
@@ -209,7 +209,7 @@ class TracingOptions(Options):
     """Spans of requests, through OpenTelemetry. Needs the extra `otel`."""
 
     export: Literal["off", "otlp", "file"] = "off"
-    """`otlp` sends spans to a collector over HTTP; `file` writes JSON lines, one file per process."""
+    """`otlp` sends spans to a collector over HTTP; `file` writes JSON lines, a file per process."""
     endpoint: str = ""
     """The collector's, such as http://collector:4318/v1/traces. Empty: as OTEL_EXPORTER_OTLP_*
     say."""
