@@ -200,8 +200,8 @@ class SharedBytes:
 
 @dataclass(frozen=True, slots=True)
 class RemoteBytes:
-    """Bytes on the device of the process that wrote them (store/nixl.py). Stands for an array in the
-    object that a SharedBytes refers to."""
+    """Bytes on the device of the process that wrote them (store/nixl.py). Takes the place of an
+    array in the object that a SharedBytes refers to."""
 
     object_ref: object
     """A uint8 tensor, as an object of Ray's direct transport."""
