@@ -23,15 +23,14 @@ from starlette.types import Receive, Scope, Send
 from actors.errors import DeadlineExceeded, InvalidRequest, TooLarge, Unavailable
 from encoder_service.api import envelope
 from encoder_service.api.auth import Tokens
-from encoder_service.api.buffered import Buffered
+from encoder_service.api.envelope import request_id_of
 from encoder_service.api.errors import TABLE, Fault, fault
-from encoder_service.api.request_id import request_id_of
 from encoder_service.api.upload import read_body
 from encoder_service.client import embedding
 from encoder_service.client.async_ import AsyncClient
 from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.engines.chat_images import place, places, refuse_ready_made
-from encoder_service.llm.answer import error as openai_error
+from encoder_service.intake.limits import Buffered
 from encoder_service.wire.formats import WireError, read_json
 
 CHAT_PATH = "/v1/chat/completions"
@@ -191,7 +190,7 @@ def refusal(problem: Exception, request_id: str) -> Response:
     """An error in OpenAI's shape."""
     found = of_encoder(problem) if isinstance(problem, embedding.ServiceError) else None
     found = found or fault(problem, request_id)
-    return envelope.response(found, openai_error(found))
+    return envelope.response(found, found.openai_document())
 
 
 def of_encoder(problem: embedding.ServiceError) -> Fault | None:

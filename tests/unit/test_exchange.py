@@ -17,10 +17,9 @@ from actors.errors import Overloaded
 from actors.telemetry.logs import LOG, RequestIds, keep_from_log, name_requests
 from actors.telemetry.request_context import NOBODY, ORIGIN, Origin
 from actors.telemetry.tracing import NoSpans
-from encoder_service.api.exchange import MOST_FAILURES, Observer
 from encoder_service.api.grpc import Refused
 from encoder_service.api.http import build
-from encoder_service.ops.access_log import Dropping, access_log
+from encoder_service.ops.exchange import MOST_FAILURES, Dropping, Observer, access_log
 from encoder_service.ops.metrics import ServiceMetrics
 from tests.images import jpeg
 from tests.unit.front_door import Fleet, post, service
