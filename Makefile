@@ -1,4 +1,4 @@
-# Everything runs in .venv, which `make setup` makes and keeps up to date.
+# Everything runs in .venv, which `make setup` creates and keeps up to date.
 PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
@@ -13,7 +13,7 @@ setup: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
-# In the foreground, on ports 8000 and 9000, until Ctrl-C.
+# Serves in the foreground on ports 8000 and 9000 until Ctrl-C.
 serve: setup
 	$(BIN)/serve run $(CONFIG)
 
@@ -23,16 +23,16 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest
 
-# Chats, videos, two paths, manifests, the status page, fuzzing: the rest of what CI runs.
+# The rest of what CI runs: chats, videos, two paths, manifests, the status page, fuzzing.
 test-extended: setup
 	OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -m 'extended and not gpu and not slow'
 
-# Our embeddings, proxy and connector in vLLM itself, of another environment: CONTRIBUTING.md.
+# Embeddings, proxy and connector in vLLM itself, in an environment of its own: CONTRIBUTING.md.
 VLLM_PYTHON ?= .venv-vllm/bin/python
 vllm: setup
 	OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM_PYTHON) tests/loopback $(BIN)/pytest -m engine tests/engines/test_vllm.py
 
-# What SGLang's own code makes of our embeddings, in its environment; starts no engine.
+# Embeddings in SGLang's own code, in an environment of its own. Starts no engine.
 SGLANG_PYTHON ?= .venv-sglang/bin/python
 sglang:
 	$(SGLANG_PYTHON) -m pytest -W ignore -m engine tests/engines/test_sglang.py
@@ -45,43 +45,43 @@ lint: setup
 bench: setup
 	tests/loopback $(BIN)/encoder-service bench serve --config $(CONFIG)
 
-# Minutes of load while parts of the service die; prints what became of the requests.
+# Minutes of load while parts of the service die. Prints the outcome of the requests.
 chaos: setup
 	tests/loopback $(BIN)/python -m tests.chaos
 
-# Memory of a service under load: `make soak-service SECONDS=300`.
+# Memory of a service under load, for example `make soak-service SECONDS=300`.
 SECONDS ?= 1800
 soak-service: setup
 	tests/loopback $(BIN)/python -m tests.soak_service --seconds $(SECONDS)
 
-# Five times as many requests as the service can do; prints who was answered, and how fast.
+# Five times the load that the service can carry. Prints goodput, waiting times and rejections.
 overload: setup
 	tests/loopback $(BIN)/python -m tests.overload
 
-# CPU of one refusal, by process.
+# CPU time of one rejection (429), by process.
 refusals: setup
 	tests/loopback $(BIN)/python -m tests.refusals
 
-# What Kustomize's overlays serve, from configs/.
+# Writes the served configuration of the Kustomize overlays from configs/.
 manifests: setup
 	$(BIN)/encoder-service rayservice configs/tiny.yaml > k8s/overlays/dev/serve-config.yaml
 	$(BIN)/encoder-service rayservice configs/qwen3vl-fleet.yaml > k8s/overlays/gpu/serve-config.yaml
 
-# docs/status.png. Needs Debian's chromium and chromium-driver.
+# Writes docs/status.png. Needs Debian's chromium and chromium-driver.
 screenshot: setup
 	tests/loopback $(BIN)/python -m tests.screenshot
 
-# 10,000 embeddings: the object store and the processes must end where they began. Minutes.
+# 10,000 embeddings: object store and process memory must end where they began. Takes minutes.
 soak: setup
 	OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -s -m slow tests/serve/test_soak.py
 
-# Requests that the OpenAPI document allows, and some that it does not, against the front door.
+# Sends requests that the OpenAPI document allows, and some that it does not, to the front door.
 api-fuzz: setup .venv-security/.installed
 	tests/loopback $(BIN)/python -m tests.fuzz.api .venv-security/bin/schemathesis run '{url}' \
 		--header 'Authorization: Bearer open' --exclude-checks positive_data_acceptance \
 		--max-examples 50 --seed 1 --no-color
 
-# New inputs for everything that takes bytes, FUZZ_SECONDS each; see tests/fuzz/__main__.py.
+# Fuzzes everything that parses bytes, FUZZ_SECONDS per target: tests/fuzz/__main__.py.
 FUZZ_SECONDS ?= 60
 FUZZ ?= image video decoder http_json http_msgpack http_form http_image http_accept grpc read_json read_msgpack \
 	read_safetensors url redirect authorize
@@ -90,12 +90,12 @@ fuzz: setup
 	for target in $(FUZZ); do $(BIN)/python -m tests.fuzz $$target .fuzz/$$target \
 		-max_total_time=$(FUZZ_SECONDS) -max_len=8192 -verbosity=0 -print_final_stats=1 || exit 1; done
 
-# Known vulnerabilities of what is installed, and a list of it (CycloneDX). Needs the network.
+# Known vulnerabilities of installed packages, and an SBOM (CycloneDX). Needs the network.
 audit: setup .venv-security/.installed
 	.venv-security/bin/cyclonedx-py environment $(BIN)/python --output-file sbom.json
 	.venv-security/bin/pip-audit --path $$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') --progress-spinner off
 
-# Tools that look at ours from outside, with dependencies that are none of ours.
+# Security tools in an environment of their own, because their dependencies are not ours.
 .venv-security/.installed: Makefile
 	test -x .venv-security/bin/python || $(PYTHON) -m venv .venv-security
 	.venv-security/bin/python -m pip install --quiet --disable-pip-version-check \

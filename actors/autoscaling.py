@@ -1,6 +1,6 @@
-"""How many encoder replicas the load asks for. Pure; Serve's controller calls it.
+"""How many encoder replicas the load needs. Serve's controller calls it.
 
-Load is counted in outstanding patches, as everywhere: requests differ in them by a thousand times.
+Load is counted in outstanding patches because requests differ in them by a factor of a thousand.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 OUTSTANDING_PATCHES = "outstanding_patches"
-"""What replicas report, to the router and to Serve's autoscaler."""
+"""The metric that replicas report to the router and to Serve's autoscaler."""
 
 
 class Situation(Protocol):
-    """The part of Serve's AutoscalingContext that is read."""
+    """The part of Serve's AutoscalingContext that PatchPolicy reads."""
 
     @property
     def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None:
-        """By metric and replica, the mean over the time that the autoscaler looks back."""
+        """By metric and replica: the mean over the autoscaler's look-back period."""
 
     @property
     def target_num_replicas(self) -> int:
-        """Replicas that there are, or are being started."""
+        """Replicas that run or are being started."""
 
 
 class PatchPolicy:
-    """As many replicas as it takes to have `target_patches` outstanding on each.
+    """Asks for enough replicas that each has `target_patches` outstanding.
 
-    Serve applies the bounds and the delays of its AutoscalingConfig to what this asks for.
+    Serve applies the bounds and delays of its AutoscalingConfig to the result.
     """
 
     def __init__(self, target_patches: int) -> None:
         self.target_patches = target_patches
 
     def __call__(self, situation: Situation) -> tuple[int, dict[str, Any]]:
-        """Replicas, and what to remember until the next time: nothing."""
+        """The number of replicas, and the state to keep until the next call: none."""
         reports = (situation.aggregated_metrics or {}).get(OUTSTANDING_PATCHES)
-        # Without a report nothing is known, as after a restart of the controller: no change.
+        # No reports, as after a restart of the controller: keep the number of replicas.
         if not reports:
             return situation.target_num_replicas, {}
         return max(1, math.ceil(sum(reports.values()) / self.target_patches)), {}

@@ -38,10 +38,8 @@ from actors.store.entries import all_converted
 from actors.store.nixl import DeviceMemory
 from actors.store.references import Kept, References, reference_id
 from actors.store.sharing import Sharing, written
-from actors.telemetry.logs import name_requests
 from actors.telemetry.metrics import EncoderMetrics
-from actors.telemetry.ray_metrics import start_mirror
-from actors.telemetry.request_context import NOBODY, ORIGIN, Origin
+from actors.telemetry.request_context import NOBODY, ORIGIN, Origin, name_requests
 from actors.telemetry.tracing import open_spans
 from actors.types import (
     Answer,
@@ -86,7 +84,6 @@ class Encoder:
         self.stages = Stages(self.engine, decoding, self.series)
         self.outstanding_patches = 0
         self.lines = Lines(self._called)
-        start_mirror(options.metrics, self.series.text)
         backend = self.engine.device.backend
         log.info("encoder %s is ready: %s on %s", self.replica, spec.id, backend)
 

@@ -232,13 +232,6 @@ class TracingOptions(Options):
         return self
 
 
-class MetricsOptions(Options):
-    """Where the series go besides /metrics."""
-
-    ray_mirror_seconds: float = Field(10, ge=0)
-    """How often they are copied to Ray's own metrics ports, as ray_encoder_*; 0: never."""
-
-
 class ActorOptions(Options):
     """Everything that one encoder actor needs to know."""
 
@@ -250,7 +243,6 @@ class ActorOptions(Options):
     references: ReferenceOptions = ReferenceOptions()
     preprocess: PreprocessOptions = PreprocessOptions()
     tracing: TracingOptions = TracingOptions()
-    metrics: MetricsOptions = MetricsOptions()
 
     @model_validator(mode="after")
     def graphs_hold_the_dtype(self) -> Self:

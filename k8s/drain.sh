@@ -1,6 +1,6 @@
 #!/bin/sh
-# Before a pod ends: Serve starts its replicas elsewhere, then stops those here once they have
-# answered what they accepted. Waits for that, at most so many seconds.
+# preStop hook: Serve starts this node's replicas elsewhere, then stops them here once they have answered
+# what they accepted. Waits for that, at most $1 seconds.
 seconds=${1:-120}
 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message "the pod is ending" \
     --deadline-remaining-seconds "$seconds" || exit 0

@@ -15,11 +15,9 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.options import MetricsOptions, TracingOptions
+from actors.options import TracingOptions
 from actors.store.references import Kept
-from actors.telemetry.logs import name_requests
-from actors.telemetry.ray_metrics import start_mirror
-from actors.telemetry.request_context import ORIGIN, Origin
+from actors.telemetry.request_context import ORIGIN, Origin, name_requests
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Media
 from router.dispatch import Dispatcher, now
@@ -27,7 +25,7 @@ from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.policy.balance import POLICIES
 from router.replicas.references import Keeping
-from router.replicas.serve_fleet import ServeFleet, is_local_testing
+from router.replicas.serve_fleet import ServeFleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +63,10 @@ class Router:
         fingerprint: str | None = None,
         tracing: TracingOptions = TracingOptions(),  # noqa: B008, frozen
         cache_max_bytes: int = 0,
-        metrics: MetricsOptions | None = None,
     ) -> None:
         """`fingerprint`: only replicas that say the same of themselves are used, or nothing.
 
-        `cache_max_bytes`: of each replica's cache. `metrics`: of a router that is a deployment.
+        `cache_max_bytes`: of each replica's cache.
         """
         name_requests()
         self._fleet = ServeFleet(encoder, fingerprint, open_spans(tracing, "router"))
@@ -77,8 +74,6 @@ class Router:
         self._metrics = RouterMetrics()
         plan = POLICIES[options.policy](Random())
         self._dispatcher = Dispatcher(self._fleet, options, plan, self._metrics, cache_max_bytes)
-        if metrics and not is_local_testing():
-            start_mirror(metrics, self.metrics)
 
     async def encode(
         self,

@@ -1,1 +1,1 @@
-"""Metrics, tracing and logs of every process."""
+"""Metrics, spans and the request that a log line is about, in every process."""

@@ -16,9 +16,10 @@ from functools import cache
 from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 
-from actors.telemetry.logs import LOG
-from actors.telemetry.request_context import ORIGIN, Origin
-from actors.telemetry.tracing import Silent, Span, Spans
+from opentelemetry.trace import INVALID_SPAN, Span, StatusCode
+
+from actors.telemetry.request_context import LOG, ORIGIN, Origin
+from actors.telemetry.tracing import Spans, named
 from actors.types import Media
 from encoder_service.ops.metrics import ServiceMetrics
 
@@ -46,7 +47,7 @@ class Exchange:
     def admitted(self, media: Sequence[Media]) -> None:
         """Records what will be encoded."""
         self.items, self.patches = len(media), sum(one.plan.patches for one in media)
-        self.span.set(items=self.items, patches=self.patches)
+        self.span.set_attributes(named(items=self.items, patches=self.patches))
 
     def failed(self, error_type: str, message: str) -> None:
         """Records the error that the client is told."""
@@ -94,7 +95,7 @@ class Observer:
         ORIGIN.set(origin)
         try:
             if api is None:
-                yield Exchange(None, origin.request_id, Silent(), code)
+                yield Exchange(None, origin.request_id, INVALID_SPAN, code)
                 return
             started = time.perf_counter()
             with self.spans.span("encode", "server", api=api) as span:
@@ -108,9 +109,9 @@ class Observer:
 
     def _record(self, one: Exchange, api: str, seconds: float) -> None:
         self.metrics.record(api, one.code, seconds)
-        one.span.set(code=one.code)
+        one.span.set_attributes(named(code=one.code))
         if kind := one.error_type:
-            one.span.fail(kind)
+            one.span.set_status(StatusCode.ERROR, kind)
             self.failures.append(
                 Failure(time.time(), api, one.code, kind, one.error_message, one.request_id)
             )

@@ -5,7 +5,7 @@ whatever comes (app.py), and which of them is the router's to say. To the replic
 any other: it is counted, waited for when the replica is drained, and ends when it is cancelled. One
 that comes later yet, Serve would refuse by the handle; here the encoder does.
 
-`ReplicaActor.handle_request` is private to Serve; tests/unit/test_direct.py guards it.
+`ReplicaActor.handle_request` is private to Serve; tests/unit/router/test_direct.py guards it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Set on the Encoder deployment as `request_router_class="router.replicas.pinned.P
 Serve pickles this module by value: no state here, and what is shared is imported inside methods.
 Knows nothing of items, patches or plans. It also is how direct.py comes by the replicas' actors.
 
-`RequestRouter._choose_replica_for_request` is semi-private; tests/unit/test_pinned.py guards it.
+`RequestRouter._choose_replica_for_request` is semi-private; tests/unit/router/test_pinned.py
+guards it.
 Overriding `choose_replicas`, the documented hook, does not do: the class behind it matches chosen
 replicas to waiting calls by the id of the parent request, which sibling calls share, so that they
 get each other's replica or wait for ever.

@@ -20,7 +20,7 @@ from actors.errors import EmbeddingLost, ServiceError
 from actors.line_messages import Call
 from actors.store.references import Kept
 from actors.telemetry.request_context import ORIGIN
-from actors.telemetry.tracing import NoSpans, Spans
+from actors.telemetry.tracing import Spans
 from actors.types import Answer, Dtype, Embedding, Media, Reply
 from router.replicas.direct import DirectCall
 from router.replicas.fleet import ReplicaDied, ReplicaFull, ShardLost
@@ -47,7 +47,7 @@ class ServeFleet:
     def __init__(
         self, encoder: DeploymentHandle, fingerprint: str | None, spans: Spans | None = None
     ) -> None:
-        self._spans = spans or NoSpans()
+        self._spans = spans or Spans()
         self._deployment = (encoder.app_name, encoder.deployment_name)
         self._fingerprint = fingerprint
         # `options` starts the handle's request router, which fills the registry.

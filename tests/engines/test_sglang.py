@@ -18,7 +18,7 @@ import torch
 from encoder_service.client.embedding import Embedding
 from encoder_service.engines.sglang import expanded, processor_output
 from tests.engines import checkpoint
-from tests.unit.test_consumers import embedding
+from tests.unit.llm.test_consumers import embedding
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 pytest.importorskip("sglang", reason="there is no SGLang here")
@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 HIDDEN = 8
 LEVELS = 2
-"""Of the embeddings of tests.unit.test_consumers."""
+"""Of the embeddings of tests.unit.llm.test_consumers."""
 
 
 @pytest.fixture(scope="module")

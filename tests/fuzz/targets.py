@@ -26,8 +26,8 @@ from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import WireError
 from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS
 from tests.fuzz import seeds
+from tests.unit.api.test_rpc import Calls, Context
 from tests.unit.front_door import MODEL, Fleet, service
-from tests.unit.test_rpc import Calls, Context
 
 LIMITS = LimitOptions(max_pixels=300_000, max_body_bytes=200_000)
 DOCUMENTED = {200, 400, 413, 415, 422, 504}

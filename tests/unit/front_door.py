@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
+from opentelemetry.trace import INVALID_SPAN
 from starlette.testclient import TestClient
 
 from actors.errors import Overloaded
 from actors.options import ModelOptions
 from actors.spec.model_spec import read
 from actors.store.references import Kept
-from actors.telemetry.tracing import Silent
 from actors.types import Answer, Dtype, Embedding, Media, Timings
 from encoder_service.api.http import build
 from encoder_service.config import LimitOptions, ServiceOptions
@@ -101,7 +101,7 @@ def service(fleet: Fleet, **limits: Any) -> Service:
 
 
 def exchange() -> Exchange:
-    return Exchange("http", "r", Silent(), "499")
+    return Exchange("http", "r", INVALID_SPAN, "499")
 
 
 def client(fleet: Fleet, **limits: Any) -> TestClient:

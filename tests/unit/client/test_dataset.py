@@ -1,0 +1,297 @@
+"""Datasets into shards: streamed, in order, and resumed after the process was killed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+from rich.console import Console
+from safetensors import safe_open
+
+from encoder_service.client import dataset
+from encoder_service.client.async_ import request_item
+from encoder_service.client.dataset import DatasetOptions, Written, encode_dataset
+from encoder_service.client.embedding import Embedding, ServiceError
+from encoder_service.client.samples import Samples, Source, count
+
+ROW_BYTES = 8
+"""Of one item's data: a shard of 3 rows is full with the third."""
+
+
+class Caller:
+    """Rows made of an item's bytes. Refuses b"bad"; does not come back from call `last`."""
+
+    def __init__(
+        self, log: Path, last: int | None = None, kill: bool = False, bad: str = "invalid_request"
+    ) -> None:
+        self.log, self.last, self.kill, self.bad = log, last, kill, bad
+        self.calls = 0
+
+    async def model(self) -> dict[str, Any]:
+        return {"model": "m", "revision": None, "weights": "checkpoint"}
+
+    async def encode(self, sources: Sequence[Source], dtype: str = "bfloat16") -> list[Embedding]:
+        (source,) = sources
+        data = request_item(source).data or b""
+        self.calls += 1
+        await asyncio.sleep(0)
+        if self.last is not None and self.calls > self.last:
+            if self.kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ServiceError("unavailable", "gone", retryable=True)
+        digest = hashlib.sha256(data).hexdigest()
+        with self.log.open("a") as file:
+            file.write(f"{digest}\n")
+        if data == b"bad":
+            raise ServiceError(self.bad, "no image", item=0)
+        rows = torch.frombuffer(bytearray(bytes.fromhex(digest)[:ROW_BYTES]), dtype=torch.uint8)
+        return [
+            Embedding(
+                0, "image", (1, 2, 2), 1, "bfloat16", (1, 4), rows.numpy().tobytes(), digest,
+                "graph", 0, "m", "checkpoint",
+            )
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten files, the fifth of which is no image, and two that are not looked at."""
+    folder = tmp_path / "photos"
+    (folder / "more").mkdir(parents=True)
+    for number in range(10):
+        path = folder / ("more" if number % 3 == 0 else "") / f"{number}.jpg"
+        path.write_bytes(b"bad" if number == 4 else f"image {number}".encode())
+    (folder / "notes.txt").write_text("not an image")
+    (folder / "logo.svg").write_text("<svg/>")
+    return folder
+
+
+OPTIONS = DatasetOptions(shard_bytes=3 * ROW_BYTES, concurrency=2)
+
+
+def write(caller: Caller, given: Samples, out: Path, options: DatasetOptions = OPTIONS) -> Written:
+    return asyncio.run(encode_dataset(caller, given, out, options, None))
+
+
+def files(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+
+
+def test_a_folder_in_order(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    written = write(Caller(tmp_path / "log"), folder, out)
+    failure = f"{folder / '4.jpg'}: invalid_request: no image"
+    assert written == Written(9, 1, 0, "checkpoint", 0, (failure,))
+    settings, *shards = map(json.loads, (out / "manifest.jsonl").read_text().splitlines())
+    assert settings["settings"]["model"] == "m"
+    items = [item for shard in shards for item in shard["items"]]
+    assert [item["name"] for item in items] == sorted(map(str, folder.rglob("*.jpg")))
+    assert [Path(item["name"]).name for item in items if "error" in item] == ["4.jpg"]
+    assert [len(shard["items"]) for shard in shards] == [4, 3, 3], "the bad one weighs nothing"
+    for shard in shards:
+        with safe_open(out / shard["file"], "pt") as file:
+            encoded = [item for item in shard["items"] if "error" not in item]
+            assert json.loads(file.metadata()["items"]) == encoded
+            for item in encoded:
+                rows = file.get_tensor(item["name"])
+                assert (rows.dtype, rows.shape) == (torch.bfloat16, (1, 4))
+                assert rows.view(torch.uint8).numpy().tobytes().hex() == item["digest"][:16]
+
+
+@pytest.mark.parametrize("last", [0, 1, 3, 5, 8])
+def test_a_run_that_failed_goes_on(folder: Path, tmp_path: Path, last: int) -> None:
+    whole, halved = tmp_path / "whole", tmp_path / "halved"
+    write(Caller(tmp_path / "log"), folder, whole)
+    with pytest.raises(ServiceError, match="gone"):
+        write(Caller(tmp_path / "log1", last), folder, halved)
+    written = write(Caller(tmp_path / "log2"), folder, halved)
+    assert files(halved) == files(whole)
+    assert written.encoded + written.failed == 10
+    again = Caller(tmp_path / "log3")
+    assert write(again, folder, halved).resumed == 10
+    assert again.calls == 0
+
+
+def test_what_may_work_the_next_time_is_tried_again(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (folder / "5.jpg").unlink()
+    given = [str(folder / f"{number}.jpg") for number in (1, 4, 5, 2)]
+    late = write(Caller(tmp_path / "log", bad="deadline_exceeded"), given, out)
+    assert (late.encoded, late.failed, late.resumed, late.retryable) == (2, 2, 0, 2)
+    assert [one.split(": ")[1] for one in late.failures] == ["deadline_exceeded", "unreadable"]
+    (folder / "5.jpg").write_bytes(b"here now")
+    again = Caller(tmp_path / "log2")
+    written = write(again, given, out)
+    assert (again.calls, written.resumed) == (2, 2)
+    assert (written.encoded, written.failed, written.retryable) == (3, 1, 0)
+    with safe_open(out / "00001.safetensors", "pt") as file:
+        assert list(file.keys()) == [given[2]]
+    last = Caller(tmp_path / "log3")
+    assert write(last, given, out).resumed == 4
+    assert last.calls == 0, "what the service refused is refused for good"
+
+
+@pytest.mark.parametrize("kind", ["overloaded", "unavailable"])
+def test_what_is_nobody_s_fault_ends_the_run_and_counts_as_nothing(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
+    with pytest.raises(ServiceError, match=kind):
+        write(Caller(tmp_path / "log", bad=kind), [folder / "4.jpg"], tmp_path / "out")
+    assert write(Caller(tmp_path / "log"), [folder / "4.jpg"], tmp_path / "out").resumed == 0
+
+
+def test_a_second_run_into_a_folder_ends_at_once(folder: Path, tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    write(Caller(tmp_path / "log"), folder, whole)
+
+    class Meets(Caller):
+        """While it encodes, another process and another task begin."""
+
+        async def model(self) -> dict[str, Any]:
+            with pytest.raises(ValueError, match=f"{out}: another run is writing into it"):
+                await encode_dataset(second, folder, out, OPTIONS, None)
+            command = [sys.executable, "-m", "encoder_service.cli", "encode", str(folder)]
+            command += ["--out", str(out), "--url", "http://127.0.0.1:9"]
+            ran = subprocess.run(command, timeout=100, capture_output=True, text=True, check=False)
+            assert ran.returncode == 1
+            assert f"--out: {out}: another run is writing" in ran.stderr
+            return await super().model()
+
+    second = Caller(tmp_path / "log2")
+    write(Meets(tmp_path / "log1"), folder, out)
+    assert second.calls == 0
+    assert files(out) == files(whole)
+    assert write(second, folder, out).resumed == 10, "the lock ends with the run"
+
+
+def test_a_run_that_was_killed_goes_on_and_encodes_no_finished_shard_twice(
+    folder: Path, tmp_path: Path
+) -> None:
+    whole, killed, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
+    write(Caller(tmp_path / "other"), folder, whole)
+    code = (
+        "import sys; from pathlib import Path; from tests.unit.client.test_dataset import *\n"
+        "write(Caller(Path(sys.argv[3]), 7, kill=True), sys.argv[1], Path(sys.argv[2]))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(folder), str(killed), str(log)], timeout=100, check=False
+    )
+    assert ran.returncode == -signal.SIGKILL
+    shards = [json.loads(x) for x in (killed / "manifest.jsonl").read_text().splitlines()[1:]]
+    finished = [item["digest"] for shard in shards for item in shard["items"] if "digest" in item]
+    assert finished
+    with (killed / "manifest.jsonl").open("a") as file:
+        file.write('{"file": "00009.safe')  # it was writing a line
+    before = len(log.read_text().splitlines())
+    written = write(Caller(log), folder, killed)
+    assert files(killed) == files(whole)
+    assert written.resumed == sum(len(shard["items"]) for shard in shards)
+    assert not set(log.read_text().splitlines()[before:]) & set(finished)
+
+
+class Pairs(Caller):
+    """Answers no call before there are two, and counts them."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(log)
+        self.under_way = self.most_under_way = 0
+        self.two = asyncio.Event()
+
+    async def encode(self, sources: Sequence[Source], dtype: str = "bfloat16") -> list[Embedding]:
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        if self.under_way == 2:
+            self.two.set()
+        await asyncio.wait_for(self.two.wait(), 60)
+        try:
+            return await super().encode(sources, dtype)
+        finally:
+            self.under_way -= 1
+
+
+def test_as_many_are_under_way_as_was_asked_for(folder: Path, tmp_path: Path) -> None:
+    caller = Pairs(tmp_path / "log")
+    write(caller, folder, tmp_path / "out")
+    assert (caller.calls, caller.most_under_way) == (10, 2)
+
+
+def rows(bad: bool = False) -> Iterator[dict[str, Any]]:
+    """As `datasets` gives them: decoded, or encoded with a path."""
+    yield {"image": Image.new("RGB", (4, 4)), "label": 1}
+    yield {"image": {"bytes": b"as a file", "path": None}}
+    if bad:
+        yield {"picture": b""}
+
+
+def test_rows_with_images_to_parquet(tmp_path: Path) -> None:
+    options = DatasetOptions(format="parquet")
+    assert write(Caller(tmp_path / "log"), rows(), tmp_path / "out", options).encoded == 2
+    table = parquet.read_table(tmp_path / "out" / "00000.parquet").to_pylist()
+    assert [row["name"] for row in table] == ["000000000", "000000001"]
+    assert table[1]["digest"] == hashlib.sha256(b"as a file").hexdigest()
+    assert table[1]["data"].hex() == table[1]["digest"][:16]
+    assert (table[0]["shape"], table[0]["dtype"]) == ([1, 4], "bfloat16")
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install pyarrow"):
+        write(Caller(tmp_path / "log"), [], tmp_path, DatasetOptions(format="parquet"))
+
+
+def test_what_is_not_the_same_dataset_is_refused(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(Caller(tmp_path / "log"), folder, out)
+    (folder / "00.jpg").write_bytes(b"new, and first")
+    with pytest.raises(ValueError, match=r"item 0 was .*1\.jpg.*00\.jpg.* another folder"):
+        write(Caller(tmp_path / "log"), folder, out)
+    with pytest.raises(ValueError, match="dtype 'bfloat16', now it is 'float32'"):
+        write(Caller(tmp_path / "log"), folder, out, DatasetOptions("float32"))
+    (out / "manifest.jsonl").write_text("hello\n")
+    with pytest.raises(ValueError, match="is no manifest"):
+        write(Caller(tmp_path / "log"), folder, out)
+
+
+def test_what_cannot_be_a_dataset(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is there twice"):
+        write(Caller(tmp_path / "log"), ["a.jpg", "a.jpg"], tmp_path / "1")
+    with pytest.raises(ValueError, match=r"row 2: column 'image' holds no image .*picture"):
+        write(Caller(tmp_path / "log"), rows(bad=True), tmp_path / "2")
+    with pytest.raises(ValueError, match="at least 1"):
+        write(Caller(tmp_path / "log"), [], tmp_path / "3", DatasetOptions(concurrency=0))
+
+
+def test_files_that_cannot_be_read_are_recorded(tmp_path: Path) -> None:
+    written = write(Caller(tmp_path / "log"), [tmp_path / "none.jpg"], tmp_path / "out")
+    assert (written.encoded, written.failed) == (0, 1)
+    text = (tmp_path / "out" / "manifest.jsonl").read_text()
+    assert '"file": null' in text
+    assert "No such file" in text
+
+
+def test_how_many_there_are(folder: Path) -> None:
+    assert count(folder, "image") == 10
+    assert count([str(folder / "1.jpg"), "https://example.org/2.jpg"], "image") == 2
+    assert count(list(rows()), "image") == 2
+    assert count(rows(), "image") is None
+
+
+def test_a_progress_bar(folder: Path, tmp_path: Path) -> None:
+    text = StringIO()
+    console = Console(file=text, force_terminal=True, width=100)
+    call = encode_dataset(Caller(tmp_path / "log"), folder, tmp_path / "out", OPTIONS, console)
+    asyncio.run(call)
+    assert "10/10" in text.getvalue()

@@ -1,0 +1,224 @@
+"""The command line: exit codes, the offending key, what is shown. `encode`: test_cli_encode.py."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from encoder_service import cli
+from encoder_service.commands import check
+from router.policy.balance import POLICIES
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def changed(tmp_path: Path, old: str, new: str) -> str:
+    """tiny.yaml with one change."""
+    text = (CONFIGS / "tiny.yaml").read_text()
+    assert old in text
+    path = tmp_path / "changed.yaml"
+    path.write_text(text.replace(old, new))
+    return str(path)
+
+
+def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", str(CONFIGS / "tiny.yaml")]) == 0
+    shown = capsys.readouterr().out
+    for word in ("qwen3vl-tiny", "64 72 80 88", "largest_first", "random numbers"):
+        assert word in shown
+
+
+def test_check_shows_the_language_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", str(CONFIGS / "tiny-chat.yaml")]) == 0
+    shown = capsys.readouterr().out
+    for word in ("chat with", "nonsense", "8192 of prompt and answer together"):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("max_model_len: 9000", "llm.max_model_len is 9000"),
+        ("timeout_seconds: 121", "llm.timeout_seconds is 121"),
+        ("maximum: 1", "llm.maximum: no such key; known are default_max_tokens"),
+        ("model: {id: kimivl-a3b, load_format: dummy}", "does not read embeddings of qwen3_vl"),
+    ],
+)
+def test_check_names_what_is_wrong_with_the_language_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
+) -> None:
+    text = (CONFIGS / "tiny-chat.yaml").read_text()
+    path = tmp_path / "changed.yaml"
+    path.write_text(text.replace("llm: {", f"llm: {{{change}, "))
+    assert cli.main(["check", str(path)]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("replicas: 3", "replica: 3", "encoder.replica: no such key; known are"),
+        ("id: qwen3vl-tiny", "id: ./nowhere", "there is no such folder"),
+        ("add_EncoderServicer", "add_DecoderServicer", "grpc_options.grpc_servicer_functions"),
+        ("app:build", "app:built", "applications[0].import_path"),
+        ("http_options:", "http_option:", "http_option: Serve knows no such key"),
+        ("applications:", "application:", "needs `applications:`"),
+        ("proxy_location: HeadOnly", "{", "changed.yaml"),
+        ("port: 8000", "prt: 8000", "http_options: prt: Serve knows no such key"),
+        ("port: 9000", "reflect: true", "grpc_options: reflect: Serve knows no such key"),
+        ("- encoder_service", "- 5\n    - encoder_service", "grpc_servicer_functions.0: Input"),
+        ("http_options: {", "http_options: [1] #", "http_options: Input should be"),
+        ("route_prefix: /", "route_prefx: /", "applications[0]: route_prefx: Serve knows"),
+        ("encoder_service.app:build", "os:path", "no application has `import_path"),
+        ("id: qwen3vl-tiny", "revision: abc, id: qwen3vl-tiny", "model.revision is 'abc'"),
+        ("router: {", "limits: {timeout_seconds: 121}\n      router: {", "request_timeout_s, 120"),
+        ("router: {", "router: {max_outstanding_patches: 4095, ", "4096 patches of one largest"),
+        ("num_gpus: 0, ", "", "device is cpu: set num_gpus to 0"),
+        ("replicas: 3", "autoscaling: {max_replicas: 11}", "the ingresses admit 1000000: raise"),
+        ("port: 9000", "port: 8000", "grpc_options.port are both 8000: they must differ"),
+        ("router: {", "auth: {token_sha256: [me]}\n      router: {", "printf %s TOKEN | sha256sum"),
+    ],
+)
+def test_check_names_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+) -> None:
+    assert cli.main(["check", changed(tmp_path, old, new)]) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err + printed.out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("num_gpus: 0, ", "num_gpus: 0, transport: nixl, ", "nixl is not installed here; every"),
+        ("dtype: float32}", "dtype: bfloat16}\n      preprocess: {device: cuda}", "service[gpu]'"),
+        (
+            "router: {",
+            "graphs: {token_budgets: [512, 1023]}\n      router: {",
+            "images of up to 1024 tokens are beyond every budget of graphs.token_budgets and run",
+        ),
+    ],
+)
+def test_check_warns_of_what_may_be_meant(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    old: str,
+    new: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    assert cli.main(["check", str(CONFIGS / "tiny.yaml")]) == 0
+    assert message not in capsys.readouterr().out
+    path = Path(changed(tmp_path, old, new))
+    if "cuda" in new:
+        path.write_text(path.read_text().replace("num_gpus: 0, num_cpus: 0.1, device: cpu", ""))
+    assert cli.main(["check", str(path)]) == 0
+    assert message in capsys.readouterr().out
+
+
+def test_check_looks_at_every_application_of_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (CONFIGS / "tiny.yaml").read_text()
+    head, application = text.split("applications:\n")
+    other = "  - {name: other, route_prefix: /other, import_path: somewhere.else:app}\n"
+    second = application.replace("name: encoder", "name: second").replace("prefix: /", "prefix: /2")
+    path = tmp_path / "several.yaml"
+    path.write_text(f"{head}applications:\n{other}{application}{second}")
+    assert cli.main(["check", str(path)]) == 0
+    assert capsys.readouterr().out.count("largest_first") == 2
+    path.write_text(path.read_text()[::-1].replace("replicas"[::-1], "replica"[::-1], 1)[::-1])
+    assert cli.main(["check", str(path)]) == 1
+    assert "applications[2].args: encoder.replica: no such key" in capsys.readouterr().err
+
+
+def test_check_of_a_file_that_is_no_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"# caf\xe9\n")
+    assert cli.main(["check", str(tmp_path / "latin.yaml")]) == 1
+    assert "latin.yaml" in capsys.readouterr().err
+
+
+def test_check_of_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "nowhere.yaml"]) == 1
+    assert capsys.readouterr().err == "failed: nowhere.yaml: No such file or directory\n"
+
+
+def test_capture_plan_compares_with_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = tmp_path / "sizes.txt"
+    sizes.write_text("336x336 3\n640x480 1\n")
+    config = changed(tmp_path, "router: {", "graphs: {token_budgets: [512, 1024]}\n      router: {")
+    assert cli.main(["capture-plan", str(sizes), "--config", config]) == 0
+    shown = capsys.readouterr().out
+    assert "512 1024" in next(line for line in shown.splitlines() if "configured" in line)
+    assert "fewer tokens computed than as configured" in shown
+
+
+def test_the_table_of_simulate_fits_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["simulate", "--replicas", "4", "--requests", "16"]) == 0
+    shown, told = capsys.readouterr()
+    assert told == f"simulating {len(POLICIES)} policies over fleets of 4 replicas ...\n"
+    (head,) = (line.split() for line in shown.splitlines() if "policy" in line)
+    assert " ".join(head) == "replicas policy p50 ms p99 ms imbalance burst ms of best replans"
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["bench"],
+        ["bench", "serve", "--config", "x", "--mix", "336"],
+        ["bench", "serve", "--config", "x", "--policy", "best"],
+    ],
+)
+def test_wrong_command_lines(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        cli.main(arguments)
+    assert refused.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["0.7"], "--steady needs --seconds"),
+        (["1", "--seconds", "5"], "--steady 1 is not a part between 0 and 1"),
+        (["nan", "--seconds", "5"], "--steady nan is not a part between 0 and 1"),
+    ],
+)
+def test_a_steady_load_is_a_part_of_what_seconds_have_shown(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(CONFIGS / "tiny.yaml")
+    assert cli.main(["bench", "serve", "--config", config, "--steady", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("kind", ["preprocess", "engine"])
+def test_a_bench_without_a_gpu_says_what_works(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", kind, "--model", "qwen3vl-tiny"]) == 1
+    assert "--device cpu works" in capsys.readouterr().err
+
+
+def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    subcommands = parser.add_subparsers()
+    for command in cli.COMMANDS:
+        command.add(subcommands)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["bench", "serve", "--help"])
+    assert "--mix" in capsys.readouterr().out

@@ -1,0 +1,132 @@
+"""The floors of the house: what each folder may import, who may know torch and Ray, no cycles.
+
+encoder_service -> router -> actors; within each package, folders are listed from the ground up.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+LAYERS = ("actors", "router", "encoder_service")  # each may import itself and those before it
+WITHOUT_TORCH = (
+    "actors/spec",
+    "actors/options.py",
+    "actors/types.py",
+    "actors/errors.py",
+    "actors/autoscaling.py",
+    "router/policy",
+    "router/router.py",
+    "encoder_service/client",
+    "encoder_service/wire",
+    "encoder_service/ingress.py",
+)
+"""These never load torch or transformers, so that ingress and router processes stay small."""
+LAZY_TORCH = {"embedding.py", "vllm.py", "sglang.py"}
+"""Files that import torch inside functions which return tensors, and nowhere else."""
+STANDALONE = ("encoder_service/client", "encoder_service/wire")
+"""What a user imports: needs neither Ray nor the other packages."""
+MAY_IMPORT_RAY = (
+    "encoder_service/app.py",
+    "encoder_service/ingress.py",
+    "encoder_service/cli.py",
+    "encoder_service/serve_file.py",
+    "encoder_service/llm",
+    "encoder_service/bench",
+    "encoder_service/ops/replicas.py",
+    "router/router.py",
+    "router/replicas",
+    "actors/encoder.py",
+    "actors/store",
+)
+MOST_FILES = 20
+"""Side by side in one folder, actors/families excepted: it has one folder per model family."""
+
+
+def modules() -> list[Path]:
+    return [
+        path for layer in LAYERS for path in (ROOT / layer).rglob("*.py") if "_pb2" not in path.name
+    ]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def within(path: Path, places: tuple[str, ...]) -> bool:
+    """Whether a file is one of these, or in one of these folders."""
+    name = name_of(path)
+    return any(name == place or name.startswith(place + "/") for place in places)
+
+
+def files_of(places: tuple[str, ...]) -> list[Path]:
+    return [path for path in modules() if within(path, places)]
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
+    """Every module that a file names in an import, wherever in the file."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
+
+
+def roots(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported(path)}
+
+
+def file_of(name: str) -> Path | None:
+    """The file of a module of ours; None: not a module, or not ours."""
+    if name.split(".")[0] not in LAYERS:
+        return None
+    stem = ROOT / name.replace(".", "/")
+    for file in (stem.with_suffix(".py"), stem / "__init__.py"):
+        if file.exists() and "_pb2" not in file.name:
+            return file
+    return None
+
+
+def needs(path: Path) -> set[Path]:
+    """Files of ours that a file imports, itself not among them."""
+    return {file for name in imported(path) if (file := file_of(name))} - {path}
+
+
+def closure(start: Path) -> set[Path]:
+    """The file and everything of ours that importing it imports."""
+    seen: set[Path] = set()
+    todo = [start]
+    while todo:
+        path = todo.pop()
+        if path not in seen:
+            seen.add(path)
+            todo += needs(path)
+    return seen
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_a_file_keeps_to_its_layer(path: Path) -> None:
+    layer = LAYERS.index(name_of(path).split("/")[0])
+    assert not roots(path) & set(LAYERS[layer + 1 :])
+    assert "ray" not in roots(path) or within(path, MAY_IMPORT_RAY)
+
+
+@pytest.mark.parametrize("path", files_of(STANDALONE), ids=name_of)
+def test_the_client_stands_alone(path: Path) -> None:
+    for file in closure(path):
+        assert not roots(file) & {"ray", "router", "actors"}, file
+
+
+@pytest.mark.parametrize("path", files_of(WITHOUT_TORCH), ids=name_of)
+def test_it_never_loads_torch(path: Path) -> None:
+    for file in closure(path):
+        assert not roots(file) & {"torch", "transformers"} or file.name in LAZY_TORCH, file

@@ -1,0 +1,156 @@
+"""What the JSON files of CLIP, SigLIP, LLaVA, Pixtral, PaddleOCR-VL, Kimi-K2.5 say; refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.errors import CheckpointError
+from actors.options import ModelOptions
+from actors.spec import model_spec as spec
+from actors.spec.anyres import AnyresSizing
+from actors.spec.checkpoint import Preset
+from actors.spec.sizing import FittedSizing, RoundingSizing, ShrinkingSizing
+from actors.spec.tiling import OneTile
+from actors.types import Size
+from tests.unit.spec.test_tile_spec import CONFIGS, PROCESSOR, changed
+
+SIGLIP = OneTile(378, 14, 1, 1, picture_pixels=384, cropped=False, class_tokens=0)
+CLIP = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=1)
+LLAVA = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("preset", "family", "sizing", "width"),
+    [
+        ("siglip-so400m", "siglip", SIGLIP, 1152),
+        ("clip-vit-l-336", "clip", CLIP, 1024),
+        ("llava15-7b", "llava", LLAVA, 4096),
+        ("pixtral-12b", "pixtral", FittedSizing(16, 1, 1024), 5120),
+        ("mistral-small31", "mistral3", FittedSizing(14, 2, 1540), 5120),
+        ("kimik25", "kimi_k25", ShrinkingSizing(14, 2, 16384, 512), 7168),
+        ("paddleocr-vl", "paddleocr_vl", RoundingSizing(14, 2, 147384, 2822400), 1024),
+    ],
+)
+def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
+    model = spec.read(ModelOptions(id=preset, load_format="dummy"))
+    assert (model.family, model.sizing, model.width) == (family, sizing, width)
+    assert (model.paths, model.deepstack) == (("default",), 0)
+    assert model.kinds == (("image", "video") if family == "kimi_k25" else ("image",))
+
+
+def vision(preset: str, **change: Any) -> dict[str, Any]:
+    config = Preset(preset).files["config.json"]
+    return {"vision_config": config["vision_config"] | change}
+
+
+@pytest.mark.parametrize(
+    ("preset", "file", "change", "message"),
+    [
+        ("siglip-so400m", PROCESSOR, {"size": {"height": 224, "width": 224}}, "tower's 384"),
+        ("clip-vit-l-336", PROCESSOR, {"size": {"shortest_edge": 224}}, "tower's 336"),
+        ("clip-vit-l-336", PROCESSOR, {"crop_size": 224}, "crop_size .* only 336"),
+        ("clip-vit-l-336", PROCESSOR, {"do_center_crop": False}, "do_center_crop"),
+        ("llava15-7b", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act"),
+        ("llava15-7b", "config.json", vision("llava15-7b", model_type="vit"), "'vit' is none of"),
+        ("llava15-7b", "config.json", vision("siglip-so400m"), "SigLIP has no class"),
+        ("pixtral-12b", "config.json", {"vision_feature_layer": -2}, "only full and -1"),
+        ("pixtral-12b", "config.json", vision("pixtral-12b", hidden_act="gelu"), "hidden_act"),
+        ("mistral-small31", "config.json", {"vision_feature_layer": -2}, "vision_feature_layer"),
+        ("kimik25", "config.json", vision("kimik25", init_pos_emb_width=32), "init_pos_emb_height"),
+        ("kimik25", "config.json", vision("kimik25", merge_kernel_size=[2, 1]), "only squares"),
+        ("kimik25", PROCESSOR, {"media_proc_cfg": {"fixed_output_tokens": 9}}, "fixed_output"),
+        ("kimik25", PROCESSOR, {"media_proc_cfg": {"in_patch_limit_video": 9}}, "limit_video"),
+        ("kimik25", PROCESSOR, {"media_proc_cfg": {"temporal_merge_kernel_size": 5}}, "pos_emb"),
+        ("paddleocr-vl", "config.json", vision("paddleocr-vl", hidden_act="relu"), "hidden_act"),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    tmp_path: Path, preset: str, file: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        spec.read(changed(tmp_path, preset, file, change))
+
+
+ONEVISION, VIDEO_PROCESSOR = "llava-onevision-7b", "video_preprocessor_config.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"vision_feature_layer": -2}, "vision_feature_layer"),
+        ("config.json", {"vision_aspect_ratio": "anyres"}, "no anyres_max_N"),
+        ("config.json", {"vision_aspect_ratio": "anyres_max_0"}, "no anyres_max_N"),
+        ("config.json", {"vision_aspect_ratio": 9}, "9 is no anyres_max_N"),
+        ("config.json", {"image_grid_pinpoints": [[384, 400]]}, "only whole tiles of 384"),
+        ("config.json", {"image_grid_pinpoints": [[384, -384]]}, "only whole tiles of 384"),
+        ("config.json", vision(ONEVISION, model_type="clip_vision_model"), "siglip_vision_model"),
+        (PROCESSOR, {"size": {"height": 224, "width": 224}}, "tower's 384"),
+        (VIDEO_PROCESSOR, {"fps": 2}, "fps of the video processor"),
+        (VIDEO_PROCESSOR, {"size": 224}, "size of the video processor"),
+        ("config.json", {"model_type": "llava", "mm_vision_tower": "vit"}, "'vit' is none of"),
+    ],
+)
+def test_what_is_not_supported_of_llava_onevision_is_named(
+    tmp_path: Path, file: str, change: dict[str, Any], message: str
+) -> None:
+    options = changed(tmp_path, ONEVISION, file, change)
+    if file == VIDEO_PROCESSOR:
+        (tmp_path / file).write_text(json.dumps(change))
+    with pytest.raises(CheckpointError, match=message):
+        spec.read(options)
+
+
+def test_canvases_of_llava_onevision(tmp_path: Path) -> None:
+    grid = {"image_grid_pinpoints": [[384, 384], [384, 1152]]}
+    options = changed(tmp_path, ONEVISION, "config.json", grid)
+    sizing = spec.read(options).sizing
+    assert isinstance(sizing, AnyresSizing)
+    assert (sizing.canvases, sizing.max_tiles, sizing.most_tiles) == (((1, 1), (1, 3)), 3, 9)
+    (tmp_path / PROCESSOR).write_text(json.dumps({"image_grid_pinpoints": [[384, 384]]}))
+    with pytest.raises(CheckpointError, match="and the image processor differ"):
+        spec.read(options)
+
+
+def test_frames_of_llava_onevision(tmp_path: Path) -> None:
+    options = changed(tmp_path, ONEVISION, "config.json", {})
+    assert spec.read(options).max_frames_per_video == 32
+    (tmp_path / VIDEO_PROCESSOR).write_text(json.dumps({"num_frames": 8}))
+    assert spec.read(options).max_frames_per_video == 8
+
+
+def test_a_siglip_tower_in_llava_stops_before_its_last_layer(tmp_path: Path) -> None:
+    tower = vision("siglip-so400m") | {"vision_feature_select_strategy": "full"}
+    options = changed(tmp_path, "llava15-7b", "config.json", tower)
+    square = Preset("siglip-so400m").files[PROCESSOR]
+    (tmp_path / PROCESSOR).write_text(json.dumps(square))
+    model = spec.read(options)
+    assert model.sizing == SIGLIP
+    assert model.vision["used_layers"] == 26
+    options = changed(tmp_path, "llava15-7b", "config.json", tower | {"vision_feature_layer": -1})
+    (tmp_path / PROCESSOR).write_text(json.dumps(square))
+    with pytest.raises(CheckpointError, match="only layers before the last"):
+        spec.read(options)
+
+
+def test_keys_that_published_files_leave_out(tmp_path: Path) -> None:
+    options = changed(tmp_path, "clip-vit-l-336", "config.json", {"vision_config": {}})
+    (tmp_path / PROCESSOR).write_text('{"size": 224, "crop_size": 224, "resample": 3}')
+    model = spec.read(options)
+    assert model.sizing == OneTile(224, 32, 1, 1, 224, cropped=True, class_tokens=1)
+    assert model.vision["num_hidden_layers"] == 12
+
+
+def test_a_pack_holds_many_small_images() -> None:
+    assert CLIP.token_range() == (577, 16 * 577)
+    assert SIGLIP.plan(Size(1000, 3)).tokens == 729
+
+
+@pytest.mark.parametrize(
+    "name", ["siglip", "clip", "llava", "pixtral", "mistral3", "paddleocr", "kimik25"]
+)
+def test_there_is_a_config(name: str) -> None:
+    assert (CONFIGS / f"{name}.yaml").is_file()

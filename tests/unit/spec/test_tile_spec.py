@@ -1,0 +1,121 @@
+"""What the JSON files of the tile families say: both schemes of InternVL, Llama 4, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.errors import CheckpointError
+from actors.options import ModelOptions
+from actors.spec import model_spec as spec
+from actors.spec.checkpoint import Preset
+from actors.spec.tiling import PaddedTiles, StretchedTiles
+from encoder_service import cli
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+STRETCHED = StretchedTiles(tile_pixels=448, patch_size=14, merge_size=2, max_tiles=12, min_tiles=1)
+PADDED = PaddedTiles(tile_pixels=336, patch_size=14, merge_size=2, max_tiles=16)
+
+
+def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> ModelOptions:
+    """A preset as a folder, with a file changed; None removes a key."""
+    for name, content in Preset(preset).files.items():
+        merged = content | change if name == file else content
+        kept = {key: value for key, value in merged.items() if value is not None}
+        (folder / name).write_text(json.dumps(kept))
+    return ModelOptions(id=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("preset", "family", "sizing", "width"),
+    [
+        ("internvl3-8b", "internvl", STRETCHED, 3584),
+        ("internvl3-78b", "internvl_chat", STRETCHED, 8192),
+        ("llama4-scout", "llama4", PADDED, 5120),
+        ("gemma3-4b", "gemma3", StretchedTiles(896, 14, 4, 1, 1), 2560),
+    ],
+)
+def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
+    model = spec.read(ModelOptions(id=preset, load_format="dummy"))
+    assert (model.family, model.sizing, model.width) == (family, sizing, width)
+    assert (model.paths, model.deepstack) == (("default",), 0)
+    videos = ("video",) if family.startswith("internvl") else ()
+    assert model.kinds == ("image", *videos)
+
+
+def test_without_a_processor_the_means_are_those_of_imagenet(tmp_path: Path) -> None:
+    options = changed(tmp_path, "internvl3-8b", "", {})
+    (tmp_path / "preprocessor_config.json").unlink()
+    model = spec.read(options)
+    assert (model.mean, model.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert model.sizing == STRETCHED
+
+
+def test_tiles_are_limited_by_the_processor_or_by_the_chat_models_own_config(
+    tmp_path: Path,
+) -> None:
+    limits = {"min_patches": 2, "max_patches": 6}
+    options = changed(tmp_path, "internvl3-8b", "preprocessor_config.json", limits)
+    assert spec.read(options).sizing == StretchedTiles(448, 14, 2, 6, 2)
+    options = changed(tmp_path, "internvl3-78b", "config.json", {"max_dynamic_patch": 24})
+    assert spec.read(options).sizing == StretchedTiles(448, 14, 2, 24, 1)
+    options = changed(tmp_path, "internvl3-78b", "config.json", {"max_dynamic_patch": None})
+    assert spec.read(options).sizing == StretchedTiles(448, 14, 2, 6, 1)
+
+
+PROCESSOR = "preprocessor_config.json"
+
+
+@pytest.mark.parametrize(
+    ("preset", "file", "change", "message"),
+    [
+        ("internvl3-8b", "config.json", {"vision_feature_layer": -2}, "vision_feature_layer"),
+        (
+            "internvl3-8b",
+            PROCESSOR,
+            {"size": {"height": 224, "width": 224}},
+            "only the tower's 448",
+        ),
+        ("internvl3-8b", PROCESSOR, {"size": {"height": 448, "width": 224}}, "only squares"),
+        ("internvl3-8b", PROCESSOR, {"resample": 2}, "resample of the image processor"),
+        (
+            "internvl3-78b",
+            "config.json",
+            {"ps_version": None},
+            "ps_version of config.json: only v2",
+        ),
+        ("internvl3-78b", "config.json", {"use_thumbnail": False}, "use_thumbnail"),
+        ("internvl3-78b", "config.json", {"select_layer": -4}, "select_layer"),
+        ("internvl3-78b", "config.json", {"llm_config": {}}, "lacks or misstates 'hidden_size'"),
+        ("llama4-scout", PROCESSOR, {"resize_to_max_canvas": True}, "resize_to_max_canvas"),
+        ("gemma3-4b", PROCESSOR, {"do_pan_and_scan": True}, "do_pan_and_scan"),
+        ("llama4-scout", PROCESSOR, {"resample": 3}, "resample of the image processor"),
+    ],
+)
+def test_what_the_tower_does_not_do_is_refused(
+    tmp_path: Path, preset: str, file: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        spec.read(changed(tmp_path, preset, file, change))
+
+
+@pytest.mark.parametrize(
+    ("config", "preset", "budgets"),
+    [
+        ("internvl.yaml", "internvl3-8b", "256 512 768 1024 1280"),
+        ("llama4.yaml", "llama4-scout", "144 288 432 576 720"),
+        ("gemma3.yaml", "gemma3-4b", "256"),
+    ],
+)
+def test_the_configs_can_be_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str, preset: str, budgets: str
+) -> None:
+    text = (CONFIGS / config).read_text()
+    (model,) = [line for line in text.splitlines() if "model: {id:" in line]
+    dummy = f"      model: {{id: {preset}, load_format: dummy}}"
+    (tmp_path / config).write_text(text.replace(model, dummy))
+    assert cli.main(["check", str(tmp_path / config)]) == 0
+    assert budgets in capsys.readouterr().out

@@ -1,0 +1,164 @@
+"""The encoder actor's own process: hits, what is kept, and what is given up with its call."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import serve
+from torch import Tensor
+
+from actors import encoder
+from actors.errors import EmbeddingLost, InvalidMedia, TooLarge, Unavailable
+from actors.messages import connect
+from actors.options import (
+    ActorOptions,
+    CacheOptions,
+    EncoderOptions,
+    GraphOptions,
+    ModelOptions,
+    ReferenceOptions,
+)
+from actors.store import entries
+from actors.store.cache import Entry
+from actors.store.references import Kept, References
+from actors.store.sharing import Writing
+from actors.types import Dtype, Embedding, Media, SharedBytes, Size, Timings
+from tests.images import jpeg
+
+OPTIONS = ActorOptions(
+    model=ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"),
+    encoder=EncoderOptions(device="cpu", num_gpus=0),
+    graphs=GraphOptions(token_budgets=(64, 256), max_frames_per_batch=0),
+    cache=CacheOptions(max_bytes=10_000_000),
+)
+
+
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch) -> encoder.Encoder:
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    return encoder.Encoder(OPTIONS)
+
+
+def media(actor: encoder.Encoder, width: int) -> Media:
+    plan = actor.tower.spec.sizing.plan(Size(width, 64))
+    return Media("image", jpeg(width, 64), plan, str(width))
+
+
+def test_a_hit_in_another_dtype_is_that_of_the_cache(actor: encoder.Encoder) -> None:
+    async def run() -> None:
+        first = await actor.encode([media(actor, 64)], "float32", 30)
+        again = await actor.encode([media(actor, 96), media(actor, 64)], "float16", 30)
+        (whole,), (other, hit) = first.answers, again.answers
+        assert isinstance(whole, Embedding)
+        assert isinstance(other, Embedding)
+        assert isinstance(hit, Embedding)
+        assert (whole.source, other.source, hit.source) == ("graph", "graph", "cache")
+        assert (hit.dtype, hit.shape) == ("float16", whole.shape)
+        actor.stages.close()
+
+    asyncio.run(run())
+
+
+def test_what_is_to_be_kept_is_kept_by_the_same_call(actor: encoder.Encoder) -> None:
+    async def run() -> None:
+        rubbish = replace(media(actor, 64), data=b"", digest="rubbish")
+        reply = await actor.encode([media(actor, 96), rubbish], "float16", 30, keep=True)
+        good, bad = reply.answers
+        assert isinstance(good, Embedding)
+        assert isinstance(bad, InvalidMedia)
+        replica, name = good.reference.split(".")
+        kept = await actor.fetch(name)
+        assert replica == "one"
+        assert kept
+        assert (kept.media.data, kept.media.digest) == (b"", "96")
+        assert kept.embedding.shape == good.shape
+        actor.references = References(ReferenceOptions(max_bytes=1), actor.series)
+        (large,) = (await actor.encode([media(actor, 64)], "float16", 30, keep=True)).answers
+        assert isinstance(large, TooLarge)
+        actor.stages.close()
+
+    asyncio.run(run())
+
+
+def test_a_call_that_ends_while_a_hit_is_converted_gives_up_the_rest(
+    actor: encoder.Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        await actor.encode([media(actor, 64)], "float32", 30)
+        gate, reached, forwards = threading.Event(), threading.Event(), []
+        forward = actor.tower.forward
+
+        def held(path: str, values: Any) -> Tensor:
+            forwards.append(path)
+            reached.set()
+            gate.wait(60)
+            return forward(path, values)
+
+        monkeypatch.setattr(actor.tower, "forward", held)
+        converting = asyncio.Event()
+
+        async def for_ever(entry: Entry, dtype: Dtype) -> Entry:
+            converting.set()
+            await asyncio.Event().wait()
+            return entry
+
+        monkeypatch.setattr(entries, "converted", for_ever)
+        before = asyncio.create_task(actor.encode([media(actor, 96)], "float32", 30))
+        await asyncio.to_thread(reached.wait, 10)
+        behind = asyncio.create_task(
+            actor.encode([media(actor, 64), media(actor, 128)], "float16", 30)
+        )
+        await asyncio.wait_for(converting.wait(), 10)
+        while not actor.engine._waiting:  # decoded, and behind what the engine holds
+            await asyncio.sleep(0.01)
+        behind.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await behind
+        gate.set()
+        await before
+        actor.stages.close()
+        assert len(forwards) == 1
+
+    asyncio.run(run())
+
+
+def test_what_was_not_written_is_lost_once_and_then_not_there(actor: encoder.Encoder) -> None:
+    async def run() -> None:
+        failed: Future[Entry] = Future()
+        failed.set_exception(MemoryError("full"))
+        data = SharedBytes(Writing(failed), 2**20)
+        made = Embedding(data, "float32", (1, 2), (1, 2, 2), "graph", Timings(0, 0, 0), "one")
+        assert await actor.keep_again("one.nothing", 1) == []
+        name = actor.references.keep(Kept.of(media(actor, 64), made), monotonic())
+        with pytest.raises(EmbeddingLost, match="full"):
+            await actor.fetch(name)
+        assert await actor.fetch(name) is None
+        actor.stages.close()
+
+    asyncio.run(run())
+
+
+def test_serve_awaits_its_end_and_calls_over_lines_with_it(actor: encoder.Encoder) -> None:
+    async def run() -> None:
+        said = await actor.record_replica_metadata()
+        assert said == await actor.record_replica_metadata()
+        near = connect(said["line"])
+        assert near
+        near.close()
+        stopping = actor.__del__()
+        assert stopping
+        await stopping
+        assert connect(said["line"]) is None
+        assert actor.__del__() is None, "Python's own, later"
+        with pytest.raises(Unavailable):
+            await actor.encode([media(actor, 64)], "float32", 30)
+
+    asyncio.run(run())
