@@ -13,7 +13,6 @@ from typing import Protocol
 from actors.errors import InvalidRequest, ServiceError, Unavailable
 from actors.telemetry.request_context import ORIGIN
 from actors.types import Media
-from encoder_service.api.bounds import check_json
 from encoder_service.api.deadline import Deadline
 from encoder_service.api.errors import AtItem
 from encoder_service.intake.admission import Admission
@@ -23,7 +22,7 @@ from encoder_service.llm.spec import LlmSpec
 from encoder_service.llm.types import Call, Event, Finish
 from encoder_service.ops.offload import offload
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import WireError, read_json
+from encoder_service.wire.formats import WireError, check_json, read_json
 
 ATTEMPTS = 3
 """How many replicas may be lost under a request of which nothing was answered yet. What is lost of
