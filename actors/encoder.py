@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
+import ray
 from ray import serve
 from torch import Tensor
 
@@ -27,10 +28,9 @@ from actors.errors import (
     TooLarge,
     Unavailable,
 )
-from actors.line import Lines
-from actors.line_messages import Call
 from actors.options import ActorOptions
 from actors.pipeline import Made, Stages, Work
+from actors.rpc.server import ReplicaServer
 from actors.spec.evs import retained_tokens
 from actors.startup import open_beside, open_decoding, open_engine
 from actors.store.cache import EmbeddingCache, Entry
@@ -48,6 +48,7 @@ from actors.types import (
     Embedding,
     Media,
     Reply,
+    SharedBytes,
     Source,
     Timings,
 )
@@ -83,7 +84,7 @@ class Encoder:
         decoding = open_decoding(options, self.engine, self.series, beside)
         self.stages = Stages(self.engine, decoding, self.series)
         self.outstanding_patches = 0
-        self.lines = Lines(self._called)
+        self.rpc = ReplicaServer(self)
         backend = self.engine.device.backend
         log.info("encoder %s is ready: %s on %s", self.replica, spec.id, backend)
 
@@ -114,9 +115,6 @@ class Encoder:
         finally:
             self.outstanding_patches -= patches
         return Reply(answers, self.outstanding_patches)
-
-    async def _called(self, call: Call) -> Reply:
-        return await self.encode(*call.arguments)
 
     async def _answers(
         self,
@@ -216,11 +214,9 @@ class Encoder:
         reference = reference_id(self.replica, name)
         return replace(answer, data=NOTHING, reference=reference)
 
-    async def keep_again(self, reference: str, count: int) -> list[str]:
-        """So many more ids of what is kept under this one; none: nothing is."""
-        name = reference.partition(".")[2]
-        again = (self.references.keep_again(name, monotonic()) for _ in range(count))
-        return [reference_id(self.replica, one) for one in again if one]
+    async def take(self, tickets: list[str]) -> list[list[SharedBytes] | None]:
+        """Rows in shared memory that answers over gRPC refer to by tickets."""
+        return self.rpc.take(tickets)
 
     async def fetch(self, name: str) -> Kept | None:
         """What is kept under a name. Raises EmbeddingLost."""
@@ -246,8 +242,9 @@ class Encoder:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """What routers go by; asked once by Serve."""
-        width, line = self.tower.spec.width, await self.lines.open()
-        return {"fingerprint": self.sharing.fingerprint, "width": width, "line": line}
+        node = ray.get_runtime_context().get_node_id()
+        endpoint = await self.rpc.start(node, ray.util.get_node_ip_address())
+        return {"fingerprint": self.sharing.fingerprint, **endpoint.metadata}
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """The load that this replica has accepted from all routers; asked every second."""
@@ -267,14 +264,14 @@ class Encoder:
             raise Unavailable(f"the engine is stuck: nothing has landed for {stalled:.0f} s")
 
     async def stop(self) -> None:
-        """Serve waits for its own calls before; here for those over lines."""
-        await self.lines.close()
+        """Serve has waited for its own calls; this waits for those over gRPC."""
+        await self.rpc.stop(self.options.encoder.drain_timeout_seconds)
         self.stages.close()
         self.sharing.close()
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         """Serve asks for it once, at the end, and awaits what it gets."""
-        if hasattr(self, "lines") and self.lines.address:
+        if hasattr(self, "rpc") and self.rpc.running:
             return self.stop()
         if hasattr(self, "stages"):
             self.stages.close()

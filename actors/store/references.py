@@ -120,11 +120,6 @@ class References:
         self._report()
         return name
 
-    def keep_again(self, name: str, now: float) -> str | None:
-        """Another id of what is kept under this one. None: nothing is."""
-        kept = self.get(name, now)
-        return self.keep(kept, now) if kept else None
-
     def get(self, name: str, now: float) -> Kept | None:
         """What is kept under an id, within its time to live."""
         self.expire(now)

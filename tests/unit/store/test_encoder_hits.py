@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray import serve
 from torch import Tensor
 
 from actors import encoder
 from actors.errors import EmbeddingLost, InvalidMedia, TooLarge, Unavailable
-from actors.messages import connect
 from actors.options import (
     ActorOptions,
     CacheOptions,
@@ -25,11 +25,17 @@ from actors.options import (
     ModelOptions,
     ReferenceOptions,
 )
+from actors.rpc import replica_pb2 as pb
+from actors.rpc.codec import EncodeCall, message_fields, reply_of
+from actors.rpc.server import Endpoint
 from actors.store import entries
 from actors.store.cache import Entry
 from actors.store.references import Kept, References
 from actors.store.sharing import Writing
+from actors.telemetry.request_context import NOBODY
 from actors.types import Dtype, Embedding, Media, SharedBytes, Size, Timings
+from router.replicas.fleet import ReplicaUnreachable
+from router.replicas.rpc import ReplicaChannel
 from tests.images import jpeg
 
 OPTIONS = ActorOptions(
@@ -44,6 +50,8 @@ OPTIONS = ActorOptions(
 def actor(monkeypatch: pytest.MonkeyPatch) -> encoder.Encoder:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    node = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
     return encoder.Encoder(OPTIONS)
 
 
@@ -136,7 +144,6 @@ def test_what_was_not_written_is_lost_once_and_then_not_there(actor: encoder.Enc
         failed.set_exception(MemoryError("full"))
         data = SharedBytes(Writing(failed), 2**20)
         made = Embedding(data, "float32", (1, 2), (1, 2, 2), "graph", Timings(0, 0, 0), "one")
-        assert await actor.keep_again("one.nothing", 1) == []
         name = actor.references.keep(Kept.of(media(actor, 64), made), monotonic())
         with pytest.raises(EmbeddingLost, match="full"):
             await actor.fetch(name)
@@ -146,19 +153,27 @@ def test_what_was_not_written_is_lost_once_and_then_not_there(actor: encoder.Enc
     asyncio.run(run())
 
 
-def test_serve_awaits_its_end_and_calls_over_lines_with_it(actor: encoder.Encoder) -> None:
+def test_serve_awaits_its_end_and_that_of_calls_over_grpc(actor: encoder.Encoder) -> None:
     async def run() -> None:
         said = await actor.record_replica_metadata()
         assert said == await actor.record_replica_metadata()
-        near = connect(said["line"])
-        assert near
-        near.close()
+        endpoint = Endpoint.of(said)
+        assert endpoint
+        channel = ReplicaChannel(endpoint, "node")
+        call = EncodeCall([media(actor, 64)], "float16", 30, NOBODY, keep=False)
+        reply = await channel.call("Encode", pb.EncodeRequest(**message_fields(call)))
+        (answer,) = reply_of(reply, []).answers
+        assert isinstance(answer, Embedding)
+        assert await actor.take(["unknown"]) == [None]
         stopping = actor.__del__()
         assert stopping
         await stopping
-        assert connect(said["line"]) is None
+        with pytest.raises(ReplicaUnreachable):
+            await channel.call("Check", pb.CheckRequest())
         assert actor.__del__() is None, "Python's own, later"
         with pytest.raises(Unavailable):
             await actor.encode([media(actor, 64)], "float32", 30)
+        channel.retire()
+        await asyncio.sleep(0)
 
     asyncio.run(run())
