@@ -11,19 +11,19 @@ from collections.abc import Coroutine
 from time import monotonic
 from typing import Any
 
+import ray
 from ray import serve
 
 from actors.autoscaling import OUTSTANDING_PATCHES
 from actors.errors import Unavailable
-from actors.line import Lines
-from actors.line_messages import Call
 from actors.options import ActorOptions
+from actors.rpc.server import ReplicaServer
 from actors.startup import open_pipeline
 from actors.store.references import Kept
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.request_context import NOBODY, ORIGIN, Origin, name_requests
 from actors.telemetry.tracing import open_spans
-from actors.types import Dtype, Media, Reply
+from actors.types import Dtype, Media, Reply, SharedBytes
 
 log = logging.getLogger("ray.serve")
 
@@ -39,7 +39,7 @@ class Encoder:
         self.series = EncoderMetrics()
         self.pipeline = open_pipeline(options, self.series, self.spans, self.replica)
         self.outstanding_patches = 0
-        self.lines = Lines(self._called)
+        self.rpc = ReplicaServer(self)
         engine = self.pipeline.engine
         log.info(
             "encoder %s is ready: %s on %s",
@@ -73,8 +73,9 @@ class Encoder:
             self.outstanding_patches -= patches
         return Reply(answers, self.outstanding_patches)
 
-    async def _called(self, call: Call) -> Reply:
-        return await self.encode(*call.arguments)
+    async def take(self, tickets: list[str]) -> list[list[SharedBytes] | None]:
+        """The rows in shared memory that answers over gRPC refer to by tickets."""
+        return self.rpc.take(tickets)
 
     async def fetch(self, name: str) -> Kept | None:
         """What is kept under a name. Raises EmbeddingLost where it could not be written."""
@@ -90,9 +91,9 @@ class Encoder:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """What routers know of this replica. Serve asks once."""
-        spec, writer = self.pipeline.engine.tower.spec, self.pipeline.writer
-        line = await self.lines.open()
-        return {"fingerprint": writer.fingerprint, "width": spec.width, "line": line}
+        node = ray.get_runtime_context().get_node_id()
+        endpoint = await self.rpc.start(node, ray.util.get_node_ip_address())
+        return {"fingerprint": self.pipeline.writer.fingerprint, **endpoint.metadata}
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """The load that this replica has accepted from all routers. Serve asks every second."""
@@ -115,13 +116,13 @@ class Encoder:
             )
 
     async def stop(self) -> None:
-        """Serve has waited for its own calls before; this waits for those of routers."""
-        await self.lines.close()
+        """Serve has waited for its own calls; this waits for those over gRPC."""
+        await self.rpc.stop(self.options.encoder.drain_timeout_seconds)
         self.pipeline.close()
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         """Serve calls it once, at the end, and awaits what it returns."""
-        if hasattr(self, "lines") and self.lines.address:
+        if hasattr(self, "rpc") and self.rpc.running:
             return self.stop()
         if hasattr(self, "pipeline"):
             self.pipeline.close()

@@ -1,4 +1,4 @@
-"""All the wiring, on one page. A Serve configuration names it: `encoder_service.app:build`."""
+"""The whole wiring on one page. Serve configurations name it: `encoder_service.app:build`."""
 
 from __future__ import annotations
 
@@ -31,41 +31,41 @@ log = logging.getLogger("ray.serve")
 DUMMY = """
 ######################################################################
 #  model.load_format is dummy: THE WEIGHTS ARE RANDOM NUMBERS.       #
-#  The embeddings mean nothing. Good for trying out and for tests.   #
+#  The embeddings mean nothing. Use it for trials and tests only.    #
 ######################################################################"""
 
 DUMMY_LLM = """
 ######################################################################
 #  The language model's load_format is dummy: ITS WEIGHTS ARE RANDOM #
-#  NUMBERS. What it writes means nothing. Good for tests.            #
+#  NUMBERS. Its text means nothing. Use it for tests only.           #
 ######################################################################"""
 
 
 MOST_CACHED = 0.7
-"""Of the object stores' memory; the rest is for what is on its way and for references."""
+"""Share of the object stores' memory; the rest is for embeddings in transit and references."""
 
 ONE_LOOP = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
-"""A replica's own event loop calls and is called: by default Serve has three, in case that one is
-blocked, and hands each call from thread to thread twice on its way out and once on its way in."""
+"""One event loop per replica. By default Serve runs three, to survive a blocked one, and each call
+crosses threads twice on its way out and once on its way in."""
 
-ENDLESS = 100_000
-"""Calls that an encoder takes at a time: the router bounds its load, in patches, not in calls."""
+UNBOUNDED = 100_000
+"""Concurrent calls of an encoder: the router limits its load in patches, not in calls."""
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application, from `args` of the configuration. What is wrong with them is one sentence.
+    """The application, from `args` of the configuration.
 
-    Raises RayServeException, the only one that Serve reports without a traceback.
+    Raises RayServeException for invalid ones: the only exception that Serve logs without traceback.
     """
     try:
         options = parse(args)
         check_resources(options, ray.cluster_resources())
         check_object_store(options, ray.cluster_resources())
         spec = read(options.model)
-        # Here as a sentence, not as a traceback in every replica.
+        # Checked here too: one sentence instead of a traceback in every replica.
         fit(options, spec)
         check_tracing(options.tracing)
         check_transport(options.encoder.transport)
@@ -82,10 +82,11 @@ def build(args: dict[str, Any]) -> serve.Application:
 def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve.Application:
     """Encoder <- Router <- Ingress, and Router <- Chat <- Ingress if there is a language model.
 
-    Each gets what it reads alone: Serve restarts what changed. The ingress routes in its own
-    process; the Router deployment is the same for callers in Ray.
+    Each deployment gets only the options that it reads, because Serve restarts those whose
+    arguments change. The ingress has a router in its own process; the Router deployment is for
+    callers in Ray.
     """
-    # Serve's access log would write a line of every inner call, and wait for it.
+    # Serve's access log would write a line per inner call, and block for it.
     logs = LoggingConfig(encoding=options.logging.format.upper(), enable_access_log=False)
     actor = ActorOptions(**{name: getattr(options, name) for name in ActorOptions.model_fields})
     encoder = serve.deployment(
@@ -97,7 +98,7 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
             "num_cpus": options.encoder.num_cpus,
             "runtime_env": {"env_vars": ONE_LOOP},
         },
-        max_ongoing_requests=ENDLESS,
+        max_ongoing_requests=UNBOUNDED,
         health_check_period_s=options.encoder.health_check_period_seconds,
         health_check_timeout_s=options.encoder.health_check_timeout_seconds,
         graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
@@ -143,7 +144,6 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
 def wire_chat(
     options: ServiceOptions, spec: LlmSpec, router: serve.Application, logs: LoggingConfig
 ) -> serve.Application:
-    """The language model's deployment."""
     llm = options.llm
     assert llm is not None, "a language model that is not configured. This is a bug."
     return serve.deployment(
@@ -161,7 +161,7 @@ def wire_chat(
 
 
 def replicas(encoder: EncoderOptions) -> dict[str, Any]:
-    """How many encoders, in Serve's words."""
+    """The number of encoders as arguments of Serve."""
     if (scaling := encoder.autoscaling) is None:
         return {"num_replicas": encoder.replicas}
     return {
@@ -180,7 +180,7 @@ def replicas(encoder: EncoderOptions) -> dict[str, Any]:
 
 
 def check_object_store(options: ServiceOptions, cluster: Mapping[str, float]) -> None:
-    """Warns where full caches would leave embeddings on their way too little shared memory."""
+    """Warns if full caches would leave too little shared memory for embeddings in transit."""
     cached_bytes = options.cache.max_bytes * options.encoder.most_replicas
     there = cluster.get("object_store_memory", 0)
     if cached_bytes > MOST_CACHED * there:
@@ -194,7 +194,7 @@ def check_object_store(options: ServiceOptions, cluster: Mapping[str, float]) ->
 
 
 def check_resources(options: ServiceOptions, cluster: Mapping[str, float]) -> None:
-    """Whether the cluster has what the replicas ask for. Raises ConfigError."""
+    """Raises ConfigError if the cluster lacks resources that the replicas request."""
     needed = resources(options, options.encoder.least_replicas)
     lacking = [
         f"{count:g} {name} asked for, {cluster.get(name, 0):g} there"
@@ -208,7 +208,7 @@ def check_resources(options: ServiceOptions, cluster: Mapping[str, float]) -> No
         "Add nodes, or lower encoder.replicas, encoder.num_gpus and num_cpus; without a GPU take "
         "configs/tiny.yaml, or set encoder.device to cpu and encoder.num_gpus to 0."
     )
-    # There nodes may still come up: the autoscaler answers to what is pending.
+    # On Kubernetes nodes may still be added: the autoscaler acts on pending requests.
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         log.warning(message)
         return

@@ -1,6 +1,7 @@
 """The whole configuration: `args` of encoder_service.app:build in a YAML file.
 
-Each layer declares its own options; this file adds those of the front door and reads the YAML.
+actors/options.py and router/options.py declare the options of their layers; this file adds those
+of the front door and of the language model, and reads the YAML.
 """
 
 from __future__ import annotations
@@ -24,21 +25,20 @@ from pydantic import (
 from actors.engine.budgets import Capacity
 from actors.engine.two_paths import model_capacity
 from actors.errors import ConfigError
-from actors.options import ActorOptions, Options
+from actors.options import ActorOptions, DeviceOptions, ModelOptions, Options
 from actors.spec.model_spec import ModelSpec
 from actors.types import Size
-from encoder_service.llm.options import LlmOptions
 from router.options import RouterOptions
 
 BUILD = "encoder_service.app:build"
-"""The `import_path` of an application of ours."""
+"""The `import_path` of our applications."""
 
 Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
 
 
 class IngressOptions(Options):
-    """The deployment of the front door."""
+    """The deployment of the front door: HTTP and gRPC handlers, each with a router."""
 
     replicas: PositiveInt = 1
     num_cpus: float = Field(0.5, ge=0)
@@ -46,61 +46,79 @@ class IngressOptions(Options):
 
 
 class LimitOptions(Options):
-    """What is refused before anything is decoded."""
+    """What is rejected before anything is decoded."""
 
     max_body_bytes: PositiveInt = 128 * 2**20
     max_buffered_bytes: PositiveInt = 2 * 2**30
-    """Of all requests together that one ingress replica holds; beyond it Overloaded."""
+    """Of all requests together that one ingress replica holds; beyond it 429."""
     max_response_bytes: int = Field(2**30, gt=0, le=2_000_000_000)
-    """Of an answer's tensors; base64 adds a third. A gRPC message holds less than 2 GiB."""
+    """Of a response's tensors; base64 adds a third. A gRPC message holds less than 2 GiB."""
     max_items: int = Field(64, gt=0, le=1000)
     max_pixels: int = Field(40_000_000, gt=0, le=178_000_000)
-    """Of one image, as its header declares them. Decoding takes up to 16 bytes of memory for each,
-    however small the file: raise it for maps and scans. Beyond the most, Pillow refuses."""
+    """Of one image, as its header declares. Decoding takes up to 16 bytes of memory per pixel,
+    however small the file. Raise it for maps and scans; Pillow's own limit is the maximum."""
     max_video_frames: PositiveInt = 20_000
-    """Of a video file, encoded or not: what lies between two that are may have to be decoded."""
+    """Of a video file, encoded or not: frames between two encoded ones may have to be decoded."""
     max_video_seconds: PositiveFloat = 900
     max_video_tokens: PositiveInt = 32_768
-    """Of all groups of frames of one video that are encoded."""
+    """Of all encoded frame groups of one video."""
     timeout_seconds: PositiveFloat = 60
-    """Of a request that names none; also the most that one may name, and of reading a body."""
+    """Default and maximum of a request's timeout_s; also the limit for reading a body."""
 
     @model_validator(mode="after")
     def one_body_fits(self) -> Self:
-        """Otherwise the largest bodies would be refused for ever, as if for a moment."""
+        """Otherwise the largest bodies would always get 429, which says to retry."""
         if self.max_buffered_bytes < self.max_body_bytes:
             raise ValueError("max_buffered_bytes is less than max_body_bytes: raise it")
         return self
 
 
 class FetchOptions(Options):
-    """Items given as URLs: refused unless the host is named here."""
+    """Items given as URLs: rejected unless the host is listed here."""
 
     allow_hosts: tuple[Host, ...] = Field((), strict=False)
-    """Names alone: no scheme, port or path."""
+    """Host names only: no scheme, port or path."""
     max_bytes: PositiveInt = 32 * 2**20
     timeout_seconds: PositiveFloat = 10
 
 
 class AuthOptions(Options):
-    """Bearer tokens. Empty: everybody may."""
+    """Bearer tokens. Empty: everybody has access."""
 
     token_sha256: tuple[Sha256, ...] = Field((), strict=False)
-    """Hexadecimal SHA-256 of each token; the tokens themselves are nowhere in the configuration."""
+    """Hexadecimal SHA-256 of each token; the configuration never contains the tokens themselves."""
     token_sha256_file: str | None = None
-    """A file with more of them, one a line, read again when it changes."""
+    """A file with more of them, one per line. It is read again when it changes."""
 
 
 class LoggingOptions(Options):
-    """Log lines of our replicas, not of Serve's proxies and controller."""
+    """Logs of our replicas, not of Serve's proxies and controller."""
 
     format: Literal["text", "json"] = "text"
     access_log: bool = True
-    """A line for each request to encode, written by a thread."""
+    """One line per request to encode, written by a thread."""
+
+
+class LlmOptions(DeviceOptions):
+    """The language model's deployment. It scales independently of the encoders, and a replica
+    generates one completion at a time."""
+
+    model: ModelOptions | None = None
+    """None: the service's own `model`. Only its language model is loaded, not its tower."""
+    max_ongoing_requests: PositiveInt = 4
+    """Per replica: one generates; the others are tokenised and encoded, and wait."""
+    max_queued_requests: PositiveInt = 64
+    """Waiting in one ingress replica while all replicas are full; beyond it 429."""
+    max_model_len: PositiveInt | None = None
+    """Maximum prompt plus completion length in tokens. None: the model's own maximum."""
+    default_max_tokens: PositiveInt = 512
+    """Completion limit for requests that set no `max_tokens`."""
+    timeout_seconds: PositiveFloat = 120
+    """Of a request, from its body to its last token."""
 
 
 class ServiceOptions(ActorOptions):
-    """All of it."""
+    """The whole configuration."""
 
     router: RouterOptions = RouterOptions()
     ingress: IngressOptions = IngressOptions()
@@ -109,11 +127,11 @@ class ServiceOptions(ActorOptions):
     auth: AuthOptions = AuthOptions()
     logging: LoggingOptions = LoggingOptions()
     llm: LlmOptions | None = None
-    """A language model that answers chats; None: encoders alone."""
+    """A language model that answers chats; None: encoders only."""
 
 
 def resources(options: ServiceOptions, encoders: int) -> dict[str, float]:
-    """GPUs and CPUs that all deployments ask Ray for, with so many encoders."""
+    """GPUs and CPUs that all deployments request from Ray, with this number of encoders."""
     encoder, llm = options.encoder, options.llm
     counted = [(encoders, encoder.num_gpus, encoder.num_cpus)]
     counted += [(one.replicas, 0.0, one.num_cpus) for one in (options.router, options.ingress)]
@@ -125,7 +143,7 @@ def resources(options: ServiceOptions, encoders: int) -> dict[str, float]:
 
 
 def parse(args: Mapping[str, Any]) -> ServiceOptions:
-    """The options, or a ConfigError that names every offending key."""
+    """The options. Raises ConfigError, which names every wrong key."""
     try:
         return ServiceOptions.model_validate(args)
     except ValidationError as error:
@@ -133,17 +151,17 @@ def parse(args: Mapping[str, Any]) -> ServiceOptions:
 
 
 def sentence(problem: Mapping[str, Any]) -> str:
-    """One of pydantic's problems. Without what may be a secret: unknown keys', and under `auth`."""
+    """One of pydantic's problems. Possible secrets are not quoted: unknown keys, and `auth`."""
     keys = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
         return f"{'.'.join(keys)}: no such key; known are {', '.join(known(keys[:-1]))}"
-    # So pydantic begins what a validator says.
+    # pydantic's prefix for the message of a validator.
     said = str(problem["msg"]).removeprefix("Value error, ")
     if keys:
         said = f"{'.'.join(keys)}: {said}"
     if "token_sha256" in keys:
         said += "; the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
-    # The input of a section's own validator, or of a missing key, is the whole section.
+    # For a section's own validator, or a missing key, the input is the whole section.
     if "auth" in keys or problem["type"] in ("missing", "value_error"):
         return said
     return f"{said} (got {problem['input']!r})"
@@ -159,7 +177,7 @@ def known(section: Sequence[str]) -> list[str]:
 
 
 def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
-    """What one pack holds. Raises ConfigError for options that do not suit the model."""
+    """What one pack holds. Raises ConfigError for options that do not fit the model."""
     room = model_capacity(options.graphs, spec)
     side = math.isqrt(options.limits.max_pixels)
     plan = spec.sizing.plan(Size(side, side))
@@ -175,7 +193,7 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
 
 
 def check_autoscaling(options: ServiceOptions) -> None:
-    """Whether as much is admitted as asks for the last replica. Raises ConfigError."""
+    """Raises ConfigError if too little is admitted to ever reach the last replica."""
     if (scaling := options.encoder.autoscaling) is None:
         return
     admitted = options.router.max_outstanding_patches * options.ingress.replicas
@@ -193,7 +211,7 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError, yaml.YAMLError) as error:
-        # Of an OSError the reason alone: the whole names the file again.
+        # Only the reason of an OSError: its text would name the file again.
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     applications = document.get("applications") if isinstance(document, dict) else None
     if not isinstance(applications, list) or not all(isinstance(one, dict) for one in applications):
@@ -202,7 +220,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def load_all(path: Path) -> list[ServiceOptions]:
-    """The options of each application of ours, of which there is at least one."""
+    """The options of each of our applications. Raises ConfigError if there is none."""
     found = []
     for index, application in enumerate(read_document(path)["applications"]):
         if str(application.get("import_path")).replace(":", ".") != BUILD.replace(":", "."):
@@ -220,5 +238,5 @@ def load_all(path: Path) -> list[ServiceOptions]:
 
 
 def load(path: Path) -> ServiceOptions:
-    """The options of the first application of ours."""
+    """The options of the first of our applications."""
     return load_all(path)[0]

@@ -1,6 +1,7 @@
-"""The front door's deployment: one Service behind FastAPI and gRPC, with a router of its own.
+"""The front door's deployment: HTTP and gRPC around one Service, which calls a Router in-process.
 
-The only file between the API and Ray. serve_fleet.py translates what Ray raises.
+The only file of the front door that calls Ray: router/replicas for the encoders, handles for the
+language model and for scraping.
 """
 
 from __future__ import annotations
@@ -12,37 +13,43 @@ from contextlib import aclosing
 from dataclasses import asdict, replace
 from functools import partial
 from time import monotonic
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayTaskError
+from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
-from actors.errors import EmbeddingLost, Unavailable
+from actors.errors import EmbeddingLost, Overloaded, Unavailable
 from actors.spec.model_spec import ModelSpec
 from actors.store.references import Kept
 from actors.store.shared_memory import here
 from actors.telemetry.request_context import keep_from_log, name_requests
 from actors.types import Answer, Dtype, Media
 from encoder_service.api import http
-from encoder_service.api.exchange import Failure
-from encoder_service.api.grpc import EncoderCalls, Refused
-from encoder_service.api.health import HealthCalls
+from encoder_service.api.errors import AtItem
+from encoder_service.api.grpc import EncoderCalls, HealthCalls, Refused
 from encoder_service.config import ServiceOptions
-from encoder_service.llm.fleet import ChatFleet
-from encoder_service.llm.service import ChatService
+from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed
+from encoder_service.llm.service import ChatService, ReplicaLost
 from encoder_service.llm.spec import LlmSpec
+from encoder_service.ops.exchange import Failure
 from encoder_service.ops.metrics import Page, Scrape
-from encoder_service.ops.replicas import ask_all
 from encoder_service.ops.status import Glance
 from encoder_service.service import Service
 from router.here import answer_here, encode_here
 from router.replicas.references import unknown
+from router.replicas.serve_fleet import LOST, brief
 from router.router import Router
+
+SCRAPE_SECONDS = 2.0
+"""Within this time all replicas answer a scrape, or are counted as missing."""
 
 
 @serve.ingress()
 class Ingress(EncoderCalls, HealthCalls):
-    """HTTP and gRPC on one class: Serve calls gRPC methods by their names."""
+    """HTTP and gRPC on one class, because Serve calls gRPC methods by name."""
 
     def __init__(
         self,
@@ -62,31 +69,30 @@ class Ingress(EncoderCalls, HealthCalls):
             encoder, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
         )
         scraped = [handle for handle in (encoder, router, own, chat) if handle]
-        self.service = Service(options, spec, Fleet(self.router, scraped, own))
+        self.service = Service(options, spec, RouterBackend(self.router, scraped, own))
         self.chat = None
         if chat and llm and options.llm:
             admission = self.service.admission
             self.chat = ChatService(options.llm, llm, admission, ChatFleet(chat))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Asked for by Serve, once, after the constructor."""
+        """Called by Serve once, after the constructor."""
         return http.build(self.service, self.chat)
 
     def scrape(self) -> tuple[str, str]:
-        """This replica's id, and its own series in Prometheus' text format."""
-        return self.replica, self.text()
-
-    def text(self) -> str:
-        """The same without the id. May be called from any thread."""
-        return self.service.metrics.text() + self.router.metrics()
+        """This replica's id, and its own series in Prometheus text format."""
+        return self.replica, self.service.metrics.text() + self.router.metrics()
 
     def failures(self) -> tuple[str, str]:
-        """This replica's id, and its last failures as JSON."""
+        """This replica's id, and its recent failures as JSON."""
         return self.replica, json.dumps([asdict(one) for one in self.service.observer.failures])
 
 
-class Fleet:
-    """service.Backend over a router of this process, which spares each request a hop."""
+class RouterBackend:
+    """service.Backend over a router in this process, which saves each request a hop.
+
+    Methods are documented there.
+    """
 
     def __init__(
         self, router: Router, scraped: list[DeploymentHandle], own: DeploymentHandle
@@ -96,20 +102,17 @@ class Fleet:
         self.own = own
 
     def check_room(self) -> None:
-        """See service.Backend."""
         self.router.check_room()
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False
     ) -> list[Answer]:
-        """See service.Backend."""
         encode = partial(self.router.encode, keep=reference)
         return await encode_here(encode, media, dtype, timeout_seconds)
 
     async def stream(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False
     ) -> AsyncGenerator[tuple[int, Answer]]:
-        """See service.Backend."""
         encode = partial(self.router.encode, keep=reference)
         deadline = monotonic() + timeout_seconds
         answers = self.router.encode_stream(media, dtype, timeout_seconds, reference)
@@ -122,26 +125,22 @@ class Fleet:
                 yield place, found
 
     async def fetch(self, reference: str) -> Kept:
-        """See service.Backend."""
         kept = await self.router.fetch(reference)
         try:
             return replace(kept, embedding=await here(kept.embedding))
-        except EmbeddingLost:  # its replica ended just now
+        except EmbeddingLost:  # its replica exited in between
             raise unknown(reference) from None
 
     async def release(self, reference: str) -> None:
-        """See service.Backend."""
         await self.router.release(reference)
 
     async def ready_replicas(self) -> int:
-        """Encoders that may be given work. Raises Unavailable if there is none."""
         status = await self.router.status()
         if not status.ready:
             raise Unavailable("no encoder is ready yet: weights are loaded and graphs captured")
         return len(status.replicas)
 
     async def scrape(self) -> Scrape:
-        """The series of all replicas of all deployments, as far as they answer in time."""
         names = [handle.deployment_name for handle in self.scraped]
         found = await asyncio.gather(*(ask_all(handle, "scrape") for handle in self.scraped))
         return Scrape(
@@ -158,7 +157,6 @@ class Fleet:
         )
 
     async def glance(self) -> Glance:
-        """All that there is to see now."""
         scrape, status, told = await asyncio.gather(
             self.scrape(), self.router.status(), ask_all(self.own, "failures")
         )
@@ -168,3 +166,67 @@ class Fleet:
             excluded={one.replica: one.excluded for one in status.replicas},
             failures=[Failure(**fields) for each in lists for fields in each],
         )
+
+
+class ChatFleet:
+    """llm.service.ChatBackend over a Serve handle, which picks the least busy replica."""
+
+    def __init__(self, chat: DeploymentHandle) -> None:
+        self.handle = chat
+        self.calls = chat.options(method_name="complete", stream=True, _by_reference=True)
+
+    async def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
+        """The text as it grows, then Finish. Closing it ends the generation."""
+        response = self.calls.remote(call)
+        try:
+            async for event in response:
+                if isinstance(event, ChatFailed):
+                    raise event.error if event.item is None else AtItem(event.item, event.error)
+                yield event
+        except BackPressureError:
+            raise Overloaded(
+                "every replica of the language model has its hands full, and as many requests as "
+                "may wait are waiting (llm.max_queued_requests): come back later"
+            ) from None
+        except LOST as error:
+            raise lost(error) from error
+        except RayTaskError as error:
+            if isinstance(error.cause, LOST):
+                raise lost(error.cause) from error
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            response.cancel()
+            raise
+
+    async def ready_replicas(self) -> int:
+        """How many replicas answer; they do once their weights are loaded."""
+        return sum(page is not None for page in await ask_all(self.handle, "scrape"))
+
+
+def lost(error: Exception) -> ReplicaLost:
+    return ReplicaLost(
+        f"a replica of the language model was lost ({brief(error)}): send the request again"
+    )
+
+
+async def ask_all(handle: DeploymentHandle, method: str) -> list[tuple[str, str] | None]:
+    """The result of a method of every replica; None for one that fails or takes too long.
+
+    The public `results_async` loses all results if one replica hangs, hence the private call.
+    """
+    try:
+        async with asyncio.timeout(SCRAPE_SECONDS / 2):
+            calls = await handle.broadcast(method)._fetch_replica_results_async()
+    except Exception:
+        return [None]
+    return list(await asyncio.gather(*(ask_one(call) for call in calls)))
+
+
+async def ask_one(call: Any) -> tuple[str, str] | None:
+    try:
+        async with asyncio.timeout(SCRAPE_SECONDS / 2):
+            page: tuple[str, str] = await call.get_async()
+            return page
+    except Exception:
+        call.cancel()
+        return None

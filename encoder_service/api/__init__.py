@@ -1,1 +1,1 @@
-"""HTTP and gRPC: bodies in, responses out, errors, authentication, health."""
+"""HTTP and gRPC: request bodies in, responses out, errors, authentication, OpenAPI, health."""

@@ -1,79 +1,98 @@
-"""What the router gave back -> the response document. Pure; `data` stays a buffer, not copied."""
+"""Embeddings -> the response document, and the model card. `data` stays a buffer, not copied."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
+from actors.engine.two_paths import model_capacity
+from actors.errors import ServiceError, TooLarge
+from actors.options import ReferenceOptions
+from actors.spec.evs import retained_tokens
 from actors.spec.model_spec import ModelSpec
 from actors.types import Answer, Embedding, Media
+from encoder_service import __version__
 from encoder_service.api.errors import fault
+from encoder_service.api.schema import RequestOptions
+from encoder_service.config import LimitOptions, ServiceOptions
+from encoder_service.wire.tensors import WIDTHS
 
 Json = dict[str, Any]
 
+MOST_FLOAT_BYTES = 16 * 2**20
+"""Limit for tensors as lists of numbers: about ten characters and half a microsecond per value."""
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One item of a request on its way back."""
+DEPENDENCIES = ("ray", "torch", "transformers")
 
-    index: int
-    type: str
-    media: Media | None
-    """None: the item was refused before it came to that."""
-    answer: Answer
+
+def check_size(
+    media: Sequence[Media],
+    options: RequestOptions,
+    spec: ModelSpec,
+    limits: LimitOptions,
+    references: ReferenceOptions,
+) -> None:
+    """Raises TooLarge if the tensors of one response would be too large to send, or to keep."""
+    most, name = limits.max_response_bytes, "limits.max_response_bytes"
+    advice = "send fewer items at a time, or take EncodeStream over gRPC"
+    if options.encoding == "float" and most > MOST_FLOAT_BYTES:
+        most, name = MOST_FLOAT_BYTES, "the most for lists of numbers"
+        advice = "send fewer items at a time, or leave options.encoding out"
+    if options.reference:
+        most, name = references.max_bytes, "references.max_bytes"
+        advice = "send fewer items at a time: the first would make room for the last"
+    tokens = sum(retained_tokens(one.plan, one.evs_rate) for one in media)
+    size_bytes = tokens * spec.width * WIDTHS[options.dtype]
+    if size_bytes > most:
+        raise TooLarge(f"the answer would be {size_bytes} bytes, over {most} ({name}): {advice}")
+
+
+def document(
+    spec: ModelSpec, items: Sequence[Json], answers: Sequence[Answer], seconds: float
+) -> Json:
+    """The whole response, `seconds` after the request arrived. `items`: see item_document."""
+    embeddings = [one for one in answers if isinstance(one, Embedding)]
+    times = timings(embeddings) | {"total_ms": milliseconds(seconds)}
+    return head(spec) | {"items": list(items), "timings": times}
 
 
 def head(spec: ModelSpec) -> Json:
-    """What every response says of the model."""
+    """What every response says about the model."""
     return {"model": spec.id, "family": spec.family, "weights": spec.weights}
 
 
-def document(spec: ModelSpec, entries: Sequence[Entry], seconds: float, request_id: str) -> Json:
-    """The whole response, `seconds` after the request came."""
-    embeddings = [entry.answer for entry in entries if isinstance(entry.answer, Embedding)]
-    return head(spec) | {
-        "items": [item(spec, entry, request_id) for entry in entries],
-        "timings": timings(embeddings) | {"total_ms": milliseconds(seconds)},
-    }
-
-
-def item(spec: ModelSpec, entry: Entry, request_id: str) -> Json:
-    """One item of the response."""
-    place = {"index": entry.index, "type": entry.type}
-    if not isinstance(entry.answer, Embedding):
-        error = fault(entry.answer, request_id).document()
-        return place | {"error": error | {"item": entry.index}}
-    embedding, media = entry.answer, entry.media
-    assert media is not None, "an embedding without its media. This is a bug."
+def item_document(
+    spec: ModelSpec,
+    index: int,
+    kind: str,
+    media: Media | ServiceError,
+    answer: Answer,
+    request_id: str,
+) -> Json:
+    """One item of the response: its embedding or its error."""
+    place = {"index": index, "type": kind}
+    if isinstance(answer, ServiceError):
+        return place | {"error": fault(answer, request_id).document() | {"item": index}}
+    assert isinstance(media, Media), "an embedding without its media. This is a bug."
     return (
         place
         | {
-            "grid_thw": list(embedding.grid_thw),
-            "tokens": embedding.shape[0],
-            "dtype": embedding.dtype,
-            "shape": list(embedding.shape),
+            "grid_thw": list(answer.grid_thw),
+            "tokens": answer.shape[0],
+            "dtype": answer.dtype,
+            "shape": list(answer.shape),
             "digest": media.digest,
-            "source": embedding.source,
+            "source": answer.source,
             "deepstack": spec.deepstack,
         }
-        | content(embedding)
-        | times(spec, media)
-        | ({"frame_tokens": list(embedding.frame_tokens)} if embedding.frame_tokens else {})
+        | content(answer)
+        | video_times(spec, media)
+        | ({"frame_tokens": list(answer.frame_tokens)} if answer.frame_tokens else {})
         | ({"notice": media.notice} if media.notice else {})
     )
-
-
-def times(spec: ModelSpec, media: Media) -> Json:
-    """When the groups of frames of a video are shown, which language models are told."""
-    if media.clip is None or spec.video is None:
-        return {}
-    return {
-        "timestamps": [round(seconds, 6) for seconds in spec.video.timestamps(media.clip)],
-        "second_per_grid_ts": round(spec.video.seconds_per_group(media.clip), 6),
-    }
 
 
 def content(embedding: Embedding) -> Json:
@@ -84,8 +103,18 @@ def content(embedding: Embedding) -> Json:
     return {"data": embedding.data.data}
 
 
+def video_times(spec: ModelSpec, media: Media) -> Json:
+    """Times of a video's frame groups, which some language models are given."""
+    if media.clip is None or spec.video is None:
+        return {}
+    return {
+        "timestamps": [round(seconds, 6) for seconds in spec.video.timestamps(media.clip)],
+        "second_per_grid_ts": round(spec.video.seconds_per_group(media.clip), 6),
+    }
+
+
 def timings(embeddings: Sequence[Embedding]) -> Json:
-    """The longest of each stage, in milliseconds: stages of different items overlap."""
+    """The maximum of each stage over all items, in milliseconds: items overlap."""
     return {
         f"{stage}_ms": milliseconds(
             max((getattr(one.timings, f"{stage}_seconds") for one in embeddings), default=0.0)
@@ -97,3 +126,29 @@ def timings(embeddings: Sequence[Embedding]) -> Json:
 def milliseconds(seconds: float) -> float:
     """Rounded to a microsecond."""
     return round(seconds * 1e3, 3)
+
+
+def model_card(options: ServiceOptions, spec: ModelSpec) -> Json:
+    """The document of GET /v1/model. It does not change while the service runs."""
+    holds = model_capacity(options.graphs, spec)
+    smallest, largest = spec.sizing.token_range()
+    return head(spec) | {
+        "revision": spec.revision,
+        "dtype": spec.dtype,
+        "kinds": list(spec.kinds),
+        "width": spec.width,
+        "deepstack": spec.deepstack,
+        "tokens_per_item": {"smallest_budget": smallest, "largest": largest},
+        "graphs": {
+            "mode": options.graphs.mode,
+            "token_budgets": dict(
+                zip(spec.paths, (list(budgets) for budgets in holds.budgets), strict=True)
+            ),
+            "max_vision_items_per_batch": holds.items,
+            "max_frames_per_batch": holds.frames,
+        },
+        "limits": options.limits.model_dump(),
+        "fetch_hosts": list(options.fetch.allow_hosts),
+        "versions": {"encoder-service": __version__}
+        | {name: version(name) for name in DEPENDENCIES},
+    }

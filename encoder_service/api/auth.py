@@ -1,7 +1,7 @@
-"""Bearer tokens, known by their digests alone: those of the configuration and those of a file.
+"""Bearer tokens, of which only SHA-256 digests are stored: in the configuration and in a file.
 
-The file is read again when it changes, so that keys are exchanged without a restart: a Secret that
-Kubernetes mounts changes in its place.
+The file is read again when it changes, so that tokens can be rotated without a restart, for
+example in a mounted Kubernetes Secret.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Tokens:
-    """Who may."""
+    """The tokens that give access."""
 
     def __init__(self, options: AuthOptions) -> None:
-        """Raises ConfigError for a file without a token: nobody could be let in, or all would."""
+        """Raises ConfigError for a file without a token: it is not clear who may have access."""
         self._named = options.token_sha256
         self._file = Path(options.token_sha256_file) if options.token_sha256_file else None
         self._stamp: object = None
@@ -35,16 +35,16 @@ class Tokens:
 
     @property
     def required(self) -> bool:
-        """Whether there are any; otherwise everybody may."""
+        """Whether there are any tokens; otherwise everybody has access."""
         return bool(self._file or self._named)
 
     def authorize(self, authorization: str | None) -> None:
-        """Takes the value of the header. Raises Unauthorized."""
+        """Checks the value of the `Authorization` header. Raises Unauthorized."""
         if not self.required:
             return
         scheme, _, token = (authorization or "").partition(" ")
         digest = hashlib.sha256(token.strip().encode(errors="replace")).hexdigest()
-        # Every token is compared, so that the time tells nothing.
+        # Every token is compared, so that the time taken reveals nothing.
         matches = [hmac.compare_digest(digest, known) for known in self._known()]
         if scheme.lower() != "bearer" or not token.strip():
             raise Unauthorized("this service asks for a token: send `Authorization: Bearer TOKEN`")
@@ -52,7 +52,7 @@ class Tokens:
             raise Unauthorized("the token is not one of this service's (auth.token_sha256)")
 
     def _known(self) -> tuple[str, ...]:
-        """The digests of now. What can no longer be read stays as it was."""
+        """The current digests. If the file can no longer be read, they stay as they were."""
         if self._file and (found := stamp(self._file)) != self._stamp:
             self._stamp = found
             try:
@@ -64,7 +64,7 @@ class Tokens:
 
 
 def stamp(path: Path) -> object:
-    """What changes with the file; None without it."""
+    """Changes whenever the file does; None if there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -73,9 +73,9 @@ def stamp(path: Path) -> object:
 
 
 def digests(path: Path) -> tuple[str, ...]:
-    """A hexadecimal SHA-256 a line; empty lines and those after # are skipped. Raises ConfigError.
+    """A hexadecimal SHA-256 per line; empty lines and # comments are skipped. Raises ConfigError.
 
-    The message does not repeat a line: it may be the token itself.
+    The message never quotes a line, because it may be the token itself.
     """
     try:
         lines = path.read_text(encoding="utf-8").lower().splitlines()

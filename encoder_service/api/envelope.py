@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,24 +18,30 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.telemetry.request_context import Origin
 from encoder_service.api.errors import Fault, fault, row_of_status
-from encoder_service.api.exchange import Exchange, Observer
-from encoder_service.api.request_id import request_id_of
+from encoder_service.ops.exchange import Exchange, Observer
 
 CLIENT_GONE = "499"
-"""nginx's code for a client that hung up: only metrics see it."""
+"""nginx's code for a client that hung up: only the metrics see it."""
+
+
+def request_id_of(given: str | None) -> str:
+    """The client's own id if it is safe to log, otherwise a new one."""
+    if given and re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given):
+        return given
+    return uuid.uuid4().hex
 
 
 class Envelope:
     """Middleware around the whole application."""
 
     def __init__(self, app: ASGIApp, observer: Observer, counted: Mapping[str, str]) -> None:
-        """`counted`: which paths the metrics count, and as which api."""
+        """`counted`: the paths that the metrics count, and under which `api`."""
         self.app = app
         self.observer = observer
         self.counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers every exception of the application; only a cancelled request goes on."""
+        """Turns every exception of the application into a response; only cancellation passes."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -42,24 +50,23 @@ class Envelope:
         api = self.counted.get(scope["path"])
         with self.observer.exchange(api, origin, CLIENT_GONE) as exchange:
             scope.setdefault("state", {})["exchange"] = exchange
-            await self.answer(exchange, scope, receive, send)
+            await self._answer(exchange, scope, receive, send)
 
-    async def answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        """One exchange."""
+    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = exchange.request_id
         given = Headers(scope=scope).get("x-request-id")
 
         async def received() -> Message:
             try:
                 return await receive()
-            except Exception as error:  # Serve raises where a server says http.disconnect
+            except Exception as error:  # Serve raises where a server sends http.disconnect
                 raise ClientDisconnect from error
 
         async def observed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.code = str(message["status"])
-                # Serve's proxy adds the header as it was sent: only one that is not fit, or not
-                # there, is told here, ahead of it.
+                # Serve's proxy returns the client's own header. We add it only if it was missing
+                # or unsafe, and before the proxy does.
                 if request_id != given:
                     MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
@@ -67,16 +74,17 @@ class Envelope:
         try:
             await self.app(scope, received, observed)
         except ClientDisconnect:
-            return  # while its body was read: there is nobody to answer
+            return  # while its body was read: nobody is left to answer
         except Exception as error:
             if exchange.code != CLIENT_GONE:
-                raise  # the answer has begun: all that is left is to break it off
-            exchange.problem = fault(error, request_id)
-            await response(exchange.problem)(scope, receive, observed)
+                raise  # the response has begun: all that is left is to break it off
+            problem = fault(error, request_id)
+            exchange.failed(problem.row.type, problem.message)
+            await response(problem)(scope, receive, observed)
 
 
 def response(problem: Fault, body: dict[str, Any] | None = None) -> Response:
-    """An error as an HTTP response; of our own API, unless its body is given."""
+    """An error as an HTTP response, in our own API's shape unless `body` is given."""
     headers = {}
     if problem.retry_after_seconds is not None:
         headers["retry-after"] = str(max(1, math.ceil(problem.retry_after_seconds)))
@@ -87,18 +95,18 @@ def response(problem: Fault, body: dict[str, Any] | None = None) -> Response:
 
 
 async def http_exception(request: Request, error: HTTPException) -> Response:
-    """Routes that are not there, methods that are not allowed: the framework's own errors."""
+    """The framework's own errors: unknown routes, methods that are not allowed."""
     row = row_of_status(error.status_code)
     answer = response(Fault(row, f"{request.method} {request.url.path}: {error.detail}"))
     answer.headers.update(error.headers or {})
     if error.status_code == 405:
-        # The framework names those of the first route of the path alone.
+        # The framework lists only the methods of the path's first route.
         answer.headers["allow"] = ", ".join(sorted(methods(request)))
     return answer
 
 
 def methods(request: Request) -> set[str]:
-    """All that the routes of a path take together."""
+    """The methods of all routes of the request's path."""
     found: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] != Match.NONE:

@@ -1,6 +1,6 @@
-"""The one table: exception -> type on the wire, HTTP status, gRPC code, whether to try again.
+"""The error table: exception -> type on the wire, HTTP status, gRPC code, whether to retry.
 
-Knows nothing of Ray, but unwraps what it wraps. The tree itself: actors/errors.py.
+The exceptions themselves are in actors/errors.py.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from actors.errors import (
 log = logging.getLogger("ray.serve")
 
 MOST_CHARACTERS = 1000
-"""Of a message: it may quote the request, and gRPC carries it in a header."""
+"""Limit for a message: it may quote the request, and gRPC carries it in a header."""
 
 Code = grpc.StatusCode
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """How a class of errors looks from outside."""
+class ErrorRow:
+    """How clients see one class of errors."""
 
     type: str
     status: int
@@ -43,25 +43,25 @@ class Row:
     retryable: bool
 
 
-INTERNAL = Row("internal_error", 500, Code.INTERNAL, False)
+INTERNAL = ErrorRow("internal_error", 500, Code.INTERNAL, False)
 
-TABLE: dict[type[ServiceError], Row] = {
-    InvalidRequest: Row("invalid_request", 400, Code.INVALID_ARGUMENT, False),
-    InvalidOption: Row("invalid_option", 422, Code.INVALID_ARGUMENT, False),
-    UnsupportedMedia: Row("unsupported_media", 415, Code.INVALID_ARGUMENT, False),
-    TooLarge: Row("too_large", 413, Code.INVALID_ARGUMENT, False),
-    Unauthorized: Row("unauthorized", 401, Code.UNAUTHENTICATED, False),
-    NotFound: Row("not_found", 404, Code.NOT_FOUND, False),
-    Overloaded: Row("overloaded", 429, Code.RESOURCE_EXHAUSTED, True),
-    DeadlineExceeded: Row("deadline_exceeded", 504, Code.DEADLINE_EXCEEDED, True),
-    Unavailable: Row("unavailable", 503, Code.UNAVAILABLE, True),
-    EncodeFailed: Row("encode_failed", 500, Code.INTERNAL, False),
+TABLE: dict[type[ServiceError], ErrorRow] = {
+    InvalidRequest: ErrorRow("invalid_request", 400, Code.INVALID_ARGUMENT, False),
+    InvalidOption: ErrorRow("invalid_option", 422, Code.INVALID_ARGUMENT, False),
+    UnsupportedMedia: ErrorRow("unsupported_media", 415, Code.INVALID_ARGUMENT, False),
+    TooLarge: ErrorRow("too_large", 413, Code.INVALID_ARGUMENT, False),
+    Unauthorized: ErrorRow("unauthorized", 401, Code.UNAUTHENTICATED, False),
+    NotFound: ErrorRow("not_found", 404, Code.NOT_FOUND, False),
+    Overloaded: ErrorRow("overloaded", 429, Code.RESOURCE_EXHAUSTED, True),
+    DeadlineExceeded: ErrorRow("deadline_exceeded", 504, Code.DEADLINE_EXCEEDED, True),
+    Unavailable: ErrorRow("unavailable", 503, Code.UNAVAILABLE, True),
+    EncodeFailed: ErrorRow("encode_failed", 500, Code.INTERNAL, False),
 }
-"""The most specific class wins: a class without a row has that of its nearest ancestor."""
+"""A class without a row has that of its nearest ancestor."""
 
 
 class AtItem(Exception):
-    """An error that one item of a request caused, with the item's position."""
+    """The error of one item of a request, with the item's position."""
 
     def __init__(self, item: int, error: ServiceError) -> None:
         super().__init__(item, error)
@@ -71,16 +71,16 @@ class AtItem(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error as the client sees it."""
+    """An error as the client is told it."""
 
-    row: Row
+    row: ErrorRow
     message: str
     item: int | None = None
     """Position of the item that caused it; None: the request as a whole."""
     retry_after_seconds: float | None = None
 
     def document(self) -> dict[str, Any]:
-        """{"type", "message", "item", "retryable"}: the same words in HTTP and gRPC."""
+        """{"type", "message", "item", "retryable"}: the same in HTTP and gRPC."""
         return {
             "type": self.row.type,
             "message": self.message,
@@ -88,13 +88,17 @@ class Fault:
             "retryable": self.row.retryable,
         }
 
+    def openai_document(self, param: str | None = None) -> dict[str, Any]:
+        """A body in OpenAI's shape: `param` and `code` beside our own keys."""
+        return {"error": self.document() | {"param": param, "code": self.row.type}}
+
 
 def fault(error: BaseException, request_id: str) -> Fault:
-    """What the client is told. Anything unforeseen is logged, and is "internal_error" outside."""
+    """What the client is told. An unexpected exception is logged and becomes "internal_error"."""
     if isinstance(error, AtItem):
         inner = fault(error.error, request_id)
         return Fault(inner.row, inner.message, error.item, inner.retry_after_seconds)
-    # Ray wraps what a deployment raised; `cause` is the original.
+    # Ray wraps what a deployment raises; `cause` is the original.
     cause = getattr(error, "cause", None)
     original = cause if isinstance(cause, ServiceError) else error
     row = row_of(type(original))
@@ -105,14 +109,14 @@ def fault(error: BaseException, request_id: str) -> Fault:
     return Fault(row, original.message[:MOST_CHARACTERS], retry_after_seconds=wait)
 
 
-def row_of(kind: type[BaseException]) -> Row:
+def row_of(kind: type[BaseException]) -> ErrorRow:
     """The row of a class or of its nearest ancestor that has one."""
     return next((TABLE[cls] for cls in kind.__mro__ if cls in TABLE), INTERNAL)
 
 
-def row_of_status(status: int) -> Row:
+def row_of_status(status: int) -> ErrorRow:
     """The row of an error that the HTTP framework raised."""
     if status == 405:
-        return Row("method_not_allowed", 405, Code.UNIMPLEMENTED, False)
+        return ErrorRow("method_not_allowed", 405, Code.UNIMPLEMENTED, False)
     rows = (row for row in TABLE.values() if row.status == status)
-    return next(rows, Row("invalid_request", status, Code.INVALID_ARGUMENT, False))
+    return next(rows, ErrorRow("invalid_request", status, Code.INVALID_ARGUMENT, False))

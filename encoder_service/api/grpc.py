@@ -1,11 +1,12 @@
-"""The API over gRPC: methods that Serve calls by their names in encoder.proto.
+"""The API over gRPC, and the standard health service. Serve calls methods by their proto names.
 
-Knows nothing of Ray but the context that Serve hands over. An error is a status whose details are
-JSON: {"type", "message", "item", "retryable"}, and "retry_after_s" where there is one.
+An error is a status whose details are JSON: {"type", "message", "item", "retryable"}, and
+"retry_after_s" if there is one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -13,16 +14,17 @@ from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
 import grpc
+from grpc_health.v1 import health_pb2
 
-from actors.errors import InvalidRequest, TooLarge
+from actors.errors import InvalidRequest, ServiceError, TooLarge
 from actors.telemetry.request_context import Origin
-from encoder_service.api.answer import Json, head, item
+from encoder_service.api.answer import Json, head
+from encoder_service.api.envelope import request_id_of
 from encoder_service.api.errors import Fault, fault
-from encoder_service.api.exchange import Exchange
-from encoder_service.api.request_id import request_id_of
 from encoder_service.api.schema import RequestOptions, request_options
 from encoder_service.config import LimitOptions
-from encoder_service.ops.offload import offload
+from encoder_service.intake.limits import offload
+from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import RequestItem
@@ -30,11 +32,18 @@ from encoder_service.wire.documents import RequestItem
 CANCELLED = grpc.StatusCode.CANCELLED.name
 CHUNK_BYTES = 2**20
 MOST_DETAILS = 6000
-"""Characters of a status as they travel: gRPC takes 8192 of metadata with a call."""
+"""Encoded characters of a status' details: gRPC accepts 8192 bytes of metadata per call."""
+
+HEALTH_NAMES = ("", "encoder.v1.Encoder")
+WATCH_SECONDS = 1.0
+MOST_WATCHES = 4
+"""At a time, because each occupies one of ingress.max_ongoing_requests and needs no token."""
+
+Health = health_pb2.HealthCheckResponse
 
 
 class Context(Protocol):
-    """What is used of ray.serve.grpc_util.RayServegRPCContext."""
+    """The part of ray.serve.grpc_util.RayServegRPCContext that is used here."""
 
     def invocation_metadata(self) -> Sequence[tuple[str, str]]: ...
     def trailing_metadata(self) -> Sequence[tuple[str, str]]: ...
@@ -44,7 +53,7 @@ class Context(Protocol):
 
 
 class Refused(Exception):
-    """Ends a stream, or a call without its token, whose status is already set."""
+    """Ends a stream, or a call without a valid token, whose status is already set."""
 
 
 class EncoderCalls:
@@ -73,9 +82,8 @@ class EncoderCalls:
             with self.service.buffered.hold() as take:
                 take(sent_bytes)
                 items, options = read(request)
-                async with aclosing(self.service.stream(items, options, exchange)) as entries:
-                    async for entry in entries:
-                        document = item(self.service.spec, entry, exchange.request_id)
+                async with aclosing(self.service.stream(items, options, exchange)) as documents:
+                    async for document in documents:
                         for chunk in chunks(head(self.service.spec), document):
                             yield chunk
             return
@@ -85,7 +93,7 @@ class EncoderCalls:
     async def Fetch(
         self, request: pb.FetchRequest, grpc_context: Context
     ) -> AsyncIterator[pb.EncodeChunk]:
-        """What is kept under an id, in chunks as from EncodeStream."""
+        """The embedding that is kept under an id, in chunks as from EncodeStream."""
         with self.answering(None, grpc_context) as exchange:
             document = await self.service.fetch(request.reference, exchange.request_id)
             for chunk in chunks(head(self.service.spec), document["items"][0]):
@@ -96,7 +104,7 @@ class EncoderCalls:
     async def Release(
         self, request: pb.ReleaseRequest, grpc_context: Context
     ) -> pb.ReleaseResponse:
-        """Lets go of it."""
+        """Releases it before it expires."""
         with self.answering(None, grpc_context):
             await self.service.release(request.reference)
         return pb.ReleaseResponse()
@@ -110,16 +118,19 @@ class EncoderCalls:
         return pb.GetModelResponse()
 
     def check(self, request: pb.EncodeRequest) -> int:
-        """Its bytes. Raises TooLarge for what is never taken, then Overloaded for any now."""
+        """Its bytes. Raises TooLarge (never accepted) or Overloaded (the router is full)."""
         size_bytes = check_size(request, self.service.limits)
         self.service.backend.check_room()
         return size_bytes
 
     @contextmanager
     def answering(self, api: str | None, context: Context) -> Iterator[Exchange]:
-        """Asks for the token, turns exceptions into a status, watches. `api` None: not counted."""
+        """Wraps one call: checks the token, records it, turns exceptions into a status.
+
+        `api`: see Exchange.
+        """
         metadata = dict(context.invocation_metadata())
-        # Serve puts the client's id there, or one of its own.
+        # Serve puts the client's id here, or one of its own.
         given = dict(context.trailing_metadata()).get("request_id")
         request_id = request_id_of(given)
         trailing = [] if request_id == given else [("request_id", request_id)]
@@ -133,15 +144,75 @@ class EncoderCalls:
                 yield exchange
                 exchange.code = grpc.StatusCode.OK.name
             except Exception as error:
-                exchange.problem = fault(error, request_id)
-                exchange.code = exchange.problem.row.code.name
-                refuse(context, exchange.problem, trailing)
-        if not begun:  # the block cannot be skipped otherwise
+                problem = fault(error, request_id)
+                exchange.code = problem.row.code.name
+                exchange.failed(problem.row.type, problem.message)
+                refuse(context, problem, trailing)
+        if not begun:  # a context manager cannot skip its block
             raise Refused
 
 
+class HealthCalls:
+    """The service grpc.health.v1.Health. Needs no token, because probes send none."""
+
+    service: Service
+    watches = 0
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """SERVING or NOT_SERVING; NOT_FOUND for a service that is not here."""
+        if request.service not in HEALTH_NAMES:
+            grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
+            grpc_context.set_details(f"no service {request.service!r}; known are {HEALTH_NAMES}")
+            return Health()
+        return Health(status=await self._serving())
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: Context
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """The status and every change of it, until the client leaves or Serve's time limit is over.
+
+        RESOURCE_EXHAUSTED beyond MOST_WATCHES; ends at once for a service that is not here.
+        """
+        if request.service not in HEALTH_NAMES:
+            yield Health(status=Health.SERVICE_UNKNOWN)
+            return
+        if self.watches >= MOST_WATCHES:
+            grpc_context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+            grpc_context.set_details(f"{MOST_WATCHES} others watch already: call Check instead")
+            raise Refused
+        self.watches += 1
+        try:
+            last = None
+            while True:
+                status = await self._serving()
+                if status != last:
+                    yield Health(status=status)
+                    last = status
+                await asyncio.sleep(WATCH_SECONDS)
+        finally:
+            self.watches -= 1
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, grpc_context: Context
+    ) -> health_pb2.HealthListResponse:
+        """The status of each service."""
+        status = await self._serving()
+        return health_pb2.HealthListResponse(
+            statuses={name: Health(status=status) for name in HEALTH_NAMES}
+        )
+
+    async def _serving(self) -> int:
+        try:
+            await self.service.backend.ready_replicas()
+        except ServiceError:
+            return int(Health.NOT_SERVING)
+        return int(Health.SERVING)
+
+
 def refuse(context: Context, problem: Fault, trailing: list[tuple[str, str]]) -> None:
-    """Sets the status of a call. `trailing`: metadata that is told in any case."""
+    """Sets the status of a call. `trailing`: metadata that is sent in any case."""
     wait = problem.retry_after_seconds
     document = problem.document() | ({} if wait is None else {"retry_after_s": wait})
     context.set_code(problem.row.code)
@@ -151,7 +222,7 @@ def refuse(context: Context, problem: Fault, trailing: list[tuple[str, str]]) ->
 
 
 def details(document: Json) -> str:
-    """An error as ASCII, its message cut until it fits. gRPC writes a percent sign as three."""
+    """An error as JSON, its message cut to fit. gRPC encodes a percent sign as three bytes."""
     text = json.dumps(document)
     while len(text) + 2 * text.count("%") > MOST_DETAILS:
         document = document | {"message": document["message"][: len(document["message"]) // 2]}
@@ -160,7 +231,7 @@ def details(document: Json) -> str:
 
 
 def check_size(request: pb.EncodeRequest, limits: LimitOptions) -> int:
-    """Its bytes. Raises TooLarge before an item is touched: there may be millions of empty ones."""
+    """Its bytes. Raises TooLarge before any item is read: there may be millions of empty ones."""
     if len(request.items) > limits.max_items:
         raise TooLarge(
             f"{len(request.items)} items in one request; limits.max_items is {limits.max_items}: "
@@ -176,13 +247,13 @@ def check_size(request: pb.EncodeRequest, limits: LimitOptions) -> int:
 
 
 def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:
-    """Items and options of a request that was counted. Raises InvalidRequest, InvalidOption."""
+    """Items and options, after check_size. Raises InvalidRequest, InvalidOption."""
     given: dict[str, Any] = {field.name: value for field, value in request.options.ListFields()}
     return [request_item(i, one) for i, one in enumerate(request.items)], request_options(given)
 
 
 def request_item(index: int, one: pb.Item) -> RequestItem:
-    """An item as it is over HTTP."""
+    """The same as the item of an HTTP request."""
     kind = one.type or "image"
     if kind not in ("image", "video"):
         raise InvalidRequest(f'items[{index}].type must be "image" or "video", not {kind!r}')
@@ -196,7 +267,7 @@ def request_item(index: int, one: pb.Item) -> RequestItem:
 
 
 def frames_item(index: int, one: pb.Item) -> RequestItem:
-    """A video that comes as a list of images."""
+    """A video given as a list of images."""
     if one.type != "video":
         raise InvalidRequest(f'items[{index}].frames: the type must be "video"')
     if not 0 <= one.frames.fps < math.inf:
@@ -225,7 +296,7 @@ def embedding(document: Json) -> pb.Embedding:
 
 
 def chunks(model: Json, document: Json) -> Iterator[pb.EncodeChunk]:
-    """One item in pieces: all fields in the first, index and data in later ones."""
+    """One item in chunks: all fields in the first, index and data in later ones."""
     data = memoryview(document.get("data", b""))
     first = True
     for start in range(0, max(1, len(data)), CHUNK_BYTES):

@@ -1,40 +1,49 @@
 """The API over HTTP: a FastAPI application around one Service.
 
-Knows nothing of Ray. Health, metrics and the documentation are open; all else asks for the token,
-if there is one: scrapers, probes and browsers send none, and those pages tell nothing of content.
+Health, metrics, the status page and the documentation need no token, because probes, scrapers and
+browsers send none, and these pages show nothing of any request's content.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from actors.errors import InvalidOption, UnsupportedMedia
 from encoder_service.api.answer import Json
 from encoder_service.api.envelope import Envelope, http_exception
-from encoder_service.api.openapi import DESCRIPTION, ENCODE, ERRORS, FETCH, MISSING, describe
-from encoder_service.api.pieces import response
-from encoder_service.api.schema import request_options
+from encoder_service.api.schema import (
+    DESCRIPTION,
+    ENCODE,
+    ERRORS,
+    FETCH,
+    MISSING,
+    describe,
+    request_options,
+)
 from encoder_service.api.upload import check_length, read
+from encoder_service.intake.limits import INLINE_BYTES, offload
 from encoder_service.llm import http as chat_http
 from encoder_service.llm.service import ChatService
 from encoder_service.ops.metrics import CONTENT_TYPE, merge
-from encoder_service.ops.offload import offload
-from encoder_service.ops.page import page, policy
+from encoder_service.ops.status import page, policy
 from encoder_service.service import Service
 from encoder_service.wire.documents import choose, render
-from encoder_service.wire.formats import JSON, MSGPACK, WireError
+from encoder_service.wire.formats import JSON, MSGPACK, Piece, WireError
 
 ENCODE_PATH = "/v1/encode"
 REFERENCE_PATH = "/v1/embeddings/{reference}"
 
 
 def build(service: Service, chat: ChatService | None = None) -> FastAPI:
-    """The application; with the chat API if there is a language model."""
+    """The application, with the chat API if there is a language model."""
     app = FastAPI(
         title="Encoder Service",
         description=DESCRIPTION,
@@ -52,7 +61,7 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
         if request.query_params:
             raise InvalidOption("options stand in the body's `options`, not in the query")
         accept = answer_format(request.headers.get("accept", ""))
-        check_length(request, service.limits)  # too much for ever, not for now
+        check_length(request, service.limits)  # 413 before 429: retrying would not help
         service.backend.check_room()
         with service.buffered.hold() as take:
             items, values = await read(request, service.limits, take)
@@ -72,7 +81,7 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
 
     @app.delete(REFERENCE_PATH, responses=ERRORS | MISSING, status_code=204)
     async def release(request: Request, reference: str) -> None:
-        """Lets go of an embedding before its time is over."""
+        """Releases a kept embedding before it expires."""
         service.authorize(request.headers.get("authorization"))
         await service.release(reference)
 
@@ -84,13 +93,13 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
 
     @app.get("/v1/status", responses=ERRORS)
     async def status(request: Request) -> dict[str, Any]:
-        """The fleet at a glance: totals since the replicas began, about a second old."""
+        """The fleet at a glance: totals since the replicas started, about a second old."""
         service.authorize(request.headers.get("authorization"))
         return await service.status.get()
 
     @app.get("/", response_class=HTMLResponse)
     async def status_page() -> HTMLResponse:
-        """The status for people. Asks for the token in the browser, if there is one."""
+        """The status as a page. It asks for the token in the browser if one is required."""
         headers = {"content-security-policy": policy(), "cache-control": "no-cache"}
         return HTMLResponse(page(), headers=headers)
 
@@ -101,27 +110,20 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
 
     @app.get("/readyz", responses={503: ERRORS[503]})
     async def readyz() -> dict[str, int]:
-        """Replicas that are ready: every path captured, weights loaded. 503 while one lacks."""
+        """How many replicas are ready: weights loaded, every path captured. 503 if none is."""
         ready = {"ready_replicas": await service.backend.ready_replicas()}
         return ready | ({"ready_llm_replicas": await chat.ready_replicas()} if chat else {})
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """The series of all replicas, for Prometheus: scrape one address, not each replica."""
-        page = await asyncio.to_thread(merge, await service.scrape.get())
-        return Response(page, headers={"content-type": CONTENT_TYPE})
+        """The series of all replicas, for Prometheus: one address is scraped, not each replica."""
+        text = await asyncio.to_thread(merge, await service.scrape.get())
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     if chat:
         chat_http.add(app, service, chat)
     describe(app, closed=service.tokens.required)
     return app
-
-
-async def rendered(document: Json, accept: str, encoding: str = "base64") -> Response:
-    """The document as a response; what copies its data does so in a thread."""
-    size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
-    copied_bytes = 0 if accept == MSGPACK else size_bytes
-    return await response(*await offload(copied_bytes, render, document, accept, encoding))
 
 
 def answer_format(accept: str) -> str:
@@ -130,3 +132,67 @@ def answer_format(accept: str) -> str:
         return choose(accept)
     except WireError as error:
         raise UnsupportedMedia(str(error)) from None
+
+
+async def rendered(document: Json, accept: str, encoding: str = "base64") -> Response:
+    """The document as a response. Formats that copy the data are written in a thread."""
+    size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
+    copied_bytes = 0 if accept == MSGPACK else size_bytes
+    return await response(*await offload(copied_bytes, render, document, accept, encoding))
+
+
+async def response(pieces: Sequence[Piece], media_type: str) -> Response:
+    """A body in pieces whose length is their number of bytes.
+
+    On uvloop, which Ray's actors run, rows are sent from the shared memory that they are in:
+    copying 3.3 MB in a thread takes as much CPU time as sending them. asyncio's own loop only
+    accepts bytes.
+    """
+    if type(asyncio.get_running_loop()).__module__.startswith("uvloop"):
+        return InPieces(pieces, media_type)
+    length = sum(len(piece) for piece in pieces)
+    return Response(await offload(length, b"".join, pieces), media_type=media_type)
+
+
+class InPieces(Response):
+    """Sends one piece after the other, each as soon as there is room for it."""
+
+    def __init__(self, pieces: Sequence[Piece], media_type: str) -> None:
+        length = sum(len(piece) for piece in pieces)
+        super().__init__(headers={"content-length": str(length)}, media_type=media_type)
+        self.pieces = gathered(pieces)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        status, headers = self.status_code, self.raw_headers
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        *pieces, last = self.pieces
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": last})
+
+
+class BodyView(np.ndarray[Any, np.dtype[np.uint8]]):
+    """A buffer as an ASGI body, without a copy, [length].
+
+    Serve's Python proxy pickles bodies; it gets bytes.
+    """
+
+    def __bool__(self) -> bool:
+        return self.size > 0
+
+    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
+        return bytes, (self.tobytes(),)
+
+
+def gathered(pieces: Sequence[Piece]) -> list[bytes | BodyView]:
+    """Small neighbouring pieces joined; large ones as they are."""
+    found: list[bytes | BodyView] = []
+    small: list[Piece] = []
+    for piece in pieces:
+        if len(piece) <= INLINE_BYTES:
+            small.append(piece)
+            continue
+        found += [b"".join(small), np.frombuffer(piece, np.uint8).view(BodyView)]
+        small = []
+    return [*found, b"".join(small)]

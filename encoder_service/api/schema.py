@@ -1,20 +1,23 @@
-"""What a request may say and what a response says: the words of the API, and its OpenAPI document.
+"""The options of a request, and the OpenAPI document with the shapes of requests and responses.
 
-Knows nothing of transport. Items of a request are `wire.RequestItem`.
+FastAPI cannot derive those shapes, because bodies are read and written by wire/.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.json_schema import models_json_schema
 
 from actors.errors import InvalidOption
 from actors.types import Dtype, Grid, Kind, Source
 
 
 class RequestOptions(BaseModel):
-    """`options` of a request. One that is not here is refused."""
+    """`options` of a request. Unknown ones are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -23,28 +26,47 @@ class RequestOptions(BaseModel):
         None, gt=0, strict=True, description="None: the service's default."
     )
     on_error: Literal["fail", "return"] = Field(
-        "fail", description="fail: the first error is the answer; return: it stands in its item."
+        "fail",
+        description="fail: the first error is the response; return: errors are in their items.",
     )
     evs_rate: float = Field(
         0.0,
         ge=0,
         lt=1,
         strict=True,
-        description="The share of each video's rows that is left out after encoding, where little "
-        "changes from one group of frames to the next; images keep theirs.",
+        description="The share of each video's rows that is dropped after encoding, where little "
+        "changes from one group of frames to the next. Images keep all rows.",
     )
     reference: bool = Field(
         False,
         strict=True,
-        description="Keep the embeddings for a while, and answer with ids to fetch them by.",
+        description="Keep the embeddings for a while and return ids to fetch them by.",
     )
     encoding: Literal["base64", "float"] | None = Field(
-        None, description="Of the tensors of a JSON response, base64 if not given."
+        None, description="How a JSON response has its tensors; base64 if not given."
     )
+
+
+def request_options(values: dict[str, Any]) -> RequestOptions:
+    """The options of a request. Raises InvalidOption, which names every wrong one."""
+    try:
+        return RequestOptions.model_validate(values)
+    except ValidationError as error:
+        known = ", ".join(RequestOptions.model_fields)
+        problems = (
+            f"options.{'.'.join(map(str, problem['loc']))}: "
+            + (
+                f"unknown; known are {known}"
+                if problem["type"] == "extra_forbidden"
+                else problem["msg"]
+            )
+            for problem in error.errors()
+        )
+        raise InvalidOption("; ".join(problems)) from None
 
 
 class ErrorBody(BaseModel):
-    """An error, of the request or of one item."""
+    """An error of the request or of one item."""
 
     type: str
     message: str
@@ -64,8 +86,8 @@ class ItemDocument(BaseModel):
     index: int
     type: Kind
     grid_thw: Grid = Field(
-        description="Temporal groups, rows, columns, in patches. Models that cut tiles: "
-        "those of the tiles side by side, without the one that shows the whole image."
+        description="Temporal groups, rows, columns, in patches. For models that cut tiles: "
+        "of all tiles side by side, without the one that shows the whole image."
     )
     tokens: int
     dtype: Dtype
@@ -73,34 +95,35 @@ class ItemDocument(BaseModel):
     data: str | None = Field(
         None,
         description="Row-major, little-endian; base64 in JSON, bytes in msgpack. "
-        "Not there with `reference`.",
+        "Absent with `reference`.",
     )
     reference: str | None = Field(None, description="Id for GET /v1/embeddings/{id}.")
     digest: str = Field(description="SHA-256 of the item's bytes.")
     source: Source
-    deepstack: int = Field(description="Deepstack features that follow the main ones in a row.")
+    deepstack: int = Field(description="Deepstack features that follow the main features in a row.")
     notice: str | None = None
     timestamps: list[float] | None = Field(
-        None, description="Of a video: seconds of each temporal group, as its model reckons them."
+        None,
+        description="Of a video: the time of each temporal group in seconds, as the model counts.",
     )
     second_per_grid_ts: float | None = Field(
         None, description="Of a video: seconds from one temporal group to the next."
     )
     frame_tokens: list[int] | None = Field(
-        None, description="With `evs_rate`: rows that are left of each temporal group."
+        None, description="With `evs_rate`: rows that each temporal group keeps."
     )
 
 
 class FailedItem(BaseModel):
-    """What stands in an item's place with `on_error: return`."""
+    """What an item that failed has in its place with `on_error: return`."""
 
     index: int
     type: Kind
     error: ErrorBody
 
 
-class Timings(BaseModel):
-    """Milliseconds; all but the total are the largest over the items."""
+class TimingsDocument(BaseModel):
+    """Milliseconds; all but the total are the maximum over the items."""
 
     queue_ms: float
     preprocess_ms: float
@@ -109,13 +132,15 @@ class Timings(BaseModel):
 
 
 class EncodeDocument(BaseModel):
-    """The answer to POST /v1/encode."""
+    """The response of POST /v1/encode."""
 
     model: str
-    family: str = Field(description="Of the model, such as qwen3_vl: how its rows are to be read.")
+    family: str = Field(
+        description="The model's family, such as qwen3_vl: it says how to read the rows."
+    )
     weights: Literal["checkpoint", "dummy"]
     items: list[ItemDocument | FailedItem]
-    timings: Timings
+    timings: TimingsDocument
 
 
 class BodyItem(BaseModel):
@@ -123,14 +148,14 @@ class BodyItem(BaseModel):
 
     type: Kind = "image"
     data: str | None = Field(None, description="base64 in JSON, bytes in msgpack.")
-    url: str | None = Field(None, description="Refused unless the service allows the host.")
+    url: str | None = Field(None, description="Rejected unless the service allows the host.")
     frames: list[str] | None = Field(
         None, description="A video as image files of one size, all of which are encoded."
     )
     fps: float | None = Field(
         None,
         gt=0,
-        description="How many of `frames` are shown in a second; as many as the model samples.",
+        description="Frames per second of `frames`; the model's own sampling rate if not given.",
     )
 
 
@@ -141,20 +166,112 @@ class EncodeBody(BaseModel):
     options: RequestOptions = RequestOptions()
 
 
-def request_options(values: dict[str, Any]) -> RequestOptions:
-    """The options of a request. Raises InvalidOption, which names every offending one."""
-    try:
-        return RequestOptions.model_validate(values)
-    except ValidationError as error:
-        known = ", ".join(RequestOptions.model_fields)
-        problems = (
-            f"options.{'.'.join(map(str, problem['loc']))}: "
-            + (f"unknown; known are {known}" if unknown(problem["type"]) else problem["msg"])
-            for problem in error.errors()
-        )
-        raise InvalidOption("; ".join(problems)) from None
+DESCRIPTION = """The vision encoders of vision-language models as a separate service.
+
+Images and videos in, embeddings out, with rows in the order of the model's own processor."""
+
+PREFIX = "#/components/schemas/"
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorDocument, "description": meaning}
+    for status, meaning in {
+        400: "Malformed request or item.",
+        401: "No bearer token, or an unknown one.",
+        413: "Body, items, pixels or aspect ratio over a limit.",
+        415: "A format or kind that is not supported, in the request or in `Accept`.",
+        422: "An option is unknown or has a wrong value.",
+        429: "Overloaded: retry after Retry-After seconds.",
+        500: "An internal error.",
+        503: "No encoder is available.",
+        504: "Not answered within the request's time.",
+    }.items()
+}
+
+OPEN = {"/", "/healthz", "/readyz", "/metrics"}
+"""Paths that need no token."""
 
 
-def unknown(problem: str) -> bool:
-    """Whether pydantic complains of a key rather than of a value."""
-    return problem == "extra_forbidden"
+def schema(model: type[BaseModel]) -> dict[str, Any]:
+    """A reference to one of the models above."""
+    return {"schema": {"$ref": PREFIX + model.__name__}}
+
+
+FILES = {"type": "array", "items": {"type": "string", "format": "binary"}}
+BINARY = {"schema": {"type": "string", "format": "binary"}}
+
+ANSWER: dict[str, Any] = {
+    "content": {
+        "application/msgpack": schema(EncodeDocument),
+        "application/json": schema(EncodeDocument),
+        "application/vnd.safetensors": BINARY,
+    }
+}
+
+ENCODE: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "X-Request-Id",
+            "in": "header",
+            "description": "Up to 128 letters, digits and ._:- (otherwise it is replaced).",
+            "schema": {"type": "string"},
+        }
+    ],
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "image": FILES,
+                        "video": FILES,
+                        "options": {"$ref": PREFIX + RequestOptions.__name__},
+                    },
+                },
+                "encoding": {"options": {"contentType": "application/json"}},
+            },
+            "application/json": schema(EncodeBody),
+            "application/msgpack": schema(EncodeBody),
+            "image/*": BINARY,
+            "video/*": BINARY,
+        },
+    },
+    "responses": {"200": {"description": "Embeddings, in the order of the request.", **ANSWER}},
+}
+
+FETCH: dict[str, Any] = {"responses": {"200": {"description": "One embedding.", **ANSWER}}}
+
+MISSING: dict[int | str, dict[str, Any]] = {
+    404: {"model": ErrorDocument, "description": "Not kept, or no longer."}
+}
+
+
+def describe(app: FastAPI, *, closed: bool) -> None:
+    """Adds the schemas that the bodies refer to and, if `closed`, the bearer token."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(
+                title=app.title,
+                version=app.version,
+                description=app.description,
+                routes=app.routes,
+            )
+            models: list[tuple[type[BaseModel], Any]] = [
+                (EncodeBody, "validation"),
+                (EncodeDocument, "validation"),
+                (ErrorDocument, "validation"),
+            ]
+            _, shared = models_json_schema(models, ref_template=PREFIX + "{model}")
+            components = document.setdefault("components", {})
+            components.setdefault("schemas", {}).update(shared["$defs"])
+            if closed:
+                components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+                document["security"] = [{"bearer": []}]
+            for path in OPEN & document["paths"].keys():
+                for operation in document["paths"][path].values():
+                    operation["security"] = []
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""From the body of an HTTP request to its items and options, never reading more than is allowed."""
+"""Reads the body of an HTTP request, never more than is allowed, and parses items and options."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from actors.errors import DeadlineExceeded, InvalidRequest, TooLarge, UnsupportedMedia
-from encoder_service.api.buffered import Take
 from encoder_service.config import LimitOptions
-from encoder_service.ops.offload import offload
+from encoder_service.intake.limits import Take, offload
 from encoder_service.wire.documents import RequestItem, parse_request
 from encoder_service.wire.formats import WireError, read_json
 
@@ -26,7 +25,7 @@ CHARSETS = (b"utf-8", b"us-ascii")
 async def read(
     request: Request, limits: LimitOptions, take: Take
 ) -> tuple[list[RequestItem], dict[str, Any]]:
-    """Items and raw options; `take` is told of each piece of the body.
+    """Items and unchecked options. `take` counts each chunk of the body.
 
     Raises TooLarge, InvalidRequest, UnsupportedMedia, DeadlineExceeded, and what `take` raises.
     """
@@ -52,7 +51,7 @@ async def read_body(request: Request, limits: LimitOptions, take: Take) -> bytes
 
 @asynccontextmanager
 async def in_time(limits: LimitOptions) -> AsyncGenerator[None]:
-    """Raises DeadlineExceeded around the reading of a body."""
+    """Around the reading of a body: raises DeadlineExceeded if that takes too long."""
     try:
         async with asyncio.timeout(limits.timeout_seconds):
             yield
@@ -63,14 +62,14 @@ async def in_time(limits: LimitOptions) -> AsyncGenerator[None]:
 
 
 def check_length(request: Request, limits: LimitOptions) -> None:
-    """Raises TooLarge for a body that the headers declare to be too long."""
+    """Raises TooLarge if the headers declare a body that is too long."""
     declared = request.headers.get("content-length", "")
-    # Python refuses to convert thousands of digits; these are enough to be too many.
+    # Python refuses to convert thousands of digits; 18 are enough to exceed any limit.
     check_bytes(int(declared[:18]) if declared.isdecimal() else 0, limits)
 
 
 def check_bytes(seen: int, limits: LimitOptions) -> None:
-    """Raises TooLarge for a body of so many bytes or more."""
+    """Raises TooLarge if a body has `seen` bytes or more and that is too many."""
     most = limits.max_body_bytes
     if seen > most:
         raise TooLarge(
@@ -81,7 +80,7 @@ def check_bytes(seen: int, limits: LimitOptions) -> None:
 async def limited(
     request: Request, limits: LimitOptions, take: Take
 ) -> AsyncGenerator[bytes, None]:
-    """The body's chunks. Raises TooLarge as soon as it is known, without reading the rest."""
+    """The body's chunks. Raises TooLarge as soon as the limit is passed, and reads no further."""
     check_length(request, limits)
     seen = 0
     async for chunk in request.stream():
@@ -94,9 +93,9 @@ async def limited(
 async def multipart(
     request: Request, chunks: AsyncGenerator[bytes, None], limits: LimitOptions
 ) -> tuple[list[RequestItem], dict[str, Any]]:
-    """File parts named image or video, in order, and an `options` part of JSON."""
+    """File parts named image or video, in order, and an optional JSON part named options."""
     _, parameters = parse_options_header(request.headers["content-type"])
-    # Some of Python's codecs take quadratic time, or raise what the parser does not expect.
+    # Some of Python's codecs take quadratic time or raise what the parser does not expect.
     if parameters.get(b"charset", b"utf-8").lower() not in CHARSETS:
         raise InvalidRequest("the charset of the multipart body is not utf-8: leave it out")
     parser = MultiPartParser(
@@ -106,7 +105,7 @@ async def multipart(
         max_fields=1,
         max_part_size=MOST_OPTIONS_BYTES,
     )
-    parser.spool_max_size = limits.max_body_bytes  # images stay in memory, off the disk
+    parser.spool_max_size = limits.max_body_bytes  # keeps images in memory, off the disk
     try:
         form = await parser.parse()
     except MultiPartException as error:
@@ -131,7 +130,7 @@ async def multipart(
 
 
 def refusal(reason: str, limits: LimitOptions) -> InvalidRequest:
-    """Why the parser gave up, in our words where a limit of ours is the reason."""
+    """The parser's error, in our words if one of our limits caused it."""
     if reason.startswith("Too many files"):
         return TooLarge(
             f"over {limits.max_items} files in one request (limits.max_items): send several"

@@ -21,9 +21,8 @@ from actors.engine.budgets import Capacity
 from actors.options import EncoderOptions
 from actors.spec.model_spec import ModelSpec, read
 from actors.types import Size
-from encoder_service.config import ServiceOptions, fit, load_all, read_document
+from encoder_service.config import LlmOptions, ServiceOptions, fit, load_all, read_document
 from encoder_service.llm import spec as llm_spec
-from encoder_service.llm.options import LlmOptions
 from encoder_service.llm.spec import LlmSpec
 
 SIDES = range(1, 5)

@@ -1,1 +1,1 @@
-"""From bytes and URLs to Media: limits, fetching, file headers. Never decodes."""
+"""From bytes and URLs to Media: limits, fetching, file headers. Nothing is decoded here."""

@@ -1,25 +1,53 @@
-"""Items given as URLs: fetched from hosts that the configuration names, and from nowhere else.
+"""Items given as URLs: fetched only from hosts that the configuration names.
 
-The name is resolved here and the connection goes to the address that was checked, so that an answer
-of the name server that changes in between leads nowhere. Knows nothing of what the bytes are.
+The name is resolved here, and the connection goes to the address that was checked. So a DNS answer
+that changes in between (DNS rebinding) has no effect.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Sequence
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
 from actors.errors import DeadlineExceeded, InvalidMedia, InvalidRequest, TooLarge
 from encoder_service.config import FetchOptions
-from encoder_service.intake.addresses import Resolve, is_public, resolve
 
 MOST_REDIRECTS = 3
+GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+
+Resolve = Callable[[str], Awaitable[Sequence[str]]]
+"""The addresses of a host. Raises OSError."""
+
+
+async def resolve(host: str) -> list[str]:
+    """Addresses from the system's resolver, in its order of preference."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, 443, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is globally reachable, and so is any address embedded in it."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped:
+            return is_public(str(parsed.ipv4_mapped))
+        # Outside 2000::/3 are loopback, link-local and NAT64; inside it, 6to4 embeds IPv4.
+        if parsed not in GLOBAL_UNICAST or parsed.sixtofour or parsed.teredo:
+            return False
+    return parsed.is_global and not parsed.is_multicast
 
 
 class Fetcher:
-    """Fetches what it may. One for a process; keeps no connection open."""
+    """Fetches files from allowed hosts. One per process; keeps no connection open."""
 
     def __init__(
         self,
@@ -30,14 +58,14 @@ class Fetcher:
         self.options = options
         self.allowed = {host.lower() for host in options.allow_hosts}
         self.resolve = resolve
-        # No proxy from the environment: it would connect wherever the name leads it. No connection
-        # is kept: one to an address would be used again for another name at that address.
+        # No proxy from the environment, because it would resolve the name itself. No connection is
+        # kept, because it would be reused for another name at the same address.
         self.client = httpx.AsyncClient(
             transport=transport,
             trust_env=False,
             timeout=options.timeout_seconds,
             limits=httpx.Limits(max_keepalive_connections=0),
-            # No cookie is kept: one of an address would be sent to another name at that address.
+            # No cookie is kept: it would be sent to another name at the same address.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
         )
 
@@ -59,7 +87,7 @@ class Fetcher:
         raise InvalidMedia(f"{target.host} redirects more than {MOST_REDIRECTS} times")
 
     def check(self, url: str) -> httpx.URL:
-        """The URL, if it may be fetched at all. Raises InvalidRequest."""
+        """The parsed URL, if it may be fetched. Raises InvalidRequest."""
         try:
             target = httpx.URL(url)
         except (httpx.InvalidURL, ValueError) as error:
@@ -77,7 +105,7 @@ class Fetcher:
         return target
 
     def check_redirect(self, source: httpx.URL, location: str) -> httpx.URL:
-        """Where a redirect leads, if that is the same host."""
+        """The target of a redirect, which must be on the same host."""
         try:
             target = self.check(str(source.join(location)))
         except (httpx.InvalidURL, ValueError) as error:
@@ -87,14 +115,14 @@ class Fetcher:
         return target
 
     async def request(self, target: httpx.URL) -> bytes | str:
-        """The body, or where it redirects to."""
+        """The body, or the location of a redirect."""
         failure: Exception | None = None
         for address in await self.addresses(target.host):
             request = self.client.build_request(
                 "GET",
                 target.copy_with(host=address),
                 headers={"host": target.netloc.decode("ascii"), "accept-encoding": "identity"},
-                # The certificate must be that of the name, although we connect to an address.
+                # The certificate must match the name, although we connect to an address.
                 extensions={"sni_hostname": target.raw_host.decode("ascii")},
             )
             try:
@@ -112,7 +140,7 @@ class Fetcher:
         raise InvalidMedia(f"{target.host} cannot be reached: {failure}") from failure
 
     async def addresses(self, host: str) -> list[str]:
-        """All addresses of a host, if each is a public one."""
+        """All addresses of a host, if each of them is public."""
         try:
             found = list(dict.fromkeys(await self.resolve(host)))
         except (OSError, UnicodeError) as error:
@@ -131,7 +159,7 @@ class Fetcher:
             raise InvalidMedia(f"{host} sent a compressed body that was not asked for")
         declared = response.headers.get("content-length", "0")
         body = bytearray()
-        # Python refuses to convert thousands of digits; these are enough to be too many.
+        # Python refuses to convert thousands of digits; 18 are enough to exceed any limit.
         too_large = declared.isdecimal() and int(declared[:18]) > self.options.max_bytes
         if not too_large:
             async for chunk in response.aiter_bytes():

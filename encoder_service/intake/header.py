@@ -1,7 +1,7 @@
-"""What an image's header tells: format, upright size, whether there is more than one frame.
+"""What an image's header says: format, upright size, whether there is more than one frame.
 
-Opens files with Pillow's readers of one format each and never decodes a pixel. A reader gets a
-bounded number of reads and bytes: a header that needs more was made to keep us busy.
+Files are opened with the Pillow reader of their format, and no pixel is decoded. A reader gets a
+bounded number of reads and bytes, because a header that needs more was made to waste CPU time.
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
 from actors.types import Size
-from encoder_service.intake.frames import count_gif_frames
-from encoder_service.intake.signatures import SUPPORTED, name_format
+from encoder_service.wire.signatures import SUPPORTED, name_format
 
 MOST_READS = 50_000
 MOST_EXIF_BYTES = 16 * 2**20
-"""Of all values that an EXIF block declares. They may overlap: a small one can declare much."""
+"""Limit for all values that an EXIF block declares. They may overlap, so a small block can declare
+much."""
 MOST_SCANS = 50
-"""Of a progressive JPEG; encoders write about ten. Each is a pass over all coefficients, and an
-empty one takes 30 bytes."""
+"""Limit for a progressive JPEG; encoders write about ten. Each scan is a pass over all
+coefficients, and an empty one takes only 30 bytes."""
+MOST_GIF_BLOCKS = 100_000
+"""A block is at most 255 bytes: enough for a 25 MB animation, counted in about 10 ms."""
+
+GIF_IMAGE, GIF_EXTENSION = 0x2C, 0x21
 
 START_OF_IMAGE = b"\xff\xd8"
 SEGMENT = re.compile(rb"\xff[\xc0-\xcf\xdb-\xfe]")
-"""The beginning of one that has a length."""
+"""The marker of a segment that has a length."""
 FEW_SEGMENTS = 32
 START_OF_SCAN = b"\xff\xda"
 NEXT_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")
-"""But those without a length that may stand anywhere: stuffed bytes, TEM, restarts."""
+"""Any marker but those that have no length and occur anywhere: stuffed bytes, TEM, restarts."""
 
 READERS: dict[str, Callable[[BytesIO], ImageFile]] = {
     "JPEG": JpegImageFile,
@@ -49,22 +53,22 @@ READERS: dict[str, Callable[[BytesIO], ImageFile]] = {
     "BMP": BmpImageFile,
     "TIFF": TiffImageFile,
 }
-"""Called without Image.open: its limit of pixels is the process's, ours is the configuration's."""
+"""Called without Image.open, whose pixel limit is global; ours is in the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Of one image file."""
+    """What the header of one image file says."""
 
     format: str
     size: Size
     """Upright: EXIF orientation is applied."""
     notice: str
-    """What the client should know; mostly empty."""
+    """A remark for the client; usually empty."""
 
 
 class BoundedStream(BytesIO):
-    """A file in memory that refuses to be read again and again."""
+    """A file in memory that limits how often and how much is read."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -82,7 +86,7 @@ class BoundedStream(BytesIO):
 
 
 def read_header(data: bytes) -> Header:
-    """Raises InvalidMedia for what is no image, UnsupportedMedia for a format nobody reads here."""
+    """Raises InvalidMedia if it is no image, UnsupportedMedia for a format not read here."""
     name = name_format(data)
     if name is None:
         raise InvalidMedia(
@@ -95,7 +99,7 @@ def read_header(data: bytes) -> Header:
     try:
         with READERS[name](BoundedStream(metadata_first(data) if name == "PNG" else data)) as image:
             size = Size(*image.size)
-            # A TIFF reader turns the size by itself.
+            # Pillow's TIFF reader applies the orientation to the size itself.
             if name != "TIFF" and orientation(image) in (5, 6, 7, 8):
                 size = Size(size.height, size.width)
             return Header(name, size, notice(name, data, image))
@@ -106,9 +110,9 @@ def read_header(data: bytes) -> Header:
 
 
 def is_simple(data: bytes) -> bool:
-    """Whether `read_header` of it is over at once, whoever made it.
+    """Whether `read_header` is certain to be fast, even for a hostile file.
 
-    True of a JPEG without EXIF, of few segments, each right behind the other up to its pixels.
+    True for a JPEG without EXIF and with few segments, which follow each other up to the pixels.
     """
     if not data.startswith(START_OF_IMAGE) or b"Exif" in data:
         return False
@@ -123,8 +127,8 @@ def is_simple(data: bytes) -> bool:
 
 
 def many_scans(data: bytes) -> bool:
-    """Whether libjpeg would decode more than MOST_SCANS, or read markers without end."""
-    if data.count(START_OF_SCAN) <= MOST_SCANS:  # as in nearly all files, chance included
+    """Whether libjpeg would decode more than MOST_SCANS, or read endless markers."""
+    if data.count(START_OF_SCAN) <= MOST_SCANS:  # nearly all files, random matches included
         return False
     scans, start = 0, 2
     for _ in range(MOST_READS):
@@ -140,12 +144,12 @@ def many_scans(data: bytes) -> bool:
 
 
 def orientation(image: ImageFile) -> int:
-    """The EXIF orientation, 1 to 8, just as Pillow reads it when it decodes."""
-    profile = image.info.pop("Raw profile type exif", None)  # ImageMagick's way, hexadecimal
+    """The EXIF orientation, 1 to 8, as Pillow reads it when it decodes."""
+    profile = image.info.pop("Raw profile type exif", None)  # written by ImageMagick, hexadecimal
     if profile and "exif" not in image.info:
         image.info["exif"] = bytes.fromhex("".join(profile.split("\n")[3:]))
     check_exif(image.info.get("exif", b""))
-    # Not image.getexif(): a PNG's would load all pixels first.
+    # Not image.getexif(): for a PNG it would load all pixels first.
     return int(Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1))
 
 
@@ -161,14 +165,14 @@ def check_exif(exif: bytes) -> None:
     (entries,) = struct.unpack_from(order + "H", exif, start)
     table = exif[start + 2 : start + 2 + 12 * entries]
     rows = struct.iter_unpack(order + "2xHI4x", table[: len(table) // 12 * 12])
-    # No type is wider than 8 bytes; a value that ends beyond the block is cut there.
+    # No type is wider than 8 bytes; a value that extends beyond the block is cut off there.
     declared = sum(min(8 * count, len(exif)) for _, count in rows if count > 4)
     if declared > MOST_EXIF_BYTES:
         raise ValueError(f"its EXIF block declares {declared} bytes of values")
 
 
 def metadata_first(data: bytes) -> bytes:
-    """A PNG without its pixels, metadata that follows them brought forward to where it is read."""
+    """A PNG without its pixels. Metadata that followed them is moved to where it is read."""
     early, late, seen_pixels = [data[:8]], [], False
     for kind, chunk in png_chunks(data):
         if kind == b"IDAT":
@@ -182,7 +186,7 @@ def metadata_first(data: bytes) -> bytes:
 
 
 def png_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Kind and whole chunk, as far as the file goes; pixels come empty."""
+    """Kind and whole chunk, up to the end of the file; pixel chunks are empty."""
     start = 8
     for _ in range(MOST_READS):
         if len(data) < start + 8:
@@ -195,7 +199,7 @@ def png_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def notice(name: str, data: bytes, image: ImageFile) -> str:
-    """That only the first of several frames is encoded."""
+    """Says that only the first of several frames is encoded."""
     if name == "GIF":
         frames, more = count_gif_frames(data)
         count = f"more than {frames}" if more else str(frames)
@@ -205,3 +209,35 @@ def notice(name: str, data: bytes, image: ImageFile) -> str:
     if name == "TIFF":
         return "TIFF of several pages: the first"
     return f"animated {name}: the first of {getattr(image, 'n_frames', 0)} frames"
+
+
+def count_gif_frames(data: bytes) -> tuple[int, bool]:
+    """Frames found, and whether there may be more. A broken file counts up to the break.
+
+    GIF is the one format whose header does not say; this skips from block to block.
+    """
+    frames = 0
+    blocks_left = MOST_GIF_BLOCKS
+    try:
+        at = 13 + palette_bytes(data[10])
+        while data[at] in (GIF_IMAGE, GIF_EXTENSION):
+            if data[at] == GIF_IMAGE:
+                frames += 1
+                at += 11 + palette_bytes(data[at + 9])
+            else:
+                at += 2
+            while length := data[at]:
+                at += 1 + length
+                blocks_left -= 1
+            at += 1
+            blocks_left -= 1
+            if blocks_left < 0:
+                return frames, True
+    except IndexError:
+        return frames, False
+    return frames, False
+
+
+def palette_bytes(flags: int) -> int:
+    """Length of the colour table that the flags announce."""
+    return 3 << ((flags & 7) + 1) if flags & 0x80 else 0

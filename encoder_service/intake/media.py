@@ -1,28 +1,108 @@
-"""From the bytes of one item to Media: what it is and what it will cost, from its header alone.
+"""Items of a request become Media: URLs are fetched, headers read, limits checked.
 
-Nothing is decoded here. A file that is whole at its head and truncated later is found by the actor
-that decodes it.
+Nothing is decoded here. A file that is truncated after its header is found by the actor that
+decodes it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
-from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
+from actors.errors import InvalidMedia, InvalidRequest, ServiceError, TooLarge, UnsupportedMedia
 from actors.media.video_file import read_clip
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import MAX_ASPECT
 from actors.spec.video import VideoSizing
 from actors.types import Clip, Kind, Media, Size
-from encoder_service.config import LimitOptions
-from encoder_service.intake.header import read_header
+from encoder_service.config import FetchOptions, LimitOptions
+from encoder_service.intake.fetch import Fetcher
+from encoder_service.intake.header import is_simple, read_header
+from encoder_service.intake.limits import offload
+from encoder_service.wire.documents import RequestItem
+
+UNBOUNDED_BYTES = 2**62
+"""Stands for an unknown amount of work: always offloaded to a thread."""
+
+
+class Admission:
+    """Which items a service accepts, and what they will cost. Not whether there is room now:
+    `Backend.check_room` and the router's ledger decide that (429)."""
+
+    def __init__(self, spec: ModelSpec, limits: LimitOptions, fetch: FetchOptions) -> None:
+        self.spec = spec
+        self.limits = limits
+        self.fetcher = Fetcher(fetch)
+
+    async def admit(
+        self, items: Sequence[RequestItem], evs_rate: float = 0.0
+    ) -> list[Media | ServiceError]:
+        """Each item's media, or why it is rejected. `evs_rate` applies to videos.
+
+        Raises InvalidRequest or TooLarge if the request as a whole is rejected.
+        """
+        if not items:
+            raise InvalidRequest("the request has no items: send at least one image")
+        if len(items) > self.limits.max_items:
+            raise TooLarge(
+                f"{len(items)} items in one request; limits.max_items is {self.limits.max_items}: "
+                "send several requests"
+            )
+        files: Sequence[bytes | ServiceError] = [
+            item.data for item in items if item.data is not None
+        ]
+        if len(files) < len(items):  # otherwise no task per item is needed
+            files = await asyncio.gather(*(self._file(item) for item in items))
+        admitted = await offload(work_bytes(items, files), self._probe_all, items, files)
+        return [
+            replace(one, evs_rate=evs_rate) if isinstance(one, Media) and one.clip else one
+            for one in admitted
+        ]
+
+    async def _file(self, item: RequestItem) -> bytes | ServiceError:
+        """The item's bytes, fetched if it is a URL; empty for a list of frames."""
+        if item.data is not None or item.frames is not None:
+            return item.data or b""
+        try:
+            if item.url is None:
+                raise InvalidRequest("the item has neither data nor url: give one of them")
+            return await self.fetcher.get(item.url)
+        except ServiceError as error:
+            return error
+
+    def _probe_all(
+        self, items: Sequence[RequestItem], files: Sequence[bytes | ServiceError]
+    ) -> list[Media | ServiceError]:
+        return [self._probe(item, data) for item, data in zip(items, files, strict=True)]
+
+    def _probe(self, item: RequestItem, data: bytes | ServiceError) -> Media | ServiceError:
+        if isinstance(data, ServiceError):
+            return data
+        try:
+            if item.frames is not None:
+                return probe_frames(item.frames, item.fps, self.spec, self.limits)
+            return probe(data, item.type, self.spec, self.limits)
+        except ServiceError as error:
+            return error
+
+
+def work_bytes(items: Sequence[RequestItem], files: Sequence[bytes | ServiceError]) -> int:
+    """How much there is to hash and to read, as `offload` counts it.
+
+    A PNG of a few KB may have megabytes of metadata to unpack; EXIF blocks may refer to themselves.
+    """
+    found = [data for data in files if isinstance(data, bytes)]
+    simple = all(map(is_simple, found)) and all(item.frames is None for item in items)
+    return sum(map(len, found)) if simple else UNBOUNDED_BYTES
 
 
 def probe(data: bytes, kind: Kind, spec: ModelSpec, limits: LimitOptions) -> Media:
-    """Raises InvalidMedia (not one), UnsupportedMedia (format or kind), TooLarge (limits).
+    """What a file is and what it will cost, from its header alone.
 
-    Takes about a millisecond for each 2 MB of `data`: the digest reads all of it.
+    Raises InvalidMedia (damaged), UnsupportedMedia (format or kind), TooLarge (limits).
+    Takes about a millisecond per 2 MB, because the digest reads all of it.
     """
     if kind == "video":
         check_videos(spec)
@@ -36,9 +116,9 @@ def probe(data: bytes, kind: Kind, spec: ModelSpec, limits: LimitOptions) -> Med
 def probe_frames(
     frames: Sequence[bytes], fps: float | None, spec: ModelSpec, limits: LimitOptions
 ) -> Media:
-    """A video that comes as a list of image files, all of which are encoded. Raises as `probe`.
+    """A video given as a list of image files, all of which are encoded. Raises as `probe`.
 
-    Without `fps` they are taken to be as many a second as the model's own sampling takes.
+    Without `fps`, the frame rate is that of the model's own sampling.
     """
     video = check_videos(spec)
     if not frames:
@@ -79,7 +159,7 @@ def video_media(
 
 
 def check_videos(spec: ModelSpec) -> VideoSizing:
-    """How the model cuts videos up. Raises UnsupportedMedia if it takes none."""
+    """How the model cuts up videos. Raises UnsupportedMedia if it takes none."""
     if spec.video is None:
         raise UnsupportedMedia(
             f"the model {spec.id} ({spec.family}) takes images only, not a video: "
@@ -104,7 +184,7 @@ def check_length(clip: Clip, limits: LimitOptions) -> None:
 
 
 def check_size(size: Size, max_pixels: int) -> None:
-    """Raises TooLarge for what no model should be given."""
+    """Raises TooLarge for a size that no model should be given."""
     width, height = size.width, size.height
     if width * height > max_pixels:
         raise TooLarge(

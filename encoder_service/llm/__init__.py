@@ -1,6 +1,5 @@
-"""A language model downstream of the encoders: chat completions from their embeddings.
+"""A language model behind the encoders: chat completions from their embeddings.
 
-ingress ── Chat ── Router ── Encoder
-  |          |
-  limits     tokenises while the encoders work, places the embeddings, generates
+api/http.py -> http.py -> service.py -> ingress.ChatFleet (Serve handle) -> chat.py, which tokenises
+while the Router encodes, inserts the embeddings, and generates.
 """

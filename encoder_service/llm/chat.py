@@ -1,7 +1,7 @@
 """The language model's Serve deployment: tokenises while the encoders work, then generates.
 
-One replica owns one device and generates one answer at a time; what waits for its turn is tokenised
-and encoded already. Answers are streams, cancelled by whoever stops reading.
+One replica owns one device and generates one completion at a time. Requests that wait for their
+turn are tokenised and encoded meanwhile. Closing the stream of a completion cancels it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,125 @@ from threading import Event as Flag
 from time import monotonic
 
 import torch
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from ray import serve
+from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from actors.errors import ServiceError, TooLarge, Unavailable
+from actors.errors import EmbeddingLost, ServiceError, TooLarge, Unavailable
 from actors.options import ModelOptions, Transport
 from actors.store.nixl import Receiver
 from actors.store.rows import tensor
-from actors.types import Embedding
-from encoder_service.api.deadline import Deadline
+from actors.telemetry.request_context import Origin
+from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.api.errors import AtItem
-from encoder_service.llm import model, tokenizer
-from encoder_service.llm.embedder import Embedder
-from encoder_service.llm.generate import Emit, Generator
-from encoder_service.llm.metrics import ChatMetrics
-from encoder_service.llm.options import LlmOptions
+from encoder_service.config import LlmOptions
+from encoder_service.intake.limits import Deadline
+from encoder_service.llm import model
 from encoder_service.llm.placeholders import placed
-from encoder_service.llm.prompt import Prompt, prompt
+from encoder_service.llm.prompt import Prompt, load_language, prompt
+from encoder_service.llm.schema import (
+    ChatCall,
+    ChatEvent,
+    ChatFailed,
+    Finish,
+    SamplingParams,
+    TextDelta,
+)
 from encoder_service.llm.spec import LlmSpec
-from encoder_service.llm.types import Call, Event, Failed, Finish, Piece, Sampling
+from router.here import Reader, encode_here
+from router.replicas.serve_fleet import LOST, brief
 
 log = logging.getLogger("ray.serve")
+
+SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+
+
+class ChatMetrics:
+    """The series of one replica."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.answers = Counter(
+            "encoder_chat_answers_total",
+            "Completions, by how they ended: stop, length, cancelled or failed.",
+            ("finish",),
+            registry=self.registry,
+        )
+        self.tokens = Counter(
+            "encoder_chat_tokens_total",
+            "Tokens of finished completions, by kind: prompt (images included) or completion.",
+            ("kind",),
+            registry=self.registry,
+        )
+        self.encode_seconds = Histogram(
+            "encoder_chat_encode_seconds",
+            "Seconds from a request with images to all its embeddings; it is tokenised meanwhile.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.first_token_seconds = Histogram(
+            "encoder_chat_first_token_seconds",
+            "Seconds from a request to the first text of its completion, waiting included.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+
+    def text(self) -> str:
+        """All series in Prometheus text format."""
+        return generate_latest(self.registry).decode()
+
+
+class Embedder:
+    """Embeddings from the Router deployment, in the language model's dtype."""
+
+    def __init__(
+        self, router: DeploymentHandle, dtype: Dtype, reader: Reader | None = None
+    ) -> None:
+        """`reader`: reads rows from the encoders' devices, if they are left there."""
+        self.reader = reader
+        self.router = router.options(method_name="encode", _by_reference=True)
+        self.dtype: Dtype = dtype
+
+    async def encode(
+        self, media: Sequence[Media], deadline: Deadline, origin: Origin
+    ) -> list[Embedding]:
+        """In the order of `media`, the data in this process.
+
+        Raises AtItem for the first item that failed, ServiceError for the request as a whole.
+        """
+
+        async def call(items: list[Media], dtype: Dtype, seconds: float) -> list[Answer]:
+            return await self._call(items, dtype, seconds, origin)
+
+        if not media:
+            return []
+        found: list[Embedding] = []
+        work = encode_here(call, media, self.dtype, deadline.left(), self.reader)
+        for index, answer in enumerate(await deadline.keep(work)):
+            if isinstance(answer, EmbeddingLost):
+                raise answer  # not the item's fault
+            if isinstance(answer, ServiceError):
+                raise AtItem(index, answer)
+            found.append(answer)
+        return found
+
+    async def _call(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin
+    ) -> list[Answer]:
+        """One attempt. encode_here retries items that are lost with their router."""
+        try:
+            answers: list[Answer] = await self.router.remote(
+                media, dtype, timeout_seconds, origin=origin
+            )
+        except LOST as error:
+            lost = f"the router was lost ({brief(error)}): send the request again"
+            return [EmbeddingLost(lost)] * len(media)
+        except RayTaskError as error:
+            if isinstance(error.cause, ServiceError):
+                raise error.cause from None
+            raise
+        return answers
 
 
 class Chat:
@@ -49,27 +147,27 @@ class Chat:
         router: DeploymentHandle,
         transport: Transport = "shared_memory",
     ) -> None:
-        """`transport`: of the encoders."""
+        """`transport`: that of the encoders."""
         self.options = options
         self.spec = spec
         self.replica = serve.get_replica_context().replica_id.unique_id
         reader = Receiver(options.device) if transport == "nixl" else None
         self.embedder = Embedder(router, spec.dtype, reader)
         self.series = ChatMetrics()
-        self.language = tokenizer.load(own)
-        self.generator = Generator(model.load(own, options.device), self.language.tokenizer)
+        self.language = load_language(own)
+        self.generator = model.Generator(model.load(own, options.device), self.language.tokenizer)
         self.thread = ThreadPoolExecutor(1, "generate")
         self.broken = ""
         self._warm()
         log.info("language model %s is ready: %s", self.replica, spec.id)
 
     def _warm(self) -> None:
-        """A short answer: what loads at first use loads before we are ready."""
+        """Generates a short text, so that lazy initialisation is over before we are ready."""
         made = prompt([{"role": "user", "content": "a"}], [], 2, self.spec, self.language)
-        self._generate(made, [], Sampling(temperature=0), lambda text: None, Flag())
+        self._generate(made, [], SamplingParams(temperature=0), lambda text: None, Flag())
 
-    async def complete(self, call: Call) -> AsyncGenerator[Event | Failed]:
-        """The answer as it grows, then Finish; or Failed, whatever came before."""
+    async def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent | ChatFailed]:
+        """The text as it grows, then Finish; or ChatFailed at any point."""
         started, begun, finish = monotonic(), False, "cancelled"
         try:
             async with aclosing(self._complete(call)) as events:
@@ -84,30 +182,31 @@ class Chat:
                     yield event
         except AtItem as error:
             finish = "failed"
-            yield Failed(error.error, error.item)
+            yield ChatFailed(error.error, error.item)
         except ServiceError as error:
             finish = "failed"
-            yield Failed(error)
+            yield ChatFailed(error)
         except Exception:
             finish = "failed"
             raise
         finally:
             self.series.answers.labels(finish).inc()
 
-    async def _complete(self, call: Call) -> AsyncGenerator[Event]:
+    async def _complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
         deadline = Deadline(call.timeout_seconds, "ask for fewer tokens")
         sampling = call.sampling
         seen = placed(call.media, self.spec.video)
         most = sampling.max_tokens or self.options.default_max_tokens
         encoding = asyncio.ensure_future(self._encode(call, deadline))
-        encoding.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
+        # Retrieves the exception, which asyncio would otherwise log if the prompt fails first.
+        encoding.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             made = await asyncio.to_thread(
                 prompt, call.messages, seen, most, self.spec, self.language
             )
             embeddings = await encoding
         finally:
-            encoding.cancel()  # what is refused by its prompt is not encoded for nobody
+            encoding.cancel()  # a rejected prompt ends its encoding too
         loop, flag = asyncio.get_running_loop(), Flag()
         texts: asyncio.Queue[str | None] = asyncio.Queue()
 
@@ -122,17 +221,17 @@ class Chat:
             waiting: list[str | None] = []
             while None not in waiting:
                 waiting = [await deadline.keep(texts.get())]
-                # What has come meanwhile goes along: a message for each token would cost more.
+                # Text that arrived meanwhile is sent along: a message per token costs more.
                 while not texts.empty():
                     waiting.append(texts.get_nowait())
                 if text := "".join(one for one in waiting if one):
-                    yield Piece(text)
+                    yield TextDelta(text)
             yield await work
         finally:
             flag.set()
             work.cancel()
 
-    async def _encode(self, call: Call, deadline: Deadline) -> list[Embedding]:
+    async def _encode(self, call: ChatCall, deadline: Deadline) -> list[Embedding]:
         started = monotonic()
         found = await self.embedder.encode(call.media, deadline, call.origin)
         if call.media:
@@ -143,11 +242,11 @@ class Chat:
         self,
         made: Prompt,
         embeddings: Sequence[Embedding],
-        sampling: Sampling,
-        emit: Emit,
+        sampling: SamplingParams,
+        emit: model.Emit,
         flag: Flag,
     ) -> Finish:
-        """In the thread that owns the device."""
+        """Runs in the thread that owns the device."""
         device = self.generator.model.device
         try:
             rows = [tensor(one).to(device) for one in embeddings]
@@ -164,11 +263,11 @@ class Chat:
             raise
 
     def scrape(self) -> tuple[str, str]:
-        """This replica's id, and its series in Prometheus' text format."""
+        """This replica's id, and its series in Prometheus text format."""
         return self.replica, self.series.text()
 
     async def check_health(self) -> None:
-        """Serve replaces a replica that raises here: CUDA does not recover from most errors."""
+        """Serve replaces a replica that raises here. CUDA does not recover from most errors."""
         if self.broken:
             raise Unavailable(f"the device failed: {self.broken}")
 

@@ -1,7 +1,8 @@
-"""The HTTP half of the chat API: bytes in, service.py, completions or server-sent events out."""
+"""The chat API over HTTP: request in, chat completion or server-sent events out, as OpenAI's."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
@@ -14,23 +15,26 @@ from starlette.types import Receive, Scope, Send
 
 from encoder_service.api import envelope
 from encoder_service.api.errors import fault
-from encoder_service.api.exchange import Exchange
 from encoder_service.api.upload import read_body
-from encoder_service.llm.answer import DONE, Answers, error, event, models
-from encoder_service.llm.schema import ChatRequest, InvalidKey, UnknownModel
+from encoder_service.llm.schema import ChatEvent, ChatRequest, Finish, InvalidKey, UnknownModel
 from encoder_service.llm.service import ChatService, Parsed
-from encoder_service.llm.types import Event, Finish
+from encoder_service.llm.spec import LlmSpec
+from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 
+Json = dict[str, Any]
+
 CHAT_PATH = "/v1/chat/completions"
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream."""
 
 
 def add(app: FastAPI, service: Service, chat: ChatService) -> None:
-    """The routes of the chat API."""
+    """Adds the routes of the chat API."""
 
     @app.post(CHAT_PATH)
     async def completions(request: Request) -> Response:
-        """A chat completion, as OpenAI's API has it."""
+        """A chat completion, as in OpenAI's API."""
         exchange: Exchange = request.state.exchange
         answers = Answers(chat.spec, exchange.request_id, int(time.time()))
         parsed = None
@@ -52,28 +56,29 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> dict[str, Any]:
-        """The language model that answers here."""
+        """The language model that is served."""
         service.authorize(request.headers.get("authorization"))
         return models(chat.spec)
 
 
 def refusal(problem: Exception, parsed: Parsed | None, exchange: Exchange) -> Response:
-    """An error in OpenAI's shape, with the status and headers of every other."""
-    found = exchange.problem = fault(problem, exchange.request_id)
+    """An error in OpenAI's shape, with our usual status and headers."""
+    found = fault(problem, exchange.request_id)
+    exchange.failed(found.row.type, found.message)
     param = problem.param if isinstance(problem, InvalidKey | UnknownModel) else None
     if parsed and found.item is not None:
         param = parsed.place(found.item)
-    return envelope.response(found, error(found, param))
+    return envelope.response(found, found.openai_document(param))
 
 
 async def begun(
-    events: AsyncGenerator[Event],
+    events: AsyncGenerator[ChatEvent],
     request: ChatRequest,
     answers: Answers,
     exchange: Exchange,
     held: ExitStack,
 ) -> Response:
-    """A stream, once its first piece is there: what fails before has a status of its own."""
+    """The stream, once its first event is there: earlier failures have a status of their own."""
     try:
         first = await anext(events)
     except BaseException:
@@ -84,10 +89,10 @@ async def begun(
 
 
 class EventStream(StreamingResponse):
-    """Ends the generation with the connection, whoever ends that."""
+    """Ends the generation when the connection ends, whichever side closes it."""
 
     def __init__(
-        self, body: AsyncGenerator[bytes], events: AsyncGenerator[Event], held: ExitStack
+        self, body: AsyncGenerator[bytes], events: AsyncGenerator[ChatEvent], held: ExitStack
     ) -> None:
         headers = {"cache-control": "no-cache"}
         super().__init__(body, media_type="text/event-stream", headers=headers)
@@ -104,13 +109,13 @@ class EventStream(StreamingResponse):
 
 
 async def written(
-    first: Event,
-    rest: AsyncGenerator[Event],
+    first: ChatEvent,
+    rest: AsyncGenerator[ChatEvent],
     request: ChatRequest,
     answers: Answers,
     exchange: Exchange,
 ) -> AsyncGenerator[bytes]:
-    """The server-sent events. An error in the middle is the last of them."""
+    """The server-sent events. An error in the middle ends them."""
     yield answers.chunk({"role": "assistant", "content": ""})
     try:
         async for one in chained(first, rest):
@@ -122,13 +127,77 @@ async def written(
             if options and options.include_usage:
                 yield answers.usage_chunk(one)
     except Exception as problem:
-        exchange.problem = fault(problem, exchange.request_id)
-        yield event(error(exchange.problem))
+        found = fault(problem, exchange.request_id)
+        exchange.failed(found.row.type, found.message)
+        yield event(found.openai_document())
     yield DONE
 
 
-async def chained(first: Event, rest: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
-    """The first, then the rest."""
+async def chained(first: ChatEvent, rest: AsyncGenerator[ChatEvent]) -> AsyncGenerator[ChatEvent]:
     yield first
     async for one in rest:
         yield one
+
+
+class Answers:
+    """The documents of one request's completion."""
+
+    def __init__(self, spec: LlmSpec, request_id: str, created: int) -> None:
+        self.head: Json = {
+            "id": f"chatcmpl-{request_id}",
+            "created": created,
+            "model": spec.id,
+            "weights": "dummy" if spec.dummy else "checkpoint",
+        }
+
+    def completion(self, text: str, finish: Finish) -> Json:
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": finish.reason,
+        }
+        return self.head | {
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": usage(finish),
+        }
+
+    def chunk(self, delta: Json, finish: Finish | None = None) -> bytes:
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "finish_reason": finish.reason if finish else None,
+        }
+        return event(self.head | {"object": "chat.completion.chunk", "choices": [choice]})
+
+    def usage_chunk(self, finish: Finish) -> bytes:
+        """The last event before DONE, if `include_usage` is set."""
+        document = {"object": "chat.completion.chunk", "choices": [], "usage": usage(finish)}
+        return event(self.head | document)
+
+
+def usage(finish: Finish) -> Json:
+    """Token counts; an image or video counts as many as its embedding has rows."""
+    return {
+        "prompt_tokens": finish.prompt_tokens,
+        "completion_tokens": finish.completion_tokens,
+        "total_tokens": finish.prompt_tokens + finish.completion_tokens,
+    }
+
+
+def models(spec: LlmSpec) -> Json:
+    """The response of GET /v1/models."""
+    entry = {
+        "id": spec.id,
+        "object": "model",
+        "created": 0,
+        "owned_by": "encoder-service",
+        "max_model_len": spec.max_model_len,
+        "weights": "dummy" if spec.dummy else "checkpoint",
+    }
+    return {"object": "list", "data": [entry]}
+
+
+def event(document: Json) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(document).encode() + b"\n\n"

@@ -1,13 +1,27 @@
-"""A vision-language model of transformers without its vision tower, which is never allocated."""
+"""A transformers model without its vision tower: loading, inputs, generation.
+
+The tower is never allocated; embeddings come from the encoders.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from threading import Event
 from typing import Any
 
 import torch
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 from transformers.utils import logging
@@ -16,10 +30,14 @@ from actors.errors import CheckpointError, StartError
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset, find
 from encoder_service.llm.prompt import Prompt
+from encoder_service.llm.schema import Finish, SamplingParams
 from encoder_service.llm.spec import LlmSpec
 
 DUMMY_SEED = 0
-"""Fixed: every replica writes the same."""
+"""Fixed, so that every replica generates the same text."""
+
+Emit = Callable[[str], None]
+"""Called with each piece of the text, in the generating thread."""
 
 
 def load(options: ModelOptions, device: str) -> Any:
@@ -55,7 +73,6 @@ def load(options: ModelOptions, device: str) -> Any:
 
 
 def read_config(options: ModelOptions) -> Any:
-    """transformers' own configuration."""
     files = find(options)
     if isinstance(files, Preset):
         config = dict(files.read_json("config.json") or {})
@@ -69,7 +86,7 @@ def read_config(options: ModelOptions) -> Any:
 
 
 def without_tower(kind: type) -> Any:
-    """The class, whose models forget their tower while it has shapes only and no memory."""
+    """A subclass whose models drop their tower while it is on the meta device, without memory."""
 
     def __init__(self: Any, config: Any) -> None:
         kind.__init__(self, config)  # type: ignore[misc]
@@ -78,16 +95,16 @@ def without_tower(kind: type) -> Any:
     names = {
         "__init__": __init__,
         "_keys_to_ignore_on_load_unexpected": [r"(^|\.)visual\."],
-        # transformers renames a checkpoint's tensors for its own classes alone.
+        # transformers renames a checkpoint's tensors only for its own classes.
         "__module__": kind.__module__,
     }
     return type(kind.__name__, (kind,), names)
 
 
 def dummy(kind: Any, config: Any, dtype: torch.dtype) -> Any:
-    """As transformers initialises what a checkpoint lacks, the same in every process."""
+    """Random weights, initialised by transformers, the same in every process."""
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would list every tensor as missing
+    logging.set_verbosity_error()  # otherwise it lists every tensor as missing
     try:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(DUMMY_SEED)
@@ -97,11 +114,11 @@ def dummy(kind: Any, config: Any, dtype: torch.dtype) -> Any:
 
 
 def inputs(prompt: Prompt, rows: Sequence[Tensor], spec: LlmSpec) -> dict[str, Any]:
-    """What `forward` and `generate` take of one prompt.
+    """The arguments of `forward` and `generate` for one prompt.
 
     rows: [tokens, hidden x (1 + deepstack)] of each image and video of the prompt, in order, on the
-    model's device. transformers computes the positions (M-RoPE) from their grids, and those of
-    Qwen2.5-VL's videos from their times.
+    model's device. transformers computes the positions (M-RoPE) from their grids, and for videos
+    of Qwen2.5-VL from their times.
     """
     device = rows[0].device if rows else None
     input_ids = torch.tensor([prompt.ids], device=device)
@@ -120,7 +137,7 @@ def inputs(prompt: Prompt, rows: Sequence[Tensor], spec: LlmSpec) -> dict[str, A
             seconds = [one.seconds_per_group for one in ones]
             made["second_per_grid_ts"] = torch.tensor(seconds, device=device)
     for one, each in zip(prompt.placed, rows, strict=True):
-        # One token for both: then the rows are told apart by nothing but their order.
+        # With one token for both, only the order tells the rows apart.
         kind = "image" if spec.video_style.as_images else one.kind
         outputs.setdefault(kind, []).append(each)
     if outputs:
@@ -131,10 +148,163 @@ def inputs(prompt: Prompt, rows: Sequence[Tensor], spec: LlmSpec) -> dict[str, A
 
 
 def encoded(rows: Sequence[Tensor], deepstack: int) -> BaseModelOutputWithPooling:
-    """Embeddings as a tower of transformers would give them: main features, deepstack features."""
+    """Embeddings in the form of a transformers tower's output: main and deepstack features."""
     features = [one.chunk(1 + deepstack, dim=1) for one in rows]
     main = [one[0] for one in features]
     if not deepstack:
         return BaseModelOutputWithPooling(pooler_output=main)
     deeper = [[one[level] for one in features] for level in range(1, 1 + deepstack)]
     return BaseModelOutputWithDeepstackFeatures(pooler_output=main, deepstack_features=deeper)
+
+
+class Cancelled(Exception):
+    """The client has left."""
+
+
+class Generator:
+    """A loaded model with its tokenizer. Not thread-safe."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+
+    def generate(
+        self,
+        inputs: Mapping[str, Any],
+        sampling: SamplingParams,
+        max_tokens: int,
+        emit: Emit,
+        cancelled: Event,
+    ) -> Finish:
+        """Emits the text as it grows, then returns. `inputs`: see inputs(). Raises Cancelled."""
+        if cancelled.is_set():
+            raise Cancelled
+        config = self._config(sampling, max_tokens)
+        stream = TextStream(self.tokenizer, sampling.stop, emit)
+        criteria = StoppingCriteriaList([Ended(lambda: cancelled.is_set() or stream.stopped)])
+        # The global random state is this completion's: the process generates nothing else.
+        torch.manual_seed(secrets.randbits(63) if sampling.seed is None else sampling.seed)
+        with torch.inference_mode():
+            self.model.generate(
+                **{name: self._on_device(value) for name, value in inputs.items()},
+                generation_config=config,
+                stopping_criteria=criteria,
+                streamer=stream,
+            )
+        if cancelled.is_set():
+            raise Cancelled
+        ended = stream.stopped or stream.ids[-1] in self._ends(config)
+        prompt_tokens = inputs["input_ids"].shape[1]
+        return Finish("stop" if ended else "length", prompt_tokens, len(stream.ids))
+
+    def _config(self, sampling: SamplingParams, max_tokens: int) -> GenerationConfig:
+        """The checkpoint's own, overridden by the request."""
+        config = copy.deepcopy(self.model.generation_config)
+        config.max_new_tokens, config.max_length, config.num_return_sequences = max_tokens, None, 1
+        if sampling.temperature == 0:
+            config.do_sample = False
+        elif sampling.temperature is not None:
+            config.do_sample, config.temperature = True, sampling.temperature
+        if not config.do_sample:
+            config.temperature = config.top_p = config.top_k = None
+        elif sampling.top_p is not None:
+            config.top_p = sampling.top_p
+        if config.pad_token_id is None:
+            config.pad_token_id = next(iter(self._ends(config)), 0)
+        return config
+
+    def _ends(self, config: GenerationConfig) -> tuple[int, ...]:
+        ends = config.eos_token_id
+        return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+    def _on_device(self, value: Any) -> Any:
+        return value.to(self.model.device) if isinstance(value, Tensor) else value
+
+
+class Ended(StoppingCriteria):  # type: ignore[misc]
+    """Called by `generate` after each token."""
+
+    def __init__(self, ended: Callable[[], bool]) -> None:
+        self.ended = ended
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        return torch.full((len(input_ids),), self.ended(), device=input_ids.device)
+
+
+class TextStream(BaseStreamer):  # type: ignore[misc]
+    """Decodes tokens as soon as they are whole characters, up to a stop text."""
+
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...], emit: Emit) -> None:
+        self.tokenizer = tokenizer
+        self.decoder = DecodeStream(skip_special_tokens=True)
+        self.filter = StopFilter(stops)
+        self.emit = emit
+        self.ids: list[int] = []
+        self.decoded = ""
+        self.in_prompt = True
+
+    @property
+    def stopped(self) -> bool:
+        return self.filter.stopped
+
+    def put(self, value: Tensor) -> None:
+        """Called by `generate` with the prompt first, then with each token."""
+        if self.in_prompt:
+            self.in_prompt = False
+            return
+        for token in value.flatten().tolist():
+            self.ids.append(token)
+            self._show(self.decoder.step(self.tokenizer.backend_tokenizer, token) or "")
+
+    def end(self) -> None:
+        """Emits what was held back: half a stop text, bytes that are no whole character."""
+        whole = self.tokenizer.decode(
+            self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        if whole.startswith(self.decoded):
+            self._show(whole[len(self.decoded) :])
+        if rest := self.filter.rest():
+            self.emit(rest)
+
+    def _show(self, text: str) -> None:
+        self.decoded += text
+        if shown := self.filter.feed(text):
+            self.emit(shown)
+
+
+class StopFilter:
+    """Passes text up to the first stop text, and holds back what may be the start of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self.held = ""
+        self.stopped = False
+
+    def feed(self, text: str) -> str:
+        """The text that may be shown now; nothing after a stop text."""
+        if self.stopped:
+            return ""
+        self.held += text
+        found = [(at + len(stop), at) for stop in self.stops if (at := self.held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            _, start = min(found)  # the one that is complete first, however the text is split
+            return self._let(start)
+        return self._let(len(self.held) - self._beginning())
+
+    def rest(self) -> str:
+        """What was held back and is no stop text, at the end of the completion."""
+        return "" if self.stopped else self._let(len(self.held))
+
+    def _let(self, characters: int) -> str:
+        shown, self.held = self.held[:characters], self.held[characters:]
+        return shown
+
+    def _beginning(self) -> int:
+        """Characters at the end that may be the start of a stop text."""
+        most = max((len(stop) - 1 for stop in self.stops), default=0)
+        lengths = range(min(most, len(self.held)), 0, -1)
+        return next((n for n in lengths if self.held.endswith(self._starts(n))), 0)
+
+    def _starts(self, length: int) -> tuple[str, ...]:
+        return tuple(stop[:length] for stop in self.stops if len(stop) > length)

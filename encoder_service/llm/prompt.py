@@ -1,34 +1,108 @@
-"""From messages to tokens: the chat template, and a placeholder for each row of an embedding."""
+"""From messages to tokens: tokenizer, chat template, a placeholder for each embedding row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jinja2 import TemplateError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from actors.errors import InvalidRequest
+from actors.errors import CheckpointError, InvalidRequest
+from actors.options import ModelOptions
+from actors.spec.checkpoint import Files, Preset, find
 from encoder_service.llm.placeholders import Placed
+from encoder_service.llm.schema import Message
 from encoder_service.llm.spec import LlmSpec
-from encoder_service.llm.tokenizer import Language
-from encoder_service.llm.types import Message
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
+
+SPECIAL = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+)
+"""A preset's special tokens, which follow its 256 byte tokens."""
+
+CHATML = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
+{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>\
+{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>\
+{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Qwen's chat template, for presets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """A tokenizer and a chat template."""
+
+    tokenizer: Any
+    """transformers' PreTrainedTokenizerFast."""
+    template: str
+
+
+def load_language(options: ModelOptions) -> Language:
+    """A model's own tokenizer and template; bytes and ChatML for a preset.
+
+    Raises CheckpointError. Code from a repository is never run.
+    """
+    files = find(options)
+    if isinstance(files, Preset):
+        return Language(byte_tokenizer(), CHATML)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            options.id, revision=options.revision, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the tokenizer of {options.id!r} cannot be read: {error}") from error
+    template = read_template(files) or tokenizer.chat_template
+    if not isinstance(template, str) or not tokenizer.is_fast:
+        raise CheckpointError(
+            f"{options.id!r} has no tokenizer.json or no chat template: a model for chat has both"
+        )
+    return Language(tokenizer, template)
+
+
+def read_template(files: Files) -> str | None:
+    """The processor's template: unlike the tokenizer's it always covers images."""
+    path = files.path("chat_template.jinja")
+    if path is not None:
+        return path.read_text(encoding="utf-8")
+    stored = files.read_json("chat_template.json") or {}
+    return stored.get("chat_template")
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte and those of ChatML, because presets have no vocabulary."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model reads."""
+    """The input of the language model."""
 
     ids: list[int]
-    """A token stands for each row of the embeddings."""
+    """With one token for each row of the embeddings."""
     kinds: list[int]
     """What each token stands for: TEXT, or a row of IMAGE or VIDEO (transformers:
     mm_token_type_ids)."""
     placed: tuple[Placed, ...]
     """The images and videos, in order."""
     max_tokens: int
-    """How many more the answer may have."""
+    """How many tokens the completion may have."""
 
 
 def prompt(
@@ -63,9 +137,9 @@ def prompt(
 def expand(
     ids: Sequence[int], placed: Sequence[Placed], spec: LlmSpec, language: Language
 ) -> tuple[list[int], list[int]]:
-    """Each image's and each video's token -> what stands for its rows; and the kinds of all.
+    """Replaces the token of each image and video by its placeholders. Returns ids and kinds.
 
-    Raises InvalidRequest where there are not as many such tokens as images and videos.
+    Raises InvalidRequest if there are not as many such tokens as images and videos.
     """
     tokens = {spec.image_token_id: "image", spec.video_token_id: "video"}
     waiting: dict[str, Iterator[Placed]] = {}
@@ -91,16 +165,16 @@ def expand(
 
 
 Runs = list[tuple[list[int], int]]
-"""Tokens, and the kind of all of them."""
+"""Lists of tokens, each of one kind."""
 
 
 def image_runs(one: Placed, spec: LlmSpec) -> Runs:
-    """The image token as often as the image has rows."""
+    """The image token, once per row."""
     return [([spec.image_token_id] * one.tokens, IMAGE)]
 
 
 def video_runs(one: Placed, spec: LlmSpec, language: Language) -> Runs:
-    """The groups of a video's frames with the text around each."""
+    """The groups of a video's frames, with the text around each."""
     style = spec.video_style
     token = spec.image_token_id if style.as_images else spec.video_token_id
     rows = [token] * (one.tokens // len(one.times))

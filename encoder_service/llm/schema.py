@@ -1,11 +1,14 @@
-"""The words of a chat request, as OpenAI's API has them. Knows nothing of transport.
+"""A chat request, as in OpenAI's API, and the types that it becomes on its way to an answer:
 
-A key that is not here is refused: nothing of a request but `detail` is silently ignored.
+    ChatRequest -> ChatCall -> TextDelta, TextDelta, ..., Finish (or ChatFailed)
+
+Unknown keys are rejected: nothing of a request but `detail` is silently ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -17,84 +20,140 @@ from pydantic import (
     model_validator,
 )
 
-from actors.errors import InvalidRequest, NotFound
-from actors.types import Kind
-from encoder_service.llm.types import Message, Sampling
+from actors.errors import InvalidRequest, NotFound, ServiceError
+from actors.telemetry.request_context import NOBODY, Origin
+from actors.types import Kind, Media
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WireError, from_base64
 
 MOST_STOPS = 4
 MOST_TURNS, MOST_PARTS = 4096, 1024
-"""Messages of a request and parts of a message: each takes time, even if it says nothing."""
+"""Messages of a request and parts of a message: each takes time, even if it is empty."""
 MOST_STOP_CHARACTERS = 1000
-"""Of a stop text: each piece of the answer is searched for every beginning of it."""
+"""Limit for a stop text: the end of the text so far is compared with each of its prefixes."""
 MOST_PROBLEMS, MOST_NAMED, MOST_KEY = 1000, 10, 100
-"""Of what is wrong with a request: looked at, named; and the characters shown of a key."""
+"""Limits for an error message: problems looked at, problems named, characters of a key."""
 MESSAGE_PART = 5
-"""Keys to a part of a message: messages, i, content, j, its type (pydantic's, not the body's)."""
+"""Keys to a message part: messages, i, content, j, its type (pydantic's, not the body's)."""
 DATA_URL = "data:"
 MOST_SHOWN = 40
-"""Characters of a URL that is none: it may be a whole file in base64."""
+"""Characters quoted of an invalid URL: it may be a whole file in base64."""
 EXAMPLES: dict[Kind, str] = {"image": "image/jpeg", "video": "video/mp4"}
 FRAMES = "data:video/jpeg;base64"
 KINDS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
 """`type` of a part -> of an item."""
 
 
-class Part(BaseModel):
-    """Frozen, and refuses what it does not know."""
+Message = dict[str, Any]
+"""{"role", "content"} as chat templates read it; images and videos of the content are
+{"type": "image"} and {"type": "video"}."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen, and when generation stops."""
+
+    max_tokens: int | None = None
+    """None: the service's default."""
+    temperature: float | None = None
+    """0: greedy. None: as in the checkpoint's generation_config.json."""
+    top_p: float | None = None
+    """None: as in the checkpoint's generation_config.json."""
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion and are not part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """An admitted request."""
+
+    messages: tuple[Message, ...]
+    media: tuple[Media, ...]
+    """Images and videos, in the order of the messages."""
+    sampling: SamplingParams
+    timeout_seconds: float
+    origin: Origin = NOBODY
+    """The request that this work belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Some of the completion's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a completion."""
+
+    reason: Literal["stop", "length"]
+    prompt_tokens: int
+    """Those of images and videos included."""
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFailed:
+    """The end of a request that failed. A value, because Serve logs what is raised."""
+
+    error: ServiceError
+    item: int | None = None
+    """Position of the image or video that caused it; None: the request as a whole."""
+
+
+ChatEvent = TextDelta | Finish
+"""What a completion consists of."""
+
+
+class StrictModel(BaseModel):
+    """Immutable; rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class TextPart(Part):
-    """Text of a message."""
-
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class ImageUrl(Part):
+class ImageUrl(StrictModel):
     """`data:image/jpeg;base64,...`, or https of a host that `fetch.allow_hosts` names."""
 
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
-    """Taken, as clients send it, and all the same: the resolution is the model's own."""
+    """Accepted because clients send it, but ignored: the model determines the resolution."""
 
 
-class ImagePart(Part):
-    """An image of a message."""
-
+class ImagePart(StrictModel):
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-class VideoUrl(Part):
+class VideoUrl(StrictModel):
     """`data:video/mp4;base64,...`, or https of a host that `fetch.allow_hosts` names.
 
-    `data:video/jpeg;base64,` before JPEGs with commas between them: its frames, all encoded.
+    `data:video/jpeg;base64,` followed by JPEGs separated by commas: its frames, all encoded.
     """
 
     url: str
 
 
-class VideoPart(Part):
-    """A video of a message."""
-
+class VideoPart(StrictModel):
     type: Literal["video_url"]
     video_url: VideoUrl
 
 
 def as_parts(content: Any) -> Any:
-    """A string is one part."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
 
 
-class ChatMessage(Part):
-    """One turn."""
+class ChatMessage(StrictModel):
+    """One turn of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[ContentPart], BeforeValidator(as_parts)] = Field(
@@ -102,22 +161,19 @@ class ChatMessage(Part):
     )
 
 
-class StreamOptions(Part):
-    """Of a streamed answer."""
-
+class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
 def as_list(stop: Any) -> Any:
-    """One stop text is a list of one."""
     return [stop] if isinstance(stop, str) else [] if stop is None else stop
 
 
-class ChatRequest(Part):
+class ChatRequest(StrictModel):
     """The body of POST /v1/chat/completions."""
 
     model: str
-    # The first that is wrong is enough: a million of them would take seconds.
+    # fail_fast: listing a million wrong messages would take seconds.
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_TURNS, fail_fast=True)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -135,14 +191,12 @@ class ChatRequest(Part):
 
     @model_validator(mode="after")
     def options_belong_to_a_stream(self) -> Self:
-        """As OpenAI's."""
         if self.stream_options and not self.stream:
             raise ValueError("stream_options: only with stream: true")
         return self
 
-    def sampling(self) -> Sampling:
-        """How to generate."""
-        return Sampling(
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
             max_tokens=self.max_completion_tokens or self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -151,16 +205,15 @@ class ChatRequest(Part):
         )
 
     def template_messages(self) -> tuple[Message, ...]:
-        """As chat templates read them."""
         return tuple(map(template_message, self.messages))
 
     def characters(self) -> int:
-        """Of all texts together."""
+        """Length of all texts together."""
         parts = (part for message in self.messages for part in message.content)
         return sum(len(part.text) for part in parts if isinstance(part, TextPart))
 
     def media(self) -> Iterator[tuple[str, ImagePart | VideoPart]]:
-        """Where each image and video stands, and what it is, in order."""
+        """The path and part of each image and video, in order."""
         for i, message in enumerate(self.messages):
             for j, part in enumerate(message.content):
                 if not isinstance(part, TextPart):
@@ -168,22 +221,22 @@ class ChatRequest(Part):
 
 
 class InvalidKey(InvalidRequest):
-    """A key of the request has a value that it cannot have."""
+    """A key of the request has an invalid value."""
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message, param)
         self.param = param
-        """Where, as `messages[0].content[1]`; None: the request as a whole."""
+        """Its path, as `messages[0].content[1]`; None: the request as a whole."""
 
 
 class UnknownModel(NotFound):
-    """It asks for a model that is not served here."""
+    """The request names a model that is not served here."""
 
     param = "model"
 
 
 def parse(document: Mapping[str, Any]) -> ChatRequest:
-    """Raises InvalidKey, which names the offending keys and quotes nothing of the content."""
+    """Raises InvalidKey, which names the wrong keys and quotes none of the content."""
     try:
         return ChatRequest.model_validate(document)
     except ValidationError as error:
@@ -191,7 +244,7 @@ def parse(document: Mapping[str, Any]) -> ChatRequest:
 
 
 def invalid(error: ValidationError) -> InvalidKey:
-    """What is wrong, as far as one wants to read it and it takes no time to say."""
+    """The first problems, bounded in number and time."""
     count = error.error_count()
     if count > MOST_PROBLEMS:
         return InvalidKey(f"the request: {count} keys or values are not supported here", None)
@@ -203,7 +256,7 @@ def invalid(error: ValidationError) -> InvalidKey:
 
 
 def place(keys: Sequence[int | str]) -> str:
-    """Where a key stands: `messages[0].content[1].text`. One of the client's own is cut short."""
+    """The path of a key: `messages[0].content[1].text`. Unknown keys are cut short."""
     if keys[2:3] == ("content",):
         keys = (*keys[: MESSAGE_PART - 1], *keys[MESSAGE_PART:])
     named = (f"[{key}]" if isinstance(key, int) else f".{key[:MOST_KEY]}" for key in keys)
@@ -211,14 +264,13 @@ def place(keys: Sequence[int | str]) -> str:
 
 
 def reason(problem: Mapping[str, Any]) -> str:
-    """One of pydantic's problems."""
     if problem["type"] == "extra_forbidden":
         return "not supported here; leave it out"
-    return str(problem["msg"]).removeprefix("Value error, ")  # of validators here
+    return str(problem["msg"]).removeprefix("Value error, ")  # pydantic's, for our validators
 
 
 def template_message(message: ChatMessage) -> Message:
-    """{"role", "content"}; text alone stays a string, which every template reads."""
+    """Text-only content becomes a string, which every chat template accepts."""
     role = "system" if message.role == "developer" else message.role
     if all(isinstance(part, TextPart) for part in message.content):
         texts = (part.text for part in message.content if isinstance(part, TextPart))

@@ -1,6 +1,6 @@
-"""The calls of the chat API: admit, then ask the language model, once more if it is lost.
+"""The calls of the chat API: parse, admit, ask the language model, retry if its replica is lost.
 
-Knows nothing of Ray, HTTP or torch: the replicas are a `ChatBackend`.
+Knows neither Ray, HTTP nor torch. The replicas are a `ChatBackend`; ingress.py has the real one.
 """
 
 from __future__ import annotations
@@ -13,58 +13,63 @@ from typing import Protocol
 from actors.errors import InvalidRequest, ServiceError, Unavailable
 from actors.telemetry.request_context import ORIGIN
 from actors.types import Media
-from encoder_service.api.bounds import check_json
-from encoder_service.api.deadline import Deadline
 from encoder_service.api.errors import AtItem
-from encoder_service.intake.admission import Admission
-from encoder_service.llm.options import LlmOptions
-from encoder_service.llm.schema import ChatRequest, UnknownModel, item, parse
+from encoder_service.config import LlmOptions
+from encoder_service.intake.limits import Deadline, offload
+from encoder_service.intake.media import Admission
+from encoder_service.llm.schema import (
+    ChatCall,
+    ChatEvent,
+    ChatRequest,
+    Finish,
+    UnknownModel,
+    item,
+    parse,
+)
 from encoder_service.llm.spec import LlmSpec
-from encoder_service.llm.types import Call, Event, Finish
-from encoder_service.ops.offload import offload
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import WireError, read_json
+from encoder_service.wire.formats import WireError, check_json, read_json
 
 ATTEMPTS = 3
-"""How many replicas may be lost under a request of which nothing was answered yet. What is lost of
-its embeddings is not counted: router/here.py tries that again."""
+"""How often a request is tried whose replica is lost before any text was sent. Lost embeddings do
+not count: router/here.py retries those."""
 
 MOST_VALUES = 2**20
-"""Of a body, as bounds.py counts them: the commas of long texts among them."""
+"""Limit for a body, as bounds.py counts: the commas of long texts count too."""
 
 MOST_CHARACTERS_A_TOKEN = 100
-"""More than any text has on average: what is longer is refused before it is tokenised."""
+"""More than any text has on average. A longer text is rejected before it is tokenised."""
 
 
 class ReplicaLost(Unavailable):
-    """The language model's replica died: another may answer."""
+    """The language model's replica died; another one may answer."""
 
 
 class ChatBackend(Protocol):
-    """The language model's replicas. Raises only errors of this service."""
+    """The language model's replicas. Raises only the errors of actors/errors.py."""
 
-    def complete(self, call: Call) -> AsyncGenerator[Event]:
-        """The answer as it grows; closing it ends the generation."""
+    def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
+        """The text as it grows, then Finish. Closing it ends the generation."""
 
     async def ready_replicas(self) -> int:
-        """Replicas that may be given work."""
+        """How many replicas accept work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A request that can be read."""
+    """A valid request, not yet admitted."""
 
     request: ChatRequest
     items: tuple[RequestItem, ...]
     """Its images and videos, in order."""
 
     def place(self, index: int) -> str:
-        """Where an image or video stands in the request."""
+        """The path of an image or video in the request."""
         return list(self.request.media())[index][0]
 
 
 class ChatService:
-    """One front door to the language model."""
+    """One front door to the language model: what llm/http.py calls."""
 
     def __init__(
         self, options: LlmOptions, spec: LlmSpec, admission: Admission, backend: ChatBackend
@@ -82,7 +87,7 @@ class ChatService:
             raise UnknownModel(f"model {named!r} is not here, but {self.spec.id!r} is")
         return parsed
 
-    async def admit(self, parsed: Parsed) -> Call:
+    async def admit(self, parsed: Parsed) -> ChatCall:
         """Raises ServiceError, or AtItem with the position of the image or video at fault."""
         media: list[Media] = []
         admitted = await self.admission.admit(parsed.items) if parsed.items else []
@@ -91,12 +96,12 @@ class ChatService:
                 raise AtItem(index, one)
             media.append(one)
         tokens = sum(one.plan.tokens for one in media)
-        if tokens >= self.spec.max_model_len:  # before the encoders work for nothing
+        if tokens >= self.spec.max_model_len:  # before the encoders work in vain
             raise InvalidRequest(
                 f"the images and videos are {tokens} tokens; the maximum context length is "
                 f"{self.spec.max_model_len} (llm.max_model_len): send less, or scale them down"
             )
-        return Call(
+        return ChatCall(
             messages=parsed.request.template_messages(),
             media=tuple(media),
             sampling=parsed.request.sampling(),
@@ -125,8 +130,8 @@ class ChatService:
             raise Unavailable("no language model is ready yet: weights are loaded")
         return ready
 
-    async def complete(self, call: Call) -> tuple[str, Finish]:
-        """The whole answer. A replica that is lost costs time, not the answer."""
+    async def complete(self, call: ChatCall) -> tuple[str, Finish]:
+        """The whole text. If the replica is lost, the request is tried again on another one."""
         deadline = self._deadline(call)
         for attempt in range(1, ATTEMPTS + 1):
             pieces: list[str] = []
@@ -141,8 +146,8 @@ class ChatService:
                     raise
         raise AssertionError("an answer without an end. This is a bug.")
 
-    async def stream(self, call: Call) -> AsyncGenerator[Event]:
-        """The answer as it grows. A replica may be lost unnoticed before the first piece."""
+    async def stream(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
+        """The text as it grows. A replica that is lost before the first event is replaced."""
         deadline = self._deadline(call)
         for attempt in range(1, ATTEMPTS + 1):
             begun = False
@@ -156,8 +161,8 @@ class ChatService:
                 if begun or attempt == ATTEMPTS:
                     raise
 
-    async def _events(self, call: Call, deadline: Deadline) -> AsyncGenerator[Event]:
-        """One attempt. The deadline is around what is waited for, not what the consumer does."""
+    async def _events(self, call: ChatCall, deadline: Deadline) -> AsyncGenerator[ChatEvent]:
+        """One attempt. The deadline covers waiting, not the time that the consumer takes."""
         async with aclosing(self.backend.complete(call)) as events:
             while True:
                 event = await deadline.keep(anext(events))
@@ -165,5 +170,5 @@ class ChatService:
                 if isinstance(event, Finish):
                     return
 
-    def _deadline(self, call: Call) -> Deadline:
+    def _deadline(self, call: ChatCall) -> Deadline:
         return Deadline(call.timeout_seconds, "ask for fewer tokens, or raise llm.timeout_seconds")

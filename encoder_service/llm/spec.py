@@ -1,4 +1,4 @@
-"""What a language model is, read from its config.json alone. Knows nothing of torch."""
+"""What a language model is, read from its config.json alone, without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actors.spec.checkpoint import find
 from actors.spec.model_spec import ModelSpec
 from actors.spec.video import VideoSizing
 from actors.types import Dtype
-from encoder_service.llm.options import LlmOptions
+from encoder_service.config import LlmOptions
 from encoder_service.llm.placeholders import STYLES, VideoStyle
 
 FAMILIES = {
@@ -24,10 +24,10 @@ FAMILIES = {
     "glm4v_moe": "glm4v",
     "glm46v": "glm4v",
 }
-"""`model_type` of config.json -> the family of the tower whose embeddings it reads."""
+"""`model_type` in config.json -> the family of the vision tower whose embeddings it reads."""
 
 COMMON_LENGTH = 32768
-"""Tokens that a model whose config.json does not say was made for."""
+"""Context length in tokens if config.json does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,19 @@ class LlmSpec:
     revision: str | None
     dtype: Dtype
     dummy: bool
-    """Random weights: what it writes means nothing."""
+    """Random weights: its text means nothing."""
     hidden_size: int
     deepstack: int
     """How many deepstack features follow the main ones in a row of an embedding."""
     image_token_id: int
-    """Stands in a prompt for one row of an image's embedding."""
+    """Placeholder for one row of an image's embedding."""
     video_token_id: int
-    """Stands for a video in what the chat template writes, and mostly for each of its rows."""
+    """Placeholder for a video in the template's output and, for most families, for each row."""
     video: VideoSizing | None
-    """How the encoders cut videos up. None: they take none."""
+    """How the encoders cut up videos. None: they take none."""
     video_style: VideoStyle
     max_model_len: int
-    """Tokens of prompt and answer together."""
+    """Maximum prompt plus completion length in tokens."""
 
 
 def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:

@@ -1,1 +1,1 @@
-"""What operators look at: metrics, the status page, the access log."""
+"""For operators: metrics, the status document and page, the access log."""

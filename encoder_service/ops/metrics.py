@@ -1,6 +1,6 @@
-"""The series of the front door, and the merging of all replicas' series into one page.
+"""The series of the front door, and the series of all replicas merged into one page.
 
-Knows nothing of Ray: who is asked, and how, is ingress.py's.
+ingress.py asks the replicas; this module only merges what they return.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class ServiceMetrics:
-    """Declared here and nowhere else. `api` is http, grpc or grpc_stream: calls that encode."""
+    """Series of one ingress replica. `api`: http, grpc, grpc_stream or chat."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "encoder_requests_total",
-            "Requests to encode, by the status of their answer.",
+            "Requests to encode, by the status of their response.",
             ("api", "code"),
             registry=self.registry,
         )
         self.request_seconds = Histogram(
             "encoder_request_seconds",
-            "From the first byte of a request to encode to the last of its answer.",
+            "Seconds from the first byte of a request to encode to the last byte of its response.",
             ("api",),
             buckets=SECONDS,
             registry=self.registry,
         )
 
     def record(self, api: str, code: str, seconds: float) -> None:
-        """One answered request."""
+        """Counts one answered request."""
         self.requests.labels(api, code).inc()
         self.request_seconds.labels(api).observe(seconds)
 
     def text(self) -> str:
-        """All series in Prometheus' text format."""
+        """All series in Prometheus text format."""
         return generate_latest(self.registry).decode()
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What one replica gave."""
+    """The series of one replica."""
 
     deployment: str
     replica: str
@@ -57,31 +57,31 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """What the replicas gave, and how many of each deployment gave nothing in time."""
+    """The series of all replicas that answered, and how many of each deployment did not."""
 
     pages: tuple[Page, ...]
     missing: dict[str, int]
 
 
 def merge(scrape: Scrape) -> bytes:
-    """One page of all replicas' series, labelled with deployment and replica."""
+    """All replicas' series as one page, labelled with deployment and replica."""
     registry = CollectorRegistry()
     registry.register(Merged(scrape))
     return generate_latest(registry)
 
 
 class Merged(Collector):
-    """A scrape as a collector: families of the same name become one."""
+    """A scrape as a collector: families of the same name are merged."""
 
     def __init__(self, scrape: Scrape) -> None:
         self.scrape = scrape
 
     def collect(self) -> Iterator[Metric]:
-        """The families of all pages, then how complete they are."""
+        """The families of all pages, then how complete the scrape is."""
         families: dict[str, Metric] = {}
         for page in self.scrape.pages:
             for family in text_string_to_metric_families(page.text):
-                # prometheus_client gives each counter and histogram a `_created` gauge besides.
+                # prometheus_client adds a `_created` gauge to each counter and histogram.
                 if not family.name.endswith("_created"):
                     known = families.setdefault(
                         family.name, Metric(family.name, family.documentation, family.type)
@@ -93,22 +93,24 @@ class Merged(Collector):
         scraped: dict[str, int] = dict.fromkeys(self.scrape.missing, 0)
         for page in self.scrape.pages:
             scraped[page.deployment] = scraped.get(page.deployment, 0) + 1
-        yield gauge("encoder_scraped_replicas", "Replicas in this page.", scraped.items())
+        yield gauge(
+            "encoder_scraped_replicas", "Replicas whose series are in this page.", scraped.items()
+        )
         yield gauge(
             "encoder_missing_replicas",
-            "Replicas, or deployments without any, that did not answer in time.",
+            "Replicas that did not answer in time; an unreachable deployment counts as one.",
             self.scrape.missing.items(),
         )
 
 
 def attributed(labels: dict[str, str], page: Page) -> dict[str, str]:
-    """Adds where a sample is from. One that speaks of a replica itself keeps its label."""
+    """Adds the origin of a sample. A `replica` label that it already has is kept."""
     source = "reporter" if "replica" in labels else "replica"
     return labels | {"deployment": page.deployment, source: page.replica}
 
 
 def gauge(name: str, help_text: str, values: Iterable[tuple[str, int]]) -> GaugeMetricFamily:
-    """A gauge by deployment."""
+    """A gauge with one sample per deployment."""
     family = GaugeMetricFamily(name, help_text, labels=["deployment"])
     for deployment, value in values:
         family.add_metric([deployment], value)

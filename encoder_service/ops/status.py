@@ -1,35 +1,71 @@
-"""GET /v1/status: the fleet at a glance, from the series of all replicas. Pure.
+"""The status of the fleet: the document of GET /v1/status and the page at `/` that shows it.
 
-Counters and histograms are totals since the replicas began: who looks twice has the rates.
+The document is computed from the series of all replicas. Counters and histograms are totals since
+the replicas started; two documents give rates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextvars import Context
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Generic, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from encoder_service.api.answer import Json
-from encoder_service.api.exchange import MOST_FAILURES, Failure
+from encoder_service.ops.exchange import MOST_FAILURES, Failure
 from encoder_service.ops.metrics import Scrape, attributed
 
+Json = dict[str, Any]
+Result = TypeVar("Result")
+
 STAGES = ("decode_queue", "preprocess", "queue", "encode")
-"""Of an item in its replica, in this order: each has a histogram of seconds."""
+"""Stages of an item in its replica, in order: each has a histogram of seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """What one ingress saw of everybody, at about one moment."""
+    """What one ingress saw of the whole fleet at about one moment."""
 
     scrape: Scrape
     excluded: Mapping[str, bool]
-    """Every encoder replica that is ready; whether it failed lately and gets nothing new."""
+    """Every ready encoder replica: whether it failed recently and gets no new work."""
     failures: Sequence[Failure]
 
 
+class SingleFlight(Generic[Result]):
+    """Runs `work` once for all who ask at about the same time; its result is at most about
+    `seconds` old."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, Result]], seconds: float) -> None:
+        self._work = work
+        self._seconds = seconds
+        self._task: asyncio.Task[Result] | None = None
+        self._until = 0.0
+
+    async def get(self) -> Result:
+        """Started by the first caller, finished even if that caller leaves. Raises as `work`."""
+        loop = asyncio.get_running_loop()
+        if self._task is None or (self._task.done() and loop.time() >= self._until):
+            # An empty context: in a request's own, Serve would cancel its calls with the request.
+            self._task = loop.create_task(self._timed(), context=Context())
+        return await asyncio.shield(self._task)
+
+    async def _timed(self) -> Result:
+        try:
+            return await self._work()
+        finally:
+            self._until = asyncio.get_running_loop().time() + self._seconds
+
+
 class Samples:
-    """All values of a scrape, to be added up. Names are without `encoder_`."""
+    """All values of a scrape, for adding up. Names are given without `encoder_`."""
 
     def __init__(self, scrape: Scrape) -> None:
         self._by_name: dict[str, list[tuple[Mapping[str, str], float]]] = {}
@@ -40,11 +76,11 @@ class Samples:
                     self._by_name.setdefault(sample.name, []).append(one)
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of what has these labels."""
+        """The sum of all samples with these labels."""
         return sum(self.by(name, **labels).values())
 
     def by(self, name: str, *keys: str, **labels: str) -> dict[str, float]:
-        """Sums by the values of some labels, joined by spaces."""
+        """Sums by the values of the labels `keys`, joined by spaces."""
         sums: dict[str, float] = {}
         for found, value in self._by_name.get(f"encoder_{name}", ()):
             if labels.items() <= found.items():
@@ -105,7 +141,7 @@ def status(card: Json, cache_max_bytes: int, glance: Glance, time: float) -> Jso
 
 
 def replica(samples: Samples, name: str, excluded: bool, answers: bool) -> Json:
-    """One encoder replica. What the routers say of it, and what it says itself."""
+    """One encoder replica: what the routers report about it, and what it reports itself."""
     itself = {"deployment": "Encoder", "replica": name}
     return {
         "replica": name,
@@ -120,7 +156,7 @@ def replica(samples: Samples, name: str, excluded: bool, answers: bool) -> Json:
 
 
 def graphs(samples: Samples, path: str, budgets: Sequence[int]) -> Json:
-    """What became of the items of one path. Every captured budget is there, used or not."""
+    """Graph hits and misses of one path. Every captured budget is listed, used or not."""
     unused = {str(budget): 0.0 for budget in budgets}
     return {
         "hits": unused | samples.by("graph_hits_total", "budget", path=path),
@@ -128,3 +164,27 @@ def graphs(samples: Samples, path: str, budgets: Sequence[int]) -> Json:
         "padded_tokens": samples.total("padded_tokens_total", path=path),
         "captured_graphs": samples.total("captured_graphs", path=path),
     }
+
+
+@cache
+def page() -> bytes:
+    """The HTML page at `/`: one file, no build step, nothing loaded from other hosts.
+
+    It contains no data; it asks /v1/status, with a token if one is required.
+    """
+    return files("encoder_service.ops").joinpath("status.html").read_bytes()
+
+
+@cache
+def policy() -> str:
+    """The page's Content-Security-Policy: no script but its own, no host but ours.
+
+    The page quotes error messages, which may quote hostile clients.
+    """
+    (script,) = re.findall(rb"<script>(.*?)</script>", page(), re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )

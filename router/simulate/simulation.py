@@ -95,7 +95,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SimulatedShard:
     """A shard on a replica."""
 
     request: Request
@@ -108,10 +108,10 @@ class Work:
 
 
 @dataclass(slots=True)
-class Server:
+class SimulatedReplica:
     """One replica."""
 
-    queue: deque[Work] = field(default_factory=deque)
+    queue: deque[SimulatedShard] = field(default_factory=deque)
     alive: bool = True
 
     @property
@@ -121,7 +121,7 @@ class Server:
 
 
 @dataclass(slots=True)
-class Device:
+class SharedDevice:
     """Does the work of its replicas: those that have some get equal parts of its time."""
 
     left: dict[int, float] = field(default_factory=dict)
@@ -153,8 +153,8 @@ class Simulation:
             Ledger(scenario.limit_patches, scenario.exclude_seconds, scenario.queue_seconds)
             for _ in self.plans
         ]
-        self.servers = [Server() for _ in range(scenario.replicas)]
-        self.devices = [Device() for _ in range(-(-scenario.replicas // scenario.sharing))]
+        self.replicas = [SimulatedReplica() for _ in range(scenario.replicas)]
+        self.devices = [SharedDevice() for _ in range(-(-scenario.replicas // scenario.sharing))]
         self.outcome = Outcome(
             busy_seconds=[0.0] * scenario.replicas, patches=[0] * scenario.replicas
         )
@@ -192,7 +192,7 @@ class Simulation:
     def _send(self, request: Request, reservations: Sequence[Reservation]) -> None:
         """Plans over the replicas that this router believes in; waits where there is none."""
         ledger = self.ledgers[request.router]
-        alive = [place for place, server in enumerate(self.servers) if server.alive]
+        alive = [place for place, member in enumerate(self.replicas) if member.alive]
         if not alive:
             self._at(self._now + 1.0, lambda: self._send(request, reservations))
             return
@@ -202,61 +202,61 @@ class Simulation:
             chosen = [reservations[item] for item in shard.items]
             for one in chosen:
                 ledger.assign(one, shard.replica)
-            self._queue(int(shard.replica), Work(request, chosen))
+            self._queue(int(shard.replica), SimulatedShard(request, chosen))
 
-    def _queue(self, replica: int, work: Work) -> None:
-        server = self.servers[replica]
-        server.queue.append(work)
-        if len(server.queue) == 1:
+    def _queue(self, replica: int, work: SimulatedShard) -> None:
+        member = self.replicas[replica]
+        member.queue.append(work)
+        if len(member.queue) == 1:
             self._begin(replica)
 
     def _begin(self, replica: int) -> None:
         device = self.devices[replica // self.scenario.sharing]
         device.pass_to(self._now)
-        device.left[replica] = self.scenario.cost.seconds(self.servers[replica].queue[0].patches)
+        device.left[replica] = self.scenario.cost.seconds(self.replicas[replica].queue[0].patches)
         self._foresee(device)
 
-    def _foresee(self, device: Device) -> None:
+    def _foresee(self, device: SharedDevice) -> None:
         """Its next end, as long as nothing else comes."""
         if device.left:
             (replica, seconds), turn = device.first(), device.turn
             self._at(self._now + seconds, lambda: self._end(device, turn, replica))
 
-    def _end(self, device: Device, turn: int, replica: int) -> None:
+    def _end(self, device: SharedDevice, turn: int, replica: int) -> None:
         if device.turn == turn:
             self._stop(device, replica)
             self._finish(replica)
 
-    def _stop(self, device: Device, replica: int) -> None:
+    def _stop(self, device: SharedDevice, replica: int) -> None:
         device.pass_to(self._now)
         device.left.pop(replica, None)
         self._foresee(device)
 
     def _finish(self, replica: int) -> None:
-        server = self.servers[replica]
-        work = server.queue.popleft()
+        member = self.replicas[replica]
+        work = member.queue.popleft()
         ledger = self.ledgers[work.request.router]
         self.outcome.busy_seconds[replica] += self.scenario.cost.seconds(work.patches)
         self.outcome.patches[replica] += sum(work.patches)
         for one in work.reservations:
             ledger.release(one, self._now, done=True)
         if self.scenario.answers_tell:
-            ledger.hear(str(replica), server.outstanding, self._now)
+            ledger.hear(str(replica), member.outstanding, self._now)
         work.request.left -= len(work.reservations)
         if not work.request.left:
             self.outcome.latencies_seconds.append(self._now - work.request.since)
             self.outcome.makespan_seconds = self._now
             self._left -= 1
-        if server.queue:
+        if member.queue:
             self._begin(replica)
 
     def _die(self, replica: int) -> None:
         """Its routers learn of it at once, as their calls fail, and plan its items again."""
-        server = self.servers[replica]
-        if not server.alive:
+        member = self.replicas[replica]
+        if not member.alive:
             return
-        lost, server.queue = server.queue, deque()
-        server.alive = False
+        lost, member.queue = member.queue, deque()
+        member.alive = False
         self._stop(self.devices[replica // self.scenario.sharing], replica)
         self._at(self._now + self.scenario.restart_seconds, lambda: self._restart(replica))
         for work in lost:
@@ -268,14 +268,14 @@ class Simulation:
             self._send(work.request, work.reservations)
 
     def _restart(self, replica: int) -> None:
-        self.servers[replica].alive = True
+        self.replicas[replica].alive = True
 
     def _report(self) -> None:
         """What each replica has now reaches every router a little later."""
         reports = {
-            str(place): server.outstanding
-            for place, server in enumerate(self.servers)
-            if server.alive
+            str(place): member.outstanding
+            for place, member in enumerate(self.replicas)
+            if member.alive
         }
         self._at(self._now + self.scenario.report_delay_seconds, lambda: self._hear(reports))
         self._at(self._now + self.scenario.report_period_seconds, self._report)

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from encoder_service.llm.tokenizer import CHATML
+from encoder_service.llm.prompt import CHATML
 from tests.checkpoints import CHECKPOINTS, TOKENS, write_made
 
 HIDDEN = 128

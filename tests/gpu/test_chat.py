@@ -11,14 +11,13 @@ import torch
 
 from actors.options import ModelOptions
 from actors.spec.model_spec import read as read_tower
+from encoder_service.config import LlmOptions
 from encoder_service.llm import model as language_model
-from encoder_service.llm.generate import Generator
-from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.model import Generator
 from encoder_service.llm.placeholders import Placed
-from encoder_service.llm.prompt import Prompt
+from encoder_service.llm.prompt import Prompt, byte_tokenizer
+from encoder_service.llm.schema import Finish, SamplingParams
 from encoder_service.llm.spec import read
-from encoder_service.llm.tokenizer import byte_tokenizer
-from encoder_service.llm.types import Finish, Sampling
 from tests.checkpoints import TOKENS, write
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +47,7 @@ def test_logits_and_answers_are_those_of_the_cpu(tmp_path: Path) -> None:
         with torch.inference_mode():
             logits.append(model(**inputs).logits.cpu())
         generator = Generator(model, byte_tokenizer())
-        answers.append(generator.generate(inputs, Sampling(temperature=0), 8, print, Event()))
+        answers.append(generator.generate(inputs, SamplingParams(temperature=0), 8, print, Event()))
     assert (logits[0] - logits[1]).abs().max() < TOLERANCE
     assert answers[0] == answers[1]
     assert isinstance(answers[0], Finish)

@@ -21,14 +21,13 @@ from actors.engine.graphs import GraphSet
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
 from actors.types import Clip, ItemPlan, Media, Size
+from encoder_service.config import LlmOptions
 from encoder_service.llm import model as language_model
-from encoder_service.llm.generate import Generator
-from encoder_service.llm.options import LlmOptions
+from encoder_service.llm.model import Generator
 from encoder_service.llm.placeholders import Placed, place
-from encoder_service.llm.prompt import Prompt, expand
+from encoder_service.llm.prompt import CHATML, Language, Prompt, byte_tokenizer, expand
+from encoder_service.llm.schema import Finish, SamplingParams
 from encoder_service.llm.spec import FAMILIES, LlmSpec, read
-from encoder_service.llm.tokenizer import CHATML, Language, byte_tokenizer
-from encoder_service.llm.types import Finish, Sampling
 from tests.checkpoints import write
 from tests.parity.conftest import Pair, made
 from tests.parity.test_tower import encode, pixel_values, random_patches
@@ -89,7 +88,7 @@ def test_greedy_tokens_equal_those_of_the_whole_model(chat: Chat, seen: str) -> 
     tokenizer = byte_tokenizer()
     text: list[str] = []
     finish = Generator(chat.model, tokenizer).generate(
-        ours, Sampling(temperature=0), 12, text.append, Event()
+        ours, SamplingParams(temperature=0), 12, text.append, Event()
     )
     tokens = expected[0, length:].tolist()
     assert finish == Finish("stop" if tokens[-1] == 2 else "length", length, len(tokens))

@@ -20,11 +20,10 @@ from actors.spec.model_spec import read
 from actors.spec.sampling import Spread
 from actors.spec.video import MeanTimes, TotalPixels, VideoSizing
 from actors.types import Clip, Media, Size
+from encoder_service.config import LlmOptions
 from encoder_service.llm import spec as llm_spec
-from encoder_service.llm.options import LlmOptions
 from encoder_service.llm.placeholders import STYLES, place
-from encoder_service.llm.prompt import VIDEO, expand
-from encoder_service.llm.tokenizer import CHATML, Language, byte_tokenizer
+from encoder_service.llm.prompt import CHATML, VIDEO, Language, byte_tokenizer, expand
 
 GLM = ["<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"]
 GLM += ["<|begin_of_video|>", "<|end_of_video|>"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray import serve
 
-from encoder_service.ops.replicas import SCRAPE_SECONDS, ask_all
+from encoder_service.ingress import SCRAPE_SECONDS, ask_all
 from tests.serve.conftest import Cluster
 
 

@@ -33,7 +33,7 @@ from tests.serve.test_kill import status, within
 
 @pytest.fixture(scope="module")
 def router(cluster: Cluster) -> Iterator[DeploymentHandle]:
-    yield serve.run(application(RouterOptions(), near=False), name="shared", route_prefix=None)
+    yield serve.run(application(RouterOptions()), name="shared", route_prefix=None)
     serve.delete("shared")
 
 

@@ -15,9 +15,9 @@ from actors.options import ModelOptions
 from actors.spec.model_spec import read
 from actors.store.references import Kept
 from actors.types import Answer, Dtype, Embedding, Media, Timings
-from encoder_service.api.exchange import Exchange
 from encoder_service.api.http import build
 from encoder_service.config import LimitOptions, ServiceOptions
+from encoder_service.ops.exchange import Exchange
 from encoder_service.ops.metrics import Page, Scrape
 from encoder_service.ops.status import Glance
 from encoder_service.service import Service

@@ -24,10 +24,9 @@ from actors.telemetry.request_context import (
     name_requests,
 )
 from actors.telemetry.tracing import Spans
-from encoder_service.api.exchange import MOST_FAILURES, Observer
 from encoder_service.api.grpc import Refused
 from encoder_service.api.http import build
-from encoder_service.ops.access_log import Dropping, access_log
+from encoder_service.ops.exchange import MOST_FAILURES, Dropping, Observer, access_log
 from encoder_service.ops.metrics import ServiceMetrics
 from tests.images import jpeg
 from tests.unit.front_door import Fleet, post, service

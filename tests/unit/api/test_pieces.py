@@ -14,8 +14,8 @@ import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from encoder_service.api.pieces import InPieces, View, gathered, response
-from encoder_service.ops.offload import INLINE_BYTES
+from encoder_service.api.http import BodyView, InPieces, gathered, response
+from encoder_service.intake.limits import INLINE_BYTES
 from encoder_service.wire.formats import Piece
 
 LARGE = bytes(range(256)) * 20_000
@@ -33,8 +33,8 @@ PIECES: list[Piece] = [
 def test_what_is_small_becomes_one_and_the_rest_is_not_copied() -> None:
     first, large, middle, again, last = gathered(PIECES)
     assert (first, middle, last) == (b"ab", b"cd", b"")
-    assert isinstance(large, View)
-    assert isinstance(again, View)
+    assert isinstance(large, BodyView)
+    assert isinstance(again, BodyView)
     assert np.shares_memory(large, again)
     assert large
     assert gathered([]) == [b""]

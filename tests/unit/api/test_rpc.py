@@ -17,8 +17,15 @@ from grpc_health.v1 import health_pb2
 
 from actors.errors import Overloaded, Unavailable
 from encoder_service.api import grpc as rpc
-from encoder_service.api.grpc import CHUNK_BYTES, EncoderCalls, Refused, chunks, response
-from encoder_service.api.health import MOST_WATCHES, HealthCalls
+from encoder_service.api.grpc import (
+    CHUNK_BYTES,
+    MOST_WATCHES,
+    EncoderCalls,
+    HealthCalls,
+    Refused,
+    chunks,
+    response,
+)
 from encoder_service.wire import encoder_pb2 as pb
 from tests.images import jpeg, png
 from tests.unit.front_door import Fleet, service

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from actors.errors import DeadlineExceeded, InvalidOption, Overloaded, ServiceError, Unavailable
+from actors.errors import DeadlineExceeded, InvalidOption, Overloaded, Unavailable
 from actors.types import Media
 from encoder_service.api.http import build
 from encoder_service.api.schema import RequestOptions, request_options
@@ -76,7 +76,7 @@ def test_readiness_is_the_fleets() -> None:
 
 
 def test_a_fleet_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_service.api.deadline.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("encoder_service.intake.limits.GRACE_SECONDS", 0.0)
     fleet = Fleet(seconds=60)
     response = post(client(fleet, timeout_seconds=0.1))
     assert response.status_code == 504
@@ -131,7 +131,7 @@ def test_times_are_numbers(value: Any) -> None:
 def test_answers_that_would_be_too_big_are_refused(
     encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("encoder_service.intake.admission.MOST_FLOAT_BYTES", 10_000)
+    monkeypatch.setattr("encoder_service.api.answer.MOST_FLOAT_BYTES", 10_000)
     fleet = Fleet()  # 64 x 64: 4 rows of 192 values of 2 bytes
     http = client(fleet, max_response_bytes=10_000 if encoding == "base64" else 20_000)
 
@@ -172,27 +172,27 @@ def test_headers_that_may_take_long_are_read_off_the_event_loop(
         threads.append(threading.current_thread().name)
         return probe(*args)
 
-    monkeypatch.setattr("encoder_service.intake.admission.probe", seen)
+    monkeypatch.setattr("encoder_service.intake.media.probe", seen)
     files = {"image": data}
     assert client(Fleet()).post("/v1/encode", files=files, headers=JSON).status_code == 200
     assert [name.startswith("asyncio_") for name in threads] == [aside]
 
 
 def test_a_slow_reader_of_a_stream_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_service.api.deadline.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("encoder_service.intake.limits.GRACE_SECONDS", 0.0)
 
     async def collect() -> list[int]:
         items, found = [RequestItem("image", jpeg(64, 64), None)] * 3, []
         async for entry in service(Fleet()).stream(items, RequestOptions(timeout_s=1), exchange()):
             await asyncio.sleep(0.4)
-            found.append(entry.index)
+            found.append(entry["index"])
         return found
 
     assert asyncio.run(collect()) == [2, 1, 0]
 
 
 def test_a_stream_that_stops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_service.api.deadline.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("encoder_service.intake.limits.GRACE_SECONDS", 0.0)
 
     async def first() -> None:
         item = RequestItem("image", jpeg(64, 64), None)
@@ -223,9 +223,8 @@ def test_a_stream_keeps_positions_over_items_that_were_refused() -> None:
         items = [RequestItem("image", data, None) for data in files]
         options = RequestOptions(on_error="return")
         stream = service(Fleet()).stream(items, options, exchange())
-        return {entry.index: entry.answer async for entry in stream}
+        return {one["index"]: one async for one in stream}
 
     found = asyncio.run(collect([b"no", jpeg(64, 64), b"no", jpeg(96, 64)]))
-    assert isinstance(found[0], ServiceError)
-    assert isinstance(found[2], ServiceError)
-    assert (found[1].shape[0], found[3].shape[0]) == (4, 6)
+    assert [found[place]["error"]["item"] for place in (0, 2)] == [0, 2]
+    assert (found[1]["shape"][0], found[3]["shape"][0]) == (4, 6)

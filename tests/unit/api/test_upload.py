@@ -12,9 +12,9 @@ import pytest
 from starlette.types import Message
 
 from actors.errors import Overloaded
-from encoder_service.api.buffered import Buffered
 from encoder_service.api.http import build
 from encoder_service.config import LimitOptions
+from encoder_service.intake.limits import Buffered
 from tests.images import jpeg
 from tests.unit.front_door import JSON, Fleet, client, service
 

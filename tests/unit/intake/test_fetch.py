@@ -16,8 +16,7 @@ from actors.errors import (
     TooLarge,
 )
 from encoder_service.config import FetchOptions
-from encoder_service.intake.addresses import is_public
-from encoder_service.intake.fetch import Fetcher
+from encoder_service.intake.fetch import Fetcher, is_public
 
 PUBLIC = "93.184.216.34"
 Handler = Callable[[httpx.Request], httpx.Response]

@@ -22,8 +22,7 @@ from actors.spec import model_spec as spec
 from actors.spec.sampling import Thinning
 from actors.types import Clip, Media, Size
 from encoder_service.config import LimitOptions
-from encoder_service.intake.frames import count_gif_frames
-from encoder_service.intake.header import MOST_READS, read_header
+from encoder_service.intake.header import MOST_READS, count_gif_frames, read_header
 from encoder_service.intake.media import probe, probe_frames
 from tests import images
 from tests.videos import video

@@ -13,8 +13,7 @@ import pytest
 
 from actors.errors import InvalidMedia, InvalidRequest, ServiceError
 from encoder_service.config import FetchOptions
-from encoder_service.intake.addresses import is_public, resolve
-from encoder_service.intake.fetch import Fetcher
+from encoder_service.intake.fetch import Fetcher, is_public, resolve
 
 SPELLINGS = [
     "127.0.0.1",

@@ -9,12 +9,11 @@ import pytest
 from actors.errors import CheckpointError, ConfigError, InvalidRequest
 from actors.options import ModelOptions
 from actors.spec.model_spec import read
+from encoder_service.config import LlmOptions
 from encoder_service.llm import spec as llm_spec
-from encoder_service.llm.options import LlmOptions
 from encoder_service.llm.placeholders import Placed
-from encoder_service.llm.prompt import expand, prompt
-from encoder_service.llm.tokenizer import load
-from encoder_service.llm.types import Message
+from encoder_service.llm.prompt import expand, load_language, prompt
+from encoder_service.llm.schema import Message
 
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 CPU = LlmOptions(num_gpus=0, device="cpu")
@@ -29,7 +28,7 @@ CLIP = Placed("video", (2, 2, 4), 4, (0.25, 1.0), 0.5)
 
 
 def expanded(ids: list[int], *placed: Placed) -> tuple[list[int], list[int]]:
-    return expand(ids, placed, llm_spec.read(CPU, TINY, read(TINY)), load(TINY))
+    return expand(ids, placed, llm_spec.read(CPU, TINY, read(TINY)), load_language(TINY))
 
 
 def test_an_image_stands_as_often_as_it_has_rows() -> None:
@@ -42,7 +41,7 @@ def test_an_image_stands_as_often_as_it_has_rows() -> None:
 def test_a_video_stands_group_by_group_with_its_times() -> None:
     ids, kinds = expanded([VIDEO, IMAGE], rows(1), CLIP)
     group = "<|vision_start|><|video_pad|><|video_pad|><|vision_end|>"
-    assert load(TINY).tokenizer.decode(ids) == (
+    assert load_language(TINY).tokenizer.decode(ids) == (
         f"<0.2 seconds>{group}<1.0 seconds>{group}<|image_pad|>"
     )
     assert [one for one in kinds if one] == [2, 2, 2, 2, 1]
@@ -56,7 +55,7 @@ def test_a_text_cannot_pretend_to_be_an_image(token: int, placed: list[Placed]) 
 
 
 def test_the_preset_s_language_is_bytes_and_chatml() -> None:
-    language = load(TINY)
+    language = load_language(TINY)
     spec = llm_spec.read(CPU, TINY, read(TINY))
     messages: list[Message] = [
         {"role": "system", "content": "né"},

@@ -11,16 +11,13 @@ from actors.options import ModelOptions
 from actors.spec.model_spec import read
 from actors.telemetry.request_context import Origin
 from actors.types import Embedding, Media
-from encoder_service.api.deadline import Deadline
-from encoder_service.config import LimitOptions
+from encoder_service.config import LimitOptions, LlmOptions
+from encoder_service.intake.limits import Deadline
 from encoder_service.intake.media import probe
 from encoder_service.llm import spec as llm_spec
-from encoder_service.llm.chat import Chat
-from encoder_service.llm.embedder import Embedder
-from encoder_service.llm.metrics import ChatMetrics
-from encoder_service.llm.options import LlmOptions
-from encoder_service.llm.tokenizer import load
-from encoder_service.llm.types import Call, Failed, Sampling
+from encoder_service.llm.chat import Chat, ChatMetrics, Embedder
+from encoder_service.llm.prompt import load_language
+from encoder_service.llm.schema import ChatCall, ChatFailed, SamplingParams
 from tests.images import jpeg
 
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
@@ -50,20 +47,20 @@ def test_the_images_of_a_refused_prompt_are_not_encoded_further() -> None:
     chat = object.__new__(Chat)  # without weights, and not on Serve
     chat.options = CPU
     chat.spec = replace(llm_spec.read(CPU, TINY, tower), max_model_len=20)
-    chat.language = load(TINY)
+    chat.language = load_language(TINY)
     chat.series = ChatMetrics()
     chat.embedder = embedder = Endless()
     media = probe(jpeg(64, 64), "image", tower, LimitOptions())
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a" * 50}]}
 
     async def ask() -> list[object]:
-        call = Call((message,), (media,), Sampling(), timeout_seconds=60)
+        call = ChatCall((message,), (media,), SamplingParams(), timeout_seconds=60)
         events: list[object] = [event async for event in chat.complete(call)]
         await asyncio.sleep(0)  # for the cancelled task to end
         return events
 
     (refused,) = asyncio.run(asyncio.wait_for(ask(), 30))
-    assert isinstance(refused, Failed)
+    assert isinstance(refused, ChatFailed)
     assert isinstance(refused.error, InvalidRequest)
     assert (embedder.begun, embedder.cancelled) == (True, True)
     assert 'encoder_chat_answers_total{finish="failed"} 1.0' in chat.series.text()

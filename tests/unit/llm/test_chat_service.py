@@ -16,21 +16,27 @@ from actors.options import ModelOptions
 from actors.spec.model_spec import read
 from encoder_service.api.errors import AtItem
 from encoder_service.api.http import build
-from encoder_service.config import LimitOptions, ServiceOptions
+from encoder_service.config import LimitOptions, LlmOptions, ServiceOptions
 from encoder_service.llm import spec as llm_spec
-from encoder_service.llm.options import LlmOptions
-from encoder_service.llm.schema import InvalidKey, parse
+from encoder_service.llm.schema import (
+    ChatCall,
+    ChatEvent,
+    Finish,
+    InvalidKey,
+    SamplingParams,
+    TextDelta,
+    parse,
+)
 from encoder_service.llm.service import ATTEMPTS, ChatService, ReplicaLost
-from encoder_service.llm.types import Call, Event, Finish, Piece, Sampling
 from encoder_service.service import Service
 from tests.images import jpeg
 from tests.unit.front_door import Fleet
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 PATH = "/v1/chat/completions"
-WHOLE = (Piece("one"), Piece(" two"), Finish("stop", 5, 2))
+WHOLE = (TextDelta("one"), TextDelta(" two"), Finish("stop", 5, 2))
 HELLO: dict[str, Any] = {"model": MODEL.id, "messages": [{"role": "user", "content": "hello"}]}
-Script = Sequence[Event | BaseException]
+Script = Sequence[ChatEvent | BaseException]
 
 
 class Replicas:
@@ -40,10 +46,10 @@ class Replicas:
         self.scripts = list(scripts)
         self.ready = ready
         self.waits = waits
-        self.calls: list[Call] = []
+        self.calls: list[ChatCall] = []
         self.closed = 0
 
-    async def complete(self, call: Call) -> AsyncGenerator[Event]:
+    async def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
         self.calls.append(call)
         try:
             if self.waits:
@@ -112,7 +118,7 @@ def test_what_is_asked_reaches_the_model(detail: str) -> None:
         {"role": "user", "content": [{"type": "text", "text": "see: "}, {"type": "image"}]},
     )
     assert [one.plan.tokens for one in call.media] == [6]
-    assert call.sampling == Sampling(max_tokens=7, top_p=0.5, stop=("x",), seed=3)
+    assert call.sampling == SamplingParams(max_tokens=7, top_p=0.5, stop=("x",), seed=3)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -134,7 +140,7 @@ def test_replicas_that_are_lost_one_after_the_other(stream: bool) -> None:
 
 
 def test_a_whole_answer_begins_anew_where_a_stream_cannot() -> None:
-    broken: Script = [Piece("half"), ReplicaLost("gone")]
+    broken: Script = [TextDelta("half"), ReplicaLost("gone")]
     assert "half" not in client(Replicas(broken, WHOLE)).post(PATH, json=HELLO).text
     replicas = Replicas(broken, WHOLE)
     answer = client(replicas).post(PATH, json=HELLO | {"stream": True})

@@ -12,9 +12,9 @@ from ray.serve.handle import DeploymentHandle
 from actors.errors import EmbeddingLost, InvalidMedia, ServiceError
 from actors.telemetry.request_context import NOBODY
 from actors.types import Answer, Dtype, Media
-from encoder_service.api.deadline import Deadline
 from encoder_service.api.errors import AtItem
-from encoder_service.llm.embedder import Embedder
+from encoder_service.intake.limits import Deadline
+from encoder_service.llm.chat import Embedder
 from router.here import ATTEMPTS
 from tests.unit.fleet import embedding, item, right
 

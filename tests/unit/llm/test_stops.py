@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoder_service.llm.stops import StopFilter
+from encoder_service.llm.model import StopFilter
 
 TEXT = st.text("ab.", max_size=30)
 

@@ -10,18 +10,17 @@ from starlette.testclient import TestClient
 
 from actors.spec.model_spec import read
 from actors.telemetry.metrics import EncoderMetrics
-from encoder_service.api.exchange import Failure
+from encoder_service.api.answer import model_card
 from encoder_service.api.http import build
 from encoder_service.config import AuthOptions, ServiceOptions
+from encoder_service.ops.exchange import Failure
 from encoder_service.ops.metrics import Page, Scrape, ServiceMetrics
-from encoder_service.ops.model_card import card
-from encoder_service.ops.singleflight import Fresh
-from encoder_service.ops.status import Glance, status
+from encoder_service.ops.status import Glance, SingleFlight, status
 from encoder_service.service import Service
 from router.metrics import RouterMetrics
 from tests.unit.front_door import MODEL, Fleet, service
 
-CARD = card(ServiceOptions(model=MODEL), read(MODEL))
+CARD = model_card(ServiceOptions(model=MODEL), read(MODEL))
 
 
 def encoder(hits: int, patches: int) -> str:
@@ -99,7 +98,7 @@ def test_a_fleet_without_replicas_is_not_ready() -> None:
 def test_many_who_look_are_one_look() -> None:
     fleet = Fleet()
     one = service(fleet)
-    one.status = Fresh(one.look, seconds=3600)
+    one.status = SingleFlight(one.look, seconds=3600)
     with TestClient(build(one)) as http:
         answers = [http.get("/v1/status").json() for _ in range(5)]
     assert answers[0]["ready"] is True
@@ -116,14 +115,14 @@ def test_work_goes_on_when_the_first_who_asked_goes_away() -> None:
             await may_end.wait()
             return len(runs)
 
-        fresh = Fresh(work, seconds=3600)
-        first, second = (asyncio.ensure_future(fresh.get()) for _ in range(2))
+        flight = SingleFlight(work, seconds=3600)
+        first, second = (asyncio.ensure_future(flight.get()) for _ in range(2))
         await begun.wait()
         first.cancel()
         may_end.set()
         assert await second == 1
-        assert await fresh.get() == 1
-        stale = Fresh(work, seconds=0)
+        assert await flight.get() == 1
+        stale = SingleFlight(work, seconds=0)
         assert (await stale.get(), await stale.get()) == (2, 3)
 
     asyncio.run(test())

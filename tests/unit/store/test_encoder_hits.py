@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray import serve
 from torch import Tensor
 
 from actors import encoder, pipeline
 from actors.errors import InvalidMedia, TooLarge, Unavailable
-from actors.messages import connect
 from actors.options import (
     ActorOptions,
     CacheOptions,
@@ -23,8 +23,14 @@ from actors.options import (
     ModelOptions,
     ReferenceOptions,
 )
+from actors.rpc import replica_pb2 as pb
+from actors.rpc.codec import EncodeCall, message_fields, reply_of
+from actors.rpc.server import Endpoint
 from actors.store.references import References
+from actors.telemetry.request_context import NOBODY
 from actors.types import Dtype, Embedding, Media, Size
+from router.replicas.fleet import ReplicaUnreachable
+from router.replicas.rpc import ReplicaChannel
 from tests.images import jpeg
 
 OPTIONS = ActorOptions(
@@ -39,6 +45,8 @@ OPTIONS = ActorOptions(
 def actor(monkeypatch: pytest.MonkeyPatch) -> encoder.Encoder:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    node = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
     return encoder.Encoder(OPTIONS)
 
 
@@ -125,19 +133,27 @@ def test_a_call_that_ends_while_a_hit_is_converted_gives_up_the_rest(
     asyncio.run(run())
 
 
-def test_serve_awaits_its_end_and_calls_over_lines_with_it(actor: encoder.Encoder) -> None:
+def test_serve_awaits_its_end_and_that_of_calls_over_grpc(actor: encoder.Encoder) -> None:
     async def run() -> None:
         said = await actor.record_replica_metadata()
         assert said == await actor.record_replica_metadata()
-        near = connect(said["line"])
-        assert near
-        near.close()
+        endpoint = Endpoint.of(said)
+        assert endpoint
+        channel = ReplicaChannel(endpoint, "node")
+        call = EncodeCall([media(actor, 64)], "float16", 30, NOBODY, keep=False)
+        reply = await channel.call("Encode", pb.EncodeRequest(**message_fields(call)))
+        (answer,) = reply_of(reply, []).answers
+        assert isinstance(answer, Embedding)
+        assert await actor.take(["unknown"]) == [None]
         stopping = actor.__del__()
         assert stopping
         await stopping
-        assert connect(said["line"]) is None
+        with pytest.raises(ReplicaUnreachable):
+            await channel.call("Check", pb.CheckRequest())
         assert actor.__del__() is None, "Python's own, later"
         with pytest.raises(Unavailable):
             await actor.encode([media(actor, 64)], "float32", 30)
+        channel.retire()
+        await asyncio.sleep(0)
 
     asyncio.run(run())

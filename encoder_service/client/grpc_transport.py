@@ -1,0 +1,137 @@
+"""A client's calls over gRPC. The answers are the same documents as over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from encoder_service.client.embedding import ServiceError, service_error
+from encoder_service.wire import encoder_pb2 as pb
+from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.encoder_grpc import EncoderStub
+from encoder_service.wire.formats import Document
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # By default up to two minutes, during which every call fails with the last error.
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+
+
+class GrpcTransport:
+    """One grpc.aio channel; grpcs:// with TLS."""
+
+    def __init__(self, url: str, token: str | None, timeout_seconds: float) -> None:
+        parts = urlsplit(url)
+        if parts.scheme == "grpcs":
+            tls = grpc.ssl_channel_credentials()
+            self.channel = grpc.aio.secure_channel(parts.netloc, tls, CHANNEL_OPTIONS)
+        else:
+            self.channel = grpc.aio.insecure_channel(parts.netloc, CHANNEL_OPTIONS)
+        self.stub = EncoderStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+        self.settings: dict[str, Any] = {
+            "timeout": timeout_seconds,
+            "metadata": (("authorization", f"Bearer {token}"),) if token else (),
+        }
+
+    async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
+        """Encoder.Encode."""
+        parts = [message(item) for item in items]
+        request = pb.EncodeRequest(items=parts, options=pb.Options(**options))
+        answer = await self.call(self.stub.Encode, request)
+        return {
+            "model": answer.model,
+            "family": answer.family,
+            "weights": answer.weights,
+            "items": [item_document(item) for item in answer.items],
+            "timings": document_of(answer.timings),
+        }
+
+    async def fetch(self, reference: str) -> Document:
+        """Encoder.Fetch."""
+        request = pb.FetchRequest(reference=reference)
+        with service_errors():
+            chunks = [chunk async for chunk in self.stub.Fetch(request, **self.settings)]
+        first = chunks[0]
+        data = b"".join(chunk.embedding.data for chunk in chunks)
+        return {
+            "model": first.model,
+            "family": first.family,
+            "weights": first.weights,
+            "items": [item_document(first.embedding) | {"data": data}],
+            "timings": {},
+        }
+
+    async def release(self, reference: str) -> None:
+        """Encoder.Release."""
+        await self.call(self.stub.Release, pb.ReleaseRequest(reference=reference))
+
+    async def model(self) -> Document:
+        """Encoder.GetModel."""
+        answer = await self.call(self.stub.GetModel, pb.GetModelRequest())
+        document: Document = json.loads(answer.json)
+        return document
+
+    async def ready(self) -> bool:
+        """The standard health service."""
+        try:
+            answer = await self.call(self.health.Check, health_pb2.HealthCheckRequest())
+        except ServiceError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def close(self) -> None:
+        await self.channel.close()
+
+    async def call(self, method: Any, request: Any) -> Any:
+        with service_errors():
+            return await method(request, **self.settings)
+
+
+@contextmanager
+def service_errors() -> Iterator[None]:
+    """Raises a gRPC status as ServiceError. The details of the service's own statuses are JSON."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        code, details = error.code(), error.details() or ""
+        try:
+            document = dict(json.loads(details))
+        except (ValueError, TypeError):
+            document = {
+                "type": code.name.lower(),
+                "message": details,
+                "retryable": code is grpc.StatusCode.UNAVAILABLE,
+            }
+        raise service_error(document, code.name, document.get("retry_after_s")) from error
+
+
+def message(item: RequestItem) -> pb.Item:
+    if item.frames is None:
+        return pb.Item(**item.document())
+    return pb.Item(type=item.type, frames=pb.Frames(data=item.frames, fps=item.fps or 0))
+
+
+def item_document(item: Any) -> Document:
+    """An Embedding message as the item that HTTP would give."""
+    if item.HasField("error"):
+        return {"index": item.index, "type": item.type, "error": document_of(item.error)}
+    lists = ("grid_thw", "shape", "timestamps", "frame_tokens")
+    return document_of(item) | {name: list(getattr(item, name)) for name in lists}
+
+
+def document_of(message: Any) -> Document:
+    """Every scalar field of a message, also those that are zero."""
+    return {
+        field.name: getattr(message, field.name)
+        for field in message.DESCRIPTOR.fields
+        if field.message_type is None
+    }

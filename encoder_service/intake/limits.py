@@ -1,0 +1,102 @@
+"""What one request may take of this process: bytes, time, and the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+from actors.errors import DeadlineExceeded, Overloaded
+
+GRACE_SECONDS = 1.0
+"""The router enforces the deadline per item; the whole request is ended this much later."""
+
+INLINE_BYTES = 256 * 1024
+"""Hashing, parsing or copying this much takes less time than a round trip to a thread."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+Take = Callable[[int], None]
+"""Counts bytes of a request. Raises Overloaded if that exceeds what the process may hold."""
+
+
+class Buffered:
+    """The bytes of all requests from arrival to response, at most `most_bytes`.
+
+    One of the two places that decide a 429: this one by bytes held here, the router's ledger by
+    patches outstanding (router/policy/ledger.py).
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.held_bytes = 0
+
+    @contextmanager
+    def hold(self) -> Iterator[Take]:
+        """For one request: the bytes it took are released at the end."""
+        taken = 0
+
+        def take(size_bytes: int) -> None:
+            nonlocal taken
+            if self.held_bytes + size_bytes > self.most_bytes:
+                raise Overloaded(
+                    f"requests of {self.most_bytes} bytes are in flight here "
+                    "(limits.max_buffered_bytes): come back later"
+                )
+            self.held_bytes += size_bytes
+            taken += size_bytes
+
+        try:
+            yield take
+        finally:
+            self.held_bytes -= taken
+
+
+class Deadline:
+    """`seconds` from now. `advice` goes into the error of a request that misses it."""
+
+    def __init__(
+        self, seconds: float, advice: str = "send less, or give options.timeout_s"
+    ) -> None:
+        self.seconds = seconds
+        self.advice = advice
+        self.end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds until then. Raises DeadlineExceeded."""
+        seconds = self.end - time.monotonic()
+        if seconds <= 0:
+            raise DeadlineExceeded(f"the time was over before encoding began: {self.advice}")
+        return seconds
+
+    async def keep(self, work: Awaitable[Result]) -> Result:
+        """The result of `work`, if it is ready in time. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(self.end + GRACE_SECONDS - time.monotonic()):
+                return await work
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"not answered within {self.seconds:g} s: {self.advice}"
+            ) from None
+
+
+async def offload(
+    size_bytes: int,
+    work: Callable[Arguments, Result],
+    *args: Arguments.args,
+    **kwargs: Arguments.kwargs,
+) -> Result:
+    """work(...), in a thread if it touches more than INLINE_BYTES.
+
+    The event loop stays responsive only as far as the work releases the GIL: hashing and
+    decompressing do, Python code does every few milliseconds, a C parser holds it until it
+    returns. So the number of values in a body is bounded before it is parsed (wire/bounds.py).
+    What remains is the one string that json.loads makes of a body: a few tenths of a second for
+    the 128 MiB that limits.max_body_bytes allows by default.
+    """
+    if size_bytes <= INLINE_BYTES:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
