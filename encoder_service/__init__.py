@@ -1,4 +1,4 @@
-"""Encoder Service: vision encoders apart from the language models that use them."""
+"""Encoder Service: the vision encoders of vision-language models as a service of their own."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ __all__ = ["AsyncClient", "Client", "Embedding", "Frames", "ServiceError"]
 
 
 def __getattr__(name: str) -> Any:
-    """The client's names, loaded when asked for: the service's own processes never do."""
+    """Loads the client's names on first use: the service's own processes never need them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from encoder_service.client import sync as client
+    from encoder_service import client
 
     return getattr(client, name)
 
 
 def __dir__() -> list[str]:
-    """Also the names that are not loaded yet."""
     return sorted({*globals(), *__all__})

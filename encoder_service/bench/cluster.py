@@ -17,7 +17,7 @@ from actors.errors import StartError
 from encoder_service.config import ServiceOptions, resources
 
 SERVICERS = (
-    "encoder_service.wire.encoder_pb2_grpc.add_EncoderServicer_to_server",
+    "encoder_service.wire.encoder_grpc.add_EncoderServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 )
 APPLICATION = "encoder"

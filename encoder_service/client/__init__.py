@@ -1,10 +1,9 @@
-"""What a user imports. Needs neither torch nor Ray, router or actors."""
+"""What a user imports. Needs neither torch nor Ray, nor router and actors."""
 
-from encoder_service.client.async_ import AsyncClient
+from encoder_service.client.client import AsyncClient, Client
 from encoder_service.client.dataset import DatasetOptions, Written
 from encoder_service.client.embedding import Embedding, ServiceError
-from encoder_service.client.samples import Frames, Samples, Source
-from encoder_service.client.sync import Client
+from encoder_service.client.sources import Frames, Samples, Source
 
 __all__ = [
     "AsyncClient",

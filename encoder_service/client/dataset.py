@@ -1,108 +1,121 @@
-"""A whole dataset through a service: streamed, in bounded memory, resumed where it ended.
+"""Encodes a whole dataset into shards: streamed in bounded memory, resumed where it ended.
 
-The order of the items and their sizes alone decide what is in a shard, so that runs that were
-killed and run again leave the same files as one that was not.
+    DIR/manifest.jsonl       the settings, then one line per shard: its file and its items, in order
+    DIR/00000.safetensors    one tensor [tokens, width] per item, by the item's name
+
+A shard appears only when it is complete, and counts once the manifest names it: a run that was
+killed continues after the last line. Only the items' order and sizes decide what is in a shard, so
+that an interrupted run leaves the same files as an uninterrupted one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from encoder_service.client.embedding import Embedding, ServiceError
-from encoder_service.client.samples import Sample, Samples, Source, count, samples
-from encoder_service.client.shards import Entry, Manifest, alone, write_shard
+from encoder_service.client.sources import Sample, Samples, Source, count, samples
 from encoder_service.wire.formats import Document
+from encoder_service.wire.tensors import to_safetensors
 
 FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large")
-TRIED_AGAIN = ("deadline_exceeded", "encode_failed", "unreadable")
-"""Both are recorded for an item, and these tried again by the next run; anything else (429, 503)
-ends the run, which can go on later."""
+"""Recorded for the item, which is not retried."""
+RETRIED = ("deadline_exceeded", "encode_failed", "unreadable")
+"""Recorded for the item, which the next run retries. Any other error (429, 503) ends the run."""
 SHOWN_FAILURES = 5
-MOST_ITEMS = 10_000
-"""In a shard."""
+ITEMS_PER_SHARD = 10_000
+"""At most."""
+MANIFEST = "manifest.jsonl"
+FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
+"""What the manifest says of an embedding."""
+
+Entry = tuple[str, Embedding | ServiceError]
+"""An item's name and its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """How a dataset is written."""
+    """How a dataset is read, sent and written."""
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     format: Literal["safetensors", "parquet"] = "safetensors"
     """parquet needs pyarrow."""
     shard_bytes: int = 2**28
-    """A shard ends with the item that reaches this."""
+    """A shard ends with the item that reaches this size."""
     concurrency: int = 16
-    """Items in flight: these, and one shard, are held in memory."""
+    """Items in flight. These and one shard are held in memory."""
     column: str = "image"
-    """Of rows: where the image is."""
+    """Of a dataset of rows: where the image is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What came of a dataset, over all runs into its folder."""
+    """The result of a dataset, over all runs into its folder."""
 
     encoded: int
     failed: int
-    """Items that the service refused: the manifest says why."""
+    """Items without an embedding; the manifest has each one's error."""
     resumed: int
-    """Items that earlier runs had done."""
+    """Items that earlier runs had finished."""
     weights: str
     """"checkpoint", or "dummy": random numbers."""
     retryable: int = 0
-    """Of those that failed: the same call tries them again."""
+    """Of those that failed: how many the same call would try again."""
     failures: tuple[str, ...] = ()
-    """The first of them, with their reasons."""
+    """The first few, with their errors."""
 
 
-class Caller(Protocol):
-    """What of AsyncClient is needed here."""
+class EncodeCalls(Protocol):
+    """The part of AsyncClient that is used here."""
 
     async def model(self) -> Document: ...
     async def encode(self, sources: Sequence[Source], dtype: str = ...) -> list[Embedding]: ...
 
 
 async def encode_dataset(
-    caller: Caller, given: Samples, out: Path, options: DatasetOptions, console: Console | None
+    caller: EncodeCalls, given: Samples, out: Path, options: DatasetOptions, console: Console | None
 ) -> Written:
     """See AsyncClient.encode_dataset."""
     if options.format == "parquet" and find_spec("pyarrow") is None:
-        raise ValueError("parquet needs pyarrow (pip install pyarrow); safetensors does without")
+        raise ValueError("parquet needs pyarrow: pip install pyarrow, or use safetensors")
     if options.concurrency < 1:
-        raise ValueError(f"concurrency is {options.concurrency}: at least 1 item is in flight")
-    with alone(out):
+        raise ValueError(f"concurrency is {options.concurrency}: it must be at least 1")
+    with locked(out):
         return await write(caller, given, out, options, console)
 
 
 async def write(
-    caller: Caller, given: Samples, out: Path, options: DatasetOptions, console: Console | None
+    caller: EncodeCalls, given: Samples, out: Path, options: DatasetOptions, console: Console | None
 ) -> Written:
-    """What is not done yet."""
+    """Encodes what earlier runs into the folder have not finished."""
     card = await caller.model()
     served = {key: card.get(key) for key in ("model", "revision", "weights")}
     chosen = {key: value for key, value in asdict(options).items() if key != "concurrency"}
     manifest = await asyncio.to_thread(Manifest, out, served | chosen)
     found = manifest.items
-    done = [item["name"] for item in found if not tried_again(item)]
-    with shown(console, await asyncio.to_thread(count, given, options.column)) as advance:
+    done = [item["name"] for item in found if not is_retried(item)]
+    with progress_bar(console, await asyncio.to_thread(count, given, options.column)) as advance:
         advance(len(done))
         left = remaining(samples(given, options.column), found)
         waiting: list[Entry] = []
         held_bytes = 0
-        async with aclosing(answers(caller, left, options)) as entries:
+        async with aclosing(encode_in_order(caller, left, options)) as entries:
             async for entry in entries:
                 waiting.append(entry)
                 held_bytes += len(entry[1].data) if isinstance(entry[1], Embedding) else 0
-                if held_bytes >= options.shard_bytes or len(waiting) == MOST_ITEMS:
+                if held_bytes >= options.shard_bytes or len(waiting) == ITEMS_PER_SHARD:
                     await asyncio.to_thread(write_shard, manifest, waiting, options.format)
                     waiting, held_bytes = [], 0
                 advance(1)
@@ -112,14 +125,14 @@ async def write(
 
 
 def summary(items: list[Document], resumed: int, weights: str) -> Written:
-    """What the manifest says in the end."""
+    """The counts and first failures of a manifest."""
     failed = [item for item in items if "error" in item]
     return Written(
         encoded=len(items) - len(failed),
         failed=len(failed),
         resumed=resumed,
         weights=weights,
-        retryable=sum(map(tried_again, failed)),
+        retryable=sum(map(is_retried, failed)),
         failures=tuple(
             f"{item['name']}: {item['error']['type']}: {item['error']['message']}"
             for item in failed[:SHOWN_FAILURES]
@@ -127,29 +140,29 @@ def summary(items: list[Document], resumed: int, weights: str) -> Written:
     )
 
 
-def tried_again(item: Document) -> bool:
-    """Whether an item of the manifest is not done: it failed, and may not the next time."""
-    return "error" in item and item["error"]["type"] in TRIED_AGAIN
+def is_retried(item: Document) -> bool:
+    """Whether an item of the manifest failed with an error that may not come again."""
+    return "error" in item and item["error"]["type"] in RETRIED
 
 
 def remaining(found: Iterator[Sample], before: list[Document]) -> Iterator[Sample]:
-    """What is not done of the items before, then all behind. Raises ValueError for others."""
+    """Items of earlier runs to retry, then all new ones. Raises ValueError for another dataset."""
     for position, item in enumerate(before):
         name, sample = item["name"], next(found, None)
         if sample is None or sample.name != name:
             now = "there is none" if sample is None else f"it is {sample.name!r}"
             raise ValueError(
-                f"item {position} was {name!r} in the run before, now {now}: take another folder"
+                f"item {position} was {name!r} in the run before, now {now}: use another folder"
             )
-        if tried_again(item):
+        if is_retried(item):
             yield sample
     yield from found
 
 
-async def answers(
-    caller: Caller, left: Iterator[Sample], options: DatasetOptions
+async def encode_in_order(
+    caller: EncodeCalls, left: Iterator[Sample], options: DatasetOptions
 ) -> AsyncGenerator[Entry]:
-    """Each item's name and what became of it, in order, several on their way at once."""
+    """Each item's name and result, in order, with `options.concurrency` items in flight."""
     under_way: deque[tuple[str, asyncio.Task[Embedding | ServiceError]]] = deque()
 
     async def first() -> Entry:
@@ -160,7 +173,7 @@ async def answers(
 
     try:
         while (sample := await asyncio.to_thread(next, left, None)) is not None:
-            call = asyncio.create_task(attempt(caller, sample.source, options.dtype))
+            call = asyncio.create_task(encode_one(caller, sample.source, options.dtype))
             under_way.append((sample.name, call))
             if len(under_way) == options.concurrency:
                 yield await first()
@@ -172,12 +185,12 @@ async def answers(
         await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
 
 
-async def attempt(caller: Caller, source: Source, dtype: str) -> Embedding | ServiceError:
-    """One item. Raises ServiceError for what is not the item's fault."""
+async def encode_one(caller: EncodeCalls, source: Source, dtype: str) -> Embedding | ServiceError:
+    """Encodes one item. Raises ServiceError for errors that are not the item's own."""
     try:
         (embedding,) = await caller.encode([source], dtype)
     except ServiceError as error:
-        if error.type not in FAULTS_OF_THE_ITEM + TRIED_AGAIN:
+        if error.type not in FAULTS_OF_THE_ITEM + RETRIED:
             raise
         return error
     except OSError as error:
@@ -186,8 +199,8 @@ async def attempt(caller: Caller, source: Source, dtype: str) -> Embedding | Ser
 
 
 @contextmanager
-def shown(console: Console | None, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar, if there is somewhere to show it: call what it gives with each advance."""
+def progress_bar(console: Console | None, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A progress bar, if there is a console. Yields a function that advances it by some items."""
     if console is None:
         yield lambda items: None
         return
@@ -195,3 +208,137 @@ def shown(console: Console | None, total: int | None) -> Iterator[Callable[[int]
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("items", total=total)
         yield lambda items: progress.advance(task, items)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other runs from writing to the folder. Raises ValueError if one is writing there.
+
+    The lock is on the manifest file; the kernel releases it when the process ends, however it ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if sys.platform == "win32":  # has no fcntl
+        yield
+        return
+    import fcntl
+
+    with (folder / MANIFEST).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{folder}: another run is writing into it: wait for it, or use another folder"
+            ) from None
+        yield
+
+
+class Manifest:
+    """The finished shards. Raises ValueError for other settings or another kind of file."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.path = folder / MANIFEST
+        self.shards: list[dict[str, Any]] = []
+        lines = self.read()
+        if not lines:
+            self.append({"settings": dict(settings)})
+            return
+        for key, value in lines[0]["settings"].items():
+            if settings.get(key) != value:
+                raise ValueError(
+                    f"{self.path}: was begun with {key} {value!r}, now it is "
+                    f"{settings.get(key)!r}: use another folder"
+                )
+        self.shards = lines[1:]
+
+    def read(self) -> list[dict[str, Any]]:
+        """The complete lines. Truncates a last line that was cut off when a run was killed."""
+        if not self.path.exists():
+            return []
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.truncate(self.path, whole)
+        try:
+            lines = [json.loads(line) for line in data[:whole].splitlines()]
+            if lines and "settings" not in lines[0]:
+                raise ValueError("its first line has no settings")
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self.path} is no manifest: {error}") from None
+        return lines
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The latest entry of every item, in the order of the items."""
+        latest = {item["name"]: item for shard in self.shards for item in shard["items"]}
+        return list(latest.values())
+
+    def add(self, file: str | None, items: list[dict[str, Any]]) -> None:
+        """Records a shard that is on disk; `file` is None if all of its items failed."""
+        shard = {"file": file, "items": items}
+        self.append(shard)
+        self.shards.append(shard)
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Writes a line, which is on the disk when this returns."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def write_shard(manifest: Manifest, entries: Sequence[Entry], suffix: str) -> None:
+    """Writes a shard, then names it in the manifest. Raises OSError."""
+    encoded = [(name, one) for name, one in entries if isinstance(one, Embedding)]
+    file = f"{len(manifest.shards):05}.{suffix}" if encoded else None
+    if file:
+        path = manifest.path.parent / file
+        unfinished = path.with_name(f"{file}.tmp")
+        WRITERS[suffix](unfinished, encoded)
+        unfinished.replace(path)
+    manifest.add(file, [manifest_entry(name, one) for name, one in entries])
+
+
+def manifest_entry(name: str, one: Embedding | ServiceError) -> dict[str, Any]:
+    """An item's entry in the manifest."""
+    if isinstance(one, ServiceError):
+        return {"name": name, "error": {"type": one.type, "message": one.message}}
+    return {"name": name} | {fact: getattr(one, fact) for fact in FACTS}
+
+
+def write_safetensors(path: Path, entries: Sequence[tuple[str, Embedding]]) -> None:
+    """Writes tensors by name; "items" in the metadata is JSON of their manifest entries."""
+    tensors = {
+        name: {"dtype": one.dtype, "shape": one.shape, "data": one.data} for name, one in entries
+    }
+    first = entries[0][1]
+    items = [manifest_entry(name, one) for name, one in entries]
+    metadata = {"model": first.model, "weights": first.weights, "items": json.dumps(items)}
+    write_to_disk(path, to_safetensors(tensors, metadata))
+
+
+def write_parquet(path: Path, entries: Sequence[tuple[str, Embedding]]) -> None:
+    """Writes one row per item: its manifest entry, and its bytes in the column "data"."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [
+        manifest_entry(name, one) | {"model": one.model, "weights": one.weights, "data": one.data}
+        for name, one in entries
+    ]
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    write_to_disk(path, sink.getvalue())
+
+
+def write_to_disk(path: Path, data: bytes) -> None:
+    """Returns when the data is on the disk, so that a named file is never half written."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+WRITERS: dict[str, Callable[[Path, Sequence[tuple[str, Embedding]]], None]] = {
+    "safetensors": write_safetensors,
+    "parquet": write_parquet,
+}

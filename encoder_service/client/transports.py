@@ -1,27 +1,39 @@
-"""How a client reaches a service: the scheme of a URL names the transport.
+"""How a client reaches a service. The scheme of the URL chooses HTTP or gRPC.
 
-gRPC is imported where it is asked for: within vLLM, the EC connector has only HTTP.
+grpc is imported only for grpc:// URLs: in vLLM's environment the EC connector needs HTTP alone.
 """
 
 from __future__ import annotations
 
+import json
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-from encoder_service.client.over_http import HttpTransport
-from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import Document
+import aiohttp
+import msgpack
+from yarl import URL
 
-GRPC_OPTIONS = [
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    # By default up to two minutes, in which every call fails with what was wrong before.
-    ("grpc.max_reconnect_backoff_ms", 2000),
-]
+from encoder_service.client.embedding import ServiceError, service_error
+from encoder_service.wire.documents import RequestItem, parse_response
+from encoder_service.wire.formats import MSGPACK, Document, WireError
+
+IDLE_SECONDS = 5.0
+"""Connections idle for longer are closed: the server may have closed its end by then."""
+HEAD_BYTES = 64 * 1024
+"""Longest line, header value and buffer of a response's head."""
+READ_AHEAD_BYTES = 2**22
+"""Of a body, before reading from the socket pauses. At 64 KB, aiohttp's default, a body of 3.3 MB
+pauses fifty times."""
+PIECE_BYTES = 256 * 1024
+"""Larger request bodies are sent in pieces: asyncio copies what the socket cannot take at once."""
 
 
 class Transport(Protocol):
-    """One service, reached in one way. Raises ServiceError, also when there is no answer."""
+    """Calls to one service. Every call raises ServiceError, also when nothing answers."""
 
     async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
         """The response document."""
@@ -30,31 +42,198 @@ class Transport(Protocol):
         """The response document of the one item that is kept under an id."""
 
     async def release(self, reference: str) -> None:
-        """Lets go of it."""
+        """Deletes what is kept under an id."""
 
     async def model(self) -> Document:
-        """What is served."""
+        """The model card."""
 
-    async def ready(self) -> bool:
-        """Whether an encoder is."""
-
-    async def close(self) -> None:
-        """Gives the connections back."""
+    async def ready(self) -> bool: ...
+    async def close(self) -> None: ...
 
 
 def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
-    """The transport that the scheme of a URL names. Raises ValueError."""
-    scheme, address = urlsplit(url).scheme, urlsplit(url).netloc
+    """A transport for the URL's scheme. Raises ValueError for a URL or token that cannot be used.
+
+    Opens no connection yet, and needs no running event loop for http:// and https://.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme not in ("http", "https", "grpc", "grpcs"):
+        raise ValueError(f"{url!r}: the scheme must be http, https, grpc or grpcs")
+    if token and not (token.isascii() and token.isprintable()):
+        raise ValueError("the token has a line break or another character that no header can carry")
     if scheme in ("http", "https"):
         return HttpTransport(url, token, timeout_seconds)
-    if scheme not in ("grpc", "grpcs"):
-        raise ValueError(f"{url!r}: the scheme must be http, https, grpc or grpcs")
-    import grpc
+    from encoder_service.client.grpc_transport import GrpcTransport
 
-    from encoder_service.client.over_grpc import GrpcTransport
+    return GrpcTransport(url, token, timeout_seconds)
 
-    if scheme == "grpc":
-        channel = grpc.aio.insecure_channel(address, GRPC_OPTIONS)
-    else:
-        channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(), GRPC_OPTIONS)
-    return GrpcTransport(channel, token, timeout_seconds)
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """A whole 2xx response."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+class HttpTransport:
+    """HTTP with msgpack both ways. Connections are kept alive and used again."""
+
+    def __init__(self, url: str, token: str | None, timeout_seconds: float) -> None:
+        """Goes through the environment's proxy, if it names one for this host. Raises ValueError.
+
+        A name and password in the URL are sent instead of the token.
+        """
+        address = URL(url)
+        if not address.host:
+            raise ValueError(f"{url!r}: the host is missing")
+        self.url = str(address.with_user(None).with_query(None).with_fragment(None)).rstrip("/")
+        self.proxy = environment_proxy(address)
+        self.timeout_seconds = timeout_seconds
+        self.headers = {"authorization": f"Bearer {token}"} if token else {}
+        if address.user or address.password:
+            pair = f"{address.user or ''}:{address.password or ''}"
+            self.headers = {"authorization": f"Basic {b64encode(pair.encode()).decode()}"}
+        self.session: aiohttp.ClientSession | None = None
+
+    async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
+        """POST /v1/encode."""
+        body = msgpack.packb({"items": [item.document() for item in items], "options": options})
+        return await self.document("POST", "/v1/encode", body)
+
+    async def fetch(self, reference: str) -> Document:
+        """GET /v1/embeddings/{reference}."""
+        return await self.document("GET", path_of(reference))
+
+    async def release(self, reference: str) -> None:
+        """DELETE /v1/embeddings/{reference}."""
+        await self.request("DELETE", path_of(reference))
+
+    async def model(self) -> Document:
+        """GET /v1/model."""
+        answer = await self.request("GET", "/v1/model")
+        document: Document = json.loads(answer.body)
+        return document
+
+    async def ready(self) -> bool:
+        """GET /readyz."""
+        try:
+            await self.request("GET", "/readyz")
+        except ServiceError:  # also 404, from a proxy while the service is being deployed
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self.session is not None:
+            await self.session.close()
+
+    async def document(self, method: str, path: str, body: bytes = b"") -> Document:
+        """The document of a 2xx response."""
+        answer = await self.request(method, path, body, {"accept": MSGPACK})
+        try:
+            return parse_response(answer.body, answer.content_type)
+        except WireError as error:
+            raise ServiceError("invalid_response", str(error), answer.status) from error
+
+    async def request(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
+    ) -> HttpAnswer:
+        """A 2xx response; any other one is raised as ServiceError."""
+        if self.session is None:
+            self.session = self.open_session()
+        content: dict[str, Any] = {"headers": headers or {}}
+        if body:
+            content["headers"] |= {"content-type": MSGPACK, "content-length": str(len(body))}
+            content["data"] = pieces(body) if len(body) > PIECE_BYTES else body
+        try:
+            async with self.session.request(
+                method, URL(self.url + path, encoded=True), allow_redirects=False, **content
+            ) as response:
+                received = await response.read()
+        except TimeoutError as error:
+            raise ServiceError("deadline_exceeded", f"no answer in time: {error!r}") from error
+        except (aiohttp.ClientError, UnicodeError) as error:  # UnicodeError: not a host name
+            raise ServiceError("unavailable", f"{self.url}: {error!r}", retryable=True) from error
+        if 200 <= response.status < 300:
+            return HttpAnswer(response.status, response.headers.get("content-type", ""), received)
+        raise http_error(response, received)
+
+    def open_session(self) -> aiohttp.ClientSession:
+        """For the running event loop."""
+        limit = self.timeout_seconds
+        return aiohttp.ClientSession(
+            connector=CleanConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
+            headers=self.headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # `connect` and `sock_read` each; AsyncClient bounds the call as a whole.
+            timeout=aiohttp.ClientTimeout(None, connect=limit, sock_read=limit, ceil_threshold=1e9),
+            proxy=self.proxy,
+            read_bufsize=READ_AHEAD_BYTES,
+            max_line_size=HEAD_BYTES,
+            max_field_size=HEAD_BYTES,
+        )
+
+
+class CleanConnector(aiohttp.TCPConnector):
+    """Drops an idle connection on which bytes came that no request had asked for.
+
+    aiohttp 3.14 would take them for the answer to the next request (its issue 13656).
+    """
+
+    async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
+        while True:
+            connection = await super().connect(*args, **kwargs)
+            if connection.protocol is None or not connection.protocol.should_close:
+                return connection
+            connection.close()
+
+
+async def pieces(body: bytes) -> AsyncIterator[memoryview]:
+    """A request body; aiohttp waits between the pieces until the socket has taken them."""
+    view = memoryview(body)
+    for start in range(0, len(view), PIECE_BYTES):
+        yield view[start : start + PIECE_BYTES]
+
+
+def http_error(response: aiohttp.ClientResponse, body: bytes) -> ServiceError:
+    """The error of a response that is not 2xx."""
+    status, wait = response.status, response.headers.get("retry-after", "")
+    try:
+        document = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):  # not from the service but from a proxy before it
+        document = {
+            "type": "unavailable" if status in (502, 503) else "http_error",
+            "message": f"{status} {body[:200].decode(errors='replace')}",
+            "retryable": status in (429, 502, 503),
+        }
+    return service_error(document, status, float(wait) if wait.isdecimal() else None)
+
+
+def path_of(reference: str) -> str:
+    """The path of an embedding that the service keeps. Raises TypeError, ValueError."""
+    if not isinstance(reference, str):
+        raise TypeError(f"an id is asked for (`.reference`), not {type(reference).__name__}")
+    if not reference:
+        raise ValueError("the id is empty: ask for one with `reference=True`")
+    return f"/v1/embeddings/{quote(reference, safe='')}"
+
+
+def environment_proxy(url: URL) -> URL | None:
+    """The proxy that http_proxy, https_proxy, all_proxy and no_proxy name for a URL.
+
+    aiohttp's own trust_env knows no all_proxy, and would send credentials from ~/.netrc. Raises
+    ValueError for a kind of proxy that aiohttp cannot use.
+    """
+    proxies = getproxies()
+    found = proxies.get(url.scheme) or proxies.get("all")
+    if not found or proxy_bypass(url.host or ""):
+        return None
+    proxy = URL(found if "://" in found else f"http://{found}")
+    if proxy.scheme not in ("http", "https"):
+        raise ValueError(
+            f"the environment names a {proxy.scheme} proxy, which cannot be used: name an http "
+            f"proxy, or {url.host} in no_proxy"
+        )
+    return proxy

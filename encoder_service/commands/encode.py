@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -54,7 +53,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     token = os.environ.get("ENCODER_SERVICE_TOKEN")
     try:
         client = Client(options.url, token, options.timeout, RETRIES)
-    except (ValueError, httpx.InvalidURL) as wrong:
+    except ValueError as wrong:
         raise ConfigError(f"--url: {wrong}") from None
     with client:
         check_paths(options.paths, folders=bool(options.out))

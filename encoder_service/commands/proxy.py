@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from actors.errors import ConfigError
-from encoder_service.client.async_ import AsyncClient
+from encoder_service.client import AsyncClient
 from encoder_service.commands.numbers import above_zero
 from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.engines.openai_proxy import Proxy, ProxyOptions, build

@@ -1,1 +1,1 @@
-"""Other people's language model servers: vLLM and SGLang."""
+"""Embeddings for other people's language model servers: vLLM and SGLang."""

@@ -1,8 +1,11 @@
-"""In front of a vLLM server: images of chat requests become embeddings, all else passes unchanged.
+"""A proxy for a vLLM server that replaces the images of chat requests by their embeddings.
 
-A client speaks OpenAI's API to it, with its own key, which goes to the server as it is; the proxy
-checks it only if it is told to, and before it encodes anything. vLLM then runs without its vision
-tower (docs/engines.md). Knows nothing of Ray, nor of torch's towers.
+Everything else passes unchanged. Clients speak OpenAI's API, and their key goes on to vLLM; if the
+proxy has keys of its own, it checks a request's key before anything is encoded. vLLM can then run
+without its vision tower (docs/engines.md).
+
+Images in data URLs are decoded here. https URLs go to the encoder service, which decides what it
+fetches. Other URLs are rejected, and so are embeddings that a client made itself.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 from starlette.applications import Starlette
@@ -20,47 +24,63 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from actors.errors import DeadlineExceeded, InvalidRequest, TooLarge, Unavailable
+from actors.errors import DeadlineExceeded, EncodeFailed, InvalidRequest, TooLarge, Unavailable
 from encoder_service.api import envelope
 from encoder_service.api.auth import Tokens
 from encoder_service.api.envelope import request_id_of
 from encoder_service.api.errors import TABLE, Fault, fault
 from encoder_service.api.upload import read_body
-from encoder_service.client import embedding
-from encoder_service.client.async_ import AsyncClient
+from encoder_service.client import AsyncClient, Embedding, ServiceError
 from encoder_service.config import AuthOptions, LimitOptions
-from encoder_service.engines.chat_images import place, places, refuse_ready_made
 from encoder_service.intake.limits import Buffered
-from encoder_service.wire.formats import WireError, read_json
+from encoder_service.wire.formats import WireError, from_base64, read_json
+
+Json = dict[str, Any]
 
 CHAT_PATH = "/v1/chat/completions"
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-OF_A_CONNECTION = frozenset(
+HOP_BY_HOP = frozenset(
     (
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization",
         "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade",
         "host", "content-length", "expect",
     )
 )  # fmt: skip
-"""Headers that belong to one connection, RFC 9110 section 7.6.1, and what httpx sets itself."""
+"""Headers of a single connection (RFC 9110 section 7.6.1), and those that httpx sets itself."""
+READY_MADE = ("image_pil", "kwargs_data")
+"""Keys besides ..._embeds that hold tensors; kwargs_data is one of /inference/v1/generate."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """Where the two servers are."""
+    """The vLLM server, and what the proxy accepts."""
 
     upstream: str
     """URL of the vLLM server, without /v1."""
     limits: LimitOptions
-    """Of bodies; timeout_seconds is how long a body, and the embeddings, may take."""
+    """Limits on bodies. timeout_seconds is for receiving a body, and again for its embeddings."""
     auth: AuthOptions
-    """Of clients, whose header goes on to vLLM all the same. Empty: everybody may."""
+    """Keys of clients; their header goes on to vLLM all the same. Empty: no key is needed."""
     upstream_timeout_seconds: float = 600
-    """Between two pieces of an answer."""
+    """Longest wait between two pieces of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatImage:
+    """An image of a chat request, and its place there."""
+
+    where: str
+    """Its place for error messages, such as messages[0].content[1]."""
+    content: list[Any]
+    index: int
+    uuid: str | None
+    """The client's own name for the image, under which vLLM caches it."""
+    source: bytes | str
+    """The file's bytes, or an https URL."""
 
 
 class Relayed(StreamingResponse):
-    """The server's answer as it comes; whoever hangs up first, the connection is given back."""
+    """vLLM's answer, streamed. The connection is closed even if the client hangs up first."""
 
     def __init__(self, answer: httpx.Response) -> None:
         super().__init__(answer.aiter_raw(), answer.status_code)
@@ -68,11 +88,10 @@ class Relayed(StreamingResponse):
         self.raw_headers = [
             (name.lower(), value)
             for name, value in answer.headers.raw
-            if name.decode().lower() not in OF_A_CONNECTION or name.lower() == b"content-length"
+            if name.decode().lower() not in HOP_BY_HOP or name.lower() == b"content-length"
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -101,9 +120,9 @@ class Proxy:
         )
 
     async def answer(self, request: Request) -> Response:
-        """Whatever is asked."""
+        """Answers any request."""
         try:
-            if request.method != "OPTIONS":  # a browser sends it no key, nor does vLLM ask for one
+            if request.method != "OPTIONS":  # browsers send no key with it, and vLLM asks for none
                 self.tokens.authorize(request.headers.get("authorization"))
             with ExitStack() as held:
                 take = held.enter_context(self.buffered.hold())
@@ -114,18 +133,18 @@ class Proxy:
                     await asyncio.to_thread(check_other, body)
                 return Relayed(await self.send(request, body))
         except ClientDisconnect:
-            return Response(status_code=499)  # there is nobody to read it
+            return Response(status_code=499)  # nobody reads it
         except Exception as problem:
             return refusal(problem, request_id_of(request.headers.get("x-request-id")))
 
     async def with_embeddings(self, body: bytes) -> bytes:
-        """The request as vLLM gets it; one without images as it came."""
+        """The request's body with embeddings in place of images; unchanged if it has no images."""
         try:
             document = await asyncio.to_thread(read_json, body)
         except WireError as error:
             raise InvalidRequest(str(error)) from None
         await asyncio.to_thread(refuse_ready_made, document)
-        found = await asyncio.to_thread(places, document)
+        found = await asyncio.to_thread(images_of, document)
         if not found:
             return body
         most = self.options.limits.max_items
@@ -133,36 +152,39 @@ class Proxy:
             raise TooLarge(f"{len(found)} images in one request: at most {most}")
         try:
             embeddings = await self.encoder.encode([one.source for one in found])
-        except embedding.ServiceError as problem:
+        except ServiceError as problem:
             if problem.item is not None:
                 problem.message = f"{found[problem.item].where}: {problem.message}"
             raise
 
         def written() -> bytes:
-            place(found, embeddings)
+            replace_images(found, embeddings)
             return json.dumps(document).encode()
 
         return await asyncio.to_thread(written)
 
     async def send(self, request: Request, body: bytes) -> httpx.Response:
-        """The server's answer, its body still to come. Raises Unavailable, DeadlineExceeded."""
+        """Sends a request to vLLM; the body of its answer is still to come.
+
+        Raises Unavailable, DeadlineExceeded.
+        """
         named = request.headers.get("connection", "").lower().split(",")
-        dropped = OF_A_CONNECTION.union(map(str.strip, named))
+        dropped = HOP_BY_HOP.union(map(str.strip, named))
         headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1") not in dropped]
         if "accept-encoding" not in request.headers:
-            headers.append((b"accept-encoding", b"identity"))  # or httpx would ask for its own
+            headers.append((b"accept-encoding", b"identity"))  # httpx would add its own
         outgoing = self.client.build_request(
             request.method, self.target(request), content=body, headers=headers
         )
         try:
             return await self.client.send(outgoing, stream=True)
         except httpx.TimeoutException as error:
-            raise DeadlineExceeded(f"no answer of {self.options.upstream}: {error!r}") from None
+            raise DeadlineExceeded(f"no answer from {self.options.upstream}: {error!r}") from None
         except httpx.TransportError as error:
             raise Unavailable(f"{self.options.upstream} cannot be reached: {error!r}") from None
 
     def target(self, request: Request) -> httpx.URL:
-        """The same path and query, still quoted, on the server, whatever they are."""
+        """The same path and query on the vLLM server, quoted as they came."""
         path: bytes = request.scope.get("raw_path") or request.url.path.encode()
         query: bytes = request.scope["query_string"]
         base = self.client.base_url
@@ -170,13 +192,85 @@ class Proxy:
         return base.copy_with(raw_path=whole)
 
     async def close(self) -> None:
-        """Gives the connections back."""
+        """Closes the connections."""
         await self.client.aclose()
         await self.encoder.close()
 
 
+def images_of(request: Json) -> list[ChatImage]:
+    """Every image of a request, in order. Raises InvalidRequest."""
+    messages = request.get("messages")
+    found = []
+    for i, message in enumerate(messages if isinstance(messages, list) else []):
+        content = message.get("content") if isinstance(message, dict) else None
+        for j, part in enumerate(content if isinstance(content, list) else []):
+            where = f"messages[{i}].content[{j}]"
+            kinds = kinds_of(part) if isinstance(part, dict) else set()
+            if "video_url" in kinds:
+                raise InvalidRequest(
+                    f"{where}: videos are not supported by this proxy; send images"
+                )
+            if "image_url" in kinds:
+                assert isinstance(content, list)
+                source = source_of(part, where)
+                found.append(ChatImage(where, content, j, part.get("uuid"), source))
+    return found
+
+
+def kinds_of(part: Json) -> set[Any]:
+    """What vLLM may take a part for: its type, or any key if it has no type or has a uuid."""
+    return {part.get("type") if isinstance(part.get("type"), str) else None} | part.keys()
+
+
+def refuse_ready_made(request: Any) -> None:
+    """Raises InvalidRequest for embeddings anywhere in the request that the client made itself.
+
+    vLLM does not check them, and wrong ones can crash its process.
+    """
+    left = [("", request)]
+    while left:
+        where, one = left.pop()
+        if isinstance(one, list):
+            left += [(f"{where}[{i}]", each) for i, each in enumerate(one)]
+        if not isinstance(one, dict):
+            continue
+        for kind in kinds_of(one) - {None}:
+            if kind.endswith("_embeds") or kind in READY_MADE:
+                raise InvalidRequest(
+                    f"{where or 'the body'}: {kind} is not accepted by this proxy; send images"
+                )
+        left += [(f"{where}.{key}".lstrip("."), each) for key, each in one.items()]
+
+
+def source_of(part: Json, where: str) -> bytes | str:
+    """The image that a part holds or names."""
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    if not isinstance(url, str):
+        raise InvalidRequest(f"{where}.image_url needs a url")
+    if url.startswith("https://"):
+        return url
+    head, comma, data = url.partition(",")
+    if not (head.lower().startswith("data:image/") and head.lower().endswith(";base64") and comma):
+        raise InvalidRequest(f"{where}.image_url: send data:image/...;base64,... or an https URL")
+    try:
+        return from_base64(data, f"{where}.image_url")
+    except WireError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def replace_images(found: list[ChatImage], embeddings: list[Embedding]) -> None:
+    """Puts embeddings where the images were. Raises EncodeFailed if vLLM cannot take one."""
+    for one, embedding in zip(found, embeddings, strict=True):
+        try:
+            part = embedding.to_vllm()
+        except ValueError as error:
+            raise EncodeFailed(f"{one.where}: {error}") from None
+        one.content[one.index] = part if one.uuid is None else part | {"uuid": one.uuid}
+
+
 def check_other(body: bytes) -> None:
-    """Of any path but the chat's. Raises InvalidRequest for ready-made embeddings."""
+    """Raises InvalidRequest for ready-made embeddings in a request to another path than chat."""
     try:
         document = json.loads(body)
     except ValueError:
@@ -188,13 +282,13 @@ def check_other(body: bytes) -> None:
 
 def refusal(problem: Exception, request_id: str) -> Response:
     """An error in OpenAI's shape."""
-    found = of_encoder(problem) if isinstance(problem, embedding.ServiceError) else None
+    found = of_encoder(problem) if isinstance(problem, ServiceError) else None
     found = found or fault(problem, request_id)
     return envelope.response(found, found.openai_document())
 
 
-def of_encoder(problem: embedding.ServiceError) -> Fault | None:
-    """The encoder service's own error; None where the proxy, not its client, is at fault."""
+def of_encoder(problem: ServiceError) -> Fault | None:
+    """The encoder service's error for the client; None for errors that are the proxy's fault."""
     row = next((row for row in TABLE.values() if row.type == problem.type), None)
     if row is None or row.type in ("unauthorized", "invalid_option", "not_found"):
         return None
@@ -202,7 +296,7 @@ def of_encoder(problem: embedding.ServiceError) -> Fault | None:
 
 
 def build(proxy: Proxy) -> Starlette:
-    """The application; it closes the proxy's connections when it ends."""
+    """The ASGI application. It closes the proxy's connections when it ends."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

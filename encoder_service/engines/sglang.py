@@ -1,9 +1,10 @@
-"""Embeddings as SGLang's Engine takes them: `image_data` or `video_data` of Engine.generate.
+"""Embeddings as `image_data` or `video_data` of SGLang's Engine.generate.
 
-Follows SGLang 0.5.23: a dict of the format "processor_output" that has "precomputed_embeddings"
-spares the vision tower of every model. There is one for all images of a request, another for all
-videos; raw images beside it are refused there. Its OpenAI endpoint takes none: JSON has no tensors.
-It expands no prompt then: see `expanded`. Run in its processor, on the CPU: tests/engines.
+Follows SGLang 0.5.23, where a dict of the format "processor_output" with "precomputed_embeddings"
+replaces the vision tower of every model. A request has one dict for all its images and one for all
+its videos, and no raw images beside them. SGLang's HTTP endpoints cannot take them, because JSON
+has no tensors. SGLang does not expand the prompt for them: see `expanded`. tests/engines runs them
+through SGLang's processor on the CPU.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
     from encoder_service.client.embedding import Embedding
 
 GRIDLESS = ("internvl", "internvl_chat", "llama4", "deepseek_ocr")
-"""Families whose positions need no grid: in tiles or crops it is not one of rows and columns."""
+"""Families whose positions need no grid: their tokens are tiles or crops, not rows and columns."""
 
 
 def processor_output(embeddings: Sequence[Embedding]) -> dict[str, Any]:
-    """All images, or all videos, of one request, in the order of their places in the prompt.
+    """All images, or all videos, of one request, in the order of the prompt. Needs torch.
 
     "precomputed_embeddings": [tokens, width] on the CPU, the items' rows one after the other;
     "image_grid_thw" or "video_grid_thw": [items, 3] int64, in patches. Raises ValueError for
@@ -50,10 +51,10 @@ def processor_output(embeddings: Sequence[Embedding]) -> dict[str, Any]:
 
 
 def expanded(input_ids: Sequence[int], images: Sequence[Embedding], placeholder: int) -> list[int]:
-    """A prompt with a placeholder for each row of each image, in place of one for each image.
+    """A prompt with one placeholder per row of each image, from one with a placeholder per image.
 
-    For Engine.generate(input_ids=...): of a prompt in words SGLang pairs placeholders with dicts,
-    and warns. Raises ValueError where there are more images than placeholders, or fewer.
+    For Engine.generate(input_ids=...). In a text prompt SGLang pairs placeholders with dicts, and
+    warns. Raises ValueError unless there are as many images as placeholders.
     """
     if input_ids.count(placeholder) != len(images):
         raise ValueError(

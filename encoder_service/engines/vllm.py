@@ -1,7 +1,7 @@
-"""An embedding as vLLM's chat API takes it: a content part per item (--enable-mm-embeds).
+"""Embeddings as content parts of a chat request to vLLM (--enable-mm-embeds).
 
-Follows vLLM 0.33, vllm/renderers/chat_utils and the models' data parsers. vLLM itself checks
-neither rows nor widths of the Qwen families and may crash on wrong ones: so they are checked here.
+Follows vLLM 0.33: vllm/renderers/chat_utils and the models' data parsers. vLLM does not check rows
+and widths of the Qwen families, and may crash on wrong ones, so they are checked here.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from encoder_service.client.embedding import Embedding
 
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
-"""Families of which vLLM takes rows and their grid, and derives the positions from that."""
+"""Families for which vLLM takes rows and their grid, from which it derives positions."""
 ROWS = ("internvl", "internvl_chat")
-"""Families of which vLLM takes the rows alone."""
+"""Families for which vLLM takes the rows alone."""
 TIMED = ("qwen3_vl", "qwen3_5")
-"""Families whose prompts name the time of each temporal group of a video."""
+"""Families whose prompts contain the time of each temporal group of a video."""
 PATCHES_PER_TOKEN = 4
-"""Of every family in GRIDS: merge_size 2, squared."""
+"""In every family of GRIDS: merge_size 2, squared."""
 
 
 def content_part(embedding: Embedding) -> dict[str, Any]:
-    """{"type": "image_embeds", "image_embeds": ...}, or the same of a video.
+    """{"type": "image_embeds", "image_embeds": ...}, or the same for a video. Needs torch.
 
     Tensors are base64 of torch.save: rows [tokens, width] in the embedding's dtype, the grid [3]
-    int64 in patches, the times [grid t] float64, in seconds from the start of a video. A reference
-    has no rows but its id as "uuid". Raises ValueError for what vLLM does not take.
+    int64 in patches, the times [grid t] float64 in seconds from the start of a video. A reference
+    has its id as "uuid" instead of rows. Raises ValueError for an embedding that vLLM cannot take.
     """
     check(embedding)
     import torch
@@ -48,7 +48,7 @@ def content_part(embedding: Embedding) -> dict[str, Any]:
 
 
 def saved(tensor: torch.Tensor) -> str:
-    """What vLLM decodes with torch.load(weights_only=True)."""
+    """Base64 of torch.save, which vLLM reads with torch.load(weights_only=True)."""
     import torch
 
     file = io.BytesIO()
@@ -57,12 +57,11 @@ def saved(tensor: torch.Tensor) -> str:
 
 
 def timed(embedding: Embedding) -> bool:
-    """Whether the prompt says when each temporal group was."""
+    """Whether the prompt contains the time of each temporal group."""
     return embedding.type == "video" and embedding.family in TIMED
 
 
 def check(embedding: Embedding) -> None:
-    """Raises ValueError."""
     family, kind, grid = embedding.family, embedding.type, embedding.grid_thw
     if family not in GRIDS + ROWS or (kind == "video" and family in ROWS):
         raise ValueError(

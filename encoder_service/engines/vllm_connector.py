@@ -1,17 +1,16 @@
-"""An EC connector: a vLLM server gets embeddings by their ids from the encoder service.
+"""An EC connector for vLLM: the server fetches embeddings from the encoder service by their ids.
 
     vllm serve MODEL --enable-mm-embeds --ec-transfer-config '{
         "ec_connector": "EncoderServiceConnector", "ec_role": "ec_consumer",
         "ec_connector_module_path": "encoder_service.engines.vllm_connector",
         "ec_connector_extra_config": {"url": "http://127.0.0.1:8000"}}'
 
-A request then names an embedding by "uuid", with its grid and without its rows: what
-`Embedding.to_vllm()` gives of a reference. Follows ECConnectorBase of vLLM 0.32 and 0.33, and has
-run inside 0.32 on the CPU (tests/engines; what else was seen: docs/engines.md); loaded by
-vLLM alone.
+A request then names an embedding by "uuid", with its grid and without its rows, as
+`Embedding.to_vllm()` makes it for a reference. Follows ECConnectorBase of vLLM 0.32 and 0.33;
+docs/engines.md says what has been run. Only vLLM can import this module.
 
-The scheduler's half fetches, while other requests go on, and the rows travel to the workers with a
-step. So whatever goes wrong fails one request: an error in a worker would end vLLM itself.
+The scheduler's half fetches embeddings while other requests go on, and sends the rows to the
+workers with a step. An error thus fails one request; in a worker it would end vLLM itself.
 """
 
 from __future__ import annotations
@@ -38,83 +37,85 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 10.0
-"""Of fetching an embedding, for which its request waits, once its turn has come."""
-AT_ONCE = 8
-"""Embeddings that are fetched at a time: vLLM asks for those of its whole queue."""
-ROWS = ("_embeds", "pixel_values", "pixel_values_videos")
-"""Ends of the names of what vLLM needs no connector for."""
+"""For one fetch, not counting its wait for a turn. The request waits for it."""
+FETCHES_AT_ONCE = 8
+"""vLLM asks for the embeddings of its whole queue."""
+ROW_KEYS = ("_embeds", "pixel_values", "pixel_values_videos")
+"""Key endings of items that bring their own rows or pixels."""
 
 
 @dataclass
-class Loads(ECConnectorMetadata):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """What the workers get with a step: [tokens, width] on the CPU under each id."""
+class RowsToLoad(ECConnectorMetadata):  # type: ignore[misc]  # types are checked without vLLM
+    """Sent to the workers with a step: [tokens, width] on the CPU under each id."""
 
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
-class Fetch:
-    """An embedding on its way to the scheduler, or there."""
+class PendingFetch:
+    """An embedding that is being fetched, or has been."""
 
     rows: Future[torch.Tensor]
     requests: set[str] = field(default_factory=set)
-    """Ids of those that wait for it, or are not through with it."""
+    """Ids of the requests that still need it."""
 
 
 class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
-    """Both halves, as vLLM has it: one object in the scheduler, one in each worker."""
+    """Both halves of a connector: vLLM makes one in the scheduler and one in each worker."""
 
     def __init__(self, vllm_config: Any, role: Any) -> None:
-        """Raises ValueError for a role or an address that it cannot have."""
+        """Raises ValueError for settings that cannot work."""
         super().__init__(vllm_config=vllm_config, role=role)
         if self.is_producer:
             raise ValueError('ec_role must be "ec_consumer": this connector only reads embeddings')
         url = vllm_config.ec_transfer_config.get_from_extra_config("url", None)
         if not str(url).startswith(("http://", "https://")):
-            raise ValueError(f"ec_connector_extra_config.url is {url!r}: name the encoder service")
+            raise ValueError(
+                f"ec_connector_extra_config.url is {url!r}: it must be the encoder service's URL"
+            )
         multimodal = vllm_config.model_config.multimodal_config
         if multimodal is not None and multimodal.mm_processor_cache_type == "shm":
             raise ValueError(
-                "mm_processor_cache_type is shm, which keeps from the scheduler what an item "
-                "brings: leave it at lru"
+                "mm_processor_cache_type is shm, which hides the items' data from the scheduler: "
+                "use lru"
             )
-        self.fetches: dict[str, Fetch] = {}
-        self.turns = asyncio.Semaphore(AT_ONCE)
+        self.fetches: dict[str, PendingFetch] = {}
+        self.turns = asyncio.Semaphore(FETCHES_AT_ONCE)
         self.failed: set[str] = set()
-        self.needed = Loads()
+        self.needed = RowsToLoad()
         self.client: Client | None = None
         if role is ECConnectorRole.SCHEDULER:
             self.client = Client(url, os.environ.get("ENCODER_SERVICE_TOKEN"), TIMEOUT_SECONDS)
 
     def shutdown(self) -> None:
-        """Gives the connections back."""
+        """Closes the connections."""
         if self.client is not None:
             self.client.close()
 
     # In the scheduler
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
-        """Whether all that a request names, and has not computed, is here; begins to fetch it.
+        """Whether all embeddings that a request still needs are here. Starts to fetch missing ones.
 
-        What cannot be had, or is not what the prompt has room for, fails the request.
+        The request fails if one cannot be fetched or does not fit its place in the prompt.
         """
         here = True
         for index, feature in enumerate(request.mm_features):
-            if not named(feature):
+            if not is_reference(feature):
                 continue
             name, place = feature.identifier, feature.mm_position
             if place.offset + place.length <= num_computed_tokens:
-                self.let_go(name, request.request_id)
+                self.drop(name, request.request_id)
                 continue
             fetch = self.fetches.get(name)
             if fetch is None:
-                fetch = self.fetches[name] = Fetch(self.begin(name))
+                fetch = self.fetches[name] = PendingFetch(self.begin(name))
             fetch.requests.add(request.request_id)
             here = fetch.rows.done() and self.fits(request, index, fetch.rows) and here
         return here
 
     def begin(self, name: str) -> Future[torch.Tensor]:
-        """Fetches an embedding in the client's thread."""
+        """Starts to fetch an embedding in the client's thread."""
         assert self.client is not None
         client, dtype = self.client.client, self._vllm_config.model_config.dtype
 
@@ -124,21 +125,21 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             hidden = self._vllm_config.model_config.get_inputs_embeds_size()
             if embedding.shape[1] != hidden * (1 + embedding.deepstack):
                 raise ValueError(
-                    f"embedding {name} of {embedding.model} has rows of {embedding.shape[1]}, the "
-                    f"language model of {hidden}: is the encoder service that of another model?"
+                    f"embedding {name} of {embedding.model} is {embedding.shape[1]} wide, the "
+                    f"language model {hidden}: does the encoder service run another model?"
                 )
             return embedding.torch().to(dtype)
 
         return asyncio.run_coroutine_threadsafe(fetched(), self.client.loop)
 
     def fits(self, request: Any, index: int, rows: Future[torch.Tensor]) -> bool:
-        """Whether rows came, and as many as the prompt has room for; or the request fails."""
+        """Whether as many rows came as the prompt has room for; if not, the request fails."""
         try:
             found, room = len(rows.result()), request.get_num_encoder_embeds(index)
             if found == room:
                 return True
             problem = f"{found} rows, the prompt has room for {room}"
-        except Exception as error:  # whatever it is, it must not end vLLM's scheduler
+        except Exception as error:  # no error may end vLLM's scheduler
             problem = str(error)
         name = request.mm_features[index].identifier
         log.error("request %s fails: embedding %s: %s", request.request_id, name, problem)
@@ -146,34 +147,34 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         return False
 
     def take_unavailable_requests(self) -> set[str]:
-        """Ids of those that fail, each told once."""
+        """Ids of failed requests, each returned once."""
         failed, self.failed = self.failed, set()
         return failed
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether an embedding is here: vLLM asks after ensure_cache_available."""
+        """Whether an embedding is here. vLLM asks after ensure_cache_available."""
         fetch = self.fetches.get(identifier)
         return fetch is not None and fetch.rows.done() and not fetch.rows.exception()
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
-        """Sends item `index` of a request to the workers with the next step, if it is ours."""
+        """Sends item `index` to the workers with the next step, if this connector fetched it."""
         identifier = request.mm_features[index].identifier
         if self.has_cache_item(identifier):
             self.needed.rows[identifier] = self.fetches[identifier].rows.result()
 
-    def build_connector_meta(self, scheduler_output: Any) -> Loads:
-        """What this step needs; the next one begins with nothing."""
-        built, self.needed = self.needed, Loads()
+    def build_connector_meta(self, scheduler_output: Any) -> RowsToLoad:
+        """The rows that this step needs."""
+        built, self.needed = self.needed, RowsToLoad()
         return built
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Lets go of what was fetched for it."""
+        """Drops what was fetched for it."""
         for feature in request.mm_features:
-            self.let_go(feature.identifier, request.request_id)
+            self.drop(feature.identifier, request.request_id)
         return False, None
 
-    def let_go(self, name: str, request_id: str) -> None:
-        """An embedding goes with the last request that needs it."""
+    def drop(self, name: str, request_id: str) -> None:
+        """Forgets an embedding with the last request that needs it."""
         fetch = self.fetches.get(name)
         if fetch is None:
             return
@@ -187,7 +188,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         """Puts [tokens, width] on this worker's device under each id."""
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Loads)
+        assert isinstance(metadata, RowsToLoad)
         for name, rows in metadata.rows.items():
             if name not in encoder_cache:
                 encoder_cache[name] = rows.to(device())
@@ -195,28 +196,28 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     def save_caches(
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
     ) -> None:
-        """Nothing: the service has what it encoded, and takes nothing."""
+        """Does nothing: the service stores no embeddings but its own."""
 
 
 async def in_time(fetch: Awaitable[Embedding]) -> Embedding:
-    """Raises TimeoutError, also for what comes byte by byte, and what the fetch raises."""
+    """Bounds the whole fetch, also an answer that trickles in. Raises TimeoutError."""
     try:
         async with asyncio.timeout(TIMEOUT_SECONDS):
             return await fetch
     except TimeoutError:
-        raise TimeoutError(f"not here within {TIMEOUT_SECONDS:g} s") from None
+        raise TimeoutError(f"not received within {TIMEOUT_SECONDS:g} s") from None
 
 
-def named(feature: Any) -> bool:
-    """Whether an item came as an id, which has a dot, and a grid: without anything to encode."""
+def is_reference(feature: Any) -> bool:
+    """Whether an item is an id (with a dot) and a grid, without rows or pixels."""
     data = feature.data
     if "." not in feature.identifier or data is None:
         return False
-    return not any(key.endswith(ROWS) for key in data)
+    return not any(key.endswith(ROW_KEYS) for key in data)
 
 
 def device() -> str:
-    """This worker's own: a bare "cuda" would be the first of all workers'."""
+    """This worker's device: a bare "cuda" would be device 0 for every worker."""
     from vllm.platforms import current_platform
 
     kind: str = current_platform.device_type

@@ -13,7 +13,6 @@ from typing import Protocol
 from actors.errors import InvalidRequest, ServiceError, Unavailable
 from actors.telemetry.request_context import ORIGIN
 from actors.types import Media
-from encoder_service.api.bounds import check_json
 from encoder_service.api.errors import AtItem
 from encoder_service.config import LlmOptions
 from encoder_service.intake.limits import Deadline, offload
@@ -29,7 +28,7 @@ from encoder_service.llm.schema import (
 )
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import WireError, read_json
+from encoder_service.wire.formats import WireError, check_json, read_json
 
 ATTEMPTS = 3
 """How often a request is tried whose replica is lost before any text was sent. Lost embeddings do

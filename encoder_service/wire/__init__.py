@@ -1,1 +1,1 @@
-"""Documents as bytes, shared by api and client. Needs no torch."""
+"""Requests and responses as bytes, shared by api/ and client/. Needs neither torch nor Ray."""

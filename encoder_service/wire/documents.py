@@ -1,13 +1,12 @@
-"""Requests and responses as bytes: JSON, msgpack, safetensors, a bare image.
+"""Request and response documents: what they hold, and their bytes in each content type.
 
-Knows nothing of HTTP, gRPC, models or limits on what an item may be; imports neither torch nor ray,
-so that a client can use it anywhere. A response document:
+Knows nothing of HTTP, gRPC, models or limits on items. A response document:
 
     {"model", "family", "weights", "items": [item, ...], "timings": {name: milliseconds}}
 
-An item has "index", "type" and either "error" or "grid_thw", "tokens", "dtype", "shape", "digest",
-"source", "deepstack", perhaps "notice", and either "data" or "reference", an id to fetch it by.
-"data" is any contiguous buffer here, bytes when read back.
+An item has "index", "type" and either "error" or all of "grid_thw", "tokens", "dtype", "shape",
+"digest", "source", "deepstack", perhaps "notice", and either "data" or "reference", an id to fetch
+it by. "data" is any contiguous buffer when written, and bytes when read.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from encoder_service.api import bounds
 from encoder_service.wire import tensors
 from encoder_service.wire.formats import (
     JSON,
@@ -26,6 +24,8 @@ from encoder_service.wire.formats import (
     Document,
     Piece,
     WireError,
+    check_json,
+    check_msgpack,
     from_base64,
     read_json,
     read_msgpack,
@@ -36,18 +36,19 @@ __all__ = ["Document", "RequestItem", "WireError", "parse_request", "parse_respo
 
 @dataclass(frozen=True, slots=True)
 class RequestItem:
-    """One item of a request: its bytes, still compressed, or where to fetch them, or its frames."""
+    """One item of a request, with one of `data`, `url` and `frames`."""
 
     type: Literal["image", "video"]
     data: bytes | None = None
+    """The file, still compressed."""
     url: str | None = None
     frames: tuple[bytes, ...] | None = None
     """A video as image files."""
     fps: float | None = None
-    """How many of `frames` are shown in a second."""
+    """Frames per second of `frames`."""
 
     def document(self) -> Document:
-        """An entry of "items" in msgpack: the type and the one source that it has."""
+        """The entry of "items" in a msgpack request."""
         if self.frames is not None:
             rate = {} if self.fps is None else {"fps": self.fps}
             return {"type": self.type, "frames": list(self.frames), **rate}
@@ -56,21 +57,21 @@ class RequestItem:
 
 
 def parse_request(body: bytes, content_type: str) -> tuple[list[RequestItem], dict[str, Any]]:
-    """The items and the options (unchecked) of a request. Raises WireError."""
-    media_type = bare(content_type)
+    """The items of a request, and its options, which are not checked. Raises WireError."""
+    media_type = without_parameters(content_type)
     if media_type.startswith("image/"):
         return [RequestItem("image", body, None)], {}
     if media_type.startswith("video/"):
         return [RequestItem("video", body, None)], {}
     if media_type == MSGPACK:
-        bounds.check_msgpack(body)
+        check_msgpack(body)
         document = read_msgpack(body)
     elif media_type == JSON:
-        bounds.check_json(body)
+        check_json(body)
         document = read_json(body)
     else:
         raise WireError(
-            f"content type {content_type!r} cannot be read: send {JSON}, {MSGPACK}, "
+            f"content type {content_type!r} is not supported: send {JSON}, {MSGPACK}, "
             "multipart/form-data, one image as image/* or one video as video/*",
             "unsupported",
         )
@@ -121,7 +122,7 @@ def parse_frames(item: Document, where: str) -> RequestItem:
 
 
 def content(data: Any, where: str) -> bytes:
-    """The bytes of a file: themselves in msgpack, base64 in JSON."""
+    """The bytes of a file, which are base64 in JSON."""
     if isinstance(data, str):
         data = from_base64(data, where)
     if not isinstance(data, bytes):
@@ -130,19 +131,19 @@ def content(data: Any, where: str) -> bytes:
 
 
 def render(answer: Document, accept: str, encoding: str = "base64") -> tuple[list[Piece], str]:
-    """The body in pieces and its content type, for an Accept header; an empty one means msgpack.
+    """The body in pieces and its content type, as an Accept header asks; msgpack if it is empty.
 
-    `encoding` is for JSON: "base64", or "float" for rows of numbers. Raises WireError.
+    `encoding`, for JSON: "base64", or "float" for rows of numbers. Raises WireError.
     """
     media_type = choose(accept)
     return WRITERS[media_type](answer, encoding), media_type
 
 
 def parse_response(body: bytes, content_type: str) -> Document:
-    """The document of a response; every item's "data" is bytes again. Raises WireError."""
-    reader = READERS.get(bare(content_type))
+    """The document of a response, with every item's "data" as bytes. Raises WireError."""
+    reader = READERS.get(without_parameters(content_type))
     if reader is None:
-        raise WireError(f"a response of content type {content_type!r} cannot be read")
+        raise WireError(f"a response of content type {content_type!r} is not supported")
     document = reader(body)
     try:
         for item in document["items"]:
@@ -157,7 +158,7 @@ def parse_response(body: bytes, content_type: str) -> Document:
 
 
 def choose(accept: str) -> str:
-    """The format that an Accept header likes best: by q, then exactness, then order."""
+    """The content type that an Accept header prefers: by q, then exactness, then order."""
     best, chosen = (0.0, 0, 0), None
     for position, entry in enumerate((accept.strip() or "*/*").split(",")):
         wanted, *parameters = (part.strip().lower() for part in entry.split(";"))
@@ -175,18 +176,18 @@ def choose(accept: str) -> str:
                 break
     if chosen is None:
         raise WireError(
-            f"Accept: {accept!r} is not to be had; offered are {', '.join(WRITERS)}", "unsupported"
+            f"Accept: {accept!r} is not available; available are {', '.join(WRITERS)}",
+            "unsupported",
         )
     return chosen
 
 
 def check_keys(given: Document, known: set[str], where: str) -> None:
-    """A key that nobody reads is an error: it is a typo more often than not."""
+    """Raises WireError for an unknown key, which is most often a typo."""
     for key in given:
         if key not in known:
             raise WireError(f"{where} has an unknown key {key!r}; known are {sorted(known)}")
 
 
-def bare(content_type: str) -> str:
-    """A content type without its parameters."""
+def without_parameters(content_type: str) -> str:
     return content_type.split(";")[0].strip().lower()

@@ -1,7 +1,10 @@
-"""A document of maps, lists and tensors as bytes: msgpack, JSON, safetensors.
+"""Documents of maps, lists and tensors as bytes: msgpack, JSON, safetensors.
 
-Knows nothing of what the documents mean beyond: "items" is a list, and the "data" of an item is the
+Of a document's meaning only this is known here: "items" is a list, and the "data" of an item is the
 memory of a tensor of that item's "dtype" and "shape".
+
+The body of a request is checked before it is parsed: the parsers of msgpack and JSON hold the GIL
+while they build values, and an empty list of one byte becomes 56 bytes.
 """
 
 from __future__ import annotations
@@ -23,19 +26,27 @@ JSON = "application/json"
 SAFETENSORS = "application/vnd.safetensors"
 
 MOST_ENTRIES = 65_536
-"""Of one msgpack array or map. Of a whole request: bounds.py."""
+"""In one msgpack array or map."""
+MOST_VALUES = 8192
+"""In the body of a request. An item is five values, so a thousand items fit."""
 
+FIXED_BYTES = {0xCA: 4, 0xCB: 8} | {first + i: 2**i for first in (0xCC, 0xD0) for i in range(4)}
+"""Bytes that follow the first byte of a msgpack number."""
+STRING_LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+"""Bytes of the length field of msgpack binaries and strings."""
+COUNT_LENGTHS = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+"""Bytes of the count field of msgpack arrays and maps."""
+EXTENSIONS = {0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)}
 CHUNK_CHARACTERS = 2**22
-"""Of base64 at a time: each call holds the interpreter. Divisible by 4, three quarters by 3."""
+"""Of base64 at a time, because a call holds the GIL. Divisible by 4, three quarters of it by 3."""
 
 Document = dict[str, Any]
-
 Piece = bytes | memoryview
-"""Of a body; its length is its number of bytes."""
+"""Part of a body; its len() is its number of bytes."""
 
 
 class WireError(ValueError):
-    """Bytes that cannot be read, or a format that nobody speaks here."""
+    """Bytes that cannot be read, or a format that is not supported."""
 
     def __init__(
         self, message: str, kind: Literal["malformed", "unsupported"] = "malformed"
@@ -44,8 +55,47 @@ class WireError(ValueError):
         self.kind = kind
 
 
+def check_json(body: bytes, most: int = MOST_VALUES) -> None:
+    """Raises WireError for too many values. base64 has none of the characters that are counted."""
+    check_count(1 + body.count(b"[") + body.count(b"{") + body.count(b","), most)
+
+
+def check_msgpack(body: bytes) -> None:
+    """Raises WireError for too many values, as arrays and maps declare them, and for extensions.
+
+    Reads only the headers, and skips the content of strings and binaries.
+    """
+    at, left, values = 0, 1, 1
+    while left and at < len(body):
+        first = body[at]
+        at, left = at + 1, left - 1
+        count = 0
+        if 0x80 <= first < 0xA0:
+            count = first & 0x0F if first >= 0x90 else 2 * (first & 0x0F)
+        elif 0xA0 <= first < 0xC0:
+            at += first & 0x1F
+        elif first in STRING_LENGTHS:
+            size = STRING_LENGTHS[first]
+            at += size + int.from_bytes(body[at : at + size])
+        elif first in COUNT_LENGTHS:
+            size = COUNT_LENGTHS[first]
+            count = int.from_bytes(body[at : at + size]) * (2 if first >= 0xDE else 1)
+            at += size
+        elif first in EXTENSIONS:
+            raise WireError("the body has a msgpack extension: send plain types only")
+        else:
+            at += FIXED_BYTES.get(first, 0)
+        left, values = left + count, values + count
+        check_count(values, MOST_VALUES)
+
+
+def check_count(values: int, most: int) -> None:
+    if values > most:
+        raise WireError(f"the body has more than {most} values: send fewer items at a time")
+
+
 def write_msgpack(answer: Document, encoding: str) -> list[Piece]:
-    """Data as bin, where it lies."""
+    """The data of items is not copied: it is a piece of its own."""
     packer = msgpack.Packer()
     pieces: list[Piece] = [packer.pack_map_header(len(answer))]
     for name, value in answer.items():
@@ -63,13 +113,13 @@ def write_msgpack(answer: Document, encoding: str) -> list[Piece]:
 
 
 def bin32(data: Piece) -> list[Piece]:
-    """Bytes as msgpack writes long ones: 0xC6, their number, themselves."""
+    """Bytes in msgpack's format bin 32: 0xC6, their number, the bytes."""
     view = memoryview(data).cast("B")
     return [struct.pack(">BI", 0xC6, len(view)), view]
 
 
 def write_json(answer: Document, encoding: str) -> list[Piece]:
-    """Data as base64 or rows of numbers. Put together from pieces, so that none takes long."""
+    """Data becomes base64 or rows of numbers, in chunks, so that no call holds the GIL for long."""
     if encoding not in ("base64", "float"):
         raise WireError(f'options.encoding must be "base64" or "float", not {encoding!r}')
     data_pieces = float_pieces if encoding == "float" else base64_pieces
@@ -84,7 +134,7 @@ def write_json(answer: Document, encoding: str) -> list[Piece]:
 
 
 def float_pieces(item: Document) -> Iterator[bytes]:
-    """The tensor as rows of numbers."""
+    """A tensor as a list of rows of numbers."""
     array = tensors.to_array(item["data"], item["dtype"], item["shape"])
     for position, row in enumerate(array):
         yield b", " if position else b"["
@@ -93,7 +143,7 @@ def float_pieces(item: Document) -> Iterator[bytes]:
 
 
 def base64_pieces(item: Document) -> Iterator[bytes]:
-    """The tensor's memory as a string."""
+    """A tensor's memory as a string."""
     view, step = memoryview(item["data"]).cast("B"), CHUNK_CHARACTERS * 3 // 4
     yield b'"'
     for start in range(0, len(view), step):
@@ -102,19 +152,18 @@ def base64_pieces(item: Document) -> Iterator[bytes]:
 
 
 def without(document: Document, name: str) -> Document:
-    """All but one entry."""
     return {key: value for key, value in document.items() if key != name}
 
 
 def write_safetensors(answer: Document, encoding: str) -> list[Piece]:
-    """Tensors "0", "1", ... by index; all else is JSON under "answer" in the metadata."""
+    """Tensors are named "0", "1", ... by index; the rest is JSON, "answer" in the metadata."""
     named = {str(item["index"]): item for item in answer["items"] if "data" in item}
     items = [without(item, "data") for item in answer["items"]]
     return [tensors.to_safetensors(named, {"answer": json.dumps({**answer, "items": items})})]
 
 
 def read_safetensors(body: bytes) -> Document:
-    """What write_safetensors wrote."""
+    """Reads what write_safetensors wrote. Raises WireError."""
     try:
         data, metadata = tensors.from_safetensors(body)
         document = read_json(metadata["answer"].encode())
@@ -127,7 +176,7 @@ def read_safetensors(body: bytes) -> Document:
 
 
 def read_msgpack(body: bytes) -> Document:
-    """A map. No extension types, no long arrays."""
+    """Reads a map without extension types or long arrays. Raises WireError."""
     try:
         document = msgpack.unpackb(
             body,
@@ -138,26 +187,25 @@ def read_msgpack(body: bytes) -> Document:
         )
     except ValueError as error:
         reason = str(error) or "it is nested too deeply"
-        raise WireError(f"the body is not msgpack that can be read: {reason}") from error
+        raise WireError(f"the body cannot be read as msgpack: {reason}") from error
     return as_map(document)
 
 
 def read_json(body: bytes) -> Document:
-    """A map."""
+    """Reads a map. Raises WireError."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise WireError(f"the body is not JSON that can be read: {error}") from error
+        raise WireError(f"the body is not JSON: {error}") from error
     return as_map(document)
 
 
 def refuse_extension(code: int, data: bytes) -> NoReturn:
-    """Extension types could be anything."""
     raise WireError(f"the body has a msgpack extension of type {code}: send plain types only")
 
 
 def from_base64(text: str, where: str) -> bytes:
-    """Strict: no line breaks, no other alphabet, right padding."""
+    """Decodes strict base64: no line breaks, one alphabet, right padding. Raises WireError."""
     try:
         if text.find("=", 0, -2) >= 0:
             raise ValueError("padding before its end")
@@ -169,7 +217,6 @@ def from_base64(text: str, where: str) -> bytes:
 
 
 def as_map(document: Any) -> Document:
-    """A map with names as keys."""
     if not isinstance(document, dict):
         raise WireError(f"the body must be a map, not {type(document).__name__}")
     return document

@@ -1,6 +1,6 @@
-"""Tensors as bytes on the side of whoever has no torch: bfloat16 for numpy, safetensors files.
+"""Tensors as bytes without torch: numpy arrays and safetensors files.
 
-bfloat16 is the upper half of a float32, so numpy, which has no such type, can still widen it.
+numpy has no bfloat16. Its bytes are the upper half of a float32, so it is widened to float32.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import numpy.typing as npt
 Buffer = bytes | memoryview | npt.NDArray[np.uint8]
 
 CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""Names of the dtypes in safetensors files."""
+"""The dtypes' names in safetensors files."""
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of a value."""
+"""Bytes per value."""
 
 
 def to_array(data: Buffer, dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
-    """Row-major little-endian memory as an array; bfloat16 becomes float32, which is exact.
+    """Row-major little-endian memory as an array of `shape`. bfloat16 becomes float32, exactly.
 
-    float16 and float32 are views of `data`. Raises ValueError when sizes do not agree.
+    float16 and float32 are views of `data`. Raises ValueError if the sizes do not agree.
     """
     if dtype == "bfloat16":
         upper = np.frombuffer(data, "<u2").reshape(shape)
         return (upper.astype("<u4") << np.uint32(16)).view("<f4")
     if dtype not in CODES:
-        raise ValueError(f"dtype {dtype!r} is none of {', '.join(CODES)}")
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(CODES)}")
     return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
 
 
 def from_rows(rows: Sequence[Sequence[float]], dtype: str) -> bytes:
-    """The memory of rows of numbers; exact for numbers that came from that dtype."""
-    # numpy would take the name of a dtype for an expression, and parse it.
+    """The memory of rows of numbers; exact if they came from `dtype`. Raises ValueError."""
+    # np.dtype would parse any string as an expression.
     if dtype not in CODES:
-        raise ValueError(f"dtype {dtype!r} is none of {', '.join(CODES)}")
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(CODES)}")
     values = np.asarray(rows, "<f4")
     if dtype == "bfloat16":
         return (values.view("<u4") >> np.uint32(16)).astype("<u2").tobytes()
@@ -60,7 +60,7 @@ def to_safetensors(tensors: Mapping[str, Mapping[str, Any]], metadata: Mapping[s
         chunks.append(data)
         end += len(data)
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # readers map the file: tensors start aligned
+    text += b" " * (-len(text) % 8)  # readers map the file, and want aligned tensors
     return b"".join([len(text).to_bytes(8, "little"), text, *chunks])
 
 
@@ -68,7 +68,7 @@ def from_safetensors(body: bytes) -> tuple[dict[str, bytes], dict[str, str]]:
     """The memory of each tensor, and the metadata. Raises ValueError for a broken file."""
     start = 8 + int.from_bytes(body[:8], "little")
     if len(body) < start:
-        raise ValueError("a safetensors file that ends in its header")
+        raise ValueError("the safetensors file ends within its header")
     header = json.loads(body[8:start])
     metadata = header.pop("__metadata__", {})
     dtypes = {code: dtype for dtype, code in CODES.items()}

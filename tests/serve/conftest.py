@@ -57,7 +57,7 @@ def cluster() -> Iterator[Cluster]:
         grpc_options={
             "port": grpc_port,
             "grpc_servicer_functions": [
-                "encoder_service.wire.encoder_pb2_grpc.add_EncoderServicer_to_server",
+                "encoder_service.wire.encoder_grpc.add_EncoderServicer_to_server",
                 "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
             ],
         },

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire import encoder_pb2_grpc
+from encoder_service.wire.encoder_grpc import EncoderStub
 from tests.chromium import chromium, there
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
@@ -100,7 +100,7 @@ def test_grpc_metadata_carry_it_too(cluster: Cluster, traces: Path) -> None:
     ]
     request = pb.EncodeRequest(items=[pb.Item(type="image", data=jpeg(64, 64))])
     with grpc.insecure_channel(cluster.grpc) as channel:
-        stub = encoder_pb2_grpc.EncoderStub(channel)
+        stub = EncoderStub(channel)
         (chunk,) = stub.EncodeStream(request, metadata=metadata, timeout=SLOW)
     assert chunk.last
     spans = lines(traces, "*.jsonl", of_trace(trace), 5)

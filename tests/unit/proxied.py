@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,7 @@ from starlette.routing import Route
 
 from actors.types import Answer, Dtype, Media
 from encoder_service.api.http import build as build_service
-from encoder_service.client.async_ import AsyncClient
-from encoder_service.client.over_http import HttpTransport
+from encoder_service.client import AsyncClient
 from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.engines.openai_proxy import Proxy, ProxyOptions, build
 from tests.unit.front_door import Fleet, service, zeros
@@ -98,6 +98,27 @@ async def listening(app: Starlette) -> AsyncIterator[str]:
     await running
 
 
+@contextmanager
+def in_a_thread(app: Starlette) -> Iterator[str]:
+    """The same for tests without an event loop."""
+    ready, end, found = threading.Event(), threading.Event(), list[str]()
+
+    async def serve() -> None:
+        async with listening(app) as address:
+            found.append(address)
+            ready.set()
+            await asyncio.to_thread(end.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert ready.wait(60)
+    try:
+        yield found[0]
+    finally:
+        end.set()
+        thread.join(60)
+
+
 Story = Callable[[httpx.AsyncClient, Vllm], Awaitable[None]]
 
 
@@ -112,9 +133,8 @@ def told(
 
     async def run() -> None:
         vllm, app = Vllm(), build_service(service(fleet or Distinct()))
-        inner = HttpTransport("http://encoder", None, 60, httpx.ASGITransport(app))
-        encoder = AsyncClient("http://encoder", retries=0, transport=inner)
         async with AsyncExitStack() as stack:
+            encoder = AsyncClient(await stack.enter_async_context(listening(app)), retries=0)
             behind = await stack.enter_async_context(listening(vllm.app()))
             auth = AuthOptions(token_sha256=digests)
             options = ProxyOptions(upstream or behind, LimitOptions(**limits), auth)
@@ -135,7 +155,6 @@ def chat(*parts: Any, **more: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, turn]} | more
 
 
-def spare() -> HttpTransport:
-    """The same service once more."""
-    app = build_service(service(Distinct()))
-    return HttpTransport("http://e", None, 60, httpx.ASGITransport(app))
+def another_service() -> Starlette:
+    """That encodes as the one behind the proxy."""
+    return build_service(service(Distinct()))

@@ -12,9 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoder_service.api.bounds import MOST_VALUES, check_json, check_msgpack
 from encoder_service.wire.documents import parse_request
-from encoder_service.wire.formats import JSON, MSGPACK, WireError
+from encoder_service.wire.formats import (
+    JSON,
+    MOST_VALUES,
+    MSGPACK,
+    WireError,
+    check_json,
+    check_msgpack,
+)
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.binary(), st.text()

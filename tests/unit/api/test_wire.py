@@ -91,7 +91,7 @@ def test_accept(accept: str, chosen: str) -> None:
 
 @pytest.mark.parametrize("accept", ["text/html", "application/json;q=0"])
 def test_formats_that_nobody_offers(accept: str) -> None:
-    with pytest.raises(WireError, match="not to be had") as refused:
+    with pytest.raises(WireError, match="is not available; available are") as refused:
         wire.choose(accept)
     assert refused.value.kind == "unsupported"
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import grpc
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -20,13 +19,14 @@ from fastapi import FastAPI, Request, Response
 
 import encoder_service
 from encoder_service.client import AsyncClient, Client, Embedding, ServiceError, Source
-from encoder_service.client.async_ import request_item
 from encoder_service.client.embedding import TOKEN, service_error
-from encoder_service.client.over_http import HttpTransport
+from encoder_service.client.sources import request_item
+from encoder_service.client.transports import HttpTransport
 from encoder_service.wire import documents as wire
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire import encoder_pb2_grpc as pb_grpc
+from encoder_service.wire.encoder_grpc import add_EncoderServicer_to_server
 from tests import images
+from tests.unit.proxied import in_a_thread, listening
 
 ROWS = torch.arange(8, dtype=torch.float32).view(4, 2) / 3
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -96,7 +96,7 @@ class Server:
         return app
 
 
-class Servicer(pb_grpc.EncoderServicer):  # type: ignore[misc]
+class Servicer:
     """The same over gRPC."""
 
     def __init__(self, server: Server) -> None:
@@ -117,6 +117,11 @@ class Servicer(pb_grpc.EncoderServicer):  # type: ignore[misc]
         timings = pb.Timings(**TIMINGS)
         return pb.EncodeResponse(model="m", weights="dummy", items=items, timings=timings)
 
+    def Release(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    EncodeStream = Fetch = Release
+
     def GetModel(self, request: Any, context: Any) -> Any:
         token = dict(context.invocation_metadata()).get("authorization")
         return pb.GetModelResponse(json=json.dumps({"token": token}))
@@ -135,15 +140,12 @@ def server() -> Server:
 @pytest.fixture
 def client(protocol: str, server: Server) -> Iterator[Client]:
     if protocol == "http":
-        with Client("http://test", token="secret") as client:
-            client.client.transport = HttpTransport(
-                "http://test", "secret", 5, httpx.ASGITransport(server.http())
-            )
+        with in_a_thread(server.http()) as url, Client(url, token="secret") as client:
             yield client
         return
     with ThreadPoolExecutor(2) as pool:
         grpc_server = grpc.server(pool)
-        pb_grpc.add_EncoderServicer_to_server(Servicer(server), grpc_server)
+        add_EncoderServicer_to_server(Servicer(server), grpc_server)
         port = grpc_server.add_insecure_port("127.0.0.1:0")
         grpc_server.start()
         with Client(f"grpc://127.0.0.1:{port}", token="secret") as client:
@@ -222,8 +224,7 @@ def test_the_token_travels(client: Client) -> None:
 
 def test_readiness_over_http() -> None:
     async def ask() -> list[bool]:
-        transport = HttpTransport("http://test", None, 5, httpx.ASGITransport(Server(1).http()))
-        async with AsyncClient("http://test", transport=transport) as client:
+        async with listening(Server(1).http()) as url, AsyncClient(url) as client:
             return [await client.ready(), await client.ready()]
 
     assert asyncio.run(ask()) == [False, True]
@@ -231,8 +232,7 @@ def test_readiness_over_http() -> None:
 
 def test_a_proxy_without_the_service_is_not_ready() -> None:
     async def ask() -> bool:
-        transport = HttpTransport("http://test", None, 5, httpx.ASGITransport(FastAPI()))
-        async with AsyncClient("http://test", transport=transport) as client:
+        async with listening(FastAPI()) as url, AsyncClient(url) as client:
             with pytest.raises(ServiceError, match="404"):
                 await client.encode([b"x"])
             return await client.ready()
@@ -267,7 +267,7 @@ def test_the_package_offers_the_client_and_loads_nothing_heavy() -> None:
 
 
 def test_what_is_no_id_and_no_source_says_so() -> None:
-    transport = HttpTransport("http://test", None, 5, httpx.ASGITransport(FastAPI()))
+    transport = HttpTransport("http://test", None, 5)
     with pytest.raises(TypeError, match="reference"):
         asyncio.run(transport.fetch(cast(str, object())))
     with pytest.raises(ValueError, match="empty"):

@@ -1,19 +1,18 @@
-"""The client's own connections, before a server that answers as it is told, byte by byte."""
+"""The client's HTTP against a server that answers as it is told, byte by byte."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 
-import httpx
 import pytest
 import uvloop
 
-from encoder_service.client.connections import Connections, direct
-from encoder_service.client.embedding import ServiceError
-from encoder_service.client.over_http import HttpTransport
+from encoder_service.client import ServiceError
+from encoder_service.client.transports import HttpTransport, connect
 
 BODY = bytes(range(256)) * 12_000
 """Several megabytes."""
@@ -45,13 +44,23 @@ class Server:
 
 
 @asynccontextmanager
-async def client(answer: Answer) -> AsyncIterator[tuple[httpx.AsyncClient, Server]]:
+async def listening(answer: Answer) -> AsyncIterator[tuple[str, Server]]:
+    """The server's address, host and port."""
     server = Server(answer)
-    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
-        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        transport = Connections(tls=False)
-        async with httpx.AsyncClient(base_url=url, transport=transport, timeout=5) as http:
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as sockets:
+        yield f"127.0.0.1:{sockets.sockets[0].getsockname()[1]}", server
+
+
+@asynccontextmanager
+async def client(
+    answer: Answer, timeout_seconds: float = 5
+) -> AsyncIterator[tuple[HttpTransport, Server]]:
+    async with listening(answer) as (address, server):
+        http = HttpTransport(f"http://{address}", None, timeout_seconds)
+        try:
             yield http, server
+        finally:
+            await http.close()
 
 
 def says(*pieces: bytes, close: bool = False) -> Answer:
@@ -96,7 +105,6 @@ def loop(request: pytest.FixtureRequest) -> Iterator[None]:
         (says(KNOWN[:20], KNOWN[20:60], KNOWN[60:90_000], KNOWN[90_000:]), BODY, 1),
         (says(b"HTTP/1.1 100 Continue\r\n\r\n" + sized(b"")), b"", 1),
         (says(b"HTTP/1.1 204 No Content\r\n\r\n"), b"", 1),
-        (says(b"HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n"), b"", 1),
         (says(LONG_HEAD[:20_000], LONG_HEAD[20_000:]), b"", 1),
         (says(sized(gzip.compress(BODY), b"content-encoding: gzip")), BODY, 1),
         (says(CHUNKED, b"0\r\n\r\n"), BODY, 1),
@@ -107,7 +115,7 @@ def loop(request: pytest.FixtureRequest) -> Iterator[None]:
         (says(sized(b"gone"), close=True), b"gone", 3),
     ],
     ids=[
-        *("whole", "torn", "nothing", "204", "304", "long head", "gzip", "chunked", "more"),
+        *("whole", "torn", "nothing", "204", "long head", "gzip", "chunked", "more"),
         *("last", "old", "endless", "closed"),
     ],
 )
@@ -117,8 +125,8 @@ def test_bodies_come_whole_and_connections_are_used_again(
     async def run() -> None:
         async with client(answer) as (http, server):
             for _ in range(3):
-                found = await http.post("/there?x=1", content=b"sent")
-                assert found.content == body
+                found = await http.request("POST", "/there?x=1", b"sent")
+                assert found.body == body
                 await asyncio.sleep(0.01)  # a server that closes has done so
             assert server.connections == connections
             assert server.seen[0].startswith(b"POST /there?x=1 HTTP/1.1\r\n")
@@ -130,33 +138,40 @@ def test_bodies_come_whole_and_connections_are_used_again(
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (says(close=True), httpx.TransportError),
-        (says(KNOWN[:90_000], close=True), httpx.ReadError),
-        (says(CHUNKED, close=True), httpx.RemoteProtocolError),
-        (says(b"SSH-2.0-OpenSSH\r\n\r\n"), httpx.RemoteProtocolError),
-        (says(sized(b"ab") + b"c"), httpx.RemoteProtocolError),
-        (says(), httpx.ReadTimeout),
-        (says(KNOWN[:90_000]), httpx.ReadTimeout),
+        (says(close=True), "unavailable"),
+        (says(KNOWN[:90_000], close=True), "unavailable"),
+        (says(CHUNKED, close=True), "unavailable"),
+        (says(b"SSH-2.0-OpenSSH\r\n\r\n"), "unavailable"),
+        (says(sized(b"{}", b"content-encoding: gzip")), "unavailable"),
+        (says(sized(b"{}") + b"c"), "unavailable"),
+        (says(), "deadline_exceeded"),
+        (says(KNOWN[:90_000]), "deadline_exceeded"),
     ],
-    ids=["at once", "torn", "torn chunks", "no HTTP", "too much", "silent", "stops"],
+    ids=["at once", "torn", "torn chunks", "no HTTP", "no gzip", "too much", "silent", "stops"],
 )
-def test_what_goes_wrong_is_an_error_of_httpx(answer: Answer, error: type[Exception]) -> None:
+def test_what_goes_wrong_is_a_service_error(answer: Answer, error: str) -> None:
     async def run() -> None:
-        async with client(answer) as (http, _):
-            with pytest.raises(error):
-                await http.get("/", timeout=0.3)
+        async with client(answer, timeout_seconds=0.3) as (http, _):
+            with pytest.raises(ServiceError) as failed:
+                await http.model()
+        assert failed.value.type == error
+        assert failed.value.retryable == (error == "unavailable")
+        assert failed.value.status is None
 
     asyncio.run(run())
 
 
-def test_a_body_that_is_not_the_gzip_it_says_is_a_service_error() -> None:
+@pytest.mark.parametrize("status", [b"304 Not Modified", b"307 Temporary Redirect"])
+def test_redirects_are_errors_and_not_followed(status: bytes) -> None:
+    answer = says(b"HTTP/1.1 %b\r\nlocation: /x\r\ncontent-length: 0\r\n\r\n" % status)
+
     async def run() -> None:
-        async with client(says(sized(b"{}", b"content-encoding: gzip"))) as (http, _):
-            transport = HttpTransport(str(http.base_url), None, 5)
-            with pytest.raises(ServiceError, match="DecodingError") as failed:
-                await transport.model()
-            await transport.close()
-        assert failed.value.retryable
+        async with client(answer) as (http, server):
+            for _ in range(2):
+                with pytest.raises(ServiceError, match=status[:3].decode()) as failed:
+                    await http.model()
+                assert (failed.value.type, failed.value.retryable) == ("http_error", False)
+            assert (len(server.seen), server.connections) == (2, 1)
 
     asyncio.run(run())
 
@@ -165,7 +180,7 @@ def test_a_request_of_many_pieces_comes_whole() -> None:
     async def run() -> None:
         async with client(says(sized(b""))) as (http, server):
             for _ in range(2):
-                await http.post("/", content=BODY * 5)
+                await http.request("POST", "/", BODY * 5)
             assert all(request.endswith(b"\r\n\r\n" + BODY * 5) for request in server.seen)
             assert (len(server.seen), server.connections) == (2, 1)
 
@@ -185,11 +200,13 @@ def test_an_answer_before_all_was_sent_ends_the_connection() -> None:
         writer.close()
 
     async def run() -> None:
-        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as listening:
-            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-            async with httpx.AsyncClient(transport=Connections(tls=False), timeout=5) as http:
-                for _ in range(2):
-                    assert (await http.post(url, content=BODY * 10)).status_code == 413
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as sockets:
+            http = HttpTransport(f"http://127.0.0.1:{sockets.sockets[0].getsockname()[1]}", None, 5)
+            for _ in range(2):
+                with pytest.raises(ServiceError) as refused:
+                    await http.request("POST", "/", BODY * 10)
+                assert refused.value.status == 413
+            await http.close()
             over.set()
         assert connections == 2
 
@@ -199,53 +216,58 @@ def test_an_answer_before_all_was_sent_ends_the_connection() -> None:
 def test_requests_at_a_time_have_a_connection_each() -> None:
     async def run() -> None:
         async with client(says(KNOWN)) as (http, server):
-            answers = await asyncio.gather(*(http.get("/") for _ in range(5)))
-            assert all(one.content == BODY for one in answers)
+            answers = await asyncio.gather(*(http.request("GET", "/") for _ in range(5)))
+            assert all(one.body == BODY for one in answers)
             assert server.connections == 5
-            await asyncio.gather(*(http.get("/") for _ in range(5)))
+            await asyncio.gather(*(http.request("GET", "/") for _ in range(5)))
             assert server.connections == 5
 
     asyncio.run(run())
 
 
 def test_connections_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_service.client.connections.IDLE_SECONDS", 0.4)
+    monkeypatch.setattr("encoder_service.client.transports.IDLE_SECONDS", 0.4)
 
     async def run() -> None:
         async with client(says(sized(b""))) as (http, server):
-            await asyncio.gather(*(http.get("/") for _ in range(5)))
+            await asyncio.gather(*(http.request("GET", "/") for _ in range(5)))
             for _ in range(2):  # one is enough for these
                 await asyncio.sleep(0.25)
-                await http.get("/")
+                await http.request("GET", "/")
             await asyncio.wait_for(server.left.wait(), 5)
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("url", "header", "error"),
-    [
-        ("http://127.0.0.1:1", "told", httpx.ConnectError),
-        (f"http://{'a' * 64}.invalid", "told", httpx.ConnectError),
-        ("", "of two\nlines", httpx.LocalProtocolError),
-    ],
-    ids=["refused", "no name", "header"],
-)
-def test_what_cannot_be_sent_is_an_error_of_httpx(
-    url: str, header: str, error: type[Exception]
-) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1:1", f"{'a' * 64}.invalid"])
+def test_who_cannot_be_reached_is_unavailable(host: str) -> None:
     async def run() -> None:
-        async with client(says(sized(b""))) as (http, _):
-            with pytest.raises(error):
-                await http.get(url, headers={"authorization": header})
+        http = HttpTransport(f"http://{host}", None, 5)
+        with pytest.raises(ServiceError, match=host) as failed:
+            await http.model()
+        assert (failed.value.type, failed.value.retryable) == ("unavailable", True)
+        await http.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+@pytest.mark.parametrize("token", ["of two\nlines", "ends\n", "schl\u00fcssel"])
+def test_a_token_that_no_header_can_carry(scheme: str, token: str) -> None:
+    with pytest.raises(ValueError, match="the token has a line break"):
+        connect(f"{scheme}://127.0.0.1:1", token, 5)
+
+
+@pytest.mark.parametrize("url", ["http://", "http:///v1", "http://host:99999"])
+def test_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(ValueError, match=r"host|[Pp]ort"):
+        connect(url, None, 5)
 
 
 def test_who_waits_no_longer_hangs_up() -> None:
     async def run() -> None:
         async with client(says(KNOWN[:90_000])) as (http, server):
-            request = asyncio.create_task(http.get("/"))
+            request = asyncio.create_task(http.model())
             while not server.seen:
                 await asyncio.sleep(0.01)
             request.cancel()
@@ -254,20 +276,82 @@ def test_who_waits_no_longer_hangs_up() -> None:
     asyncio.run(run())
 
 
-def test_a_proxy_of_the_environment_is_httpx_own_business(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    assert direct("http://encoder:8000")
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert direct("http://encoder:8000") is None
-    assert direct("https://encoder")
-    monkeypatch.setenv("no_proxy", "encoder")
-    assert direct("http://encoder:8000")
+    return monkeypatch
 
 
-def test_a_name_and_a_password_are_httpx_own_business(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    assert direct("http://user:word@127.0.0.1:8000") is None
-    assert direct("http://127.0.0.1:8000")
+async def asked(url: str, token: str | None = None) -> None:
+    http = HttpTransport(url, token, 5)
+    await http.request("GET", "/v1/model")
+    await http.close()
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
+def test_a_proxy_of_the_environment(name: str, no_proxies: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with listening(says(sized(b""))) as (address, server):
+            no_proxies.setenv(name, f"http://user:word@{address}")
+            await asked("http://encoder:8000")
+            head = server.seen[0].lower()
+            assert head.startswith(b"get http://encoder:8000/v1/model http/1.1\r\n")
+            assert b"proxy-authorization: basic " + b64encode(b"user:word").lower() in head
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("proxy", ["{address}", "http://{address}"])
+def test_a_proxy_needs_no_scheme_and_no_name(proxy: str, no_proxies: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with listening(says(sized(b""))) as (address, server):
+            no_proxies.setenv("http_proxy", proxy.format(address=address))
+            await asked("http://encoder:8000")
+            assert b"proxy-authorization" not in server.seen[0].lower()
+            assert server.connections == 1
+
+    asyncio.run(run())
+
+
+def test_a_host_in_no_proxy_is_reached_directly(no_proxies: pytest.MonkeyPatch) -> None:
+    no_proxies.setenv("http_proxy", "http://127.0.0.1:1")
+    no_proxies.setenv("no_proxy", "127.0.0.1")
+
+    async def run() -> None:
+        async with listening(says(sized(b""))) as (address, server):
+            await asked(f"http://{address}")
+            assert server.seen[0].startswith(b"GET /v1/model ")
+
+    asyncio.run(run())
+
+
+def test_a_proxy_that_cannot_be_used(no_proxies: pytest.MonkeyPatch) -> None:
+    no_proxies.setenv("all_proxy", "socks5://127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"socks5 proxy.*encoder in no_proxy"):
+        connect("http://encoder:8000", None, 5)
+
+
+def test_a_name_and_a_password_are_sent_and_not_told(no_proxies: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with listening(says(sized(b""), close=True)) as (address, server):
+            await asked(f"http://user:w%C3%B6rd@{address}", "token")
+            basic = b64encode("user:w\u00f6rd".encode())
+            assert b"authorization: basic " + basic.lower() in server.seen[0].lower()
+        http = HttpTransport(f"http://user:word@{address}", None, 5)
+        with pytest.raises(ServiceError) as failed:
+            await http.model()
+        await http.close()
+        assert "word" not in str(failed.value)
+
+    asyncio.run(run())
+
+
+def test_a_path_before_ours(no_proxies: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with listening(says(sized(b""))) as (address, server):
+            await asked(f"http://{address}/a%20b/")
+            assert server.seen[0].startswith(b"GET /a%20b/v1/model ")
+
+    asyncio.run(run())

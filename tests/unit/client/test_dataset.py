@@ -22,10 +22,9 @@ from rich.console import Console
 from safetensors import safe_open
 
 from encoder_service.client import dataset
-from encoder_service.client.async_ import request_item
 from encoder_service.client.dataset import DatasetOptions, Written, encode_dataset
 from encoder_service.client.embedding import Embedding, ServiceError
-from encoder_service.client.samples import Samples, Source, count
+from encoder_service.client.sources import Samples, Source, count, request_item
 
 ROW_BYTES = 8
 """Of one item's data: a shard of 3 rows is full with the third."""

@@ -102,7 +102,7 @@ def test_encode_writes_what_it_got(
     assert cli.main(longer) == 1
     assert "2 encoded, 1 failed (2 of them by earlier runs)" in capsys.readouterr().out
     assert cli.main([*arguments, "--dtype", "float32"]) == 1
-    assert "take another folder" in capsys.readouterr().err
+    assert "use another folder" in capsys.readouterr().err
 
 
 def test_encode_when_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

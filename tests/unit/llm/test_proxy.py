@@ -14,10 +14,10 @@ import torch
 
 from actors.errors import Overloaded
 from encoder_service import cli
-from encoder_service.client.async_ import AsyncClient
+from encoder_service.client import AsyncClient
 from tests import vllm_rules
 from tests.images import jpeg
-from tests.unit.proxied import WIDTH, Distinct, Vllm, chat, image, spare, told
+from tests.unit.proxied import WIDTH, Distinct, Vllm, another_service, chat, image, listening, told
 
 
 def test_images_arrive_as_embeddings_that_vllm_reads() -> None:
@@ -38,7 +38,7 @@ def test_images_arrive_as_embeddings_that_vllm_reads() -> None:
         got = json.loads(vllm.bodies[0])
         *parts, text = got["messages"][1]["content"]
         arrived = vllm_rules.embeddings(parts, WIDTH)
-        async with AsyncClient("http://e", transport=spare()) as encoder:
+        async with listening(another_service()) as url, AsyncClient(url) as encoder:
             for one, given in zip(await encoder.encode(files), arrived, strict=True):
                 assert torch.equal(given.view(torch.uint8), one.torch().view(torch.uint8))
         assert [part.get("uuid") for part in parts] == [None, "mine", None]
@@ -148,7 +148,7 @@ def test_embeddings_of_the_clients_own_are_refused(path: str, body: Any, where: 
             for encoding in ("utf-8", "utf-16"):
                 answer = await client.post(f"/v1/{path}", content=content.encode(encoding))
                 assert answer.status_code == 400
-                assert f"{where} are not taken" in answer.json()["error"]["message"]
+                assert f"{where} is not accepted" in answer.json()["error"]["message"]
         assert not vllm.requests
 
     told(story)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from encoder_service.client import Client, Embedding
 from router.replicas.references import unknown
 from tests.images import jpeg
 from tests.unit.front_door import service
-from tests.unit.proxied import Distinct, listening
+from tests.unit.proxied import Distinct, in_a_thread
 from tests.unit.vllm_half import HIDDEN, ECConnectorRole, Request, answering, config, stand_in
 
 
@@ -69,21 +68,9 @@ class Keeping(Distinct):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """The service with its references, in a thread of its own."""
-    ready, end, found = threading.Event(), threading.Event(), list[str]()
-
-    async def serve() -> None:
-        async with listening(build(service(Keeping()))) as address:
-            found.append(address)
-            ready.set()
-            await asyncio.to_thread(end.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert ready.wait(60)
-    yield found[0]
-    end.set()
-    thread.join(60)
+    """The service with its references."""
+    with in_a_thread(build(service(Keeping()))) as address:
+        yield address
 
 
 Halves = Callable[..., tuple[Any, Any]]
@@ -189,13 +176,13 @@ def test_an_answer_that_never_ends_fails_its_request(
 
     with answering(trickle) as url, connected(connector_module, url) as scheduler:
         assert not ended(scheduler, Request("r", ["replica.x"], 4))
-    assert "embedding replica.x: not here within 0.5 s" in caplog.text
+    assert "embedding replica.x: not received within 0.5 s" in caplog.text
 
 
 def test_a_long_queue_is_fetched_a_few_at_a_time(
     connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connector_module, "AT_ONCE", 2)
+    monkeypatch.setattr(connector_module, "FETCHES_AT_ONCE", 2)
     here, most, two = 0, 0, asyncio.Barrier(2)
 
     async def refuse(writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""A client's calls over gRPC; the answers are the same documents as over HTTP."""
+"""A client's calls over gRPC. The answers are the same documents as over HTTP."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -13,19 +14,29 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from encoder_service.client.embedding import ServiceError, service_error
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.encoder_pb2_grpc import EncoderStub
+from encoder_service.wire.encoder_grpc import EncoderStub
 from encoder_service.wire.formats import Document
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # By default up to two minutes, during which every call fails with the last error.
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
 
 
 class GrpcTransport:
-    """Over one grpc.aio channel."""
+    """One grpc.aio channel; grpcs:// with TLS."""
 
-    def __init__(
-        self, channel: grpc.aio.Channel, token: str | None, timeout_seconds: float
-    ) -> None:
-        self.channel = channel
-        self.stub = EncoderStub(channel)
-        self.health = health_pb2_grpc.HealthStub(channel)
+    def __init__(self, url: str, token: str | None, timeout_seconds: float) -> None:
+        parts = urlsplit(url)
+        if parts.scheme == "grpcs":
+            tls = grpc.ssl_channel_credentials()
+            self.channel = grpc.aio.secure_channel(parts.netloc, tls, CHANNEL_OPTIONS)
+        else:
+            self.channel = grpc.aio.insecure_channel(parts.netloc, CHANNEL_OPTIONS)
+        self.stub = EncoderStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
         self.settings: dict[str, Any] = {
             "timeout": timeout_seconds,
             "metadata": (("authorization", f"Bearer {token}"),) if token else (),
@@ -47,7 +58,7 @@ class GrpcTransport:
     async def fetch(self, reference: str) -> Document:
         """Encoder.Fetch."""
         request = pb.FetchRequest(reference=reference)
-        with raised():
+        with service_errors():
             chunks = [chunk async for chunk in self.stub.Fetch(request, **self.settings)]
         first = chunks[0]
         data = b"".join(chunk.embedding.data for chunk in chunks)
@@ -78,18 +89,16 @@ class GrpcTransport:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
-        """See Transport."""
         await self.channel.close()
 
     async def call(self, method: Any, request: Any) -> Any:
-        """The answer."""
-        with raised():
+        with service_errors():
             return await method(request, **self.settings)
 
 
 @contextmanager
-def raised() -> Iterator[None]:
-    """Statuses as ServiceError. The details of one of ours are JSON."""
+def service_errors() -> Iterator[None]:
+    """Raises a gRPC status as ServiceError. The details of the service's own statuses are JSON."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -106,14 +115,13 @@ def raised() -> Iterator[None]:
 
 
 def message(item: RequestItem) -> pb.Item:
-    """An item of a request."""
     if item.frames is None:
         return pb.Item(**item.document())
     return pb.Item(type=item.type, frames=pb.Frames(data=item.frames, fps=item.fps or 0))
 
 
 def item_document(item: Any) -> Document:
-    """A message as the same item over HTTP."""
+    """An Embedding message as the item that HTTP would give."""
     if item.HasField("error"):
         return {"index": item.index, "type": item.type, "error": document_of(item.error)}
     lists = ("grid_thw", "shape", "timestamps", "frame_tokens")
@@ -121,7 +129,7 @@ def item_document(item: Any) -> Document:
 
 
 def document_of(message: Any) -> Document:
-    """Every plain field of a message, also those that are zero."""
+    """Every scalar field of a message, also those that are zero."""
     return {
         field.name: getattr(message, field.name)
         for field in message.DESCRIPTOR.fields

@@ -1,11 +1,11 @@
-"""Which format a file is of, from its first bytes. Tells what we read from what we merely know."""
+"""The format of an image or video file, from its first bytes."""
 
 from __future__ import annotations
 
 SUPPORTED = ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF")
 
 VIDEOS = ("MP4 or QuickTime", "Matroska or WebM", "AVI")
-"""Formats that are videos, whatever they hold."""
+"""Container formats that are treated as videos."""
 
 SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
     ("JPEG", 0, b"\xff\xd8\xff"),
@@ -18,7 +18,7 @@ SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
     ("TIFF", 0, b"MM\0*"),
     ("TIFF", 0, b"II+\0"),
     ("TIFF", 0, b"MM\0+"),
-    # Known, so that the client is told what it sent.
+    # Not supported; known for the error message.
     ("AVIF", 4, b"ftypavif"),
     ("AVIF", 4, b"ftypavis"),
     ("HEIC", 4, b"ftyphe"),
@@ -42,7 +42,7 @@ SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
 
 
 def name_format(data: bytes) -> str | None:
-    """The format's name; None: of no format that we know."""
+    """The format's name; None if it is unknown."""
     for name, offset, signature in SIGNATURES:
         if data.startswith(signature, offset):
             return name

@@ -1,0 +1,299 @@
+"""A client of the service, over HTTP or gRPC; AsyncClient is the same for an event loop.
+
+    with Client("http://localhost:8000") as client:
+        for embedding in client.encode(["cat.jpg", "dog.png"]):
+            print(embedding.grid_thw, embedding.numpy().shape)
+
+Needs neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, overload
+
+from rich.console import Console
+
+from encoder_service.client.dataset import DatasetOptions, Written, encode_dataset
+from encoder_service.client.embedding import Embedding, ServiceError, read_items
+from encoder_service.client.sources import Samples, Source, check_list, request_item
+from encoder_service.client.transports import Transport, connect
+
+LONGEST_BACKOFF_SECONDS = 5.0
+"""Between attempts, where the service does not say how long to wait."""
+GRACE_SECONDS = 1.0
+"""Added to the first attempt, so that the transport's own timeout, which says more, comes first."""
+Result = TypeVar("Result")
+
+
+class AsyncClient:
+    """Calls the service from one event loop. Safe to share among its tasks."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        timeout_seconds: float = 60,
+        retries: int = 4,
+        transport: Transport | None = None,
+    ) -> None:
+        """`url`: http://, https://, grpc:// or grpcs:// with host and port.
+
+        A call takes at most `timeout_seconds`, from its start to the last byte of the answer.
+        Within them, errors that the service marks retryable are retried up to `retries` times,
+        after the wait that the service asks for.
+        """
+        self.transport = transport or connect(url, token, timeout_seconds)
+        self.timeout_seconds = timeout_seconds
+        self.retries = retries
+
+    @overload
+    async def encode(
+        self,
+        sources: Sequence[Source],
+        dtype: str = ...,
+        on_error: Literal["fail"] = ...,
+        *,
+        reference: bool = ...,
+        evs_rate: float = ...,
+    ) -> list[Embedding]: ...
+    @overload
+    async def encode(
+        self,
+        sources: Sequence[Source],
+        dtype: str = ...,
+        *,
+        on_error: Literal["return"],
+        reference: bool = ...,
+        evs_rate: float = ...,
+    ) -> list[Embedding | ServiceError]: ...
+    async def encode(
+        self,
+        sources: Sequence[Source],
+        dtype: str = "bfloat16",
+        on_error: Literal["fail", "return"] = "fail",
+        *,
+        reference: bool = False,
+        evs_rate: float = 0.0,
+    ) -> list[Embedding] | list[Embedding | ServiceError]:
+        """Returns an embedding for each source, in order.
+
+        Raises ServiceError, OSError for a path that cannot be read, TypeError for one source
+        instead of a list. With on_error "return" an item's error takes its embedding's place.
+
+        With `reference` the service keeps the embeddings for a while and sends only their ids,
+        for `fetch`. `evs_rate`: the share of each video's rows that is dropped where little
+        changes from frame to frame.
+        """
+        check_list(sources)
+        items = await asyncio.to_thread(lambda: [request_item(source) for source in sources])
+        options = {
+            **{"dtype": dtype, "on_error": on_error},
+            **{"reference": reference, "evs_rate": evs_rate},
+        }
+        document = await self.persist(lambda: self.transport.encode(items, options))
+        return read_items(document)
+
+    async def encode_dataset(
+        self,
+        given: Samples,
+        out: Path,
+        options: DatasetOptions | None = None,
+        console: Console | None = None,
+    ) -> Written:
+        """Encodes a folder, files, or rows with images into shards and a manifest under `out`.
+
+        Streams: memory does not grow with the dataset. Items that the service rejects, that time
+        out or that cannot be read are recorded in the manifest. Any other failure is raised:
+        ServiceError, OSError, or ValueError if `out` belongs to another dataset or another run is
+        writing there. Calling it again continues after the last complete shard, and retries failed
+        items that may work now. `console` shows a progress bar.
+        """
+        return await encode_dataset(self, given, out, options or DatasetOptions(), console)
+
+    async def fetch(self, reference: str) -> Embedding:
+        """The embedding that is kept under an id. Raises ServiceError: "not_found" if expired."""
+        (found,) = read_items(await self.persist(lambda: self.transport.fetch(reference)))
+        assert isinstance(found, Embedding)
+        return found
+
+    async def release(self, reference: str) -> None:
+        """Deletes what the service keeps under an id. Raises ServiceError."""
+        await self.persist(lambda: self.transport.release(reference))
+
+    async def model(self) -> dict[str, Any]:
+        """What is served: model, budgets, limits, versions. Raises ServiceError."""
+        return await self.persist(self.transport.model)
+
+    async def ready(self) -> bool:
+        """Whether the service can encode now; False if nothing answers in time."""
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                return await self.transport.ready()
+        except TimeoutError:
+            return False
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self.transport.close()
+
+    async def persist(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        """Makes the call, and repeats it while its error is retryable and time is left."""
+        end = time.monotonic() + self.timeout_seconds
+        for attempt in range(self.retries + 1):
+            left = max(0.0, end - time.monotonic()) + (0 if attempt else GRACE_SECONDS)
+            try:
+                async with asyncio.timeout(left):
+                    return await call()
+            except TimeoutError:
+                attempts = f"{attempt + 1} attempts" if attempt else "one attempt"
+                message = f"no whole answer within {self.timeout_seconds:g} s and {attempts}"
+                raise ServiceError("deadline_exceeded", message) from None
+            except ServiceError as error:
+                backoff = min(0.1 * 2**attempt, LONGEST_BACKOFF_SECONDS)
+                # Jitter, so that clients rejected together do not come back together.
+                wait = (error.retry_after_seconds or backoff) * random.uniform(1, 1.25)
+                late = time.monotonic() + wait > end
+                if not error.retryable or late or attempt == self.retries:
+                    raise
+            await asyncio.sleep(wait)
+        raise AssertionError("unreachable")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+class Client:
+    """AsyncClient for code without an event loop, or in a notebook: its loop runs in a thread.
+
+    Safe to share among threads.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        timeout_seconds: float = 60,
+        retries: int = 4,
+    ) -> None:
+        """See AsyncClient."""
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+        async def connected() -> AsyncClient:
+            return AsyncClient(url, token, timeout_seconds, retries)
+
+        try:
+            self.client = self.run(connected())
+        except BaseException:
+            self.stop()
+            raise
+
+    @overload
+    def encode(
+        self,
+        sources: Sequence[Source],
+        dtype: str = ...,
+        on_error: Literal["fail"] = ...,
+        *,
+        reference: bool = ...,
+        evs_rate: float = ...,
+    ) -> list[Embedding]: ...
+    @overload
+    def encode(
+        self,
+        sources: Sequence[Source],
+        dtype: str = ...,
+        *,
+        on_error: Literal["return"],
+        reference: bool = ...,
+        evs_rate: float = ...,
+    ) -> list[Embedding | ServiceError]: ...
+    def encode(
+        self,
+        sources: Sequence[Source],
+        dtype: str = "bfloat16",
+        on_error: Literal["fail", "return"] = "fail",
+        *,
+        reference: bool = False,
+        evs_rate: float = 0.0,
+    ) -> list[Embedding] | list[Embedding | ServiceError]:
+        """See AsyncClient."""
+        call: Any = self.client.encode  # the overloads take one of the two words, not either
+        embeddings: list[Embedding] = self.run(
+            call(sources, dtype, on_error=on_error, reference=reference, evs_rate=evs_rate)
+        )
+        return embeddings
+
+    def encode_dataset(
+        self,
+        given: Samples,
+        out: Path,
+        options: DatasetOptions | None = None,
+        console: Console | None = None,
+    ) -> Written:
+        """See AsyncClient."""
+        return self.run(self.client.encode_dataset(given, out, options, console))
+
+    def fetch(self, reference: str) -> Embedding:
+        """See AsyncClient."""
+        return self.run(self.client.fetch(reference))
+
+    def release(self, reference: str) -> None:
+        """See AsyncClient."""
+        self.run(self.client.release(reference))
+
+    def model(self) -> dict[str, Any]:
+        """See AsyncClient."""
+        return self.run(self.client.model())
+
+    def ready(self) -> bool:
+        """See AsyncClient."""
+        return self.run(self.client.ready())
+
+    def close(self) -> None:
+        """Closes the connections and ends the thread."""
+        if self.loop.is_closed():
+            return
+        self.run(self.client.close())
+        self.stop()
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    def run(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """Runs a call in the other thread and returns its result."""
+        under_way = asyncio.run_coroutine_threadsafe(call, self.loop)
+        try:
+            return under_way.result()
+        except BaseException:  # also KeyboardInterrupt, which the other thread does not see
+            under_way.cancel()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
