@@ -30,16 +30,9 @@ log = logging.getLogger("ray.serve")
 
 DUMMY = """
 ######################################################################
-#  model.load_format is dummy: THE WEIGHTS ARE RANDOM NUMBERS.       #
-#  The embeddings mean nothing. Use it for trials and tests only.    #
+#  {key} is dummy: THE WEIGHTS ARE RANDOM NUMBERS.
+#  The {results} mean nothing. Use it for trials and tests only.
 ######################################################################"""
-
-DUMMY_LLM = """
-######################################################################
-#  The language model's load_format is dummy: ITS WEIGHTS ARE RANDOM #
-#  NUMBERS. Its text means nothing. Use it for tests only.           #
-######################################################################"""
-
 
 MOST_CACHED = 0.7
 """Share of the object stores' memory; the rest is for embeddings in transit and references."""
@@ -73,9 +66,9 @@ def build(args: dict[str, Any]) -> serve.Application:
     except StartError as error:
         raise RayServeException(f"{type(error).__name__}: {error}") from None
     if spec.dummy:
-        log.warning(DUMMY)
+        log.warning(DUMMY.format(key="model.load_format", results="embeddings"))
     if llm and llm.dummy:
-        log.warning(DUMMY_LLM)
+        log.warning(DUMMY.format(key="llm.model.load_format", results="answers"))
     return wire(options, spec, llm)
 
 
@@ -88,6 +81,7 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
     """
     # Serve's access log would write a line per inner call, and block for it.
     logs = LoggingConfig(encoding=options.logging.format.upper(), enable_access_log=False)
+    one_loop = {"env_vars": ONE_LOOP}
     actor = ActorOptions(**{name: getattr(options, name) for name in ActorOptions.model_fields})
     encoder = serve.deployment(
         Encoder,
@@ -96,7 +90,7 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         ray_actor_options={
             "num_gpus": options.encoder.num_gpus,
             "num_cpus": options.encoder.num_cpus,
-            "runtime_env": {"env_vars": ONE_LOOP},
+            "runtime_env": one_loop,
         },
         max_ongoing_requests=UNBOUNDED,
         health_check_period_s=options.encoder.health_check_period_seconds,
@@ -108,56 +102,39 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         ),
         logging_config=logs,
     ).bind(actor)
+    front: dict[str, Any] = {
+        "max_ongoing_requests": options.ingress.max_ongoing_requests,
+        "graceful_shutdown_timeout_s": options.encoder.drain_timeout_seconds,
+        "logging_config": logs,
+    }
     router = serve.deployment(
         Router,
         name="Router",
         num_replicas=options.router.replicas,
-        ray_actor_options={
-            "num_cpus": options.router.num_cpus,
-            "runtime_env": {"env_vars": ONE_LOOP},
-        },
-        max_ongoing_requests=options.ingress.max_ongoing_requests,
-        graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
-        logging_config=logs,
-    ).bind(
-        encoder,
-        options.router,
-        spec.fingerprint,
-        options.tracing,
-        options.cache.max_bytes,
-    )
-    chat = wire_chat(options, llm, router, logs) if llm else None
+        ray_actor_options={"num_cpus": options.router.num_cpus, "runtime_env": one_loop},
+        **front,
+    ).bind(encoder, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes)
+    chat = None
+    if llm and (own := options.llm):
+        chat = serve.deployment(
+            Chat,
+            name="Chat",
+            num_replicas=own.replicas,
+            ray_actor_options={"num_gpus": own.num_gpus, "num_cpus": own.num_cpus},
+            max_ongoing_requests=own.max_ongoing_requests,
+            max_queued_requests=own.max_queued_requests,
+            health_check_period_s=own.health_check_period_seconds,
+            health_check_timeout_s=own.health_check_timeout_seconds,
+            graceful_shutdown_timeout_s=own.drain_timeout_seconds,
+            logging_config=logs,
+        ).bind(own, own.model or options.model, llm, router, options.encoder.transport)
     return serve.deployment(
         Ingress,
         name="Ingress",
         num_replicas=options.ingress.replicas,
-        ray_actor_options={
-            "num_cpus": options.ingress.num_cpus,
-            "runtime_env": {"env_vars": ONE_LOOP},
-        },
-        max_ongoing_requests=options.ingress.max_ongoing_requests,
-        graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
-        logging_config=logs,
+        ray_actor_options={"num_cpus": options.ingress.num_cpus, "runtime_env": one_loop},
+        **front,
     ).bind(options, spec, encoder, router, chat, llm)
-
-
-def wire_chat(
-    options: ServiceOptions, spec: LlmSpec, router: serve.Application, logs: LoggingConfig
-) -> serve.Application:
-    llm = options.llm
-    assert llm is not None, "a language model that is not configured. This is a bug."
-    return serve.deployment(
-        Chat,
-        name="Chat",
-        num_replicas=llm.replicas,
-        ray_actor_options={"num_gpus": llm.num_gpus, "num_cpus": llm.num_cpus},
-        max_ongoing_requests=llm.max_ongoing_requests,
-        max_queued_requests=llm.max_queued_requests,
-        health_check_period_s=llm.health_check_period_seconds,
-        health_check_timeout_s=llm.health_check_timeout_seconds,
-        graceful_shutdown_timeout_s=llm.drain_timeout_seconds,
-        logging_config=logs,
-    ).bind(llm, llm.model or options.model, spec, router, options.encoder.transport)
 
 
 def replicas(encoder: EncoderOptions) -> dict[str, Any]:

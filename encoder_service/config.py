@@ -118,8 +118,6 @@ class LlmOptions(DeviceOptions):
 
 
 class ServiceOptions(ActorOptions):
-    """The whole configuration."""
-
     router: RouterOptions = RouterOptions()
     ingress: IngressOptions = IngressOptions()
     limits: LimitOptions = LimitOptions()
@@ -168,7 +166,6 @@ def sentence(problem: Mapping[str, Any]) -> str:
 
 
 def known(section: Sequence[str]) -> list[str]:
-    """The keys of a section."""
     options: Any = ServiceOptions
     for key in section:
         declared = options.model_fields[key].annotation
@@ -238,5 +235,4 @@ def load_all(path: Path) -> list[ServiceOptions]:
 
 
 def load(path: Path) -> ServiceOptions:
-    """The options of the first of our applications."""
     return load_all(path)[0]

@@ -84,7 +84,6 @@ class Ingress(EncoderCalls, HealthCalls):
         return self.replica, self.service.metrics.text() + self.router.metrics()
 
     def failures(self) -> tuple[str, str]:
-        """This replica's id, and its recent failures as JSON."""
         return self.replica, json.dumps([asdict(one) for one in self.service.observer.failures])
 
 
@@ -176,7 +175,6 @@ class ChatFleet:
         self.calls = chat.options(method_name="complete", stream=True, _by_reference=True)
 
     async def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
-        """The text as it grows, then Finish. Closing it ends the generation."""
         response = self.calls.remote(call)
         try:
             async for event in response:
@@ -199,7 +197,6 @@ class ChatFleet:
             raise
 
     async def ready_replicas(self) -> int:
-        """How many replicas answer; they do once their weights are loaded."""
         return sum(page is not None for page in await ask_all(self.handle, "scrape"))
 
 

@@ -157,7 +157,6 @@ class Service:
         return document(self.spec, [found], [embedding], time.perf_counter() - started)
 
     async def release(self, reference: str) -> None:
-        """Releases what is kept under an id. Raises NotFound."""
         deadline = Deadline(self.limits.timeout_seconds)
         await deadline.keep(self.backend.release(reference))
 

@@ -60,7 +60,6 @@ def document(
 
 
 def head(spec: ModelSpec) -> Json:
-    """What every response says about the model."""
     return {"model": spec.id, "family": spec.family, "weights": spec.weights}
 
 
@@ -96,7 +95,6 @@ def item_document(
 
 
 def content(embedding: Embedding) -> Json:
-    """The rows, or the id to fetch them by."""
     if embedding.reference:
         return {"reference": embedding.reference}
     assert isinstance(embedding.data, np.ndarray), "an embedding not read yet. This is a bug."
@@ -124,7 +122,6 @@ def timings(embeddings: Sequence[Embedding]) -> Json:
 
 
 def milliseconds(seconds: float) -> float:
-    """Rounded to a microsecond."""
     return round(seconds * 1e3, 3)
 
 

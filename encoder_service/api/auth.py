@@ -35,7 +35,6 @@ class Tokens:
 
     @property
     def required(self) -> bool:
-        """Whether there are any tokens; otherwise everybody has access."""
         return bool(self._file or self._named)
 
     def authorize(self, authorization: str | None) -> None:

@@ -106,7 +106,6 @@ async def http_exception(request: Request, error: HTTPException) -> Response:
 
 
 def methods(request: Request) -> set[str]:
-    """The methods of all routes of the request's path."""
     found: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] != Match.NONE:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
@@ -27,7 +26,8 @@ from encoder_service.intake.limits import offload
 from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.documents import RequestItem, parse_item
+from encoder_service.wire.formats import WireError
 
 CANCELLED = grpc.StatusCode.CANCELLED.name
 CHUNK_BYTES = 2**20
@@ -104,7 +104,6 @@ class EncoderCalls:
     async def Release(
         self, request: pb.ReleaseRequest, grpc_context: Context
     ) -> pb.ReleaseResponse:
-        """Releases it before it expires."""
         with self.answering(None, grpc_context):
             await self.service.release(request.reference)
         return pb.ReleaseResponse()
@@ -112,7 +111,6 @@ class EncoderCalls:
     async def GetModel(
         self, request: pb.GetModelRequest, grpc_context: Context
     ) -> pb.GetModelResponse:
-        """The document of GET /v1/model."""
         with self.answering(None, grpc_context):
             return pb.GetModelResponse(json=json.dumps(self.service.card))
         return pb.GetModelResponse()
@@ -197,7 +195,6 @@ class HealthCalls:
     async def List(
         self, request: health_pb2.HealthListRequest, grpc_context: Context
     ) -> health_pb2.HealthListResponse:
-        """The status of each service."""
         status = await self._serving()
         return health_pb2.HealthListResponse(
             statuses={name: Health(status=status) for name in HEALTH_NAMES}
@@ -253,30 +250,20 @@ def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:
 
 
 def request_item(index: int, one: pb.Item) -> RequestItem:
-    """The same as the item of an HTTP request."""
-    kind = one.type or "image"
-    if kind not in ("image", "video"):
-        raise InvalidRequest(f'items[{index}].type must be "image" or "video", not {kind!r}')
+    """Checked as an item of an HTTP request is. Raises InvalidRequest."""
+    given: Json = {"type": one.type or "image"}
     source = one.WhichOneof("source")
-    if source is None:
-        raise InvalidRequest(f"items[{index}] needs data, url or frames")
     if source == "frames":
-        return frames_item(index, one)
-    data, url = (one.data, None) if source == "data" else (None, one.url)
-    return RequestItem("video" if kind == "video" else "image", data, url)
-
-
-def frames_item(index: int, one: pb.Item) -> RequestItem:
-    """A video given as a list of images."""
-    if one.type != "video":
-        raise InvalidRequest(f'items[{index}].frames: the type must be "video"')
-    if not 0 <= one.frames.fps < math.inf:
-        raise InvalidRequest(f"items[{index}].frames.fps must be above zero")
-    return RequestItem("video", frames=tuple(one.frames.data), fps=one.frames.fps or None)
+        given |= {"frames": list(one.frames.data), "fps": one.frames.fps or None}
+    elif source:
+        given[source] = getattr(one, source)
+    try:
+        return parse_item(given, f"items[{index}]")
+    except WireError as error:
+        raise InvalidRequest(str(error)) from None
 
 
 def response(document: Json) -> pb.EncodeResponse:
-    """The response document as a message."""
     return pb.EncodeResponse(
         model=document["model"],
         family=document["family"],
@@ -287,7 +274,6 @@ def response(document: Json) -> pb.EncodeResponse:
 
 
 def embedding(document: Json) -> pb.Embedding:
-    """One item of the response document as a message."""
     if "error" in document:
         return pb.Embedding(**document | {"error": pb.Error(**document["error"])})
     if "data" in document:

@@ -192,7 +192,6 @@ OPEN = {"/", "/healthz", "/readyz", "/metrics"}
 
 
 def schema(model: type[BaseModel]) -> dict[str, Any]:
-    """A reference to one of the models above."""
     return {"schema": {"$ref": PREFIX + model.__name__}}
 
 

@@ -62,7 +62,6 @@ async def in_time(limits: LimitOptions) -> AsyncGenerator[None]:
 
 
 def check_length(request: Request, limits: LimitOptions) -> None:
-    """Raises TooLarge if the headers declare a body that is too long."""
     declared = request.headers.get("content-length", "")
     # Python refuses to convert thousands of digits; 18 are enough to exceed any limit.
     check_bytes(int(declared[:18]) if declared.isdecimal() else 0, limits)
@@ -146,7 +145,6 @@ def refusal(reason: str, limits: LimitOptions) -> InvalidRequest:
 
 
 def json_object(content: str) -> dict[str, Any]:
-    """The `options` part. Raises InvalidRequest."""
     try:
         return read_json(content.encode())
     except (WireError, UnicodeError) as error:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from actors.engine.budgets import Capacity
+from actors.errors import ConfigError
 from actors.options import EncoderOptions
 from actors.spec.model_spec import ModelSpec, read
 from actors.types import Size
@@ -38,9 +41,6 @@ def add(subcommands: Any) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Prints a table for each application of ours. Raises StartError, with the offending key."""
-    # Ray takes seconds to import: not for every subcommand.
-    from encoder_service.serve_file import check_serve, check_timeouts
-
     document = read_document(options.config)
     check_serve(document, str(options.config))
     for service in load_all(options.config):
@@ -125,3 +125,69 @@ def llm_table(llm: LlmOptions, spec: LlmSpec) -> Table:
     each = f"{llm.num_gpus:g} GPU, {llm.num_cpus:g} CPU each, on {llm.device}"
     shown.add_row("language models", f"{llm.replicas}: {each}")
     return shown
+
+
+def check_serve(document: dict[str, Any], path: str) -> None:
+    """Checks the part that Serve reads itself: keys, types, that our names can be imported.
+
+    Serve ignores keys that it does not know. Raises ConfigError.
+    """
+    # Ray takes seconds to import.
+    from ray.serve.schema import (
+        HTTPOptionsSchema,
+        ServeApplicationSchema,
+        ServeDeploySchema,
+        gRPCOptionsSchema,
+    )
+
+    check_keys(document, ServeDeploySchema, path)
+    try:
+        ServeDeploySchema.model_validate(document)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        raise ConfigError(f"{path}: {'; '.join(problems)}") from None
+    http, grpc = document.get("http_options", {}), document.get("grpc_options", {})
+    check_keys(http, HTTPOptionsSchema, f"{path}: http_options")
+    check_keys(grpc, gRPCOptionsSchema, f"{path}: grpc_options")
+    port = HTTPOptionsSchema.model_validate(http).port
+    if port == gRPCOptionsSchema.model_validate(grpc).port:
+        raise ConfigError(
+            f"{path}: http_options.port and grpc_options.port are both {port}: they must differ"
+        )
+    for name in grpc.get("grpc_servicer_functions", []):
+        check_import(name, ".", f"{path}: grpc_options.grpc_servicer_functions")
+    for index, application in enumerate(document["applications"]):
+        where = f"{path}: applications[{index}]"
+        check_keys(application, ServeApplicationSchema, where)
+        # Importing code that is not ours may have any effect.
+        if application["import_path"].startswith("encoder_service."):
+            check_import(application["import_path"].replace(":", "."), ".", f"{where}.import_path")
+
+
+def check_keys(given: Iterable[str], schema: type[BaseModel], where: str) -> None:
+    """Raises ConfigError for a key that Serve would silently ignore."""
+    unknown = sorted(str(key) for key in set(given) - schema.model_fields.keys())
+    if unknown:
+        raise ConfigError(f"{where}: {', '.join(unknown)}: Serve knows no such key")
+
+
+def check_timeouts(
+    document: dict[str, Any], seconds: float, path: str, own: str = "limits"
+) -> None:
+    """Raises ConfigError if Serve would abort a request before its own timeout."""
+    for section in ("http_options", "grpc_options"):
+        limit = document.get(section, {}).get("request_timeout_s")
+        if limit and float(limit) < seconds:
+            raise ConfigError(
+                f"{path}: {own}.timeout_seconds is {seconds:g}, but Serve gives up after "
+                f"{section}.request_timeout_s, {limit}: raise that, or lower the limit"
+            )
+
+
+def check_import(name: str, separator: str, where: str) -> None:
+    """Raises ConfigError for a name that cannot be imported."""
+    module, _, attribute = name.rpartition(separator)
+    try:
+        getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{where}: {name!r} cannot be imported: {error}") from None

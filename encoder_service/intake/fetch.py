@@ -115,7 +115,6 @@ class Fetcher:
         return target
 
     async def request(self, target: httpx.URL) -> bytes | str:
-        """The body, or the location of a redirect."""
         failure: Exception | None = None
         for address in await self.addresses(target.host):
             request = self.client.build_request(
@@ -152,7 +151,6 @@ class Fetcher:
         return found
 
     async def read(self, response: httpx.Response, host: str) -> bytes:
-        """The body, within the limits."""
         if response.status_code != 200:
             raise InvalidMedia(f"{host} answered {response.status_code}, not 200")
         if response.headers.get("content-encoding", "identity") != "identity":

@@ -76,7 +76,6 @@ class BoundedStream(BytesIO):
         self.bytes_left = 2 * len(data) + 2**20
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Raises ValueError when it has been read too often."""
         data = super().read(size)
         self.reads_left -= 1
         self.bytes_left -= len(data)
@@ -239,5 +238,4 @@ def count_gif_frames(data: bytes) -> tuple[int, bool]:
 
 
 def palette_bytes(flags: int) -> int:
-    """Length of the colour table that the flags announce."""
     return 3 << ((flags & 7) + 1) if flags & 0x80 else 0

@@ -169,7 +169,6 @@ def check_videos(spec: ModelSpec) -> VideoSizing:
 
 
 def check_length(clip: Clip, limits: LimitOptions) -> None:
-    """Raises TooLarge for a video that takes too long to decode."""
     if clip.frames > limits.max_video_frames:
         raise TooLarge(
             f"the video has {clip.frames} frames or more, over the limit of "
@@ -184,7 +183,6 @@ def check_length(clip: Clip, limits: LimitOptions) -> None:
 
 
 def check_size(size: Size, max_pixels: int) -> None:
-    """Raises TooLarge for a size that no model should be given."""
     width, height = size.width, size.height
     if width * height > max_pixels:
         raise TooLarge(

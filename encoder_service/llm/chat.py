@@ -80,7 +80,6 @@ class ChatMetrics:
         )
 
     def text(self) -> str:
-        """All series in Prometheus text format."""
         return generate_latest(self.registry).decode()
 
 
@@ -263,7 +262,6 @@ class Chat:
             raise
 
     def scrape(self) -> tuple[str, str]:
-        """This replica's id, and its series in Prometheus text format."""
         return self.replica, self.series.text()
 
     async def check_health(self) -> None:

@@ -30,7 +30,6 @@ DONE = b"data: [DONE]\n\n"
 
 
 def add(app: FastAPI, service: Service, chat: ChatService) -> None:
-    """Adds the routes of the chat API."""
 
     @app.post(CHAT_PATH)
     async def completions(request: Request) -> Response:
@@ -186,7 +185,6 @@ def usage(finish: Finish) -> Json:
 
 
 def models(spec: LlmSpec) -> Json:
-    """The response of GET /v1/models."""
     entry = {
         "id": spec.id,
         "object": "model",
@@ -199,5 +197,4 @@ def models(spec: LlmSpec) -> Json:
 
 
 def event(document: Json) -> bytes:
-    """A server-sent event."""
     return b"data: " + json.dumps(document).encode() + b"\n\n"

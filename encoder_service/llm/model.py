@@ -198,7 +198,6 @@ class Generator:
         return Finish("stop" if ended else "length", prompt_tokens, len(stream.ids))
 
     def _config(self, sampling: SamplingParams, max_tokens: int) -> GenerationConfig:
-        """The checkpoint's own, overridden by the request."""
         config = copy.deepcopy(self.model.generation_config)
         config.max_new_tokens, config.max_length, config.num_return_sequences = max_tokens, None, 1
         if sampling.temperature == 0:
@@ -293,7 +292,6 @@ class StopFilter:
         return self._let(len(self.held) - self._beginning())
 
     def rest(self) -> str:
-        """What was held back and is no stop text, at the end of the completion."""
         return "" if self.stopped else self._let(len(self.held))
 
     def _let(self, characters: int) -> str:

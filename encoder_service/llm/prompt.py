@@ -92,8 +92,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The input of the language model."""
-
     ids: list[int]
     """With one token for each row of the embeddings."""
     kinds: list[int]
@@ -169,7 +167,6 @@ Runs = list[tuple[list[int], int]]
 
 
 def image_runs(one: Placed, spec: LlmSpec) -> Runs:
-    """The image token, once per row."""
     return [([spec.image_token_id] * one.tokens, IMAGE)]
 
 

@@ -153,8 +153,6 @@ ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="t
 
 
 class ChatMessage(StrictModel):
-    """One turn of the conversation."""
-
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[ContentPart], BeforeValidator(as_parts)] = Field(
         min_length=1, max_length=MOST_PARTS, fail_fast=True
@@ -208,7 +206,6 @@ class ChatRequest(StrictModel):
         return tuple(map(template_message, self.messages))
 
     def characters(self) -> int:
-        """Length of all texts together."""
         parts = (part for message in self.messages for part in message.content)
         return sum(len(part.text) for part in parts if isinstance(part, TextPart))
 

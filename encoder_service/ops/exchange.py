@@ -45,12 +45,10 @@ class Exchange:
     error_message: str = ""
 
     def admitted(self, media: Sequence[Media]) -> None:
-        """Records what will be encoded."""
         self.items, self.patches = len(media), sum(one.plan.patches for one in media)
         self.span.set_attributes(named(items=self.items, patches=self.patches))
 
     def failed(self, error_type: str, message: str) -> None:
-        """Records the error that the client is told."""
         self.error_type, self.error_message = error_type, message
 
     def log_fields(self, seconds: float) -> dict[str, str | int | float]:
@@ -133,7 +131,6 @@ class Dropping(QueueHandler):
     dropped = 0
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Puts the record in the queue if there is room."""
         try:
             self.queue.put_nowait(record)
         except Full:

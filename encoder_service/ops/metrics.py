@@ -37,12 +37,10 @@ class ServiceMetrics:
         )
 
     def record(self, api: str, code: str, seconds: float) -> None:
-        """Counts one answered request."""
         self.requests.labels(api, code).inc()
         self.request_seconds.labels(api).observe(seconds)
 
     def text(self) -> str:
-        """All series in Prometheus text format."""
         return generate_latest(self.registry).decode()
 
 
@@ -110,7 +108,6 @@ def attributed(labels: dict[str, str], page: Page) -> dict[str, str]:
 
 
 def gauge(name: str, help_text: str, values: Iterable[tuple[str, int]]) -> GaugeMetricFamily:
-    """A gauge with one sample per deployment."""
     family = GaugeMetricFamily(name, help_text, labels=["deployment"])
     for deployment, value in values:
         family.add_metric([deployment], value)

@@ -12,9 +12,8 @@ from actors.errors import ConfigError
 from actors.options import ModelOptions
 from actors.spec.checkpoint import preset_names
 from actors.spec.model_spec import read
-from encoder_service.commands.check import eager
+from encoder_service.commands.check import check_serve, eager
 from encoder_service.config import ServiceOptions, fit, load
-from encoder_service.serve_file import check_serve
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 

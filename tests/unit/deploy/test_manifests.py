@@ -14,9 +14,9 @@ import pytest
 import ray
 import yaml
 
+from encoder_service.commands.check import check_serve, check_timeouts
 from encoder_service.commands.rayservice import patch
 from encoder_service.config import parse
-from encoder_service.serve_file import check_serve, check_timeouts
 from tests.manifests import OVERLAYS, ROOT, Json, built, only, quantity_bytes, validate
 
 NAMES = ("dev", "gpu", "ha")
