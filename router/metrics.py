@@ -33,7 +33,7 @@ class RouterMetrics:
         )
         self.replans = Counter(
             "encoder_router_replans_total",
-            "Items retried because their replica was lost or refused them, or they got more time.",
+            "Items that were retried, mostly because their replica was lost or refused them.",
             registry=self.registry,
         )
         self.coalesced = Counter(

@@ -49,20 +49,28 @@ class EncodeCall:
 
 def message_fields(value: Any) -> Any:
     """A dataclass as the keyword arguments of its message, recursively; None stays absent."""
-    if is_dataclass(value):
+    kind: Any = type(value)
+    if names := _field_names(kind):
         return {
-            field.name: message_fields(found)
-            for field in fields(value)
-            if (found := getattr(value, field.name)) is not None
+            name: message_fields(found)
+            for name in names
+            if (found := getattr(value, name)) is not None
         }
     if isinstance(value, list):
         return [message_fields(one) for one in value]
     return value
 
 
+@cache
+def _field_names(kind: type) -> list[str]:
+    """Empty where it is no dataclass."""
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else []
+
+
 def from_message(message: Any, kind: type[Value]) -> Value:
     """The dataclass again."""
-    return kind(**{name: read(message) for name, read in _readers(kind)})
+    cached: Any = kind
+    return kind(**{name: read(message) for name, read in _readers(cached)})
 
 
 @cache
@@ -82,7 +90,7 @@ def _reader(name: str, hint: Any) -> Callable[[Any], Any]:
         return lambda message: [from_message(one, arguments[0]) for one in getattr(message, name)]
     if get_origin(hint) is tuple:
         return lambda message: tuple(getattr(message, name))
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         return lambda message: from_message(getattr(message, name), hint)
     return lambda message: getattr(message, name)
 

@@ -139,7 +139,7 @@ class Ledger:
         excess = self._outstanding + patches - self._limit
         if excess > 0:
             raise Overloaded(
-                f"{self._outstanding} of {self._limit} patches are in flight: no room for "
+                f"{self._outstanding} of {self._limit} patches are in flight, no room for "
                 f"{patches} more; try again later",
                 within(self._throughput.seconds(excess)),
             )

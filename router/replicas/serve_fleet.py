@@ -203,7 +203,8 @@ class HandOver:
     async def take(self, ticket: str) -> list[SharedBytes]:
         """The rows. Raises ShardLost where they are lost."""
         loop = asyncio.get_running_loop()
-        self._waiting[ticket] = rows = loop.create_future()
+        rows: asyncio.Future[list[SharedBytes]] = loop.create_future()
+        self._waiting[ticket] = rows
         if self._taking is None:
             # A context of its own: in a request's, Serve would cancel the calls with the request.
             self._taking = loop.create_task(self._take_all(), context=Context())

@@ -1,7 +1,7 @@
-"""A fleet in simulated time: the real policies and ledgers before replicas that only count seconds.
+"""A fleet in simulated time: the real policies and ledgers, with replicas that only count seconds.
 
-Pure and seeded: seconds for a thousand replicas. What it leaves out: the network, decoding, packs
-that form across requests, and the cache. A replica works shard by shard, in the order of arrival.
+Pure and seeded; a thousand replicas take seconds. A replica works shard by shard, in the order of
+arrival. Not simulated: the network, decoding, packs that form across requests, and the cache.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from router.policy.ledger import Ledger, Reservation
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of an encoder for a shard: a launch, its patches, and each image's attention."""
+    """How long a shard takes: its launch, its patches, and the attention within each image."""
 
     launch_seconds: float
     patch_seconds: float
     attention_seconds: float
-    """Of a pair of patches of the same image."""
+    """Per pair of patches of the same image."""
 
     def seconds(self, patches: Sequence[int]) -> float:
-        """Of one shard, the patches of each of its items given."""
+        """Of one shard, from the patches of each of its items."""
         return (
             self.launch_seconds
             + sum(patches) * self.patch_seconds
@@ -44,31 +44,31 @@ class Scenario:
     replicas: int
     routers: int
     arrivals: Sequence[tuple[float, Sequence[int]]]
-    """Requests in order: the second at which each comes, and the patches of its items."""
+    """In order: the second at which each request arrives, and the patches of its items."""
     cost: Cost
     limit_patches: int = 2**62
     """Admitted by one router at a time."""
     queue_seconds: float = inf
-    """What a router admits nothing beyond; see its options."""
+    """`router.max_queue_seconds`."""
     report_period_seconds: float = 1.0
     report_delay_seconds: float = 0.3
-    """On the way from a replica to the routers: what they know is older than it looks."""
+    """From a replica to the routers: what they know is so much older than it looks."""
     answers_tell: bool = True
-    """Replicas say what they have with every answer, not only in reports."""
+    """Replicas report their load with every answer, not only periodically."""
     deaths: Sequence[tuple[float, int]] = ()
-    """Seconds at which a replica, by its number, loses all that it has."""
+    """(Second, replica): it loses all its work."""
     restart_seconds: float = 30.0
     exclude_seconds: float = 5.0
     sharing: int = 1
-    """Replicas on one device, one after the other by their numbers."""
+    """Replicas per device, in the order of their numbers."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of it."""
+    """Results of a simulation."""
 
     latencies_seconds: list[float] = field(default_factory=list)
-    """Of every request that was admitted, by the end of its last item."""
+    """Of every admitted request, until the end of its last item."""
     busy_seconds: list[float] = field(default_factory=list)
     """Of each replica."""
     patches: list[int] = field(default_factory=list)
@@ -77,17 +77,17 @@ class Outcome:
     """When the last item was done."""
     rejected: int = 0
     replans: int = 0
-    """Items that were planned again because their replica died."""
+    """Items that were retried because their replica died."""
 
     @property
     def imbalance(self) -> float:
-        """Busiest replica over the mean."""
+        """Busy time of the busiest replica over the mean."""
         return max(self.busy_seconds) * len(self.busy_seconds) / (sum(self.busy_seconds) or 1.0)
 
 
 @dataclass(slots=True)
 class Request:
-    """One request on its way."""
+    """One request in flight."""
 
     router: int
     since: float
@@ -122,29 +122,29 @@ class SimulatedReplica:
 
 @dataclass(slots=True)
 class SharedDevice:
-    """Does the work of its replicas: those that have some get equal parts of its time."""
+    """Shares its time equally among those of its replicas that have work."""
 
     left: dict[int, float] = field(default_factory=dict)
-    """Seconds of the device that each replica at work still needs, as of `since`."""
+    """Device seconds that each busy replica still needs, as of `since`."""
     since: float = 0.0
     turn: int = 0
-    """Rises with every change: an end that was foreseen before is none."""
+    """Grows with every change: an end that was foreseen before is void."""
 
     def pass_to(self, now: float) -> None:
-        """What was done until now; something is about to change."""
+        """Books the work done until now, before something changes."""
         done = (now - self.since) / max(1, len(self.left))
         self.left = {replica: seconds - done for replica, seconds in self.left.items()}
         self.since = now
         self.turn += 1
 
     def first(self) -> tuple[int, float]:
-        """Which replica is done first if nothing changes, and in how many seconds."""
+        """The replica that is done first if nothing changes, and in how many seconds."""
         replica = min(self.left, key=lambda replica: self.left[replica])
         return replica, max(0.0, self.left[replica]) * len(self.left)
 
 
 class Simulation:
-    """One policy's way through a scenario. `policy` gives each router a plan of its own."""
+    """Runs one policy through a scenario. `policy` gives each router a plan of its own."""
 
     def __init__(self, scenario: Scenario, policy: Callable[[Random], Plan], seed: int) -> None:
         self.scenario = scenario
@@ -190,7 +190,7 @@ class Simulation:
         self._send(Request(router, self._now, len(patches)), reservations)
 
     def _send(self, request: Request, reservations: Sequence[Reservation]) -> None:
-        """Plans over the replicas that this router believes in; waits where there is none."""
+        """Plans over the replicas that this router does not exclude; waits where there is none."""
         ledger = self.ledgers[request.router]
         alive = [place for place, member in enumerate(self.replicas) if member.alive]
         if not alive:
@@ -217,7 +217,7 @@ class Simulation:
         self._foresee(device)
 
     def _foresee(self, device: SharedDevice) -> None:
-        """Its next end, as long as nothing else comes."""
+        """Schedules its next end, valid as long as nothing changes."""
         if device.left:
             (replica, seconds), turn = device.first(), device.turn
             self._at(self._now + seconds, lambda: self._end(device, turn, replica))
@@ -251,7 +251,7 @@ class Simulation:
             self._begin(replica)
 
     def _die(self, replica: int) -> None:
-        """Its routers learn of it at once, as their calls fail, and plan its items again."""
+        """Routers learn of it at once, because their calls fail, and retry its items."""
         member = self.replicas[replica]
         if not member.alive:
             return
@@ -271,7 +271,7 @@ class Simulation:
         self.replicas[replica].alive = True
 
     def _report(self) -> None:
-        """What each replica has now reaches every router a little later."""
+        """What each replica has now reaches the routers a little later."""
         reports = {
             str(place): member.outstanding
             for place, member in enumerate(self.replicas)

@@ -121,10 +121,10 @@ class StandIn:
         self.sick = True
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        said = {"replica": self.replica, "version": self.version, "process": os.getpid()}
         node = ray.get_runtime_context().get_node_id()
         endpoint = await self.rpc.start(node, ray.util.get_node_ip_address())
-        return said | endpoint.metadata
+        said = {"replica": self.replica, "version": self.version, "process": os.getpid()}
+        return {**said, "node": node, **endpoint.metadata}
 
     async def __del__(self) -> None:
         await self.rpc.stop(DRAIN_SECONDS)
@@ -159,13 +159,15 @@ def application(options: RouterOptions, version: int = 1) -> serve.Application:
     return routed(encoders(3, version), options)
 
 
-def encoders(count: int, version: int = 1) -> serve.Application:
-    """So many, without a router."""
+def encoders(
+    count: int, version: int = 1, resources: dict[str, float] | None = None
+) -> serve.Application:
+    """So many, without a router. `resources`: custom ones, of a node."""
     return serve.deployment(
         StandIn,
         name="Encoder",
         num_replicas=count,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": 0.1, "resources": resources or {}},
         max_ongoing_requests=MAX_CALLS,
         health_check_period_s=0.5,
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
@@ -177,14 +179,16 @@ def encoders(count: int, version: int = 1) -> serve.Application:
 
 
 def routed(
-    encoder: serve.Application | DeploymentHandle, options: RouterOptions
+    encoder: serve.Application | DeploymentHandle,
+    options: RouterOptions,
+    resources: dict[str, float] | None = None,
 ) -> serve.Application:
     """A router to encoders, of this application or another."""
     return serve.deployment(
         Router,
         name="Router",
         num_replicas=options.replicas,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": 0.1, "resources": resources or {}},
         max_ongoing_requests=1000,
         graceful_shutdown_timeout_s=3,
     ).bind(encoder, options)

@@ -92,7 +92,7 @@ ERRORS = st.one_of(
 
 def same(answer: Answer, other: Answer) -> bool:
     if not isinstance(answer, Embedding) or not isinstance(other, Embedding):
-        return type(answer) is type(other) and answer.args == other.args
+        return (type(answer), str(answer)) == (type(other), str(other))
     if isinstance(answer.data, np.ndarray):
         assert isinstance(other.data, np.ndarray)
         assert not other.data.flags.writeable

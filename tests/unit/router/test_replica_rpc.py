@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -384,7 +385,7 @@ def test_a_channel_that_broke_is_opened_again() -> None:
 def test_sockets_of_replicas_that_were_killed_are_removed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(rpc_server.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
 
     async def test() -> None:
         async with child("well") as (process, left), opened() as (_, _, channel):
@@ -405,7 +406,7 @@ def test_sockets_of_replicas_that_were_killed_are_removed(
 
 
 def test_a_long_temporary_directory_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_server.tempfile, "gettempdir", lambda: "/tmp/" + "x" * 90)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/tmp/" + "x" * 90)
     directory = make_directory()
     assert directory.parent == Path("/tmp")
     directory.rmdir()

@@ -137,7 +137,7 @@ def test_tickets_that_come_during_a_hand_over_are_taken_together() -> None:
             first, *others = [
                 asyncio.create_task(fleet.encode("a", [one], "bfloat16", 5)) for one in media
             ]
-            while len(fleet._hand_overs.get("a", HandOver(Handle()))._waiting) < 4:  # type: ignore[arg-type]
+            while len(fleet._hand_overs.get("a", HandOver(Handle()))._waiting) < 4:
                 await asyncio.sleep(0.01)
             others[0].cancel()
             handle.gate.set()
