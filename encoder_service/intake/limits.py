@@ -93,7 +93,7 @@ async def offload(
 
     The event loop stays responsive only as far as the work releases the GIL: hashing and
     decompressing do, Python code does every few milliseconds, a C parser holds it until it
-    returns. So the number of values in a body is bounded before it is parsed (wire/bounds.py).
+    returns. So the number of values in a body is bounded before it is parsed (wire/formats.py).
     What remains is the one string that json.loads makes of a body: a few tenths of a second for
     the 128 MiB that limits.max_body_bytes allows by default.
     """
