@@ -24,11 +24,7 @@ Take = Callable[[int], None]
 
 
 class Buffered:
-    """The bytes of all requests from arrival to response, at most `most_bytes`.
-
-    One of the two places that decide a 429: this one by bytes held here, the router's ledger by
-    patches outstanding (router/policy/ledger.py).
-    """
+    """The bytes of all requests from arrival to response, at most `most_bytes`; beyond it 429."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
