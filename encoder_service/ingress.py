@@ -31,6 +31,7 @@ from encoder_service.api import http
 from encoder_service.api.errors import AtItem
 from encoder_service.api.grpc import EncoderCalls, HealthCalls, Refused
 from encoder_service.config import ServiceOptions
+from encoder_service.llm import http as chat_http
 from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed
 from encoder_service.llm.service import ChatService, ReplicaLost
 from encoder_service.llm.spec import LlmSpec
@@ -77,7 +78,10 @@ class Ingress(EncoderCalls, HealthCalls):
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once, after the constructor."""
-        return http.build(self.service, self.chat)
+        app = http.build(self.service)
+        if self.chat:
+            chat_http.add(app, self.service, self.chat)
+        return app
 
     def scrape(self) -> tuple[str, str]:
         """This replica's id, and its own series in Prometheus text format."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -85,6 +85,10 @@ class Service:
         self.card = model_card(options, spec)
         self.cache_max_bytes = options.cache.max_bytes
         self.status = SingleFlight(self.look, STATUS_SECONDS)
+        self.ready: dict[str, Callable[[], Awaitable[int]]] = {
+            "ready_replicas": backend.ready_replicas
+        }
+        """What /readyz reports; each raises Unavailable if it is not ready."""
         # /metrics needs no token: requests that arrive together share one scrape of the fleet.
         self.scrape = SingleFlight(backend.scrape, 0)
 

@@ -52,6 +52,8 @@ TABLE: dict[type[ServiceError], ErrorRow] = {
     TooLarge: ErrorRow("too_large", 413, Code.INVALID_ARGUMENT, False),
     Unauthorized: ErrorRow("unauthorized", 401, Code.UNAUTHENTICATED, False),
     NotFound: ErrorRow("not_found", 404, Code.NOT_FOUND, False),
+    # Decided by router/policy/ledger.py (patches in flight), intake/limits.py (bytes held) and, for
+    # chats, Serve's queue (ChatFleet in ingress.py).
     Overloaded: ErrorRow("overloaded", 429, Code.RESOURCE_EXHAUSTED, True),
     DeadlineExceeded: ErrorRow("deadline_exceeded", 504, Code.DEADLINE_EXCEEDED, True),
     Unavailable: ErrorRow("unavailable", 503, Code.UNAVAILABLE, True),

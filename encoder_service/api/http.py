@@ -30,8 +30,6 @@ from encoder_service.api.schema import (
 )
 from encoder_service.api.upload import check_length, read
 from encoder_service.intake.limits import INLINE_BYTES, offload
-from encoder_service.llm import http as chat_http
-from encoder_service.llm.service import ChatService
 from encoder_service.ops.metrics import CONTENT_TYPE, merge
 from encoder_service.ops.status import page, policy
 from encoder_service.service import Service
@@ -39,11 +37,14 @@ from encoder_service.wire.documents import choose, render
 from encoder_service.wire.formats import JSON, MSGPACK, Piece, WireError
 
 ENCODE_PATH = "/v1/encode"
+CHAT_PATH = "/v1/chat/completions"
 REFERENCE_PATH = "/v1/embeddings/{reference}"
+COUNTED = {ENCODE_PATH: "http", CHAT_PATH: "chat"}
+"""The paths that the metrics count, and under which `api`."""
 
 
-def build(service: Service, chat: ChatService | None = None) -> FastAPI:
-    """The application, with the chat API if there is a language model."""
+def build(service: Service) -> FastAPI:
+    """The application. llm/http.py adds the chat API if there is a language model."""
     app = FastAPI(
         title="Encoder Service",
         description=DESCRIPTION,
@@ -51,8 +52,7 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
         redoc_url=None,
         exception_handlers={HTTPException: http_exception},
     )
-    counted = {ENCODE_PATH: "http", chat_http.CHAT_PATH: "chat"}
-    app.add_middleware(Envelope, observer=service.observer, counted=counted)
+    app.add_middleware(Envelope, observer=service.observer, counted=COUNTED)
 
     @app.post(ENCODE_PATH, responses=ERRORS, openapi_extra=ENCODE, response_class=Response)
     async def encode(request: Request) -> Response:
@@ -111,8 +111,7 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
     @app.get("/readyz", responses={503: ERRORS[503]})
     async def readyz() -> dict[str, int]:
         """How many replicas are ready: weights loaded, every path captured. 503 if none is."""
-        ready = {"ready_replicas": await service.backend.ready_replicas()}
-        return ready | ({"ready_llm_replicas": await chat.ready_replicas()} if chat else {})
+        return {name: await count() for name, count in service.ready.items()}
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -120,8 +119,6 @@ def build(service: Service, chat: ChatService | None = None) -> FastAPI:
         text = await asyncio.to_thread(merge, await service.scrape.get())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
-    if chat:
-        chat_http.add(app, service, chat)
     describe(app, closed=service.tokens.required)
     return app
 

@@ -24,11 +24,7 @@ Take = Callable[[int], None]
 
 
 class Buffered:
-    """The bytes of all requests from arrival to response, at most `most_bytes`.
-
-    One of the two places that decide a 429: this one by bytes held here, the router's ledger by
-    patches outstanding (router/policy/ledger.py).
-    """
+    """The bytes of all requests from arrival to response, at most `most_bytes`; beyond it 429."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
@@ -93,7 +89,7 @@ async def offload(
 
     The event loop stays responsive only as far as the work releases the GIL: hashing and
     decompressing do, Python code does every few milliseconds, a C parser holds it until it
-    returns. So the number of values in a body is bounded before it is parsed (wire/bounds.py).
+    returns. So the number of values in a body is bounded before it is parsed (wire/formats.py).
     What remains is the one string that json.loads makes of a body: a few tenths of a second for
     the 128 MiB that limits.max_body_bytes allows by default.
     """

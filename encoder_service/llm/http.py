@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from encoder_service.api import envelope
 from encoder_service.api.errors import fault
+from encoder_service.api.http import CHAT_PATH
 from encoder_service.api.upload import read_body
 from encoder_service.llm.schema import ChatEvent, ChatRequest, Finish, InvalidKey, UnknownModel
 from encoder_service.llm.service import ChatService, Parsed
@@ -24,12 +25,13 @@ from encoder_service.service import Service
 
 Json = dict[str, Any]
 
-CHAT_PATH = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
 """The end of a stream."""
 
 
 def add(app: FastAPI, service: Service, chat: ChatService) -> None:
+    """Adds the chat API's routes, and the language model to what /readyz waits for."""
+    service.ready["ready_llm_replicas"] = chat.ready_replicas
 
     @app.post(CHAT_PATH)
     async def completions(request: Request) -> Response:

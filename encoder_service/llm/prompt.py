@@ -155,7 +155,10 @@ def expand(
         runs = [([token], TEXT)]
         if token in tokens:
             one = next(waiting[tokens[token]])
-            runs = image_runs(one, spec) if one.kind == "image" else video_runs(one, spec, language)
+            if one.kind == "image":
+                runs = [([spec.image_token_id] * one.tokens, IMAGE)]
+            else:
+                runs = video_runs(one, spec, language)
         for run, kind_id in runs:
             expanded += run
             kinds += [kind_id] * len(run)
@@ -164,10 +167,6 @@ def expand(
 
 Runs = list[tuple[list[int], int]]
 """Lists of tokens, each of one kind."""
-
-
-def image_runs(one: Placed, spec: LlmSpec) -> Runs:
-    return [([spec.image_token_id] * one.tokens, IMAGE)]
 
 
 def video_runs(one: Placed, spec: LlmSpec, language: Language) -> Runs:

@@ -35,7 +35,7 @@ ATTEMPTS = 3
 not count: router/here.py retries those."""
 
 MOST_VALUES = 2**20
-"""Limit for a body, as bounds.py counts: the commas of long texts count too."""
+"""Limit for a body, as wire/formats.py counts: the commas of long texts count too."""
 
 MOST_CHARACTERS_A_TOKEN = 100
 """More than any text has on average. A longer text is rejected before it is tokenised."""

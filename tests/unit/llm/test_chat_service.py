@@ -17,6 +17,7 @@ from actors.spec.model_spec import read
 from encoder_service.api.errors import AtItem
 from encoder_service.api.http import build
 from encoder_service.config import LimitOptions, LlmOptions, ServiceOptions
+from encoder_service.llm import http as chat_http
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.schema import (
     ChatCall,
@@ -71,7 +72,9 @@ def client(replicas: Replicas, **options: Any) -> TestClient:
     spec = read(MODEL)
     service = Service(service_options, spec, Fleet())
     chat = ChatService(llm, llm_spec.read(llm, MODEL, spec), service.admission, replicas)
-    return TestClient(build(service, chat))
+    app = build(service)
+    chat_http.add(app, service, chat)
+    return TestClient(app)
 
 
 def image(data: bytes) -> dict[str, Any]:
