@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from encoder_service.bench.cluster import cluster, logical_cpus, service
-from encoder_service.bench.scrape import Work, scrape, work_between
+from encoder_service.bench.load import Work, scrape, work_between
 from encoder_service.client import Client, Embedding
 from encoder_service.config import load
 from tests.images import PHOTOGRAPHS, jpeg, photograph
