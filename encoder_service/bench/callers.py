@@ -59,7 +59,7 @@ class ByHandle:
         """Nothing to close."""
 
 
-class Caller:
+class CallerProcess:
     """One process that sends."""
 
     def __init__(self, place: int, options: ServiceOptions, where: Cluster) -> None:
@@ -85,7 +85,7 @@ class Callers:
 
     def __init__(self, count: int, options: ServiceOptions, where: Cluster) -> None:
         # No CPUs reserved: the service's replicas must find theirs.
-        actor: Any = ray.remote(num_cpus=0)(Caller)
+        actor: Any = ray.remote(num_cpus=0)(CallerProcess)
         self.actors = [actor.remote(place, options, where) for place in range(count)]
         self.turns = 0
 

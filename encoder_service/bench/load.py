@@ -159,7 +159,7 @@ def embedding_bytes(items: list[dict[str, Any]]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkDone:
     """What the replicas did between two scrapes, all together."""
 
     patches: float
@@ -197,7 +197,7 @@ def scrape(url: str) -> Samples:
     }
 
 
-def work_between(before: Samples, after: Samples) -> Work:
+def work_between(before: Samples, after: Samples) -> WorkDone:
     """The growth of the counters. A replica that is only in `after` began at zero."""
     grown = {key: value - before.get(key, 0) for key, value in after.items()}
 
@@ -209,7 +209,7 @@ def work_between(before: Samples, after: Samples) -> Work:
         for (name, labels), value in grown.items()
         if name == "encoder_patches_total"
     }
-    return Work(
+    return WorkDone(
         patches=total("encoder_patches_total"),
         hits=total("encoder_graph_hits_total"),
         misses=total("encoder_graph_misses_total"),

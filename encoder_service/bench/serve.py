@@ -19,7 +19,7 @@ from actors.spec.model_spec import read
 from actors.types import DTYPE_BYTES, Size
 from encoder_service.bench.arrivals import Traffic, burst, steady
 from encoder_service.bench.cluster import Cluster, cluster, logical_cpus, service
-from encoder_service.bench.load import Result, Work, scrape, work_between
+from encoder_service.bench.load import Result, WorkDone, scrape, work_between
 from encoder_service.bench.mix import Load, Protocol, Shape, requests
 from encoder_service.config import ServiceOptions
 from router.options import Policy
@@ -172,7 +172,7 @@ def run_protocol(
     return told | {"errors": dict(errors)}
 
 
-def figures(result: Result, work: Work, alone: Result) -> dict[str, Any]:
+def figures(result: Result, work: WorkDone, alone: Result) -> dict[str, Any]:
     p50, p95, p99 = result.percentiles_ms(50, 95, 99)
     (single,) = alone.percentiles_ms(50)
     seconds = result.wall_seconds

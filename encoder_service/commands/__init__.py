@@ -5,12 +5,42 @@ from __future__ import annotations
 import json
 import math
 import re
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import (
+    Action,
+    ArgumentDefaultsHelpFormatter,
+    ArgumentParser,
+    ArgumentTypeError,
+    Namespace,
+)
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+
+
+class HelpFormatter(ArgumentDefaultsHelpFormatter):
+    """Appends the default to an option's help, unless there is none or the help tells it."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        told = "default" in (action.help or "")
+        return action.help if told or not action.default else super()._get_help_string(action)
+
+
+def add_command(
+    subcommands: Any,
+    name: str,
+    run: Callable[[Namespace, Console], int],
+    help_text: str,
+    epilog: str | None = None,
+) -> ArgumentParser:
+    """A subcommand's parser. `run` gets the parsed options and returns the exit status."""
+    parser: ArgumentParser = subcommands.add_parser(
+        name, help=help_text, description=help_text, epilog=epilog, formatter_class=HelpFormatter
+    )
+    parser.set_defaults(run=run)
+    return parser
 
 
 def positive(text: str) -> int:

@@ -37,7 +37,7 @@ from encoder_service.bench.engine.report import (
     Workload,
 )
 from encoder_service.bench.mix import VARIANTS, Load, Protocol, Shape, parse_mix, picture
-from encoder_service.commands import above_zero, add_json, positive, write_json
+from encoder_service.commands import above_zero, add_command, add_json, positive, write_json
 from router.options import Policy
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ def add(subcommands: Any) -> None:
 
 
 def add_serve(kinds: Any) -> None:
-    parser = kinds.add_parser("serve", help="a whole service, started on a private Ray cluster")
+    parser = add_command(
+        kinds, "serve", run_serve, "a whole service, started on a private Ray cluster"
+    )
     parser.add_argument(
         "--config", type=Path, required=True, metavar="FILE", help="such as configs/tiny.yaml"
     )
@@ -78,7 +80,7 @@ def add_serve(kinds: Any) -> None:
         "--mix",
         type=mix,
         default="336x336*8+1024x1024",
-        help="image sizes of a request (default: %(default)s); after a comma, those of the next "
+        help="image sizes of a request; after a comma, those of the next "
         "request; or heavy-tailed, as in `simulate`",
     )
     parser.add_argument(
@@ -95,19 +97,9 @@ def add_serve(kinds: Any) -> None:
         "(default: as configured)",
     )
     parser.add_argument(
-        "--concurrency",
-        type=positive,
-        default=4,
-        metavar="N",
-        help="requests in flight (default: %(default)s)",
+        "--concurrency", type=positive, default=4, metavar="N", help="requests in flight"
     )
-    parser.add_argument(
-        "--callers",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="client processes (default: %(default)s)",
-    )
+    parser.add_argument("--callers", type=positive, default=1, metavar="N", help="client processes")
     parser.add_argument(
         "--requests", type=positive, metavar="N", help="default: 200, unless --seconds is given"
     )
@@ -126,7 +118,6 @@ def add_serve(kinds: Any) -> None:
     )
     parser.add_argument("--burst", type=positive, metavar="N", help="then send N requests at once")
     add_json(parser)
-    parser.set_defaults(run=run_serve)
 
 
 def run_serve(options: argparse.Namespace, console: Console) -> int:
@@ -162,8 +153,11 @@ def run_serve(options: argparse.Namespace, console: Console) -> int:
 
 
 def add_engine(kinds: Any) -> None:
-    parser = kinds.add_parser(
-        "engine", help="one device without Ray: towers of full size, random weights, rows checked"
+    parser = add_command(
+        kinds,
+        "engine",
+        run_engine,
+        "one device without Ray: towers of full size, random weights, rows checked",
     )
     parser.add_argument(
         "--model",
@@ -183,29 +177,12 @@ def add_engine(kinds: Any) -> None:
         f"{', '.join(each.name for each in SHORT)})",
     )
     parser.add_argument(
-        "--modes",
-        nargs="+",
-        choices=MODES,
-        default=DEFAULT_MODES,
-        metavar="MODE",
-        help=f"{MODE_HELP} (default: {' '.join(DEFAULT_MODES)})",
+        "--modes", nargs="+", choices=MODES, default=DEFAULT_MODES, metavar="MODE", help=MODE_HELP
     )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="to measure")
+    parser.add_argument("--repeats", type=positive, default=50, metavar="N", help="timed calls")
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--repeats",
-        type=positive,
-        default=50,
-        metavar="N",
-        help="timed calls (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=positive,
-        default=10,
-        metavar="N",
-        help="untimed calls before them (default: %(default)s)",
+        "--warmup", type=positive, default=10, metavar="N", help="untimed calls before them"
     )
     parser.add_argument(
         "--every-budget", action="store_true", help="also time one small image in every budget"
@@ -220,7 +197,6 @@ def add_engine(kinds: Any) -> None:
     )
     add_json(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot them (needs [bench])")
-    parser.set_defaults(run=run_engine)
 
 
 def run_engine(options: argparse.Namespace, console: Console) -> int:
@@ -289,34 +265,25 @@ def full_size() -> list[str]:
 
 
 def add_preprocess(kinds: Any) -> None:
-    parser = kinds.add_parser(
+    parser = add_command(
+        kinds,
         "preprocess",
-        help="JPEGs to patches in threads and in processes, alone and ahead of an engine",
-        epilog=COLUMNS,
+        run_preprocess,
+        "JPEGs to patches in threads and in processes, alone and ahead of an engine",
+        COLUMNS,
     )
-    parser.add_argument(
-        "--model", default="qwen3vl-2b", metavar="PRESET", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="of the engine (default: %(default)s)",
-    )
+    parser.add_argument("--model", default="qwen3vl-2b", metavar="PRESET", help="of the engine")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the engine")
     parser.add_argument(
         "--size",
         nargs="+",
         type=size,
-        default=("336x336", "1920x1080"),
+        default=["336x336", "1920x1080"],
         metavar="WxH",
-        help="of the images (default: 336x336 1920x1080)",
+        help="of the images",
     )
     parser.add_argument(
-        "--threads",
-        type=positive,
-        default=os.cpu_count(),
-        metavar="N",
-        help="decoding threads (default: %(default)s)",
+        "--threads", type=positive, default=os.cpu_count(), metavar="N", help="decoding threads"
     )
     parser.add_argument(
         "--processes",
@@ -327,14 +294,9 @@ def add_preprocess(kinds: Any) -> None:
         help="also decode in N processes, for each N given",
     )
     parser.add_argument(
-        "--seconds",
-        type=above_zero,
-        default=0.5,
-        metavar="SECONDS",
-        help="per figure (default: %(default)s)",
+        "--seconds", type=above_zero, default=0.5, metavar="SECONDS", help="per figure"
     )
     add_json(parser)
-    parser.set_defaults(run=run_preprocess)
 
 
 def run_preprocess(options: argparse.Namespace, console: Console) -> int:
@@ -365,21 +327,22 @@ def run_preprocess(options: argparse.Namespace, console: Console) -> int:
 def preprocess_table(figures: Sequence[DecodeFigures], model: str) -> Table:
     """A row per size and way."""
     shown = Table(title=f"JPEGs to patches, {model}", caption=COLUMNS, caption_justify="left")
-    for name in ("size", "way"):
-        shown.add_column(name)
-    for name in ("patches", "decoded", "CPU ms", "switches", "alone ms"):
-        shown.add_column(name, justify="right")
-    for name in ("encoded", "patches/s", "engine"):
-        shown.add_column(name, justify="right")
+    names = (
+        "patches",
+        "decoded",
+        "CPU ms",
+        "switches",
+        "alone ms",
+        "encoded",
+        "patches/s",
+        "engine",
+    )
+    for name in ("size", "way", *names):
+        shown.add_column(name, justify="right" if name in names else "left")
     for each in figures:
         shown.add_row(
-            each.size,
-            each.way,
-            str(each.patches),
-            f"{each.images_per_second:.0f}",
-            f"{each.cpu_ms:.2f}",
-            f"{each.switches:.1f}",
-            f"{each.alone_ms:.2f}",
+            *(each.size, each.way, str(each.patches), f"{each.images_per_second:.0f}"),
+            *(f"{each.cpu_ms:.2f}", f"{each.switches:.1f}", f"{each.alone_ms:.2f}"),
             f"{each.encoded_images_per_second:.0f}",
             f"{each.encoded_images_per_second * each.patches:,.0f}",
             f"{each.engine_images_per_second:.0f}",
@@ -388,21 +351,21 @@ def preprocess_table(figures: Sequence[DecodeFigures], model: str) -> Table:
 
 
 def add_dataplane(kinds: Any) -> None:
-    parser = kinds.add_parser(
-        "dataplane", help="embeddings from an encoder's memory to a consumer's, without a model"
+    parser = add_command(
+        kinds,
+        "dataplane",
+        run_dataplane,
+        "embeddings from an encoder's memory to a consumer's, without a model",
     )
     parser.add_argument(
         "--megabytes",
         type=above_zero,
         default=67,
         metavar="MB",
-        help="per embedding (default: %(default)s: one 1080p image of Qwen3-VL-8B)",
+        help="per embedding ; the default is one 1080p image of Qwen3-VL-8B",
     )
-    parser.add_argument(
-        "--repeats", type=positive, default=20, metavar="N", help="default: %(default)s"
-    )
+    parser.add_argument("--repeats", type=positive, default=20, metavar="N", help="timed transfers")
     add_json(parser)
-    parser.set_defaults(run=run_dataplane)
 
 
 def run_dataplane(options: argparse.Namespace, console: Console) -> int:

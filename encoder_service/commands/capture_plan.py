@@ -29,13 +29,13 @@ from actors.errors import ConfigError
 from actors.spec.model_spec import ModelSpec, read
 from actors.spec.sizing import BlockSizing
 from actors.types import ItemPlan, Size
-from encoder_service.commands import at_least_one, positive
+from encoder_service.commands import add_command, at_least_one, positive
 from encoder_service.config import load
 
 
 def add(subcommands: Any) -> None:
-    parser = subcommands.add_parser(
-        "capture-plan", help="find token budgets that suit your traffic"
+    parser = add_command(
+        subcommands, "capture-plan", run, "find token budgets that suit your traffic"
     )
     parser.add_argument(
         "histogram",
@@ -71,10 +71,9 @@ def add(subcommands: Any) -> None:
         type=at_least_one,
         default=2.0,
         metavar="N",
-        help="images that share a pack, on average (default: %(default)s); keep it low with "
+        help="images that share a pack, on average; keep it low with "
         "`least_cost` packing, which splits long queues to fit small budgets",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

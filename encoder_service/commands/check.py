@@ -21,6 +21,7 @@ from actors.engine.budgets import Capacity
 from actors.options import EncoderOptions
 from actors.spec.model_spec import ModelSpec, read
 from actors.types import Size
+from encoder_service.commands import add_command
 from encoder_service.config import ServiceOptions, fit, load_all, read_document
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.options import LlmOptions
@@ -31,11 +32,10 @@ SIDES = range(1, 5)
 
 
 def add(subcommands: Any) -> None:
-    parser = subcommands.add_parser(
-        "check", help="validate a configuration and show what it would serve"
+    parser = add_command(
+        subcommands, "check", run, "validate a configuration and show what it would serve"
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="such as configs/tiny.yaml")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

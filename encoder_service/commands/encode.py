@@ -15,7 +15,7 @@ from rich.table import Table
 
 from actors.errors import ConfigError
 from encoder_service.client import Client, DatasetOptions, Embedding, ServiceError
-from encoder_service.commands import above_zero, fail, positive
+from encoder_service.commands import above_zero, add_command, fail, positive
 
 RETRIES = 100
 """Of retryable errors; --timeout ends them earlier."""
@@ -23,14 +23,12 @@ DUMMY = "[bold yellow]dummy weights: these embeddings are random numbers[/]"
 
 
 def add(subcommands: Any) -> None:
-    parser = subcommands.add_parser("encode", help="send files to a running service")
+    parser = add_command(subcommands, "encode", run, "send files to a running service")
     parser.add_argument(
         "paths", nargs="+", metavar="PATH", help="a file or an https URL; with --out also a folder"
     )
     parser.add_argument(
-        "--url",
-        default="http://127.0.0.1:8000",
-        help="of the service, http[s]:// or grpc[s]:// (default: %(default)s)",
+        "--url", default="http://127.0.0.1:8000", help="of the service, http[s]:// or grpc[s]://"
     )
     parser.add_argument(
         "--out",
@@ -40,32 +38,20 @@ def add(subcommands: Any) -> None:
         "that timed out or failed in the service",
     )
     parser.add_argument(
-        "--format",
-        default="safetensors",
-        choices=("safetensors", "parquet"),
-        help="of the shards (default: %(default)s)",
+        "--format", default="safetensors", choices=("safetensors", "parquet"), help="of the shards"
     )
     parser.add_argument(
-        "--concurrency",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="items in flight (default: %(default)s)",
+        "--concurrency", type=positive, default=16, metavar="N", help="items in flight"
     )
     parser.add_argument(
         "--dtype",
         default="bfloat16",
         choices=("bfloat16", "float16", "float32"),
-        help="of the embeddings (default: %(default)s)",
+        help="of the embeddings",
     )
     parser.add_argument(
-        "--timeout",
-        type=above_zero,
-        default=60,
-        metavar="SECONDS",
-        help="per request (default: %(default)s)",
+        "--timeout", type=above_zero, default=60, metavar="SECONDS", help="per request"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

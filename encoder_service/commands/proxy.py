@@ -16,7 +16,7 @@ from rich.console import Console
 
 from actors.errors import ConfigError
 from encoder_service.client.async_ import AsyncClient
-from encoder_service.commands import above_zero
+from encoder_service.commands import above_zero, add_command
 from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.engines.openai_proxy import Proxy, ProxyOptions, build
 
@@ -25,28 +25,27 @@ BACKLOG = 2048
 
 
 def add(subcommands: Any) -> None:
-    parser = subcommands.add_parser(
-        "proxy", help="stand in front of vLLM and replace images of chat requests by embeddings"
+    parser = add_command(
+        subcommands,
+        "proxy",
+        run,
+        "stand in front of vLLM and replace images of chat requests by embeddings",
     )
     parser.add_argument("--upstream", required=True, metavar="URL", help="of vLLM, without /v1")
     parser.add_argument(
         "--encoder",
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="of the encoder service, http[s]:// or grpc[s]:// (default: %(default)s)",
+        help="of the encoder service, http[s]:// or grpc[s]://",
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=8100, help="port to listen on (default: %(default)s)"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8100, help="port to listen on")
     parser.add_argument(
         "--timeout",
         type=above_zero,
         default=60,
         metavar="SECONDS",
-        help="per request to the encoder service (default: %(default)s)",
+        help="per request to the encoder service",
     )
     parser.add_argument(
         "--token-sha256",
@@ -56,7 +55,6 @@ def add(subcommands: Any) -> None:
         help="hexadecimal SHA-256 of a bearer token that clients must send, passed on to vLLM. "
         "May be repeated. Without it, everybody who reaches the proxy can use the encoders",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

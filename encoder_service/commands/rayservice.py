@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from encoder_service.commands import add_command
 from encoder_service.config import load_all, read_document
 
 HEAD = """\
@@ -25,13 +26,12 @@ spec:
 
 
 def add(subcommands: Any) -> None:
-    parser = subcommands.add_parser(
-        "rayservice", help="print a configuration as a Kustomize patch of a RayService"
+    parser = add_command(
+        subcommands, "rayservice", run, "print a configuration as a Kustomize patch of a RayService"
     )
     parser.add_argument(
         "config", type=Path, metavar="CONFIG", help="such as configs/qwen3vl-fleet.yaml"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from encoder_service.bench.engine.tables import require_matplotlib
-from encoder_service.commands import above_zero, add_json, positive, write_json
+from encoder_service.commands import above_zero, add_command, add_json, positive, write_json
 from router.options import Policy
 from router.policy.balance import POLICIES
 from router.simulate.simulation import Simulation
@@ -44,8 +44,11 @@ class SimulatedPolicy:
 
 
 def add(subcommands: Any) -> None:
-    parser = subcommands.add_parser(
-        "simulate", help="compare the balancing policies over simulated fleets, without a cluster"
+    parser = add_command(
+        subcommands,
+        "simulate",
+        run,
+        "compare the balancing policies over simulated fleets, without a cluster",
     )
     parser.add_argument(
         "--replicas",
@@ -53,28 +56,20 @@ def add(subcommands: Any) -> None:
         nargs="+",
         default=[4, 8, 64, 1000],
         metavar="N",
-        help="fleet sizes (default: 4 8 64 1000)",
+        help="fleet sizes",
     )
     parser.add_argument(
-        "--requests",
-        type=positive,
-        default=4000,
-        metavar="N",
-        help="at least, per fleet (default: %(default)s)",
+        "--requests", type=positive, default=4000, metavar="N", help="at least, per fleet"
     )
     parser.add_argument(
-        "--load",
-        type=above_zero,
-        default=0.7,
-        metavar="PART",
-        help="part of the fleet's capacity (default: %(default)s)",
+        "--load", type=above_zero, default=0.7, metavar="PART", help="part of the fleet's capacity"
     )
     parser.add_argument(
         "--routers",
         type=positive,
         default=2,
         metavar="N",
-        help="each knows of the others' requests only what replicas report (default: %(default)s)",
+        help="each knows of the others' requests only what replicas report",
     )
     parser.add_argument(
         "--reports-alone",
@@ -82,18 +77,11 @@ def add(subcommands: Any) -> None:
         help="replicas report their load once a second, not with every answer",
     )
     parser.add_argument(
-        "--deaths",
-        type=int,
-        default=0,
-        metavar="N",
-        help="replicas that die during the run (default: %(default)s)",
+        "--deaths", type=int, default=0, metavar="N", help="replicas that die during the run"
     )
-    parser.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="of the traffic (default: %(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the traffic")
     add_json(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot them (needs [bench])")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

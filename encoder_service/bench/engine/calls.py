@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,13 +14,6 @@ from actors.engine.graphs import GraphSet
 from actors.engine.packing import Packing
 from actors.types import ItemPlan, Pack
 from encoder_service.bench.engine.reference import Reference
-
-
-class Call(Protocol):
-    """One way to encode the same items."""
-
-    def __call__(self) -> list[Tensor]:
-        """Each item's rows on the device, in memory that later calls do not overwrite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +35,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """Packing, metadata, staging, replays, and a copy of the rows out of graph memory."""
+    """Packing, metadata, staging, replays, and a copy of the rows out of graph memory.
+
+    Returns each item's rows on the device, in memory that later calls do not overwrite.
+    """
 
     graphs: Mapping[str, GraphSet]
     """Of each path, in the model's order."""
@@ -113,3 +108,6 @@ class ReferenceCall:
     def __call__(self) -> list[Tensor]:
         rows = self.reference.encode(self.pixels, self.grid)
         return list(rows.split([plan.tokens for plan in self.batch.plans]))
+
+
+TowerCall = EngineCall | ReferenceCall

@@ -22,7 +22,7 @@ from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions, PackingOptions
 from actors.spec.model_spec import ModelSpec, read
 from actors.types import Size
-from encoder_service.bench.engine.calls import Batch, Call, EngineCall, ReferenceCall
+from encoder_service.bench.engine.calls import Batch, EngineCall, ReferenceCall, TowerCall
 from encoder_service.bench.engine.operations import operations
 from encoder_service.bench.engine.reference import (
     PlainTower,
@@ -148,7 +148,9 @@ class Bench:
         )
         return report, profiles
 
-    def figure(self, mode: Mode, call: Call, expected: list[Tensor], batch: Batch) -> ModeFigures:
+    def figure(
+        self, mode: Mode, call: TowerCall, expected: list[Tensor], batch: Batch
+    ) -> ModeFigures:
         """Times and error of one call."""
         times = self.timed(call)
         error = self.error(call, expected)
@@ -171,7 +173,7 @@ class Bench:
                 found.append(BudgetTime(budget, self.timed(call), self.error(call, expected)))
         return found
 
-    def call(self, mode: Mode, batch: Batch) -> Call:
+    def call(self, mode: Mode, batch: Batch) -> TowerCall:
         """The mode's call for the batch. Captures a graph for mode `exact`."""
         items = len(batch.plans)
         if mode == "transformers" and self.theirs:
@@ -205,13 +207,13 @@ class Bench:
             for path, ladder in zip(self.spec.paths, budgets, strict=True)
         }
 
-    def error(self, call: Call, expected: Sequence[Tensor]) -> float:
+    def error(self, call: TowerCall, expected: Sequence[Tensor]) -> float:
         """The relative error of the worst item of one call."""
         rows = call()
         synchronize(self.device)  # the device computes the rows on a stream of its own
         return relative_error(rows, expected)
 
-    def timed(self, call: Call) -> Times:
+    def timed(self, call: TowerCall) -> Times:
         return timed(call, self.device, self.settings.warmup, self.settings.repeats)
 
     def batch(self, sizes: Sequence[Size]) -> Batch:

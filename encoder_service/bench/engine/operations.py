@@ -32,7 +32,7 @@ BLOCK = r"(?:blocks|layers?)\.(\d+)\."
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class Segment:
     """One attention segment."""
 
     patches: int
@@ -78,7 +78,7 @@ def multiplied(spec: ModelSpec, shapes: Mapping[str, Sequence[int]]) -> Counter[
     return total
 
 
-def linear(weights: Counter[Unit], view: View) -> int:
+def linear(weights: Counter[Unit], view: Segment) -> int:
     """Multiply-adds of all weights for one view."""
     # Both halvings round up: four positions per token.
     sizes: dict[Unit, int] = {"patch": view.patches, "sam": view.patches, "row": view.rows}
@@ -86,13 +86,13 @@ def linear(weights: Counter[Unit], view: View) -> int:
     return sum(count * sizes[applied] for applied, count in weights.items())
 
 
-def views_of(spec: ModelSpec, plan: ItemPlan, shapes: Mapping[str, Sequence[int]]) -> list[View]:
+def views_of(spec: ModelSpec, plan: ItemPlan, shapes: Mapping[str, Sequence[int]]) -> list[Segment]:
     """The attention segments of an image."""
     sizing = spec.sizing
     if isinstance(sizing, TileSizing):
         patches, tokens = sizing.side_patches**2, sizing.tile_tokens
         classes = int(any(re.search(CLASS, name) for name in shapes))
-        return [View(patches, patches + classes, tokens)] * (plan.path_tokens[0] // tokens)
+        return [Segment(patches, patches + classes, tokens)] * (plan.path_tokens[0] // tokens)
     if isinstance(sizing, WindowSizing):
         sides, classes = sizing.side_patches, CLASS_TOKENS * (spec.family == "step3_vl")
     elif spec.family == "deepseek_ocr":
@@ -100,15 +100,15 @@ def views_of(spec: ModelSpec, plan: ItemPlan, shapes: Mapping[str, Sequence[int]
         crops = crop_sizing(spec)
         sides = (crops.image_patches, crops.crops.side_patches)
         counts = [all_ // side**2 for all_, side in zip(plan.path_patches, sides, strict=True)]
-        ocr = [View(side**2, side**2 // 16 + 1, side**2 // 16) for side in sides]
+        ocr = [Segment(side**2, side**2 // 16 + 1, side**2 // 16) for side in sides]
         return [ocr[0]] * counts[0] + [ocr[1]] * counts[1]
     else:
         groups, rows, columns = plan.grid_thw
         patches = rows * columns
-        return [View(patches, patches, plan.tokens // groups)] * groups
+        return [Segment(patches, patches, plan.tokens // groups)] * groups
     found = []
     for all_, side in zip(plan.path_patches, sides, strict=True):
-        view = View(side**2, side**2 + classes, (side // sizing.merge_size) ** 2)
+        view = Segment(side**2, side**2 + classes, (side // sizing.merge_size) ** 2)
         found += [view] * (all_ // side**2)
     return found
 
@@ -121,7 +121,7 @@ def window_pairs(spec: ModelSpec, plan: ItemPlan) -> int:
     return groups * rows * columns
 
 
-def ocr_attention(spec: ModelSpec, view: View) -> int:
+def ocr_attention(spec: ModelSpec, view: Segment) -> int:
     """Multiply-adds of both towers' attention and of the padding of SAM's windows."""
     arch = Architecture.of(spec)
     side = math.isqrt(view.patches)
