@@ -5,32 +5,34 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from rich.console import Console
-from rich.markup import escape
 
 from actors.errors import ServiceError
-from encoder_service.client import embedding
-from encoder_service.commands import bench, capture_plan, check, encode, proxy, rayservice, simulate
+from encoder_service.commands import fail
 
-COMMANDS = (check, encode, proxy, bench, capture_plan, simulate, rayservice)
+COMMANDS = ("check", "encode", "proxy", "bench", "capture-plan", "simulate", "rayservice")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand. 0: done, 1: it failed and said why, 2: the command line is wrong."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
-        "encoder-service", description="Vision encoders apart from the models that use them."
+        "encoder-service",
+        description="Runs the vision encoders of vision-language models as a separate service.",
     )
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
+    # Only the subcommand that runs is imported: `bench engine` needs neither Ray nor a web server.
+    for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
+        command = import_module(f"encoder_service.commands.{name.replace('-', '_')}")
         command.add(subcommands)
     options = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace, Console], int] = options.run
     try:
         return run(options, Console())
-    except (ServiceError, embedding.ServiceError, OSError) as error:
-        Console(stderr=True, soft_wrap=True).print(f"[red]failed:[/] {escape(str(error))}")
-        return 1
+    except (ServiceError, OSError) as error:
+        return fail(error)
 
 
 if __name__ == "__main__":

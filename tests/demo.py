@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from encoder_service.bench.cluster import cluster, logical_cpus, service
-from encoder_service.bench.scrape import Work, scrape, work_between
+from encoder_service.bench.load import WorkDone, scrape, work_between
 from encoder_service.client import Client, Embedding
 from encoder_service.config import load
 from tests.images import PHOTOGRAPHS, jpeg, photograph
@@ -102,7 +102,7 @@ def chat(console: Console, url: str, model: str, picture: bytes, rows: int) -> b
     )
 
 
-def metrics(work: Work) -> Table:
+def metrics(work: WorkDone) -> Table:
     """What /metrics say of both requests."""
     shown = Table(title="from /metrics, both requests", show_header=False)
     shown.add_row("graph hits, misses", f"{work.hits:g}, {work.misses:g} ({work.hit_rate:.0%} hit)")
@@ -117,7 +117,7 @@ def judge(
     console: Console,
     over_http: list[Embedding],
     over_grpc: list[Embedding],
-    work: Work,
+    work: WorkDone,
     replicas: int,
     chats: bool,
 ) -> int:

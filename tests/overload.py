@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from encoder_service.bench.cluster import cluster, logical_cpus, service
+from encoder_service.bench.load import scrape
 from encoder_service.bench.mix import parse_mix, picture
-from encoder_service.bench.scrape import scrape
 from encoder_service.config import ServiceOptions, load, parse
 from tests.processes import Clocks, actors, ours, process, run_apart
 from tests.senders import Outcome, Sender, closed, opened

@@ -1,1 +1,1 @@
-"""Measures a whole service on a private Ray cluster of its own."""
+"""Benchmarks: the whole service on a private Ray cluster; in engine/, one device without Ray."""

@@ -1,6 +1,6 @@
-"""Requests that do not wait for each other: at random times, and all at once.
+"""Open-loop load: requests at random times, and many at once.
 
-The simulator of router/ is given the same, so that each can be held against the other.
+The simulator of router/ gets the same requests, so that each can be compared with the other.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import numpy as np
 
 from actors.spec.model_spec import read
 from actors.types import Size
-from encoder_service.bench.load import Load
-from encoder_service.bench.mix import Shape
-from encoder_service.bench.scrape import ratio, scrape, work_between
+from encoder_service.bench.load import ratio, scrape, work_between
+from encoder_service.bench.mix import Load, Shape
 from encoder_service.config import ServiceOptions
 from router.options import Policy
 from router.policy.balance import POLICIES
@@ -31,14 +30,14 @@ if TYPE_CHECKING:
     from encoder_service.bench.callers import Callers
 
 BURSTS = 5
-"""Of which the median is told."""
+"""The median is reported."""
 SIMULATED_REQUESTS = 4000
-"""At random times; more than a bench of seconds sends, for a p99 that is one."""
+"""At random times: more than the benchmark sends in seconds, for a stable p99."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is sent, and to whom, as the simulator must know it."""
+    """The requests and the fleet, as far as the simulator needs them."""
 
     options: ServiceOptions
     kinds: list[list[Shape]]
@@ -46,16 +45,16 @@ class Traffic:
     callers: int
     routers: int
     most_per_second: float
-    """Requests that the fleet answers when it is full."""
+    """Requests per second of the saturated fleet."""
 
     def patches(self, kinds: list[list[Shape]]) -> list[list[int]]:
-        """Of the images of each request."""
+        """The patches of the images of each request."""
         sizing = read(self.options.model).sizing
         known = {shape: sizing.plan(Size(*shape)).patches for kind in kinds for shape in kind}
         return [[known[shape] for shape in kind] for kind in kinds]
 
     def scenario(self, arrivals: Sequence[tuple[float, Sequence[int]]]) -> Scenario:
-        """Costs are those of an H200, scaled to what this fleet answers when it is full."""
+        """With the costs of an H200, scaled to the rate of this fleet when it is saturated."""
         encoder = self.options.encoder
         replicas = encoder.least_replicas
         # Without GPUs all replicas share the one machine.
@@ -71,12 +70,11 @@ class Traffic:
         return Scenario(replicas, self.routers, arrivals, cost, sharing=sharing)
 
     def simulate(self, arrivals: Sequence[tuple[float, Sequence[int]]], seed: int) -> Outcome:
-        """What comes of them."""
         return Simulation(self.scenario(arrivals), POLICIES[self.policy], seed).run()
 
 
 def steady(callers: Callers, load: Load, part: float, url: str, traffic: Traffic) -> dict[str, Any]:
-    """Figures of random times, at a part of what the fleet answers when it is full."""
+    """Figures of requests at random times, at a part of the saturated fleet's rate."""
     per_second = part * traffic.most_per_second
     before = scrape(url)
     result = callers.send(
@@ -102,7 +100,7 @@ def steady(callers: Callers, load: Load, part: float, url: str, traffic: Traffic
 
 
 def burst(callers: Callers, load: Load, count: int, url: str, traffic: Traffic) -> dict[str, Any]:
-    """Figures of so many requests at once, to a fleet that has nothing else to do."""
+    """Figures of `count` requests at once, sent to an idle fleet."""
     load = replace(load, concurrency=count, requests=count, seconds=math.inf)
     taken, balances = [], []
     errors: Counter[str] = Counter()
@@ -125,5 +123,5 @@ def burst(callers: Callers, load: Load, count: int, url: str, traffic: Traffic) 
 
 
 def balance(patches: list[int]) -> float:
-    """Of the busiest replica over the mean."""
+    """Patches of the busiest replica over the mean."""
     return ratio(max(patches) * len(patches), sum(patches))

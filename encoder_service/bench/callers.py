@@ -1,7 +1,7 @@
-"""Processes that call the service side by side: one Python process sends less than a GPU encodes.
+"""Processes that call the service in parallel: one Python process sends less than a GPU encodes.
 
-A caller over HTTP or gRPC is any client. A caller by handle is a process inside Ray, as a language
-model is: it reads headers and calls the Router deployment, and what it gets are references.
+A caller over HTTP or gRPC is an ordinary client. A caller by handle is a process inside Ray, like a
+language model: it reads image headers, calls the Router deployment and gets references.
 """
 
 from __future__ import annotations
@@ -20,30 +20,21 @@ from actors.types import Embedding, SharedBytes
 from encoder_service.api.answer import timings
 from encoder_service.api.errors import fault
 from encoder_service.bench.cluster import APPLICATION, Cluster
-from encoder_service.bench.load import (
-    Answered,
-    Load,
-    Result,
-    Way,
-    Wire,
-    merged,
-    send,
-    work_seconds,
-)
-from encoder_service.bench.mix import Shape, requests
+from encoder_service.bench.load import Answered, OverWire, Result, Way, merged, send, work_seconds
+from encoder_service.bench.mix import Load, Shape, requests
 from encoder_service.client.embedding import ServiceError
 from encoder_service.client.transports import connect
 from encoder_service.config import LimitOptions, ServiceOptions
 from encoder_service.intake.media import probe
 
-TURNED = 37
-"""Kinds by which one caller is ahead of the next."""
+AHEAD = 37
+"""How many kinds one caller is ahead of the next, so that they do not send the same in step."""
 APART = 2**40
-"""Between the numbers of two callers' pictures: none sends what another sent."""
+"""Between the picture numbers of two callers, so that no two send the same picture."""
 
 
 class ByHandle:
-    """Through the Router deployment: embeddings stay in shared memory."""
+    """Calls the Router deployment; embeddings stay in shared memory."""
 
     def __init__(
         self, router: DeploymentHandle, spec: ModelSpec, limits: LimitOptions, load: Load
@@ -54,25 +45,22 @@ class ByHandle:
         self.load = load
 
     async def encode(self, images: list[bytes]) -> Answered:
-        """See Way."""
         media = [probe(image, "image", self.spec, self.limits) for image in images]
         try:
-            answers = await self.router.encode.remote(
-                media, self.load.dtype, self.load.timeout_seconds
-            )
+            answers = await self.router.encode.remote(media, "bfloat16", self.load.timeout_seconds)
         except Exception as error:
-            raise told(error) from error
+            raise as_client_error(error) from error
         found = [answer for answer in answers if isinstance(answer, Embedding)]
         if len(found) < len(answers):
-            raise told(next(one for one in answers if not isinstance(one, Embedding)))
+            raise as_client_error(next(one for one in answers if not isinstance(one, Embedding)))
         return Answered(work_seconds(timings(found)), sum(map(size_bytes, found)))
 
     async def close(self) -> None:
-        """See Way."""
+        """Nothing to close."""
 
 
-class Caller:
-    """One process."""
+class CallerProcess:
+    """One process that sends."""
 
     def __init__(self, place: int, options: ServiceOptions, where: Cluster) -> None:
         self.place = place
@@ -80,30 +68,29 @@ class Caller:
         self.where = where
 
     async def send(self, load: Load, kinds: list[list[Shape]], turn: int) -> Result:
-        """Its part of the load. `turn`: of no other call to this process."""
+        """Sends its part of the load. `turn` is different in every call to this process."""
         pictures = pictures_of(kinds, self.place, turn)
         return await send(self.way(load), load, pictures)
 
     def way(self, load: Load) -> Way:
-        """To the service."""
         if load.protocol == "handle":
             router = serve.get_deployment_handle("Router", APPLICATION)
             return ByHandle(router, read(self.options.model), self.options.limits, load)
         url = self.where.grpc if load.protocol == "grpc" else self.where.http
-        return Wire(connect(url, None, load.timeout_seconds), load)
+        return OverWire(connect(url, None, load.timeout_seconds), load)
 
 
 class Callers:
-    """Several of them, beside a service that runs."""
+    """Several of them, next to a running service."""
 
     def __init__(self, count: int, options: ServiceOptions, where: Cluster) -> None:
         # No CPUs reserved: the service's replicas must find theirs.
-        actor: Any = ray.remote(num_cpus=0)(Caller)
+        actor: Any = ray.remote(num_cpus=0)(CallerProcess)
         self.actors = [actor.remote(place, options, where) for place in range(count)]
         self.turns = 0
 
     def send(self, load: Load, kinds: list[list[Shape]]) -> Result:
-        """Everybody takes a part of the load; a load of one at a time is one caller's."""
+        """Divides the load over the callers; a load with concurrency 1 goes to one caller."""
         self.turns += 1
         parts = shares(load, len(self.actors))
         calls = [
@@ -114,7 +101,7 @@ class Callers:
         return merged(results)
 
     def first(self, load: Load, kinds: list[list[Shape]]) -> list[list[Shape]]:
-        """The requests that a load of so many begins with, caller by caller."""
+        """The kinds of the first requests of a load, caller by caller."""
         return [
             kind
             for place, one in enumerate(shares(load, len(self.actors)))
@@ -122,13 +109,12 @@ class Callers:
         ]
 
     def close(self) -> None:
-        """Ends the processes."""
         for actor in self.actors:
             ray.kill(actor)
 
 
 def shares(load: Load, callers: int) -> list[Load]:
-    """The load in parts, one for each caller that has something to do."""
+    """The load in parts, one for each caller that has a share of the concurrency."""
     callers = min(callers, load.concurrency)
     return [
         replace(
@@ -143,28 +129,27 @@ def shares(load: Load, callers: int) -> list[Load]:
 
 
 def part(whole: int, place: int, parts: int) -> int:
-    """Of a number, in parts that differ by one at most."""
+    """One of `parts` parts of a whole, which differ by at most 1."""
     return whole // parts + (place < whole % parts)
 
 
 def pictures_of(kinds: list[list[Shape]], place: int, turn: int) -> Iterator[list[bytes]]:
-    """Requests that no other caller sends, and this one in no other turn."""
+    """Requests that no other caller sends, nor this one in another turn."""
     return requests(turned(kinds, place), (place * 2**10 + turn) * APART)
 
 
 def turned(kinds: list[list[Shape]], place: int) -> list[list[Shape]]:
-    """The kinds in the order in which a caller sends them, which is not that of another."""
-    first = place * TURNED % len(kinds)
+    """The kinds in the order in which this caller sends them."""
+    first = place * AHEAD % len(kinds)
     return kinds[first:] + kinds[:first]
 
 
 def size_bytes(embedding: Embedding) -> int:
-    """Of the rows, wherever they are."""
     data = embedding.data
     return data.size_bytes if isinstance(data, SharedBytes) else data.nbytes
 
 
-def told(error: Exception) -> ServiceError:
-    """As a client would have been told over HTTP."""
-    problem = fault(error, "of the bench")
+def as_client_error(error: Exception) -> ServiceError:
+    """The error that a client would have got over HTTP."""
+    problem = fault(error, "of the benchmark")
     return ServiceError(problem.row.type, problem.message)

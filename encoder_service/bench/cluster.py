@@ -1,4 +1,4 @@
-"""A private Ray cluster on this machine, with Serve on free ports, for as long as a block lasts."""
+"""A private Ray cluster on this machine with Serve on free ports, for the duration of a block."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ SERVICERS = (
 APPLICATION = "encoder"
 """Its name in Serve."""
 MOST_CONNECTIONS, OTHER_FILES = 4096, 2500
-"""Of HAProxy as Serve starts it: connections, of two files each, and what it opens beside them."""
+"""HAProxy as Serve starts it: its connections, two files each, and the files it opens besides."""
 PORTS = range(20_000, 30_000)
-"""Beyond those of Ray's workers, below those that Linux gives to outgoing connections: one that is
-free stays so until Serve listens there."""
+"""Above the ports of Ray's workers, below those that Linux gives to outgoing connections, so that a
+free port stays free until Serve listens there."""
 SPARE_CPUS = 4
-"""For Serve's own actors and whatever else is run beside the service."""
+"""For Serve's own actors and for whatever else runs next to the service."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Where it listens."""
+    """The cluster's addresses."""
 
     http: str
     grpc: str
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, all different. Raises StartError."""
+    """Different ports that nobody listens on. Raises StartError."""
     found = []
     with ExitStack() as stack:
         for port in random.sample(PORTS, len(PORTS)):
@@ -54,7 +54,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def logical_cpus(options: ServiceOptions) -> int:
-    """What Ray must be told, for all replicas to be placed."""
+    """The CPUs to declare to Ray so that all replicas can be placed."""
     asked = resources(options, options.encoder.most_replicas)["CPU"]
     return max(os.cpu_count() or 1, round(asked + 0.5) + SPARE_CPUS)
 
@@ -66,13 +66,13 @@ def cluster(
     object_store_bytes: int | None = None,
     logs: bool = False,
 ) -> Iterator[Cluster]:
-    """Starts it, gives its addresses, ends it with everything that runs on it."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # nobody else comes; leaves no token in $HOME
+    """Starts the cluster, yields its addresses, and stops it with everything that runs on it."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # nobody else connects; leaves no token in $HOME
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
     home = tempfile.mkdtemp(prefix="es")  # short: the paths of sockets have a limit
     os.environ.update(ha_proxy(home, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    # Behind HAProxy, for which a replica that is deleted otherwise waits half a minute.
+    # Behind HAProxy, a deleted replica otherwise drains for half a minute.
     os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "1"
     import ray  # reads its environment when it is imported
     from ray import serve
@@ -103,10 +103,10 @@ def cluster(
 
 
 def ha_proxy(home: str, most_files: int) -> dict[str, str]:
-    """What HAProxy (RAY_SERVE_ENABLE_HA_PROXY=1) needs to start on any machine, beside anything.
+    """The environment that lets HAProxy (RAY_SERVE_ENABLE_HA_PROXY=1) start on any machine.
 
-    Where a port of its is taken, or it may open too few files for its connections, Serve waits for
-    it for ever; its own files lie in one folder of the machine. `most_files`: the hard limit.
+    If one of its ports is taken, or it may open too few files for its connections, Serve waits
+    forever; by default, all clusters of a machine share its files. `most_files`: the hard limit.
     """
     metrics_port, stats_port = free_ports(2)
     found = {
@@ -117,7 +117,7 @@ def ha_proxy(home: str, most_files: int) -> dict[str, str]:
         "SERVER_STATE_BASE": f"{home}/haproxy",
         "SERVER_STATE_FILE": f"{home}/haproxy/server-state",
     }
-    if 0 <= most_files < 2 * MOST_CONNECTIONS + OTHER_FILES:  # -1: there is no limit
+    if 0 <= most_files < 2 * MOST_CONNECTIONS + OTHER_FILES:  # -1: no limit
         found["MAXCONN"] = str(max(100, (most_files - OTHER_FILES) // 2))
     return {f"RAY_SERVE_HAPROXY_{name}": value for name, value in found.items()}
 
@@ -131,7 +131,7 @@ def service(options: ServiceOptions) -> Iterator[None]:
 
     try:
         serve.run(build(options.model_dump()), name=APPLICATION, route_prefix="/")
-    except RuntimeError as error:  # says which deployment failed, not why
+    except RuntimeError as error:  # names the deployment that failed, not why
         found = serve.status().applications[APPLICATION].deployments.values()
         why = "\n".join(each.message for each in found if each.message)
         raise StartError(f"{error}\n{why}") from None

@@ -1,8 +1,8 @@
-"""From rows in an encoder's memory to an array in a consumer's hands: what the way takes.
+"""How long embeddings take from an encoder's memory to an array in a consumer's process.
 
-Three deployments in the places of encoder, router and language model, without a model: the encoder
-takes the time when it has rows, the consumer when it has them. Beside it a plain copy of as many
-bytes within one process, in the same run: figures of different machines compare by the ratio.
+Three deployments replace encoder, router and language model, without a model. Time runs from when
+the encoder has rows to when the consumer has them. A copy of as many bytes within one process is
+timed in the same run, because ratios to it are comparable between machines.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ WAYS: dict[Way, str] = {
 }
 ACTOR = {"num_cpus": 0.1}
 HITS = 4
-"""Items of the cache's test: a request of four images."""
+"""Items of the cache test: a request of four images."""
 WARM_UPS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What travels, and when it was there, in seconds of the machine's monotonic clock."""
+    """Rows on their way, and when they were ready, in seconds of the monotonic clock."""
 
     data: Bytes | SharedBytes | bytes
     since: float
 
 
 class Source:
-    """In the place of the encoder."""
+    """In place of the encoder."""
 
     def __init__(self, size_bytes: int) -> None:
         self.rows = np.random.default_rng(0).integers(0, 255, size_bytes, np.uint8)
         self.cache = EmbeddingCache(HITS * size_bytes, EncoderMetrics())
 
     async def encode(self, way: Way) -> Sent:
-        """Rows that were ready just now."""
+        """Rows that are ready now."""
         since = time.monotonic()
         if way == "reference":
             return Sent(await asyncio.to_thread(share, self.rows), since)
         return Sent(self.rows if way == "value" else self.rows.tobytes(), since)
 
     async def hits(self) -> tuple[float, list[Embedding]]:
-        """Seconds that this process takes for items in its cache, and what it gives for them."""
+        """Seconds that this process spends on items in its cache, and their entries."""
         if not self.cache.bytes:
             for name in map(str, range(HITS)):
                 data = await asyncio.to_thread(share, self.rows)
@@ -73,31 +73,29 @@ class Source:
 
 
 class Passing:
-    """In the place of the router: hands on what it gets."""
+    """In place of the router: passes answers on."""
 
     def __init__(self, source: DeploymentHandle) -> None:
         self.source = source
 
     async def encode(self, way: Way) -> Sent:
-        """As the source."""
         sent: Sent = await self.source.encode.remote(way)
         return sent
 
     async def hits(self) -> tuple[float, list[Embedding]]:
-        """As the source."""
         found: tuple[float, list[Embedding]] = await self.source.hits.remote()
         return found
 
 
 class Consumer:
-    """In the place of a language model."""
+    """In place of a language model."""
 
     def __init__(self, passing: DeploymentHandle, size_bytes: int) -> None:
         self.passing = passing
         self.own = np.ones(size_bytes, np.uint8)
 
     async def receive(self, way: Way) -> tuple[float, float]:
-        """Seconds until an array of the rows is here, and until it was read once."""
+        """Seconds until this process has an array of the rows, and until it has read it once."""
         sent: Sent = await self.passing.encode.remote(way)
         data = sent.data
         rows = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else await read(data)
@@ -106,14 +104,14 @@ class Consumer:
         return here - sent.since, time.monotonic() - sent.since
 
     async def receive_hits(self) -> tuple[float, float]:
-        """Seconds in the source, and until the arrays are here."""
+        """Seconds in the source, and until this process has the arrays."""
         since = time.perf_counter()
         in_source, entries = await self.passing.hits.remote()
         await asyncio.gather(*(read(entry.data) for entry in entries))
         return in_source, time.perf_counter() - since
 
     async def copy(self) -> float:
-        """Seconds of a copy within this process, both sides warm."""
+        """Seconds of a copy within this process, both buffers warm."""
         other = np.ones_like(self.own)
         since = time.perf_counter()
         np.copyto(other, self.own)
@@ -122,7 +120,7 @@ class Consumer:
 
 @contextmanager
 def application(size_bytes: int) -> Iterator[DeploymentHandle]:
-    """The three, and a handle to the consumer."""
+    """Deploys the three and yields a handle to the consumer."""
     source = serve.deployment(Source, ray_actor_options=ACTOR).bind(size_bytes)
     passing = serve.deployment(Passing, ray_actor_options=ACTOR).bind(source)
     consumer = serve.deployment(Consumer, ray_actor_options=ACTOR).bind(passing, size_bytes)
@@ -133,7 +131,7 @@ def application(size_bytes: int) -> Iterator[DeploymentHandle]:
 
 
 def measure(size_bytes: int, repeats: int) -> dict[str, Any]:
-    """Medians in seconds, on the cluster that there is. The ways take turns."""
+    """Medians in seconds, on the running cluster. The ways take turns."""
     taken: dict[str, list[Sequence[float]]] = {name: [] for name in ("copy", "hits", *WAYS)}
     with application(size_bytes) as consumer:
         for turn in range(WARM_UPS + repeats):
@@ -151,7 +149,6 @@ def measure(size_bytes: int, repeats: int) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """The figures for people."""
     (copied,), size = report["copy"], report["size_bytes"]
     title = f"{size / 1e6:.0f} MB from encoder to consumer, median of {report['repeats']}"
     shown = Table(title=title)
@@ -170,5 +167,4 @@ def table(report: dict[str, Any]) -> Table:
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds."""
     return f"{seconds * 1e3:.2f}"

@@ -1,4 +1,4 @@
-"""Sends requests to a running service, so many at a time, and notes what came of each."""
+"""Sends requests to a running service; reads what its /metrics say of the time between."""
 
 from __future__ import annotations
 
@@ -6,67 +6,53 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+import httpx
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
-from actors.types import DTYPE_BYTES, Dtype
+from actors.types import DTYPE_BYTES
+from encoder_service.bench.mix import Load
 from encoder_service.client.embedding import ServiceError
 from encoder_service.client.transports import Transport
 from encoder_service.wire.documents import RequestItem
 
-ProtocolName = Literal["http", "grpc", "reference", "handle"]
-"""How callers reach the service. reference: over HTTP, the embeddings stay in shared memory and ids
-come back; handle: from inside Ray, as a language model does, where they always stay."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How much is sent. Whichever of `requests` and `seconds` is there first ends it."""
-
-    concurrency: int
-    requests: int
-    seconds: float
-    timeout_seconds: float
-    dtype: Dtype
-    protocol: ProtocolName = "http"
-    per_second: float | None = None
-    """Requests come at random times, whatever became of those before: `concurrency` is unused."""
-    seed: int = 0
-    """Of those times."""
+Labels = frozenset[tuple[str, str]]
+Samples = dict[tuple[str, Labels], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What the service says of one request."""
+    """What the service reports about one request."""
 
     work_seconds: float
-    """It decoded, waited for the device and encoded: the longest of each over the items."""
+    """Decoding, waiting for the device and encoding: the longest of each over the items."""
     embedding_bytes: int
     """Sent back, or left in shared memory."""
 
 
 class Way(Protocol):
-    """How requests reach the service."""
+    """A way to the service."""
 
     async def encode(self, images: list[bytes]) -> Answered:
-        """One request. Raises ServiceError."""
+        """Sends one request. Raises ServiceError."""
 
     async def close(self) -> None:
-        """No more of them."""
+        """Called after the last request."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What came back."""
+    """The answers to a load."""
 
     latencies_seconds: list[float] = field(default_factory=list)
-    """Of requests that were answered."""
+    """Of requests answered without an error."""
     overheads_seconds: list[float] = field(default_factory=list)
-    """The same, less what the service reports for decoding and encoding."""
+    """Latency minus work_seconds."""
     images: int = 0
     sent_bytes: int = 0
     embedding_bytes: int = 0
@@ -74,33 +60,31 @@ class Result:
     wall_seconds: float = 0
 
     def percentiles_ms(self, *percents: float) -> list[float]:
-        """Of the latencies. Raises RuntimeError where nothing was answered."""
+        """Of the latencies. Raises RuntimeError if no request was answered."""
         if not self.latencies_seconds:
             raise RuntimeError(f"nothing was answered: {dict(self.errors)}")
         return [float(one) for one in np.percentile(self.latencies_seconds, percents) * 1e3]
 
 
-class Wire:
+class OverWire:
     """Over HTTP or gRPC."""
 
     def __init__(self, transport: Transport, load: Load) -> None:
         self.transport = transport
         kept = {"reference": True} if load.protocol == "reference" else {}
-        self.options = {"dtype": load.dtype} | kept
+        self.options = {"dtype": "bfloat16"} | kept
 
     async def encode(self, images: list[bytes]) -> Answered:
-        """See Way."""
         items = [RequestItem("image", image, None) for image in images]
         document = await self.transport.encode(items, self.options)
         return Answered(work_seconds(document["timings"]), embedding_bytes(document["items"]))
 
     async def close(self) -> None:
-        """See Way."""
         await self.transport.close()
 
 
 async def send(way: Way, load: Load, requests: Iterator[list[bytes]]) -> Result:
-    """Runs the load, then closes the way."""
+    """Sends the load, then closes the way."""
     result = Result()
     end = time.perf_counter() + load.seconds
     left = load.requests
@@ -135,7 +119,7 @@ async def send(way: Way, load: Load, requests: Iterator[list[bytes]]) -> Result:
 
 
 async def one(way: Way, images: list[bytes], result: Result, since: float) -> None:
-    """One request, due at `since`, noted in `result`."""
+    """Sends one request, due at `since`, and adds it to `result`."""
     try:
         answered = await way.encode(images)
     except ServiceError as error:
@@ -150,7 +134,7 @@ async def one(way: Way, images: list[bytes], result: Result, since: float) -> No
 
 
 def merged(results: Iterable[Result]) -> Result:
-    """Of callers that ran at the same time."""
+    """The result of callers that ran at the same time."""
     whole = Result()
     for one in results:
         whole.latencies_seconds += one.latencies_seconds
@@ -164,11 +148,77 @@ def merged(results: Iterable[Result]) -> Result:
 
 
 def work_seconds(timings: dict[str, Any]) -> float:
-    """What the service says it decoded, waited for the device and encoded."""
+    """Decoding, waiting for the device and encoding, as the service reports them."""
     stages = ("queue_ms", "preprocess_ms", "encode_ms")
     return float(sum(timings[stage] for stage in stages)) / 1e3
 
 
 def embedding_bytes(items: list[dict[str, Any]]) -> int:
-    """Of the items of a response, wherever their data are."""
+    """Of the items of a response, sent or kept."""
     return sum(math.prod(item["shape"]) * DTYPE_BYTES[item["dtype"]] for item in items)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkDone:
+    """What the replicas did between two scrapes, all together."""
+
+    patches: float
+    hits: float
+    misses: float
+    tokens: float
+    padded_tokens: float
+    replica_patches: Mapping[str, float]
+    """Patches that each replica encoded."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Items encoded by a graph over all items."""
+        return ratio(self.hits, self.hits + self.misses)
+
+    @property
+    def padding(self) -> float:
+        """Padding tokens over all tokens computed."""
+        return ratio(self.padded_tokens, self.tokens + self.padded_tokens)
+
+    @property
+    def balance(self) -> float:
+        """Patches of the busiest replica over the mean; 1 is even."""
+        loads = self.replica_patches.values()
+        return ratio(max(loads, default=0), sum(loads) / max(1, len(loads)))
+
+
+def scrape(url: str) -> Samples:
+    """All samples of GET /metrics."""
+    page = httpx.get(f"{url}/metrics", timeout=30).raise_for_status().text
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def work_between(before: Samples, after: Samples) -> WorkDone:
+    """The growth of the counters. A replica that is only in `after` began at zero."""
+    grown = {key: value - before.get(key, 0) for key, value in after.items()}
+
+    def total(name: str) -> float:
+        return sum(value for (known, _), value in grown.items() if known == name)
+
+    replicas = {
+        dict(labels)["replica"]: value
+        for (name, labels), value in grown.items()
+        if name == "encoder_patches_total"
+    }
+    return WorkDone(
+        patches=total("encoder_patches_total"),
+        hits=total("encoder_graph_hits_total"),
+        misses=total("encoder_graph_misses_total"),
+        tokens=total("encoder_tokens_total"),
+        padded_tokens=total("encoder_padded_tokens_total"),
+        replica_patches=replicas,
+    )
+
+
+def ratio(part: float, whole: float) -> float:
+    """0 if both are 0."""
+    return part / whole if whole else 0.0

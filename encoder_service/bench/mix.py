@@ -1,4 +1,4 @@
-"""What is sent: JPEGs of given sizes, each request unlike all others, so that no cache helps."""
+"""What is sent: so many requests with JPEGs of given sizes, no two alike, so no cache helps."""
 
 from __future__ import annotations
 
@@ -7,27 +7,49 @@ import math
 import re
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from random import Random
+from typing import Literal
 
 import numpy as np
 from PIL import Image
 
 from router.simulate.traffic import drawn
 
+Protocol = Literal["http", "grpc", "reference", "handle"]
+"""reference: over HTTP, but embeddings stay in shared memory and ids come back; handle: from inside
+Ray, as a language model calls, where embeddings always stay in shared memory."""
+
 VARIANTS = 8
 """Different pictures of each size, where there are few sizes."""
 HEAVY_TAILED = "heavy-tailed"
 HEAVY_TAILED_KINDS = 512
 PATCH_PIXELS = 16
-"""On a side, of the patches that the simulator draws."""
+"""Side of the patches that the simulator draws."""
 
 Shape = tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much is sent. It ends after `requests` or `seconds`, whichever comes first."""
+
+    concurrency: int
+    requests: int
+    seconds: float
+    protocol: Protocol = "http"
+    timeout_seconds: float = 120
+    """Per request."""
+    per_second: float | None = None
+    """Requests arrive at random times, at this rate on average; `concurrency` does not apply."""
+    seed: int = 0
+    """Of these times."""
+
+
 def parse_mix(text: str) -> list[list[Shape]]:
-    """The images of each kind of request: "336x336*8+1024x1024,64x64" are two kinds in turn.
+    """The sizes of each kind of request: "336x336*8+1024x1024,64x64" are two kinds in turn.
 
     "heavy-tailed": those of `encoder-service simulate`, as squares. Raises ValueError.
     """
@@ -47,19 +69,19 @@ def parse_mix(text: str) -> list[list[Shape]]:
 
 
 def heavy_tailed(count: int) -> list[list[Shape]]:
-    """Requests of 1 to 20 squares of log-normal sizes, their sides multiples of two patches."""
+    """Requests of 1 to 20 squares of log-normal size, sides a multiple of two patches."""
     return [[square(one) for one in patches] for patches in drawn(Random(1), count)]
 
 
 def square(patches: int) -> Shape:
-    """Of about so many patches."""
+    """The size of a square of about this many patches."""
     side = 2 * PATCH_PIXELS * round(math.sqrt(patches) / 2)
     return side, side
 
 
 @lru_cache(maxsize=1024)
 def picture(width: int, height: int, seed: int) -> bytes:
-    """A JPEG as large as a photograph of that size: soft shapes under a little grain."""
+    """A JPEG with about as many bytes as a photograph: soft shapes under a little grain."""
     random = np.random.default_rng(seed)
     soft = Image.fromarray(random.integers(0, 256, (9, 9, 3), dtype=np.uint8))
     pixels = np.asarray(soft.resize((width, height), Image.Resampling.BICUBIC), np.int16)
@@ -70,14 +92,14 @@ def picture(width: int, height: int, seed: int) -> bytes:
 
 
 def stamped(jpeg: bytes, number: int) -> bytes:
-    """The same picture as a different file: with a number in a comment."""
+    """The same picture as a different file, with a number in a comment."""
     return jpeg[:2] + struct.pack(">BBHQ", 0xFF, 0xFE, 10, number) + jpeg[2:]
 
 
 def requests(kinds: list[list[Shape]], first: int = 0) -> Iterator[list[bytes]]:
-    """The images of one request after another, without end, numbered from `first` on.
+    """The images of one request after another, endlessly, numbered from `first` on.
 
-    All pictures are made before the first is asked for.
+    All pictures are drawn before this returns.
     """
     shapes = {shape for kind in kinds for shape in kind}
     seeds = range(max(1, VARIANTS // len(shapes)))

@@ -1,6 +1,6 @@
-"""`encoder-service bench serve`: the whole service of a configuration under load, policy by policy.
+"""The whole service of a configuration under load.
 
-Each policy gets a fresh service on one private cluster, and the same sizes.
+Each balancing policy gets a fresh service on one private cluster, and the same image sizes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from actors.spec.model_spec import read
 from actors.types import DTYPE_BYTES, Size
 from encoder_service.bench.arrivals import Traffic, burst, steady
 from encoder_service.bench.cluster import Cluster, cluster, logical_cpus, service
-from encoder_service.bench.load import Load, ProtocolName, Result
-from encoder_service.bench.mix import Shape, requests
-from encoder_service.bench.scrape import Work, scrape, work_between
+from encoder_service.bench.load import Result, WorkDone, scrape, work_between
+from encoder_service.bench.mix import Load, Protocol, Shape, requests
 from encoder_service.config import ServiceOptions
 from router.options import Policy
 
@@ -29,44 +28,44 @@ if TYPE_CHECKING:
     from encoder_service.bench.callers import Callers
 
 SINGLES = 60
-"""Requests of one small image, one at a time, that overheads are taken from."""
+"""Requests with one small image, sent one at a time, from which overheads are computed."""
 SMALL: list[list[Shape]] = [[(336, 336)]]
 WARM_UPS, MOST_WARM_UPS = 4, 64
-"""Requests of each kind before anything is measured, and of all kinds."""
+"""Requests of each kind sent before anything is measured, and at most of all kinds."""
 MOST_WARM_SECONDS = 5.0
-"""Then the load itself, for as long as it is measured but no longer: memory is slow when it is
-touched for the first time, pinned and shared memory most of all."""
+"""Then the load itself is sent for this long at most, because memory is slow when it is touched for
+the first time, pinned and shared memory most of all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServePlan:
     """What is measured."""
 
     kinds: list[list[Shape]]
-    """Sizes of the images of a request; requests of each kind take turns."""
+    """Sizes of the images of each kind of request; the kinds take turns."""
     load: Load
     policies: list[Policy]
-    protocols: list[ProtocolName]
+    protocols: list[Protocol]
     """The same service is measured with each."""
     callers: int = 1
     """Processes that send."""
     alone: bool = False
-    """The engines are measured without the service as well."""
+    """Also measure the engines without the service."""
     steady_part: float | None = None
-    """Then requests at random times, so many a second of what the first policy answered at most;
-    and what the simulator says of them."""
+    """Then send requests at random times, at this part of the first policy's rate, and simulate
+    them."""
     burst: int | None = None
-    """Then so many requests at once, and what the simulator says of them."""
+    """Then send this many requests at once, and simulate them."""
 
 
-def run(options: ServiceOptions, plan: Plan, console: Console) -> dict[str, Any]:
-    """All figures, as they are written to JSON."""
+def run(options: ServiceOptions, plan: ServePlan, console: Console) -> dict[str, Any]:
+    """Measures everything in the plan. The figures as they are written to JSON."""
     with cluster(logical_cpus(options)) as where:
-        console.print("measuring Ray Serve's own two hops ...")
-        empty_ms, carrying_ms = measure_noop(where, options, plan)
+        console.print("measuring two empty hops of Ray Serve ...")
+        empty_ms, carrying_ms = measure_hops(where, options, plan)
         alone = {}
         if plan.alone:
-            from encoder_service.bench.alone import measure_alone
+            from encoder_service.bench.baselines import measure_alone
 
             console.print("measuring the engines alone ...")
             load = plan.load
@@ -86,9 +85,9 @@ def run(options: ServiceOptions, plan: Plan, console: Console) -> dict[str, Any]
     return {"model": options.model.id} | noop | alone | {"runs": runs}
 
 
-def measure_noop(where: Cluster, options: ServiceOptions, plan: Plan) -> tuple[float, float]:
-    """Median milliseconds of two hops that do nothing: empty, and with the bytes of one image."""
-    from encoder_service.bench.noop import measure, noop
+def measure_hops(where: Cluster, options: ServiceOptions, plan: ServePlan) -> tuple[float, float]:
+    """Median ms of two hops of Ray Serve that do nothing: empty, and with one image's bytes."""
+    from encoder_service.bench.baselines import measure_noop, noop
 
     image = next(requests(SMALL))[0]
     spec = read(options.model)
@@ -96,20 +95,20 @@ def measure_noop(where: Cluster, options: ServiceOptions, plan: Plan) -> tuple[f
     answer_bytes = tokens * spec.width * DTYPE_BYTES["bfloat16"]
     timeout_seconds = plan.load.timeout_seconds
     with noop():
-        empty = measure(where.http, b"", 0, SINGLES, timeout_seconds)
-        carrying = measure(where.http, image, answer_bytes, SINGLES, timeout_seconds)
+        empty = measure_noop(where.http, b"", 0, SINGLES, timeout_seconds)
+        carrying = measure_noop(where.http, image, answer_bytes, SINGLES, timeout_seconds)
     return statistics.median(empty) * 1e3, statistics.median(carrying) * 1e3
 
 
 def run_policy(
     options: ServiceOptions,
-    plan: Plan,
+    plan: ServePlan,
     policy: Policy,
     where: Cluster,
     console: Console,
     most: float | None,
 ) -> list[dict[str, Any]]:
-    """Figures of one policy, by protocol. `most`: requests a second of the very first run."""
+    """Figures of one policy, by protocol. `most`: requests per second of the very first run."""
     from encoder_service.bench.callers import Callers
 
     console.print(f"starting the service with policy {policy} ...")
@@ -124,14 +123,13 @@ def run_policy(
             load = replace(plan.load, protocol=protocol)
             found = run_protocol(options, replace(plan, load=load), policy, where, callers, most)
             most = most or found["requests_per_second"]
-            console.print(brief(found))  # of a run that is ended early this is left
+            console.print(brief(found))  # if a later run fails, this is left
             runs.append({"policy": policy, "protocol": protocol} | found)
         callers.close()
     return [{"ready_seconds": ready_seconds} | one for one in runs]
 
 
 def brief(found: dict[str, Any]) -> str:
-    """A line of what the table will say of a protocol."""
     return (
         f"  {found['images_per_second']:.1f} images/s, p50 {found['p50_ms']:.1f} ms, one alone "
         f"{found['single_image_p50_ms']:.1f} ms, {found['overhead_ms']:.1f} of it overhead"
@@ -140,13 +138,13 @@ def brief(found: dict[str, Any]) -> str:
 
 def run_protocol(
     options: ServiceOptions,
-    plan: Plan,
+    plan: ServePlan,
     policy: Policy,
     where: Cluster,
     callers: Callers,
     most: float | None,
 ) -> dict[str, Any]:
-    """Figures of the plan's load, as it is to be sent."""
+    """Figures of the plan's load over its protocol."""
     single = replace(plan.load, concurrency=1, requests=SINGLES)
     warm_ups = min(WARM_UPS * len(plan.kinds), MOST_WARM_UPS)
     warm = replace(single, requests=warm_ups, timeout_seconds=300)
@@ -174,8 +172,7 @@ def run_protocol(
     return told | {"errors": dict(errors)}
 
 
-def figures(result: Result, work: Work, alone: Result) -> dict[str, Any]:
-    """Numbers with units in their names."""
+def figures(result: Result, work: WorkDone, alone: Result) -> dict[str, Any]:
     p50, p95, p99 = result.percentiles_ms(50, 95, 99)
     (single,) = alone.percentiles_ms(50)
     seconds = result.wall_seconds
@@ -206,7 +203,7 @@ ROWS = (
     ("p50_ms", "p50, ms", "{:.1f}"),
     ("p95_ms", "p95, ms", "{:.1f}"),
     ("p99_ms", "p99, ms", "{:.1f}"),
-    ("loaded_overhead_ms", "not decoding, waiting or encoding, p50, ms", "{:.1f}"),
+    ("loaded_overhead_ms", "of that overhead, p50, ms", "{:.1f}"),
     ("requests_per_second", "requests/s", "{:.1f}"),
     ("images_per_second", "images/s", "{:.1f}"),
     ("patches_per_second", "patches/s", "{:,.0f}"),
@@ -215,28 +212,28 @@ ROWS = (
     ("graph_hit_rate", "graph hit rate", "{:.1%}"),
     ("padding_ratio", "padding ratio", "{:.1%}"),
     ("balance", "balance, max/mean patches", "{:.2f}"),
-    ("steady_requests_per_second", "at random times, requests/s", "{:.1f}"),
-    ("steady_p50_ms", "p50, ms", "{:.1f}"),
-    ("simulated_p50_ms", "the same simulated", "{:.1f}"),
-    ("steady_p99_ms", "p99, ms", "{:.1f}"),
-    ("simulated_p99_ms", "the same simulated", "{:.1f}"),
-    ("steady_balance", "balance, max/mean patches", "{:.2f}"),
-    ("simulated_balance", "the same simulated", "{:.2f}"),
-    ("burst_ms", "a burst until its last answer, ms", "{:.0f}"),
-    ("simulated_burst_ms", "the same simulated", "{:.0f}"),
-    ("burst_balance", "balance, max/mean patches", "{:.2f}"),
-    ("simulated_burst_balance", "the same simulated", "{:.2f}"),
-    ("single_image_p50_ms", "one 336x336 alone, p50, ms", "{:.1f}"),
-    ("overhead_ms", "of that not decoding or encoding, ms", "{:.1f}"),
-    ("overhead_ratio", "over two hops of Ray Serve with the same bytes", "{:.2f}x"),
-    ("overhead_ratio_empty", "over two empty hops", "{:.2f}x"),
-    ("engine_ratio", "images/s, of the engines' own", "{:.1%}"),
-    ("pipeline_ratio", "of decoding and engines in one process", "{:.1%}"),
+    ("steady_requests_per_second", "steady: requests/s at random times", "{:.1f}"),
+    ("steady_p50_ms", "steady: p50, ms", "{:.1f}"),
+    ("simulated_p50_ms", "  simulated", "{:.1f}"),
+    ("steady_p99_ms", "steady: p99, ms", "{:.1f}"),
+    ("simulated_p99_ms", "  simulated", "{:.1f}"),
+    ("steady_balance", "steady: balance", "{:.2f}"),
+    ("simulated_balance", "  simulated", "{:.2f}"),
+    ("burst_ms", "burst: until the last answer, ms", "{:.0f}"),
+    ("simulated_burst_ms", "  simulated", "{:.0f}"),
+    ("burst_balance", "burst: balance", "{:.2f}"),
+    ("simulated_burst_balance", "  simulated", "{:.2f}"),
+    ("single_image_p50_ms", "one 336x336 image alone, p50, ms", "{:.1f}"),
+    ("overhead_ms", "  of that overhead, ms", "{:.1f}"),
+    ("overhead_ratio", "  overhead / two hops of Ray Serve, same bytes", "{:.2f}x"),
+    ("overhead_ratio_empty", "  overhead / two empty hops", "{:.2f}x"),
+    ("engine_ratio", "images/s / engines alone", "{:.1%}"),
+    ("pipeline_ratio", "images/s / engines and decoding alone", "{:.1%}"),
 )
 
 
 def table(report: dict[str, Any]) -> Table:
-    """The figures side by side, for people."""
+    """A column per policy and protocol."""
     title = (
         f"{report['model']}; two hops of Ray Serve: {report['noop_ms']:.1f} ms, "
         f"empty {report['empty_noop_ms']:.1f} ms"

@@ -1,1 +1,83 @@
-"""The subcommands of `encoder-service`: one small module each."""
+"""The subcommands of `encoder-service`, one file each; here the option types that they share."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from argparse import (
+    Action,
+    ArgumentDefaultsHelpFormatter,
+    ArgumentParser,
+    ArgumentTypeError,
+    Namespace,
+)
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+
+class HelpFormatter(ArgumentDefaultsHelpFormatter):
+    """Appends the default to an option's help, unless there is none or the help tells it."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        told = "default" in (action.help or "")
+        return action.help if told or not action.default else super()._get_help_string(action)
+
+
+def add_command(
+    subcommands: Any,
+    name: str,
+    run: Callable[[Namespace, Console], int],
+    help_text: str,
+    epilog: str | None = None,
+) -> ArgumentParser:
+    """A subcommand's parser. `run` gets the parsed options and returns the exit status."""
+    parser: ArgumentParser = subcommands.add_parser(
+        name, help=help_text, description=help_text, epilog=epilog, formatter_class=HelpFormatter
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def at_least_one(text: str) -> float:
+    """A finite number, at least 1."""
+    if not re.fullmatch(r"[1-9]\d*(\.\d+)?", text):
+        raise ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return float(text)
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def add_json(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+
+
+def fail(error: Exception) -> int:
+    """Prints the error. Returns the exit status."""
+    Console(stderr=True, soft_wrap=True).print(f"[red]failed:[/] {escape(str(error))}")
+    return 1
+
+
+def write_json(path: Path | None, report: Any) -> None:
+    if path:
+        path.write_text(json.dumps(report, indent=2) + "\n")

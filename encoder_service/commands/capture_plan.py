@@ -1,6 +1,6 @@
-"""`encoder-service capture-plan`: budgets that suit the traffic, from a histogram of it.
+"""`encoder-service capture-plan`: token budgets that suit the traffic, from a histogram of it.
 
-Reads the histogram and prints; which budgets are best is actors/engine/ladder.py's to say.
+actors/engine/ladder.py chooses the budgets.
 """
 
 from __future__ import annotations
@@ -29,60 +29,70 @@ from actors.errors import ConfigError
 from actors.spec.model_spec import ModelSpec, read
 from actors.spec.sizing import BlockSizing
 from actors.types import ItemPlan, Size
-from encoder_service.commands.numbers import at_least_one, positive
+from encoder_service.commands import add_command, at_least_one, positive
 from encoder_service.config import load
 
 
 def add(subcommands: Any) -> None:
-    """The subcommand."""
-    parser = subcommands.add_parser("capture-plan", help="token budgets that suit your traffic")
+    parser = add_command(
+        subcommands, "capture-plan", run, "find token budgets that suit your traffic"
+    )
     parser.add_argument(
         "histogram",
         type=Path,
-        help="lines `WIDTHxHEIGHT COUNT` (images) or `TOKENS COUNT` (packs), commas will do, no "
-        "count is one; "
+        help="a file with lines `WIDTHxHEIGHT COUNT` (images) or `TOKENS COUNT` (packs), separated "
+        "by spaces or commas, where a missing count is 1; "
         'or JSON: {"336x336": 120, ...}',
     )
-    parser.add_argument("--config", type=Path, required=True, help="such as configs/qwen3vl.yaml")
     parser.add_argument(
-        "--graphs", type=positive, help="most budgets of each path (as many as configured)"
+        "--config", type=Path, required=True, metavar="FILE", help="such as configs/qwen3vl.yaml"
     )
     parser.add_argument(
-        "--memory-bytes", type=positive, help="most device memory that graphs may take"
+        "--graphs",
+        type=positive,
+        metavar="N",
+        help="maximum number of budgets per path (default: as many as configured)",
+    )
+    parser.add_argument(
+        "--memory-bytes",
+        type=positive,
+        metavar="BYTES",
+        help="maximum device memory for graphs; needs --graph-bytes",
     )
     parser.add_argument(
         "--graph-bytes",
         type=positive,
-        help="what CUDA keeps of one graph, from the log of a start; with --memory-bytes. All else "
-        "is shared, and the largest budget decides it",
+        metavar="BYTES",
+        help="device memory per graph, as logged at start-up. All other memory of graphs is "
+        "shared; its size depends on the largest budget only",
     )
     parser.add_argument(
         "--waiting-items",
         type=at_least_one,
         default=2.0,
-        help="images that share a pack, on average (%(default)s); keep it low with `least_cost` "
-        "packing, which cuts deep queues to fit small budgets",
+        metavar="N",
+        help="images that share a pack, on average; keep it low with "
+        "`least_cost` packing, which splits long queues to fit small budgets",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Prints a table and the lines to paste. Raises StartError, TooLarge."""
+    """Prints a table per path and the lines to paste. Raises StartError, TooLarge."""
     service = load(options.config)
     spec = read(service.model)
-    # Budgets are asked for, whatever mode is on now.
+    # Whatever graphs.mode is now, the answer is for `budget`.
     room = model_capacity(service.graphs.model_copy(update={"mode": "budget"}), spec)
     loads = pack_loads(histogram(options.histogram), spec, room, options.waiting_items)
     if not any(loads):
         largest = ", ".join(map(str, room.tokens))
-        raise ConfigError(f"{options.histogram}: nothing in it fits the largest budget, {largest}")
+        raise ConfigError(f"{options.histogram}: no entry fits the largest budget, {largest}")
     now = [tuple(filter(None, budgets)) for budgets in room.budgets]
     most = within(
         [options.graphs or len(budgets) for budgets in now],
         options.memory_bytes,
         options.graph_bytes,
     )
-    # Loads of the other families are whole tiles or views already.
+    # Loads of the other families are already whole tiles or views.
     multiple = MULTIPLE_TOKENS if isinstance(spec.sizing, BlockSizing) else 1
     planned = [
         best_ladder(rounded_up(load, largest, multiple), graphs, largest)
@@ -104,9 +114,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
 def within(
     graphs: Sequence[int], memory_bytes: int | None, graph_bytes: int | None
 ) -> Sequence[int]:
-    """Graphs of each path that the memory holds, at most so many, the paths in proportion.
+    """The number of graphs per path that fits into the memory, at most `graphs`, in proportion.
 
-    Raises ConfigError: it holds less than one of each.
+    Raises ConfigError if less than one per path fits.
     """
     if (memory_bytes is None) != (graph_bytes is None):
         raise ConfigError("--memory-bytes and --graph-bytes go together")
@@ -115,8 +125,8 @@ def within(
     held = memory_bytes // graph_bytes
     if held < len(graphs):
         raise ConfigError(
-            f"--memory-bytes {memory_bytes} holds {held} graphs of {graph_bytes}, not "
-            f"{len(graphs)}: one of each path"
+            f"--memory-bytes {memory_bytes} holds {held} graphs of {graph_bytes} bytes; at least "
+            f"{len(graphs)} are needed, one per path"
         )
     return [min(most, max(1, held * most // sum(graphs))) for most in graphs]
 
@@ -124,7 +134,7 @@ def within(
 def pack_loads(
     counts: Mapping[str, float], spec: ModelSpec, room: Capacity, waiting_items: float
 ) -> list[dict[int, float]]:
-    """How often a pack holds so many tokens of each path: as counted, or from images that wait."""
+    """How often a pack has so many tokens, per path: as counted, or simulated from image sizes."""
     if all(key.isdecimal() for key in counts):
         if len(spec.paths) > 1:
             raise ConfigError(
@@ -143,7 +153,7 @@ def pack_loads(
 
 
 def histogram(path: Path) -> dict[str, float]:
-    """`WIDTHxHEIGHT` or tokens, in decimal, to how often. Raises ConfigError, OSError."""
+    """Counts by `WIDTHxHEIGHT` or by tokens in decimal. Raises ConfigError, OSError."""
     text = path.read_text()
     pairs: Iterable[tuple[str, Any]]
     if path.suffix == ".json":
@@ -164,17 +174,17 @@ def histogram(path: Path) -> dict[str, float]:
             )
         counts[key] = counts.get(key, 0.0) + float(count)
     if not sum(counts.values()):
-        raise ConfigError(f"{path}: it counts nothing")
+        raise ConfigError(f"{path}: all counts are 0")
     if len({"x" in key for key in counts}) > 1:
-        raise ConfigError(f"{path}: image sizes and tokens of packs do not mix: use two files")
+        raise ConfigError(f"{path}: mixes image sizes with tokens of packs: use two files")
     return counts
 
 
 def table(
     path: str, now: Sequence[int], planned: Sequence[int], loads: Mapping[int, float]
 ) -> Table:
-    """What each ladder of a path costs."""
-    shown = Table(path, "graphs", "budgets", "padded tokens a token")
+    """The padding of the configured and of the planned budgets of a path."""
+    shown = Table(path, "graphs", "budgets", "padding per token")
     for name, budgets in (("configured", now), ("planned", planned)):
         ratio = f"{padding_ratio(loads, budgets):.3f}"
         shown.add_row(name, str(len(budgets)), " ".join(map(str, budgets)), ratio)

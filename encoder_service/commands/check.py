@@ -1,6 +1,6 @@
-"""`encoder-service check CONFIG`: what a configuration would serve, without a cluster.
+"""`encoder-service check CONFIG`: validates a configuration and shows what it would serve.
 
-`serve run` keeps trying a configuration that cannot work; this says so at once.
+`serve run` keeps retrying a configuration that cannot work; this reports the error at once.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from actors.errors import ConfigError
 from actors.options import EncoderOptions
 from actors.spec.model_spec import ModelSpec, read
 from actors.types import Size
+from encoder_service.commands import add_command
 from encoder_service.config import LlmOptions, ServiceOptions, fit, load_all, read_document
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.spec import LlmSpec
 
 SIDES = range(1, 5)
-"""Of the shapes that are looked at for the image of most tokens, in proportion."""
+"""Aspect ratios that are tried to find the image with most tokens."""
 
 
 def add(subcommands: Any) -> None:
-    """The subcommand."""
-    parser = subcommands.add_parser("check", help="what a configuration would serve")
-    parser.add_argument("config", type=Path, help="such as configs/tiny.yaml")
-    parser.set_defaults(run=run)
+    parser = add_command(
+        subcommands, "check", run, "validate a configuration and show what it would serve"
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="such as configs/tiny.yaml")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Prints a table for each application of ours. Raises StartError, with the offending key."""
+    """Prints a table for each of our applications. Raises StartError, naming the offending key."""
     document = read_document(options.config)
     check_serve(document, str(options.config))
     for service in load_all(options.config):
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def missing(service: ServiceOptions) -> Iterator[str]:
-    """What is not installed here. That need not be wrong: here may be no node of the cluster."""
+    """Packages not installed here; a warning only, as this may not be a node of the cluster."""
     needed = (
         ("encoder.transport is nixl", service.encoder.transport == "nixl", "nixl", "nixl"),
         ("preprocess.device is cuda", service.preprocess.device == "cuda", "torchvision", "gpu"),
@@ -73,7 +74,7 @@ def missing(service: ServiceOptions) -> Iterator[str]:
 
 
 def eager(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Iterator[str]:
-    """Paths with graphs, but none that holds the largest images."""
+    """Paths that have graphs, but none large enough for the largest images."""
     pixels = service.limits.max_pixels
     sizes = (
         Size(*(max(1, math.isqrt(pixels * a // b)) for a, b in ((across, down), (down, across))))
@@ -84,21 +85,22 @@ def eager(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Iterator[
         if budgets and tokens > budgets[-1]:
             named = "" if len(spec.paths) == 1 else f"{path}_"
             yield (
-                f"images of up to {tokens} tokens are beyond every budget of "
-                f"graphs.{named}token_budgets and run eagerly: raise it"
+                f"images of up to {tokens} tokens exceed every budget of "
+                f"graphs.{named}token_budgets and run without a graph: raise it"
             )
 
 
 def table(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Table:
-    """What would be served."""
     shown = Table(show_header=False)
     shown.add_row("model", spec.id + (f" at {spec.revision}" if spec.revision else ""))
     shown.add_row("family", f"{spec.family}, {spec.dtype}, {spec.weights} weights")
     shown.add_row("takes", " and ".join(f"{kind}s" for kind in spec.kinds))
     shown.add_row("gives", f"rows of {spec.width} values")
     for path, budgets in zip(spec.paths, room.budgets, strict=True):
-        shown.add_row(f"budgets, {path}", " ".join(map(str, budgets)) or "none: all eagerly")
-    shown.add_row("a pack", f"up to {room.items} items, {room.frames} frames of videos")
+        shown.add_row(
+            f"budgets, {path}", " ".join(map(str, budgets)) or "none: runs without graphs"
+        )
+    shown.add_row("a pack", f"up to {room.items} items, {room.frames} video frames")
     encoder = service.encoder
     each = f"{encoder.num_gpus:g} GPU, {encoder.num_cpus:g} CPU each, on {encoder.device}"
     shown.add_row("encoders", f"{count(encoder)}: {each}")
@@ -108,20 +110,18 @@ def table(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Table:
 
 
 def count(encoder: EncoderOptions) -> str:
-    """Replicas."""
     if scaling := encoder.autoscaling:
         least, most = scaling.min_replicas, scaling.max_replicas
-        return f"{least} to {most}, by {scaling.target_patches} outstanding patches"
+        return f"{least} to {most}, for {scaling.target_patches} outstanding patches each"
     return f"{encoder.replicas}"
 
 
 def llm_table(llm: LlmOptions, spec: LlmSpec) -> Table:
-    """What the language model would be."""
     shown = Table(show_header=False)
-    weights = "dummy: it will write nonsense" if spec.dummy else "checkpoint"
+    weights = "dummy: answers will be nonsense" if spec.dummy else "checkpoint"
     shown.add_row("chat with", spec.id + (f" at {spec.revision}" if spec.revision else ""))
     shown.add_row("weights", f"{weights}, {spec.dtype}")
-    shown.add_row("tokens", f"{spec.max_model_len} of prompt and answer together")
+    shown.add_row("tokens", f"{spec.max_model_len} for prompt and answer together")
     each = f"{llm.num_gpus:g} GPU, {llm.num_cpus:g} CPU each, on {llm.device}"
     shown.add_row("language models", f"{llm.replicas}: {each}")
     return shown

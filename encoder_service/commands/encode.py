@@ -1,4 +1,4 @@
-"""`encoder-service encode PATH...`: files to a running service, embeddings to files."""
+"""`encoder-service encode PATH...`: sends files to a running service, writes embeddings."""
 
 from __future__ import annotations
 
@@ -14,42 +14,47 @@ from rich.table import Table
 
 from actors.errors import ConfigError
 from encoder_service.client import Client, DatasetOptions, Embedding, ServiceError
-from encoder_service.commands.numbers import above_zero, positive
+from encoder_service.commands import above_zero, add_command, fail, positive
 
 RETRIES = 100
-"""Of what the service calls retryable: --timeout ends them before."""
+"""Of retryable errors; --timeout ends them earlier."""
 DUMMY = "[bold yellow]dummy weights: these embeddings are random numbers[/]"
 
 
 def add(subcommands: Any) -> None:
-    """The subcommand."""
-    parser = subcommands.add_parser("encode", help="send files to a running service")
+    parser = add_command(subcommands, "encode", run, "send files to a running service")
     parser.add_argument(
-        "paths", nargs="+", metavar="PATH", help="a file, an https URL; with --out also a folder"
+        "paths", nargs="+", metavar="PATH", help="a file or an https URL; with --out also a folder"
     )
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="http[s]:// or grpc[s]:// (%(default)s)"
+        "--url", default="http://127.0.0.1:8000", help="of the service, http[s]:// or grpc[s]://"
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="write shards and a manifest; the same command again goes on where it ended, and "
-        "tries again what failed by timeout or in the service",
+        help="write shards and a manifest to DIR; the same command again resumes and retries items "
+        "that timed out or failed in the service",
     )
-    parser.add_argument("--format", default="safetensors", choices=("safetensors", "parquet"))
     parser.add_argument(
-        "--concurrency", type=positive, default=16, metavar="ITEMS", help="in flight (%(default)s)"
+        "--format", default="safetensors", choices=("safetensors", "parquet"), help="of the shards"
     )
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument(
-        "--timeout", type=above_zero, default=60, metavar="SECONDS", help="(%(default)s)"
+        "--concurrency", type=positive, default=16, metavar="N", help="items in flight"
     )
-    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float16", "float32"),
+        help="of the embeddings",
+    )
+    parser.add_argument(
+        "--timeout", type=above_zero, default=60, metavar="SECONDS", help="per request"
+    )
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """1 if any item failed. The token is read from ENCODER_SERVICE_TOKEN."""
+    """1 if any item failed. Reads the API token from ENCODER_SERVICE_TOKEN."""
     token = os.environ.get("ENCODER_SERVICE_TOKEN")
     try:
         client = Client(options.url, token, options.timeout, RETRIES)
@@ -57,13 +62,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise ConfigError(f"--url: {wrong}") from None
     with client:
         check_paths(options.paths, folders=bool(options.out))
-        if options.out:
-            return write(client, options, console)
-        return show(client, options, console)
+        try:
+            return (write if options.out else show)(client, options, console)
+        except ServiceError as error:
+            return fail(error)
 
 
 def check_paths(paths: list[str], *, folders: bool) -> None:
-    """Raises ConfigError before anything is sent."""
+    """Raises ConfigError, before anything is sent."""
     for path in paths:
         if path.startswith("https://"):
             continue
@@ -74,18 +80,20 @@ def check_paths(paths: list[str], *, folders: bool) -> None:
 
 
 def write(client: Client, options: argparse.Namespace, console: Console) -> int:
-    """Shards and a manifest under --out. 1 while any item is failed, also by a run before."""
+    """Writes shards and a manifest to --out. 1 if an item failed, in this run or an earlier one."""
     chosen = DatasetOptions(options.dtype, options.format, concurrency=options.concurrency)
     try:
         written = client.encode_dataset(options.paths, options.out, chosen, console)
     except ValueError as wrong:
         raise ConfigError(f"--out: {wrong}") from None
     if not written.encoded and not written.failed:
-        raise ConfigError("there is no image and no video in what was given, by the files' names")
+        raise ConfigError("there is no image and no video among the files, by their names")
     for failure in written.failures:
         console.print(f"[red]failed:[/] {escape(failure)}", soft_wrap=True)
     if written.retryable:
-        console.print(f"The same command tries {written.retryable} of those that failed again.")
+        console.print(
+            f"Run the same command again to retry {written.retryable} of the failed items."
+        )
     earlier = ""
     if written.resumed == written.encoded + written.failed:
         earlier = f" (nothing new: {written.resumed} were done by earlier runs)"
@@ -102,7 +110,7 @@ def write(client: Client, options: argparse.Namespace, console: Console) -> int:
 
 
 def show(client: Client, options: argparse.Namespace, console: Console) -> int:
-    """One request, as a table."""
+    """Sends one request and prints a table."""
     started = time.perf_counter()
     answers = client.encode(options.paths, dtype=options.dtype, on_error="return")
     taken = time.perf_counter() - started
@@ -127,6 +135,5 @@ def show(client: Client, options: argparse.Namespace, console: Console) -> int:
 
 
 def row(answer: Embedding) -> list[str]:
-    """One item for people."""
     grid, shape = (" x ".join(map(str, numbers)) for numbers in (answer.grid_thw, answer.shape))
     return [grid, str(answer.tokens), shape, answer.dtype, answer.source, answer.notice]

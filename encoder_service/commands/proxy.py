@@ -1,4 +1,4 @@
-"""`encoder-service proxy`: OpenAI requests with images, to vLLM with their embeddings."""
+"""`encoder-service proxy`: an OpenAI API in front of vLLM that replaces images by embeddings."""
 
 from __future__ import annotations
 
@@ -16,48 +16,49 @@ from rich.console import Console
 
 from actors.errors import ConfigError
 from encoder_service.client import AsyncClient
-from encoder_service.commands.numbers import above_zero
+from encoder_service.commands import above_zero, add_command
 from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.engines.openai_proxy import Proxy, ProxyOptions, build
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted."""
+"""Connections waiting to be accepted."""
 
 
 def add(subcommands: Any) -> None:
-    """The subcommand."""
-    parser = subcommands.add_parser(
-        "proxy", help="in front of vLLM: images of chat requests become embeddings"
+    parser = add_command(
+        subcommands,
+        "proxy",
+        run,
+        "stand in front of vLLM and replace images of chat requests by embeddings",
     )
-    parser.add_argument("--upstream", required=True, metavar="URL", help="vLLM, without /v1")
+    parser.add_argument("--upstream", required=True, metavar="URL", help="of vLLM, without /v1")
     parser.add_argument(
         "--encoder",
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="http[s]:// or grpc[s]:// (%(default)s)",
+        help="of the encoder service, http[s]:// or grpc[s]://",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="to listen on (%(default)s)")
-    parser.add_argument("--port", type=int, default=8100, help="(%(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8100, help="port to listen on")
     parser.add_argument(
         "--timeout",
         type=above_zero,
         default=60,
         metavar="SECONDS",
-        help="of embeddings (%(default)s)",
+        help="per request to the encoder service",
     )
     parser.add_argument(
         "--token-sha256",
         action="append",
         default=[],
         metavar="SHA256",
-        help="hexadecimal SHA-256 of a bearer token that clients send, which goes on to vLLM; "
-        "again for another token. Without any, whoever reaches the proxy uses the encoders",
+        help="hexadecimal SHA-256 of a bearer token that clients must send, passed on to vLLM. "
+        "May be repeated. Without it, everybody who reaches the proxy can use the encoders",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Until it is stopped. The encoder's token is read from ENCODER_SERVICE_TOKEN."""
+    """Serves until it is stopped. Reads the encoder's token from ENCODER_SERVICE_TOKEN."""
     if urlsplit(options.upstream).scheme not in ("http", "https"):
         raise ConfigError(f"--upstream: {options.upstream!r} is not http:// or https://")
     try:
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 async def serve(options: argparse.Namespace, chosen: ProxyOptions) -> None:
-    """Raises ConfigError for a URL that is none."""
+    """Raises ConfigError for a malformed URL."""
     token = os.environ.get("ENCODER_SERVICE_TOKEN")
     try:
         encoder = AsyncClient(options.encoder, token, options.timeout)
@@ -84,7 +85,7 @@ async def serve(options: argparse.Namespace, chosen: ProxyOptions) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises ConfigError where nobody can, as on a port that is taken."""
+    """Raises ConfigError if it cannot listen there, for example because the port is taken."""
     if not 0 <= port < 2**16:
         raise ConfigError(f"--port {port}: ports are 0 to {2**16 - 1}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,6 +1,6 @@
-"""`encoder-service rayservice CONFIG`: a configuration as KubeRay takes it, a patch for Kustomize.
+"""`encoder-service rayservice CONFIG`: a configuration as a Kustomize patch of a RayService.
 
-So that there is one source: `serveConfigV2` is the file of configs/, listening where pods do.
+The file in configs/ stays the only source: `serveConfigV2` is generated from it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from encoder_service.commands import add_command
 from encoder_service.config import load_all, read_document
 
 HEAD = """\
@@ -25,10 +26,12 @@ spec:
 
 
 def add(subcommands: Any) -> None:
-    """The subcommand."""
-    parser = subcommands.add_parser("rayservice", help="a configuration as a patch for Kustomize")
-    parser.add_argument("config", type=Path, help="such as configs/qwen3vl-fleet.yaml")
-    parser.set_defaults(run=run)
+    parser = add_command(
+        subcommands, "rayservice", run, "print a configuration as a Kustomize patch of a RayService"
+    )
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="such as configs/qwen3vl-fleet.yaml"
+    )
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -41,7 +44,7 @@ def patch(path: Path) -> str:
     """The YAML of the patch. Raises ConfigError."""
     load_all(path)
     document = read_document(path)
-    # A pod's clients come from other pods, and to every pod that has a replica.
+    # Clients connect from other pods, to every pod that has a replica.
     document["http_options"] = document.get("http_options", {}) | {"host": "0.0.0.0"}
     document["proxy_location"] = "EveryNode"
     text = yaml.safe_dump(document, sort_keys=False, width=100)

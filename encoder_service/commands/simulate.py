@@ -1,12 +1,9 @@
-"""`encoder-service simulate`: the balancing policies over fleets that nobody has at hand.
-
-Runs router/simulate over its traffic scenarios and prints; needs no cluster.
-"""
+"""`encoder-service simulate`: the balancing policies over simulated fleets of any size."""
 
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +14,20 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from encoder_service.bench.engine_plot import require_matplotlib
-from encoder_service.bench.simulation_plot import plot
-from encoder_service.commands.numbers import above_zero, positive
+from encoder_service.bench.engine.tables import require_matplotlib
+from encoder_service.commands import above_zero, add_command, add_json, positive, write_json
 from router.options import Policy
 from router.policy.balance import POLICIES
 from router.simulate.simulation import Simulation
 from router.simulate.traffic import H200_8B, burst, steady
 
 BURST_REQUESTS = 4
-"""For each replica, all at once."""
+"""Per replica, all at once."""
+PLOTTED = {"p50_ms": "p50, ms", "p99_ms": "p99, ms", "makespan_ratio": "burst over the best"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SimulatedPolicy:
     """One policy over one fleet."""
 
     replicas: int
@@ -42,29 +39,49 @@ class Row:
     makespan_ms: float
     """Of a burst on an idle fleet."""
     makespan_ratio: float
-    """Over the mean work of a replica: 1 is the best that there can be."""
+    """Makespan over the mean work per replica; 1 is the optimum."""
     replans: int
 
 
 def add(subcommands: Any) -> None:
-    """The subcommand."""
-    parser = subcommands.add_parser("simulate", help="balancing policies over simulated fleets")
-    parser.add_argument("--replicas", type=positive, nargs="+", default=[4, 8, 64, 1000])
-    parser.add_argument("--requests", type=positive, default=4000, help="at least (%(default)s)")
-    parser.add_argument("--load", type=above_zero, default=0.7, help="of capacity (%(default)s)")
+    parser = add_command(
+        subcommands,
+        "simulate",
+        run,
+        "compare the balancing policies over simulated fleets, without a cluster",
+    )
     parser.add_argument(
-        "--routers", type=positive, default=2, help="each with stale reports of others"
+        "--replicas",
+        type=positive,
+        nargs="+",
+        default=[4, 8, 64, 1000],
+        metavar="N",
+        help="fleet sizes",
+    )
+    parser.add_argument(
+        "--requests", type=positive, default=4000, metavar="N", help="at least, per fleet"
+    )
+    parser.add_argument(
+        "--load", type=above_zero, default=0.7, metavar="PART", help="part of the fleet's capacity"
+    )
+    parser.add_argument(
+        "--routers",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="each knows of the others' requests only what replicas report",
     )
     parser.add_argument(
         "--reports-alone",
         action="store_true",
-        help="replicas tell their load once a second, not with every answer",
+        help="replicas report their load once a second, not with every answer",
     )
-    parser.add_argument("--deaths", type=int, default=0, help="replicas that die on the way")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="and a picture of them (PNG)")
-    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--deaths", type=int, default=0, metavar="N", help="replicas that die during the run"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the traffic")
+    add_json(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot them (needs [bench])")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -72,7 +89,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.plot:
         require_matplotlib()
     fleets = ", ".join(map(str, options.replicas))
-    # Into a pipe there is no progress bar.
+    # There is no progress bar if the output is a pipe.
     Console(stderr=True, soft_wrap=True).print(
         f"simulating {len(POLICIES)} policies over fleets of {fleets} replicas ..."
     )
@@ -83,16 +100,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
             for policy in POLICIES:
                 rows.append(measure(policy, replicas, options))
                 progress.advance(task)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    write_json(options.json, [asdict(row) for row in rows])
     if options.plot:
-        plot([asdict(row) for row in rows], options.plot)
+        plot(rows, options.plot)
     console.print(table(rows, options))
     return 0
 
 
-def measure(policy: Policy, replicas: int, options: argparse.Namespace) -> Row:
-    """One policy through steady traffic, and through a burst of its own."""
+def measure(policy: Policy, replicas: int, options: argparse.Namespace) -> SimulatedPolicy:
+    """One policy under steady traffic, and under a burst of its own."""
     seed, plan = options.seed, POLICIES[policy]
     traffic = steady(
         replicas,
@@ -108,7 +124,7 @@ def measure(policy: Policy, replicas: int, options: argparse.Namespace) -> Row:
     once = burst(replicas, BURST_REQUESTS * replicas, seed=seed, cost=H200_8B)
     rush = Simulation(once, plan, seed).run()
     p50, p99 = np.percentile(flow.latencies_seconds, [50, 99]) * 1e3
-    return Row(
+    return SimulatedPolicy(
         replicas=replicas,
         policy=policy,
         p50_ms=float(p50),
@@ -120,11 +136,11 @@ def measure(policy: Policy, replicas: int, options: argparse.Namespace) -> Row:
     )
 
 
-def table(rows: list[Row], options: argparse.Namespace) -> Table:
-    """The figures side by side, for people."""
+def table(rows: Sequence[SimulatedPolicy], options: argparse.Namespace) -> Table:
+    """A row per fleet and policy."""
     shown = Table(
         title=f"load {options.load:g}, {options.routers} routers, {options.deaths} deaths; "
-        f"a burst of {BURST_REQUESTS} requests a replica",
+        f"a burst of {BURST_REQUESTS} requests per replica",
         title_justify="left",
         box=HORIZONTALS,
         show_edge=False,
@@ -146,3 +162,22 @@ def table(rows: list[Row], options: argparse.Namespace) -> Table:
         )
         shown.add_row(str(row.replicas), row.policy, *figures, end_section=row.policy == last)
     return shown
+
+
+def plot(rows: Sequence[SimulatedPolicy], path: Path) -> None:
+    """Writes a PNG with one plot per figure, over the number of replicas."""
+    from matplotlib.figure import Figure  # optional, and slow to import
+
+    figure = Figure(figsize=(11.0, 3.6), layout="constrained")
+    for axes, (name, label) in zip(figure.subplots(1, len(PLOTTED)), PLOTTED.items(), strict=True):
+        for policy in dict.fromkeys(row.policy for row in rows):
+            own = [row for row in rows if row.policy == policy]
+            fleets = [row.replicas for row in own]
+            values = [getattr(row, name) for row in own]
+            axes.plot(fleets, values, marker="o", markersize=3, label=policy)
+        axes.set_xscale("log")
+        axes.set_xlabel("replicas")
+        axes.set_title(label)
+        axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110, format="png")

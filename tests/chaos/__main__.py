@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from encoder_service.bench.cluster import cluster, logical_cpus, service
-from encoder_service.bench.scrape import scrape
+from encoder_service.bench.load import scrape
 from encoder_service.client import Client
 from encoder_service.config import ServiceOptions, parse
 from tests.chaos.callers import Callers, Phase, known_files

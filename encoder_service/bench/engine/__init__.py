@@ -1,1 +1,1 @@
-"""Benchmarks of the engine alone, on one device."""
+"""Benchmarks of one engine on one device, without Ray."""

@@ -1,10 +1,9 @@
-"""The calls that are timed: the same packs, metadata, staging and replays as the engine's."""
+"""The calls that are timed: packs, metadata, staging and replays are those of the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,34 +16,29 @@ from actors.types import ItemPlan, Pack
 from encoder_service.bench.engine.reference import Reference
 
 
-class Call(Protocol):
-    """One way to encode the same items."""
-
-    def __call__(self) -> list[Tensor]:
-        """Each item's rows on the device, in memory that no later call writes to."""
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Items whose patches lie on the device."""
+    """Items whose patches are on the device."""
 
     plans: Sequence[ItemPlan]
     patches: Sequence[Tensor]
-    """uint8 [patches, values], one an item."""
+    """uint8 [patches, values] per item."""
 
     @property
     def tokens(self) -> int:
-        """Of all items."""
         return sum(plan.tokens for plan in self.plans)
 
     def path_tokens(self) -> tuple[int, ...]:
-        """That each path computes of all items."""
+        """Tokens of all items by path."""
         return tuple(map(sum, zip(*(plan.path_tokens for plan in self.plans), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """Packing, metadata, staging, replays, and a copy of the rows out of graph memory."""
+    """Packing, metadata, staging, replays, and a copy of the rows out of graph memory.
+
+    Returns each item's rows on the device, in memory that later calls do not overwrite.
+    """
 
     graphs: Mapping[str, GraphSet]
     """Of each path, in the model's order."""
@@ -55,7 +49,6 @@ class EngineCall:
 
     @torch.inference_mode()
     def __call__(self) -> list[Tensor]:
-        """See Call."""
         tower = next(iter(self.graphs.values())).tower
         rows: dict[int, Tensor] = {}
         for pack in self.packs():
@@ -75,7 +68,7 @@ class EngineCall:
             self.device.join()
             with self.device.running():
                 packed = tower.postprocess(outputs, plans)
-                # With two paths it is a copy already.
+                # With two paths, postprocess has made a copy.
                 if len(outputs) == 1 and pack.budgets[0] is not None:
                     packed = packed.clone()
             parts = packed.split([plan.tokens for plan in plans])
@@ -83,9 +76,9 @@ class EngineCall:
         return [rows[index] for index in range(len(rows))]
 
     def host(self) -> None:
-        """The part of the call that is the processor's alone: packing and metadata.
+        """The part of a call that runs on the CPU alone: packing and metadata.
 
-        As in the call, both are remembered from the calls before.
+        As in the call itself, both come from the caches that earlier calls have filled.
         """
         for pack in self.packs():
             plans = [self.batch.plans[index] for index in pack.items]
@@ -94,18 +87,18 @@ class EngineCall:
                     graphs.packed(budget, tuple(plans))
 
     def packs(self) -> list[Pack]:
-        """What the service would make of these items if nothing else waited."""
+        """The packs that the engine would form if nothing else were waiting."""
         return self.packing(self.batch.plans, self.capacity)
 
 
 def of_path(patches: Sequence[Tensor], plans: Sequence[ItemPlan], path: int) -> list[Tensor]:
-    """The patches of one path of each item, by the path's place in the model."""
+    """The patches of each item that belong to one path, by the path's index in the model."""
     return [each[plan.rows(path)] for each, plan in zip(patches, plans, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceCall:
-    """transformers' tower on all items at once, from pixels that were normalised beforehand."""
+    """transformers' tower on all items at once, from pixels normalised beforehand."""
 
     reference: Reference
     batch: Batch
@@ -113,6 +106,8 @@ class ReferenceCall:
     grid: Tensor
 
     def __call__(self) -> list[Tensor]:
-        """See Call."""
         rows = self.reference.encode(self.pixels, self.grid)
         return list(rows.split([plan.tokens for plan in self.batch.plans]))
+
+
+TowerCall = EngineCall | ReferenceCall

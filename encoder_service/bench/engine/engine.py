@@ -1,7 +1,4 @@
-"""Runs the bench of one tower: every workload in every mode, each output checked.
-
-Knows nothing of tables, files or the command line.
-"""
+"""Benchmarks one tower: every workload in every mode, each output checked."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from actors.engine.graphs import GraphSet, Report
 from actors.engine.packing import Packing, smallest_first
 from actors.engine.two_paths import model_capacity
 from actors.errors import ConfigError
+from actors.models.block import BlocksForm, ReferenceBlocks
 from actors.models.compiled import CompiledBlocks
 from actors.models.load import build, tensors
 from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions, PackingOptions
 from actors.spec.model_spec import ModelSpec, read
 from actors.types import Size
-from encoder_service.bench.engine.calls import Batch, Call, EngineCall, ReferenceCall
-from encoder_service.bench.engine.machine import device_name
+from encoder_service.bench.engine.calls import Batch, EngineCall, ReferenceCall, TowerCall
 from encoder_service.bench.engine.operations import operations
 from encoder_service.bench.engine.reference import (
     PlainTower,
@@ -36,44 +33,45 @@ from encoder_service.bench.engine.reference import (
 )
 from encoder_service.bench.engine.report import (
     BudgetTime,
-    Figure,
     Mode,
+    ModeFigures,
     ModelReport,
     Profile,
     Times,
+    Workload,
     WorkloadReport,
+    floor_seconds,
 )
-from encoder_service.bench.engine.timing import kernels, synchronize, timed
-from encoder_service.bench.engine.workloads import Workload, floor_seconds
+from encoder_service.bench.engine.timing import device_name, kernels, synchronize, timed
 
 SMALL = Size(320, 320)
-"""400 patches: what is replayed in every budget."""
+"""400 patches: the image of --every-budget."""
+BLOCKS: Mapping[Mode, BlocksForm] = {"reference": ReferenceBlocks, "compile": CompiledBlocks}
+"""Modes that replace the blocks that the service would choose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured, and how often."""
-
     workloads: tuple[Workload, ...]
     modes: tuple[Mode, ...]
     repeats: int
     warmup: int
     every_budget: bool
     profiled: tuple[str, ...]
-    """Names of workloads whose kernels are listed."""
+    """Workloads whose kernels are listed, by name."""
 
 
 def run(
     model: str, device: Device, settings: Settings, progress: Callable[[str], None]
 ) -> ModelReport:
-    """Every figure of a preset with random weights in bf16. Raises ConfigError, CheckpointError."""
+    """Measures a preset with random weights in bf16. Raises ConfigError, CheckpointError."""
     options = ModelOptions(id=model, load_format="dummy")
     spec = read(options)
     if settings.every_budget and len(spec.paths) > 1:
         raise ConfigError(f"--every-budget: {model} has two paths, whose budgets go in pairs")
     progress(f"{model}: weights")
     bench = Bench(spec, tensors(options, spec, device.device), device, settings)
-    if {"budget", "streams", "compile"} & {*settings.modes} or settings.every_budget:
+    if {"budget", *BLOCKS} & {*settings.modes} or settings.every_budget:
         bench.capture(
             lambda budget, seconds: progress(f"{model}: captured {budget} in {seconds:.2f} s")
         )
@@ -89,7 +87,7 @@ def run(
 
 
 class Bench:
-    """One tower, and what it is compared with, with the same weights on one device."""
+    """One tower and the towers it is compared with, with the same weights on one device."""
 
     def __init__(
         self, spec: ModelSpec, weights: Mapping[str, Tensor], device: Device, settings: Settings
@@ -102,11 +100,10 @@ class Bench:
         self.budgeted = self.graphs(self.tower, self.limits.budgets, self.limits.segments)
         self.captured: dict[Mode, dict[str, GraphSet]] = {"budget": self.budgeted}
         ladders = self.limits.budgets, self.limits.segments
-        if "compile" in settings.modes:
-            tower = build(spec, weights, device.device, CompiledBlocks)
-            self.captured["compile"] = self.graphs(tower, *ladders)
-        if "streams" in settings.modes and len(spec.paths) > 1:
-            self.captured["streams"] = self.graphs(self.tower, *ladders, beside=True)
+        for mode, blocks in BLOCKS.items():
+            if mode in settings.modes:
+                tower = build(spec, weights, device.device, blocks)
+                self.captured[mode] = self.graphs(tower, *ladders)
         self.packing: Packing = smallest_first
         known = has_reference(spec)
         self.truth: Truth = (
@@ -119,19 +116,17 @@ class Bench:
             if known and "transformers" in settings.modes
             else None
         )
-        left_out = {"transformers"} if not known else set()
-        left_out |= {"streams"} if len(spec.paths) == 1 else set()
-        self.modes = tuple(each for each in settings.modes if each not in left_out)
+        self.modes = tuple(each for each in settings.modes if known or each != "transformers")
 
     def capture(self, report: Report) -> None:
-        """The service's graphs that images may need, and the packing that it would choose."""
+        """Captures the graphs for images and chooses the packing, as the service does."""
         for of_mode in self.captured.values():
-            for graphs in of_mode.values():  # as packs replay them
+            for graphs in of_mode.values():  # in the order in which packs replay them
                 graphs.capture(report)
         self.packing = choose_packing(PackingOptions(), self.budgeted)
 
     def measure(self, workload: Workload) -> tuple[WorkloadReport, list[Profile]]:
-        """The workload in every mode, and its profile if one was asked for."""
+        """The workload in every mode, and its profile if --profile names it."""
         batch = self.batch(workload.sizes)
         expected = self.truth.rows(batch.patches, batch.plans)
         figures, profiles = [], []
@@ -153,20 +148,22 @@ class Bench:
         )
         return report, profiles
 
-    def figure(self, mode: Mode, call: Call, expected: list[Tensor], batch: Batch) -> Figure:
+    def figure(
+        self, mode: Mode, call: TowerCall, expected: list[Tensor], batch: Batch
+    ) -> ModeFigures:
         """Times and error of one call."""
         times = self.timed(call)
         error = self.error(call, expected)
         if not isinstance(call, EngineCall):
-            return Figure(mode, times, None, (), 0, error)
+            return ModeFigures(mode, times, None, (), 0, error)
         host = timed(call.host, self.device, self.settings.warmup, self.settings.repeats)
         budgets = [budget for pack in call.packs() for budget in pack.budgets]
         replayed = tuple(budget for budget in budgets if budget)
         padding = 0 if None in budgets else 1 - sum(batch.path_tokens()) / sum(replayed)
-        return Figure(mode, times, host.median_ms, replayed, padding, error)
+        return ModeFigures(mode, times, host.median_ms, replayed, padding, error)
 
     def every_budget(self) -> list[BudgetTime]:
-        """The small image in every budget that holds it."""
+        """One small image in every budget that holds it."""
         batch = self.batch([SMALL])
         expected = self.truth.rows(batch.patches, batch.plans)
         found = []
@@ -176,8 +173,8 @@ class Bench:
                 found.append(BudgetTime(budget, self.timed(call), self.error(call, expected)))
         return found
 
-    def call(self, mode: Mode, batch: Batch) -> Call:
-        """The mode's way to encode the batch, captured if it needs that."""
+    def call(self, mode: Mode, batch: Batch) -> TowerCall:
+        """The mode's call for the batch. Captures a graph for mode `exact`."""
         items = len(batch.plans)
         if mode == "transformers" and self.theirs:
             pixels = self.theirs.pixels(batch.patches)
@@ -202,31 +199,21 @@ class Bench:
         return EngineCall(graphs, self.device, limits, smallest_first, batch)
 
     def graphs(
-        self,
-        tower: Tower,
-        budgets: Sequence[tuple[int, ...]],
-        segments: Segments,
-        *,
-        beside: bool = False,
+        self, tower: Tower, budgets: Sequence[tuple[int, ...]], segments: Segments
     ) -> dict[str, GraphSet]:
-        """Of each path. `beside`: those after the first run on streams of their own."""
-        first, *_ = self.spec.paths
+        """The graphs of each path, not captured yet."""
         return {
-            path: GraphSet(
-                *(tower, path, ladder, segments),
-                self.device.beside() if beside and path != first else self.device,
-            )
+            path: GraphSet(tower, path, ladder, segments, self.device)
             for path, ladder in zip(self.spec.paths, budgets, strict=True)
         }
 
-    def error(self, call: Call, expected: Sequence[Tensor]) -> float:
-        """Of the worst item of one call."""
+    def error(self, call: TowerCall, expected: Sequence[Tensor]) -> float:
+        """The relative error of the worst item of one call."""
         rows = call()
-        synchronize(self.device)  # the rows come from a stream of the device's own
+        synchronize(self.device)  # the device computes the rows on a stream of its own
         return relative_error(rows, expected)
 
-    def timed(self, call: Call) -> Times:
-        """As often as the settings say."""
+    def timed(self, call: TowerCall) -> Times:
         return timed(call, self.device, self.settings.warmup, self.settings.repeats)
 
     def batch(self, sizes: Sequence[Size]) -> Batch:
@@ -234,7 +221,7 @@ class Bench:
         plans = [self.spec.sizing.plan(size) for size in sizes]
         place = self.device.device
         generator = torch.Generator(place).manual_seed(len(plans))
-        tokens = plans[0].path_tokens[0]  # whole tiles, whole views
+        tokens = plans[0].path_tokens[0]  # whole tiles or views
         values = self.tower.inputs(self.spec.paths[0], tokens, 1)["patches"][0][1]
         patches = [
             torch.randint(
@@ -247,7 +234,7 @@ class Bench:
 
 
 def limits(spec: ModelSpec, settings: Settings) -> Capacity:
-    """The service's, for images; without the budgets that are larger than all workloads."""
+    """The service's limits for images, without budgets larger than every workload needs."""
     whole = model_capacity(GraphOptions(max_frames_per_batch=0), spec)
     if settings.every_budget:
         return whole
@@ -261,5 +248,5 @@ def limits(spec: ModelSpec, settings: Settings) -> Capacity:
 
 
 def only(budgets: tuple[int, ...], items: int) -> Capacity:
-    """One budget a path, for so many images."""
+    """One budget per path, for this many images."""
     return Capacity(tuple((budget,) for budget in budgets), budgets, items, 0)

@@ -1,51 +1,77 @@
-"""What one engine does for JPEGs, alone in its process: what the service around it is held against.
+"""The engine and the decoding ahead of it, in one process without a service around them.
 
-Twice: items that were decoded before, which is the engine's own throughput, and what decodes ahead
-of it in the encoder actor. Rows end in host memory and are dropped there.
+`measure` gives the throughput that `bench serve --alone` holds the service against; `preprocess`
+compares ways to decode. Rows end in host memory and are dropped there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from resource import RUSAGE_SELF, getrusage
 from threading import Lock, Semaphore
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 from actors.engine.engine import Engine
 from actors.media.decoding import Decoding
 from actors.media.image import decode, prepare
 from actors.media.patchify import Cutter, cutter_of
-from actors.options import ActorOptions
+from actors.options import ActorOptions, PreprocessOptions
 from actors.startup import open_beside, open_decoding, open_engine
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media
 
 WARM_UP_PART = 0.25
-"""Of the time that is measured, before it."""
+"""Of the measured time, added before it."""
+PATCHES_IN_FLIGHT = 2**17
+MOST_IN_FLIGHT = 64
+"""Images in flight; fewer of large ones."""
 
 Done = Callable[[Future[Any]], None]
 Begin = Callable[[Done], None]
-"""Starts one, which calls what it is given at its end."""
+"""Starts one item; the callback gets its future when it is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Images a second."""
+    """Images per second."""
 
     engine: float
-    """Of items decoded before."""
+    """Of items decoded beforehand."""
     pipeline: float
-    """With decoding, as `preprocess` says."""
+    """Decoding included, as `preprocess` is configured."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFigures:
+    """Images of one size, decoded in one way."""
+
+    size: str
+    patches: int
+    """Per image."""
+    way: str
+    images_per_second: float
+    """Decoded, then dropped."""
+    cpu_ms: float
+    """CPU time of this process per decoded image, over all threads."""
+    switches: float
+    """Voluntary context switches of this process per decoded image."""
+    alone_ms: float
+    """From bytes to patches, one image at a time."""
+    encoded_images_per_second: float
+    """Decoded and encoded."""
+    engine_images_per_second: float
+    """Encoded only, decoded beforehand."""
 
 
 def measure(
     options: ActorOptions, pictures: Sequence[bytes], in_flight: int, seconds: float
 ) -> Throughput:
-    """Each for so many seconds, with so many items under way at a time."""
+    """Each figure for this many seconds, with this many items in flight. Raises StartError."""
     series = EncoderMetrics()
     beside = open_beside(options, series)
     engine = open_engine(options, series)
@@ -59,21 +85,73 @@ def measure(
     return Throughput(*found)
 
 
+def preprocess(
+    options: ActorOptions,
+    pictures: Mapping[str, Sequence[bytes]],
+    ways: Sequence[PreprocessOptions],
+    seconds: float,
+    report: Callable[[str], None],
+) -> list[DecodeFigures]:
+    """Each way for each size; each figure takes this many seconds. Raises StartError."""
+    series, found = EncoderMetrics(), []
+    report(f"starting the engine of {options.model.id} ...")
+    engine = open_engine(options, series)
+    cutter = cutter_of(engine.tower.spec)
+    for size, files in pictures.items():
+        sent = [media(cutter, file) for file in files]
+        report(f"{size} ...")
+        patches = sent[0].plan.patches
+        in_flight = max(1, min(MOST_IN_FLIGHT, PATCHES_IN_FLIGHT // patches))
+        alone = rate(encoding(engine, sent), in_flight, seconds)
+        for way in ways:
+            chosen = options.model_copy(update={"preprocess": way})
+            decoding = open_decoding(chosen, engine, series, open_beside(chosen, series))
+            started, before = perf_counter(), spent()
+            images = rate(decoding_ahead(decoding, sent, dropped), in_flight, seconds)
+            decoded = images * (perf_counter() - started)
+            cpu_seconds, switches = (now - then for now, then in zip(spent(), before, strict=True))
+            one_by_one = rate(decoding_ahead(decoding, sent, dropped), 1, seconds)
+            encoded = rate(decoding_ahead(decoding, sent, engine.submit), in_flight, seconds)
+            decoding.close()
+            found.append(
+                DecodeFigures(
+                    size=size,
+                    patches=patches,
+                    way=(
+                        f"{way.processes} processes" if way.processes else f"{way.threads} threads"
+                    ),
+                    images_per_second=images,
+                    cpu_ms=cpu_seconds / decoded * 1e3,
+                    switches=switches / decoded,
+                    alone_ms=1e3 / one_by_one,
+                    encoded_images_per_second=encoded,
+                    engine_images_per_second=alone,
+                )
+            )
+    engine.close()
+    return found
+
+
+def spent() -> tuple[float, int]:
+    """CPU seconds and voluntary context switches of this process so far."""
+    return process_time(), getrusage(RUSAGE_SELF).ru_nvcsw
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """See Asked."""
+    """What decoding is asked for."""
 
     media: Media
     given_up: bool = False
 
 
 def media(cutter: Cutter, picture: bytes) -> Media:
-    """What ingress would make of a file."""
+    """What the ingress would make of a file."""
     return Media("image", picture, cutter.patchify(decode(picture))[0], digest="")
 
 
 def encoding(engine: Engine, files: Sequence[Media]) -> Begin:
-    """Items that were decoded before, in turn."""
+    """Encodes items that are decoded beforehand, in turn."""
     cutter = cutter_of(engine.tower.spec)
     items = cycle([prepare(cutter, one) for one in files])
 
@@ -86,7 +164,7 @@ def encoding(engine: Engine, files: Sequence[Media]) -> Begin:
 def decoding_ahead(
     decoding: Decoding, files: Sequence[Media], submit: Callable[[Item], Future[Any]]
 ) -> Begin:
-    """Files that are decoded, in turn, and what becomes of their items."""
+    """Decodes files, in turn, and submits their items."""
     wanted = cycle(map(Wanted, files))
 
     def begin(done: Done) -> None:
@@ -100,21 +178,20 @@ def decoding_ahead(
 
 
 def failed(error: Exception) -> Future[Any]:
-    """Of what could not be decoded."""
     answer: Future[Any] = Future()
     answer.set_exception(error)
     return answer
 
 
 def dropped(item: Item) -> Future[Any]:
-    """Of an item that nobody encodes."""
+    """In place of Engine.submit: the item is not encoded."""
     answer: Future[Any] = Future()
     answer.set_result(None)
     return answer
 
 
 def rate(begin: Begin, in_flight: int, seconds: float) -> float:
-    """How many end in a second. Raises what one failed with."""
+    """Items done per second, this many in flight. Raises the error of the first that failed."""
     room, lock = Semaphore(in_flight), Lock()
     ended = 0
     failures: list[BaseException] = []
@@ -128,7 +205,7 @@ def rate(begin: Begin, in_flight: int, seconds: float) -> float:
         room.release()
 
     def for_a_while(seconds: float) -> float:
-        """Until so many seconds are over, then until all have ended."""
+        """Begins items until the time is over, then waits for those in flight."""
         before, started = ended, perf_counter()
         while perf_counter() < started + seconds:
             room.acquire()

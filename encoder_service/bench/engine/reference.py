@@ -1,13 +1,10 @@
-"""What is true: transformers' own tower with the same weights, or ours in plain torch and float32.
-
-Knows nothing of graphs or budgets.
-"""
+"""The expected rows: transformers' own tower with the same weights, or ours in plain torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,24 +14,16 @@ from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan
 
 
-class Truth(Protocol):
-    """What rows are compared with."""
-
-    name: str
-
-    def rows(self, patches: Sequence[Tensor], plans: Sequence[ItemPlan]) -> list[Tensor]:
-        """Each item's rows in float32."""
-
-
 def has_reference(spec: ModelSpec) -> bool:
-    """Whether Reference knows the family."""
+    """Whether transformers' tower can be the reference."""
     return spec.family == "qwen3_vl"
 
 
 class PlainTower:
     """Our own tower in float32: ReferenceBlocks and SegmentAttention, without graphs or kernels.
 
-    It checks graphs, kernels and bf16; that the tower is the published one, tests/parity checks.
+    Comparing with it checks graphs, kernels and bf16. That the tower is the published one is
+    checked by tests/parity.
     """
 
     name = "our own plain torch"
@@ -51,7 +40,6 @@ class PlainTower:
         return [self.encode(each, plan) for each, plan in zip(patches, plans, strict=True)]
 
     def encode(self, patches: Tensor, plan: ItemPlan) -> Tensor:
-        """One item's rows."""
         outputs = []
         for index, path in enumerate(self.tower.spec.paths):
             tokens = plan.path_tokens[index]
@@ -86,13 +74,13 @@ class Reference:
             model = Qwen3VLVisionModel(Qwen3VLVisionConfig.from_dict(dict(spec.vision)))
         model.set_attn_implementation("sdpa")
         model.load_state_dict(weights)
-        # Parameters only: rotary frequencies stay in float32, as from_pretrained leaves them.
+        # Parameters only: from_pretrained leaves rotary frequencies in float32 too.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         self.model: Any = model.eval()
 
     def pixels(self, patches: Sequence[Tensor]) -> Tensor:
-        """What transformers' processor would give: normalised, each frame, [patches, values]."""
+        """As transformers' processor makes them: normalised, every frame, [patches, values]."""
         mean, std = (
             torch.tensor(values, device=self.device)[:, None]
             for values in (self.spec.mean, self.spec.std)
@@ -108,7 +96,7 @@ class Reference:
 
     @torch.inference_mode()
     def encode(self, pixels: Tensor, grid: Tensor) -> Tensor:
-        """[tokens of all items, width]: main features, then deepstack's, side by side."""
+        """[tokens of all items, width]: main features and deepstack's, concatenated."""
         features = self.model(pixels, grid, return_dict=True)
         return torch.cat([features.pooler_output, *features.deepstack_features], dim=1)
 
@@ -120,8 +108,11 @@ class Reference:
         ]
 
 
+Truth = Reference | PlainTower
+
+
 def relative_error(rows: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Of the worst item; not a number if any value is not."""
+    """Of the worst item; NaN if any value is NaN."""
     errors = [
         (ours.float() - theirs).norm() / theirs.norm()
         for ours, theirs in zip(rows, expected, strict=True)

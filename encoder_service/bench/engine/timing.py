@@ -1,24 +1,60 @@
-"""Wall-clock times of calls, and what the device does in them."""
+"""The device, and the wall-clock time of calls on it and of the kernels inside them."""
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity
 
-from actors.engine.device import Device
-from encoder_service.bench.engine.report import Kernel, Times
+from actors.engine.device import CpuDevice, Device
+from actors.errors import ConfigError
+from encoder_service.bench.engine.report import KernelTime, Times
 
+PACKAGES = ("torch", "triton", "transformers")
 PROFILED_CALLS = 5
 NAME_CHARACTERS = 72
 
 
+def open_device(name: str) -> Device:
+    """ "cuda" or "cpu". Raises ConfigError if there is no such device."""
+    if name == "cpu":
+        return CpuDevice()
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here; --device cpu works")
+    from actors.engine.cuda import CudaDevice
+
+    return CudaDevice()
+
+
+def release(device: Device) -> None:
+    """Frees the memory of a model that is done. Graphs refer to each other in cycles."""
+    gc.collect()
+    if device.backend == "cuda":
+        torch.cuda.empty_cache()
+
+
+def device_name(device: Device) -> str:
+    return torch.cuda.get_device_name(device.device) if device.backend == "cuda" else "CPU"
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that compute; those not installed are left out."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+
+
 def synchronize(device: Device) -> None:
-    """Waits for everything that was launched."""
     if device.backend == "cuda":
         torch.cuda.synchronize(device.device)
 
@@ -38,8 +74,8 @@ def timed(call: Callable[[], object], device: Device, warmup: int, repeats: int)
     return Times(float(median), float(p99))
 
 
-def kernels(call: Callable[[], object], device: Device) -> list[Kernel]:
-    """Kernels and copies of one call by the time that they take; torch's operators on a CPU."""
+def kernels(call: Callable[[], object], device: Device) -> list[KernelTime]:
+    """Kernels and copies of one call, the longest first; torch's operators on a CPU."""
     cuda = device.backend == "cuda"
     activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
     call()
@@ -55,7 +91,7 @@ def kernels(call: Callable[[], object], device: Device) -> list[Kernel]:
     ]
     total = sum(microseconds for _, _, microseconds in spent)
     return [
-        Kernel(shortened(name), count / PROFILED_CALLS, us / PROFILED_CALLS, us / total)
+        KernelTime(shortened(name), count / PROFILED_CALLS, us / PROFILED_CALLS, us / total)
         for name, count, us in sorted(spent, key=lambda each: -each[2])
         if us
     ]

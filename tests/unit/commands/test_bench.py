@@ -24,9 +24,8 @@ from encoder_service.bench.arrivals import Traffic
 from encoder_service.bench.callers import pictures_of, shares, turned
 from encoder_service.bench.cluster import OTHER_FILES, ha_proxy
 from encoder_service.bench.engine.pipeline import measure, rate
-from encoder_service.bench.load import Answered, Load, Result, merged, send
-from encoder_service.bench.mix import parse_mix, requests
-from encoder_service.bench.scrape import Samples, work_between
+from encoder_service.bench.load import Answered, Result, Samples, merged, send, work_between
+from encoder_service.bench.mix import Load, parse_mix, requests
 from encoder_service.bench.serve import figures
 from encoder_service.client.embedding import ServiceError
 from encoder_service.config import parse
@@ -135,7 +134,7 @@ class Echo:
 
 
 def test_a_load_in_parts_is_the_whole_load_and_no_picture_is_sent_twice() -> None:
-    load = Load(5, 21, math.inf, 60, "bfloat16")
+    load = Load(5, 21, math.inf)
     parts = shares(load, 3)
     assert [part.concurrency for part in parts] == [2, 2, 1]
     assert sum(part.requests for part in parts) == 21
@@ -166,7 +165,7 @@ class Slow(Echo):
 
 
 def test_at_random_times_nobody_waits_for_an_answer_to_another() -> None:
-    load = Load(2, 12, math.inf, 60, "bfloat16", per_second=200.0)
+    load = Load(2, 12, math.inf, per_second=200.0)
     parts = shares(load, 2)
     assert [(part.per_second, part.seed) for part in parts] == [(100.0, 0), (100.0, 1)]
     result = asyncio.run(send(Slow(12), load, requests([[(32, 32)]])))

@@ -20,7 +20,7 @@ from encoder_service.bench.engine import engine
 from encoder_service.bench.engine.operations import operations
 from encoder_service.bench.engine.reference import PlainTower
 from encoder_service.bench.engine.report import ModelReport
-from encoder_service.commands import bench_engine
+from encoder_service.commands import bench
 from tests.small_presets import SMALL, write_small
 
 pytestmark = pytest.mark.extended
@@ -114,7 +114,7 @@ def test_all_goes_on_after_a_model_that_fails(
 
     monkeypatch.setattr(engine, "run", run)
     assert cli.main(["bench", "engine", *BRIEF, "--model", "all"]) == 1
-    assert measured == [name for name in bench_engine.full_size() if name != "gemma3-4b"]
+    assert measured == [name for name in bench.full_size() if name != "gemma3-4b"]
     assert "step3-321b" in measured
     assert "qwen3vl-tiny" not in measured
     assert "FAILED: gemma3-4b" in capsys.readouterr().out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,7 @@ def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) ->
 def test_check_shows_the_language_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", str(CONFIGS / "tiny-chat.yaml")]) == 0
     shown = capsys.readouterr().out
-    for word in ("chat with", "nonsense", "8192 of prompt and answer together"):
+    for word in ("chat with", "nonsense", "8192 for prompt and answer together"):
         assert word in shown
 
 
@@ -99,7 +101,7 @@ def test_check_names_what_is_wrong(
         (
             "router: {",
             "graphs: {token_budgets: [512, 1023]}\n      router: {",
-            "images of up to 1024 tokens are beyond every budget of graphs.token_budgets and run",
+            "images of up to 1024 tokens exceed every budget of graphs.token_budgets and run",
         ),
     ],
 )
@@ -193,8 +195,8 @@ def test_wrong_command_lines(arguments: list[str]) -> None:
     ("arguments", "message"),
     [
         (["0.7"], "--steady needs --seconds"),
-        (["1", "--seconds", "5"], "--steady 1 is not a part between 0 and 1"),
-        (["nan", "--seconds", "5"], "--steady nan is not a part between 0 and 1"),
+        (["1", "--seconds", "5"], "--steady 1 is not between 0 and 1"),
+        (["nan", "--seconds", "5"], "--steady nan is not between 0 and 1"),
     ],
 )
 def test_a_steady_load_is_a_part_of_what_seconds_have_shown(
@@ -215,10 +217,66 @@ def test_a_bench_without_a_gpu_says_what_works(
 
 
 def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    subcommands = parser.add_subparsers()
-    for command in cli.COMMANDS:
-        command.add(subcommands)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["bench", "serve", "--help"])
-    assert "--mix" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in cli.COMMANDS)
+    wanted = [(command, "--help") for command in cli.COMMANDS if command != "bench"]
+    wanted += [("bench", kind) for kind in ("serve", "engine", "preprocess", "dataplane")]
+    for command, kind in wanted:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, *{kind, "--help"}])
+        assert ended.value.code == 0
+        shown = capsys.readouterr().out
+        assert command in shown
+        # Every option says what it is for.
+        options = re.findall(r"^  (-.*)$", shown, re.MULTILINE)
+        assert options
+        bare = [line for line in options if re.fullmatch(r"-\S+( [A-Z{][^ ]*)?", line)]
+        following = shown.splitlines()
+        for line in bare:
+            assert following[following.index(f"  {line}") + 1].startswith("          "), line
+
+
+def test_the_bench_of_the_engine_needs_neither_ray_nor_a_web_server() -> None:
+    blocked = "'ray', 'fastapi', 'starlette', 'uvicorn', 'httpx', 'grpc', 'msgpack'"
+    program = (
+        f"import sys\nfor name in ({blocked}):\n    sys.modules[name] = None\n"
+        "from encoder_service import cli\n"
+        "sys.exit(cli.main('bench engine --model qwen3vl-tiny --device cpu --workload 64x64 '"
+        "'--modes eager --repeats 1 --warmup 1'.split()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "64x64" in done.stdout.splitlines()[-3]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "bench serve --config x --requests 0",
+        "bench serve --config x --seconds 0",
+        "bench serve --config x --seconds nan",
+        "bench serve --config x --concurrency 0",
+        "bench serve --config x --callers 0",
+        "bench serve --config x --burst -1",
+        "bench preprocess --threads 0",
+        "bench preprocess --seconds x",
+        "bench dataplane --repeats 0",
+        "proxy --upstream http://x --timeout 0",
+        "encode x.jpg --concurrency 0",
+        "encode x.jpg --timeout -1",
+        "simulate --replicas 0",
+        "simulate --load 0",
+    ],
+)
+def test_a_count_or_a_time_of_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(wrong.split())
+    assert ended.value.code == 2
+    assert f"{wrong.split()[-1]!r} is not a" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def test_images_beyond_the_budgets_of_a_path_are_told() -> None:
     options = ServiceOptions.model_validate(values)
     model = read(options.model)
     (told,) = eager(options, model, fit(options, model))
-    assert "up to 900 tokens are beyond every budget of graphs.local_token_budgets" in told
+    assert "up to 900 tokens exceed every budget of graphs.local_token_budgets" in told
 
 
 def test_the_largest_image_is_counted_in_what_is_computed_of_it() -> None:

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from tests.unit.test_layers import LAYERS, ROOT, file_of, imported
+from tests.unit.deploy.test_layers import LAYERS, ROOT, file_of, imported
 
 FOLDER = ROOT / "packages" / "client"
 OPTIONAL = {"torch", "pyarrow", "vllm"}
