@@ -18,8 +18,8 @@ from time import monotonic
 
 from torch import Tensor
 
-from actors.engine.encoded import Encoded
 from actors.engine.engine import Engine
+from actors.engine.video_chunks import rows_of
 from actors.errors import Unavailable
 from actors.media.decoding import Decoding
 from actors.store.cache import Entry
@@ -50,7 +50,7 @@ class Work:
 
     media: Media
     since: float
-    answer: Future[Encoded] | None = None
+    answer: Future[Item] | None = None
     """The engine's, while it has the item and no longer: a future and what it calls would hold each
     other, and a pack's rows wait for the garbage collector."""
     given_up: bool = False
@@ -72,7 +72,7 @@ class Call:
         self.share = share
         self.works = [Work(one, now) for one in media]
         self._left = len(self.works)
-        self._landed: list[tuple[Work, Future[Encoded]]] = []
+        self._landed: list[tuple[Work, Future[Item]]] = []
         self._lock = Lock()
         self._loop = asyncio.get_running_loop()
         self._done = self._loop.create_future()
@@ -89,13 +89,13 @@ class Call:
                 if answer := work.answer:
                     answer.cancel()
 
-    def land(self, work: Work, answer: Future[Encoded]) -> bool:
+    def land(self, work: Work, answer: Future[Item]) -> bool:
         """One more has left the engine. True: those that have are to be shared, by the caller."""
         with self._lock:
             self._landed.append((work, answer))
             return len(self._landed) == 1
 
-    def landed(self) -> list[tuple[Work, Future[Encoded]]]:
+    def landed(self) -> list[tuple[Work, Future[Item]]]:
         """Those that are to be shared now; they are yours."""
         with self._lock:
             taken, self._landed = self._landed, []
@@ -157,8 +157,8 @@ class Stages:
             work.preprocess_seconds = work.decoded - started
             self.series.decode_queue_seconds.observe(work.queue_seconds)
             self.series.preprocess_seconds.observe(work.preprocess_seconds)
-            on_device = work.media.on_device
-            work.answer = answer = self.engine.submit(made, on_device=on_device)
+            made.on_device = work.media.on_device
+            work.answer = answer = self.engine.submit(made)
         except Exception as error:
             work.outcome = error
             call.settle([work])
@@ -167,7 +167,7 @@ class Stages:
                 answer.cancel()
             answer.add_done_callback(partial(self._landed, call, work))
 
-    def _landed(self, call: Call, work: Work, answer: Future[Encoded]) -> None:
+    def _landed(self, call: Call, work: Work, answer: Future[Item]) -> None:
         """In the engine's thread, which has more to do: the first of a pack wakes a sharer."""
         work.answer = None
         work.landed = monotonic()
@@ -184,13 +184,11 @@ class Stages:
             else:
                 good.append((work, answer.result()))
         try:
-            entries = call.share([(work.media, encoded.rows) for work, encoded in good])
+            entries = call.share([(work.media, rows_of(item)) for work, item in good])
         except Exception as error:
             for work, _ in good:
                 work.outcome = error
         else:
-            for (work, encoded), entry in zip(good, entries, strict=True):
-                work.outcome = Made(
-                    entry, encoded.source, encoded.queue_seconds, encoded.encode_seconds
-                )
+            for (work, item), entry in zip(good, entries, strict=True):
+                work.outcome = Made(entry, item.source, item.queue_seconds, item.encode_seconds)
         call.settle([work for work, _ in landed])

@@ -14,9 +14,17 @@ from typing import Any
 from rich.console import Console
 
 from actors.errors import ConfigError
+from actors.options import BlockChoice
 from actors.spec.checkpoint import preset_names
 from actors.types import Size
-from encoder_service.bench.engine.report import DEFAULT_MODES, MODES, TOLERANCE, Report
+from encoder_service.bench.engine.report import (
+    BLOCKS,
+    DEFAULT_MODES,
+    MODES,
+    TOLERANCE,
+    Mode,
+    Report,
+)
 from encoder_service.bench.engine.workloads import DEFAULT, SHORT, Workload
 from encoder_service.bench.mix import parse_mix
 
@@ -49,7 +57,16 @@ def add(kinds: Any) -> None:
         f"{', '.join(each.name for each in SHORT)} of all models), "
         "or sizes of images encoded together, such as 336x336*8+1024x1024",
     )
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=DEFAULT_MODES)
+    parser.add_argument(
+        "--modes", nargs="+", choices=DEFAULT_MODES, help="all of them, unless --blocks is given"
+    )
+    parser.add_argument(
+        "--blocks",
+        nargs="+",
+        choices=BLOCKS,
+        default=[],
+        help="the service's graphs with the blocks in these forms: see graphs.blocks",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repeats", type=count, default=50, help="timed calls (%(default)s)")
     parser.add_argument("--warmup", type=count, default=10, help="calls before (%(default)s)")
@@ -86,7 +103,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     workloads = tuple(options.workload or (SHORT if every else DEFAULT))
     settings = engine.Settings(
         workloads=workloads,
-        modes=tuple(mode for mode in MODES if mode in options.modes),
+        modes=modes(options.modes, options.blocks),
         repeats=options.repeats,
         warmup=options.warmup,
         every_budget=options.every_budget,
@@ -129,6 +146,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if failed:
         console.print(f"[red]FAILED:[/] {', '.join(failed)}: see above")
     return 1 if wrong or failed else 0
+
+
+def modes(asked: list[Mode] | None, blocks: list[BlockChoice]) -> tuple[Mode, ...]:
+    """What is measured, in the order of the table."""
+    chosen = {*(asked or (() if blocks else DEFAULT_MODES)), *(BLOCKS[form] for form in blocks)}
+    return tuple(mode for mode in MODES if mode in chosen)
 
 
 def full_size() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from actors.engine.two_paths import model_capacity
+from actors.engine.budgets import model_capacity
 from actors.spec.model_spec import ModelSpec
 from encoder_service import __version__
 from encoder_service.api.answer import Json, head
@@ -26,6 +26,7 @@ def card(options: ServiceOptions, spec: ModelSpec) -> Json:
         "tokens_per_item": {"smallest_budget": smallest, "largest": largest},
         "graphs": {
             "mode": options.graphs.mode,
+            "blocks": options.block_form(fast=spec.fast_blocks),
             "token_budgets": dict(
                 zip(spec.paths, (list(budgets) for budgets in holds.budgets), strict=True)
             ),

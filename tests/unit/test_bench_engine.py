@@ -104,25 +104,13 @@ def test_only_budgets_that_a_workload_may_need_are_captured(
 
 @pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, by itself
-def test_compiled_blocks(tmp_path: Path) -> None:
+def test_forms_of_the_blocks(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    what = ["--workload", "1x336", "--modes", "compile"]  # two images may be split, or not
+    what = ["--workload", "1x336", "--blocks", "compile", "auto", "reference"]
     assert cli.main([*TINY, *BRIEF, *what, "--json", str(file)]) == 0
-    ((figure,),) = (
-        each["figures"] for each in json.loads(file.read_text())["models"][0]["workloads"]
-    )
-    assert (figure["mode"], figure["budgets"]) == ("compile", [104])
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(("model", "modes"), [("deepseek-ocr", 2), ("qwen3vl", 1)])
-def test_paths_beside_each_other(model: str, modes: int, tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    start = ["bench", "engine", "--model", f"{model}-tiny", "--device", "cpu", *BRIEF]
-    what = ["--workload", "700x700", "--modes", "budget", "streams", "--json", str(file)]
-    assert cli.main([*start, *what]) == 0
     (workload,) = json.loads(file.read_text())["models"][0]["workloads"]
-    assert [each["mode"] for each in workload["figures"]] == ["budget", "streams"][:modes]
+    found = [(figure["mode"], figure["budgets"]) for figure in workload["figures"]]
+    assert found == [("budget", [104]), ("compile", [104]), ("reference", [104])]
 
 
 @pytest.mark.extended
@@ -183,6 +171,7 @@ def test_published_figures_are_for_one_kind_of_machine() -> None:
     [
         (["--profile", "9x9"], "--profile 9x9: the workloads are 1x336"),
         (["--model", "qwen3vl-9000b"], "qwen3vl-9000b"),
+        (["--workload", "64x64", "--blocks", "fast"], "graphs.blocks is fast, which needs"),
     ],
 )
 def test_what_cannot_be_measured(

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.engine.encoded import Encoded
 from actors.errors import InvalidMedia, Unavailable
 from actors.media.decoding import Decoding
 from actors.media.image import prepare
@@ -25,7 +24,7 @@ from actors.pipeline import Call, Made, Stages
 from actors.startup import open_engine
 from actors.store.cache import Entry
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import Media, Size
+from actors.types import Item, Media, Size
 from tests.images import jpeg
 
 
@@ -95,7 +94,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 def test_what_lands_before_a_sharer_comes_is_shared_together(rig: Rig) -> None:
     async def run() -> None:
         call = Call([rig.media(64)] * 5, rig.share)
-        landed = [Future[Encoded]() for _ in call.works]
+        landed = [Future[Item]() for _ in call.works]
         pairs = list(zip(call.works, landed, strict=True))
         assert [call.land(*pair) for pair in pairs[:3]] == [True, False, False]
         assert call.landed() == pairs[:3]

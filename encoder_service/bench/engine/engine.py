@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from actors.engine.budgets import Capacity, Segments
+from actors.engine.budgets import Capacity, Segments, model_capacity
 from actors.engine.capture import choose_packing
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet, Report
 from actors.engine.packing import Packing, smallest_first
-from actors.engine.two_paths import model_capacity
 from actors.errors import ConfigError
-from actors.models.compiled import CompiledBlocks
+from actors.models.layers.forms import blocks_of
 from actors.models.load import build, tensors
 from actors.models.tower import Tower
-from actors.options import GraphOptions, ModelOptions, PackingOptions
+from actors.options import BlockForm, GraphOptions, ModelOptions, PackingOptions, block_form
 from actors.spec.model_spec import ModelSpec, read
 from actors.types import Size
 from encoder_service.bench.engine.calls import Batch, Call, EngineCall, ReferenceCall
@@ -73,7 +73,7 @@ def run(
         raise ConfigError(f"--every-budget: {model} has two paths, whose budgets go in pairs")
     progress(f"{model}: weights")
     bench = Bench(spec, tensors(options, spec, device.device), device, settings)
-    if {"budget", "streams", "compile"} & {*settings.modes} or settings.every_budget:
+    if {"budget", *get_args(BlockForm)} & {*settings.modes} or settings.every_budget:
         bench.capture(
             lambda budget, seconds: progress(f"{model}: captured {budget} in {seconds:.2f} s")
         )
@@ -99,14 +99,18 @@ class Bench:
         self.settings = settings
         self.tower = build(spec, weights, device.device)
         self.limits = limits(spec, settings)
-        self.budgeted = self.graphs(self.tower, self.limits.budgets, self.limits.segments)
-        self.captured: dict[Mode, dict[str, GraphSet]] = {"budget": self.budgeted}
+        self.beside = device.beside() if len(spec.paths) > 1 else device
         ladders = self.limits.budgets, self.limits.segments
-        if "compile" in settings.modes:
-            tower = build(spec, weights, device.device, CompiledBlocks)
-            self.captured["compile"] = self.graphs(tower, *ladders)
-        if "streams" in settings.modes and len(spec.paths) > 1:
-            self.captured["streams"] = self.graphs(self.tower, *ladders, beside=True)
+        self.budgeted = self.graphs(self.tower, *ladders)
+        self.captured: dict[Mode, dict[str, GraphSet]] = {"budget": self.budgeted}
+        form: BlockForm
+        for form in get_args(BlockForm):
+            if form in settings.modes:
+                if form == "fast":
+                    on_cuda = device.backend == "cuda"
+                    block_form(form, on_cuda=on_cuda, dtype=spec.dtype, fast=spec.fast_blocks)
+                tower = build(spec, weights, device.device, blocks_of(form))
+                self.captured[form] = self.graphs(tower, *ladders)
         self.packing: Packing = smallest_first
         known = has_reference(spec)
         self.truth: Truth = (
@@ -119,9 +123,7 @@ class Bench:
             if known and "transformers" in settings.modes
             else None
         )
-        left_out = {"transformers"} if not known else set()
-        left_out |= {"streams"} if len(spec.paths) == 1 else set()
-        self.modes = tuple(each for each in settings.modes if each not in left_out)
+        self.modes = tuple(each for each in settings.modes if known or each != "transformers")
 
     def capture(self, report: Report) -> None:
         """The service's graphs that images may need, and the packing that it would choose."""
@@ -202,19 +204,14 @@ class Bench:
         return EngineCall(graphs, self.device, limits, smallest_first, batch)
 
     def graphs(
-        self,
-        tower: Tower,
-        budgets: Sequence[tuple[int, ...]],
-        segments: Segments,
-        *,
-        beside: bool = False,
+        self, tower: Tower, budgets: Sequence[tuple[int, ...]], segments: Segments
     ) -> dict[str, GraphSet]:
-        """Of each path. `beside`: those after the first run on streams of their own."""
+        """Of each path; the second runs on a stream of its own."""
         first, *_ = self.spec.paths
         return {
             path: GraphSet(
                 *(tower, path, ladder, segments),
-                self.device.beside() if beside and path != first else self.device,
+                self.device if path == first else self.beside,
             )
             for path, ladder in zip(self.spec.paths, budgets, strict=True)
         }

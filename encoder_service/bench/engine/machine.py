@@ -27,6 +27,7 @@ def open_device(name: str) -> Device:
 def release(device: Device) -> None:
     """Gives back what a model has left: graphs hold one another in cycles."""
     gc.collect()
+    torch.compiler.reset()  # compiled blocks of one model count against the next one's limit
     if device.backend == "cuda":
         torch.cuda.empty_cache()
 

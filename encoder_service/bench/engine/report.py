@@ -5,16 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Mode = Literal["transformers", "eager", "exact", "budget", "streams", "compile"]
+from actors.options import BlockChoice, BlockForm
+
+Mode = Literal["transformers", "eager", "exact", "budget", "fast", "compile", "reference"]
 """transformers' own tower; our forward without graphs; with a graph of exactly the workload's
-tokens and segments; with the service's default graphs and packing; with the same, the two
-paths at the same time (`graphs.path_streams`); with the same, all blocks through torch.compile in
-the place of their fast form."""
+tokens and segments; with the service's default graphs and packing; the same, with the blocks in
+the form that `graphs.blocks` calls so."""
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 DEFAULT_MODES = MODES[:4]
-"""Few models have two paths; compiling takes time, and a C++ compiler."""
+
+BLOCKS: dict[BlockChoice, Mode] = {
+    "auto": "budget",
+    **{form: form for form in get_args(BlockForm)},
+}
+"""The mode in which each form of the blocks is measured."""
 
 TOLERANCE = 2e-2
 """Relative error against float32: bf16 alone makes about 1.3e-2 on full towers."""
