@@ -14,9 +14,15 @@ from pydantic import (
     model_validator,
 )
 
+from actors.errors import ConfigError
 from actors.types import Dtype
 
 Transport = Literal["shared_memory", "nixl"]
+
+BlockForm = Literal["fast", "compile", "reference"]
+"""How a tower's transformer blocks run: our own kernels, torch.compile, or plain torch."""
+
+BlockChoice = Literal["auto", BlockForm]
 
 
 class Options(BaseModel):
@@ -64,13 +70,11 @@ class GraphOptions(Options):
     model's frames per video; never more than one for each 32 tokens. 0: graphs for images only, as
     for a model without video; videos run eagerly. Otherwise each budget has a second graph, for
     packs with videos: images alone pay nothing for it."""
-    path_streams: bool = False
-    """Paths of one pack at the same time, each on a stream of its own, on CUDA. Takes more memory:
-    each path's graphs have a pool of their own. Not measured yet."""
-    compile: bool = False
-    """Blocks that have no fast form go through torch.compile before they are captured: those whose
-    norms follow attention and MLP (Step3). On CUDA in 16 bits; takes a C++ compiler and seconds
-    at a first start, and keeps what it made in TORCHINDUCTOR_CACHE_DIR. Not measured yet."""
+    blocks: BlockChoice = "auto"
+    """Form of the transformer blocks. `fast`: our own kernels, for every family but Step3.
+    `compile`: torch.compile, for every family; it takes a C++ compiler and seconds at the first
+    start, and caches its code in TORCHINDUCTOR_CACHE_DIR. Both need CUDA and 16 bits. `reference`:
+    plain torch. `auto`: the first of these that the model and the device can have."""
     max_exact_graphs: PositiveInt = 64
     """Layouts that `mode: exact` keeps; the one unused for longest makes room."""
 
@@ -79,6 +83,29 @@ class GraphOptions(Options):
     def off_is_a_word(cls, value: Any) -> Any:
         """YAML 1.1 reads a bare `off` as false."""
         return "off" if value is False else value
+
+
+def block_form(asked: BlockChoice, *, on_cuda: bool, dtype: Dtype, fast: bool) -> BlockForm:
+    """The form in use. `fast`: the family has the fast form. Raises ConfigError.
+
+    Without torch, so that it answers for a replica's configuration anywhere.
+    """
+    capable = on_cuda and dtype != "float32"
+    if asked in ("fast", "compile") and not capable:
+        raise ConfigError(
+            f"graphs.blocks is {asked}, which needs encoder.device cuda and model.dtype bfloat16 "
+            "or float16: set those, or graphs.blocks to auto"
+        )
+    if asked == "fast" and not fast:
+        raise ConfigError(
+            "graphs.blocks is fast, but this model's family has no fast form of its blocks: set it "
+            "to auto, compile or reference"
+        )
+    if asked != "auto":
+        return asked
+    if not capable:
+        return "reference"
+    return "fast" if fast else "compile"
 
 
 class PackingOptions(Options):
@@ -266,10 +293,15 @@ class ActorOptions(Options):
         return self
 
     @model_validator(mode="after")
-    def compiled_for_cuda(self) -> Self:
-        """On the CPU there is no graph to save launches in, and float32 stays the reference."""
-        if self.graphs.compile and (self.encoder.device == "cpu" or self.model.dtype == "float32"):
-            raise ValueError(
-                "graphs.compile needs encoder.device cuda and model.dtype bfloat16 or float16"
-            )
+    def blocks_run_here(self) -> Self:
+        """What the family has is known with its spec only: see config.fit."""
+        try:
+            self.block_form(fast=True)
+        except ConfigError as error:
+            raise ValueError(error.message) from error
         return self
+
+    def block_form(self, *, fast: bool) -> BlockForm:
+        """The form of the blocks in use; `fast`: see ModelSpec.fast_blocks. Raises ConfigError."""
+        on_cuda = self.encoder.device == "cuda"
+        return block_form(self.graphs.blocks, on_cuda=on_cuda, dtype=self.model.dtype, fast=fast)

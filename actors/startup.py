@@ -11,10 +11,10 @@ import numpy as np
 import simplejpeg
 import torch
 
+from actors.engine.budgets import model_capacity
 from actors.engine.capture import capture, choose_packing
 from actors.engine.device import CpuDevice, Device
 from actors.engine.engine import Engine
-from actors.engine.two_paths import model_capacity
 from actors.errors import StartError
 from actors.media.decode_processes import DecodeProcesses
 from actors.media.decoder import Decoder
@@ -53,10 +53,10 @@ def open_pipeline(
 def open_engine(options: ActorOptions, series: EncoderMetrics) -> Engine:
     """An engine on the device of the options, every graph captured. Raises StartError."""
     device = open_device(options.encoder.device)
-    captured, compiled = options.graphs.mode != "off", options.graphs.compile
-    tower = load(options.model, device.device, captured=captured, compiled=compiled)
+    captured = options.graphs.mode != "off"
+    tower = load(options.model, device.device, captured=captured, blocks=options.graphs.blocks)
     capacity = model_capacity(options.graphs, tower.spec)
-    graphs = capture(tower, capacity, device, series, path_streams=options.graphs.path_streams)
+    graphs = capture(tower, capacity, device, series)
     packing = choose_packing(options.packing, graphs)
     # Through an engine of its own, so that the metrics count what clients sent alone.
     warm(Engine(tower, graphs, capacity, device, EncoderMetrics()))

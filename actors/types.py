@@ -151,7 +151,8 @@ class Item:
     preprocess_seconds: float = 0.0
     """Decoding, resizing and patchifying."""
     rows: Any = None
-    """After encoding: a torch tensor [tokens, width] in the tower's dtype."""
+    """After encoding: a torch tensor [tokens, width] in the tower's dtype, or a tuple of those of a
+    video's chunks: see video_chunks.rows_of."""
     source: Source = "graph"
     queue_seconds: float = 0.0
     """How long it waited for its pack."""

@@ -22,8 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from actors.engine.budgets import Capacity
-from actors.engine.two_paths import model_capacity
+from actors.engine.budgets import Capacity, model_capacity
 from actors.errors import ConfigError
 from actors.options import ActorOptions, DeviceOptions, ModelOptions, Options
 from actors.spec.model_spec import ModelSpec
@@ -176,6 +175,7 @@ def known(section: Sequence[str]) -> list[str]:
 def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
     """What one pack holds. Raises ConfigError for options that do not fit the model."""
     room = model_capacity(options.graphs, spec)
+    options.block_form(fast=spec.fast_blocks)
     side = math.isqrt(options.limits.max_pixels)
     plan = spec.sizing.plan(Size(side, side))
     patches = spec.sizing.token_range()[1] * plan.patches // sum(plan.path_tokens)

@@ -1,4 +1,8 @@
-"""Token budgets: which graphs there are, and which one a pack takes. Pure: no torch, no models."""
+"""Token budgets: which graphs there are, and which one a pack takes. Knows no torch.
+
+Models of two paths (each image as a whole, and crops of some) have budgets for each path, in whole
+images or crops, up to one maximum for both; what one pack holds is bounded by both at once.
+"""
 
 from __future__ import annotations
 
@@ -8,61 +12,65 @@ from dataclasses import dataclass
 
 from actors.errors import ConfigError
 from actors.options import GraphOptions
+from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import BlockSizing, ViewSizing
 
 MOST_ITEMS_A_BUDGET = 4
-"""Of the largest item's tokens: more saves no launches, and costs memory and time to capture."""
+"""A budget holds at most so many of the largest items: more saves no launches, and costs memory
+and time to capture."""
 
 UNIT_TOKENS = 8
-"""Of budgets that are generated for images of any size: 32 patches, whole tiles of rows in matrix
-products. Models of tiles have budgets of whole tiles."""
+"""Generated budgets for images of any size are multiples of this: 32 patches, whole tiles of rows
+in GEMMs. Models of tiles have budgets of whole tiles."""
 
 FRAME_TOKENS = 32
-"""A graph holds one frame of a video, a temporal group of it, for each so many tokens: the table of
-segments is a cost of every replay. Of smaller frames, fewer tokens fit."""
+"""A graph has an attention segment for a video frame (a temporal group) per so many tokens, fewer
+if frames are smaller. Every segment lengthens the table that each replay reads."""
+
+MOST_TOKENS = 13824
+"""Maximum of each path of a model of two, unless the options or the model ask for another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Attention segments that the graphs of a path must be able to hold."""
+    """Attention segments that the graphs of a path can hold."""
 
     items: int
-    """Of a graph for images: one each."""
+    """One for each image."""
     frames: int = 0
-    """Of a graph for packs with videos, beside them. 0: there are no such graphs."""
+    """In addition, in graphs for packs with videos. 0: there are no such graphs."""
     frame_tokens: int = FRAME_TOKENS
 
     def of(self, budget: int, *, videos: bool) -> int:
-        """Segments of one graph; none is empty, so there are no more than tokens."""
+        """Segments of one graph: at most one per token, because none is empty."""
         frames = min(self.frames, budget // self.frame_tokens) if videos else 0
         return min(self.items + frames, budget)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one pack may hold. Budgets of each path ascend; none: everything runs eagerly."""
+    """What one pack may hold. Each path's budgets ascend; without any, everything runs eagerly."""
 
     budgets: tuple[tuple[int, ...], ...]
     tokens: tuple[int, ...]
-    """Most tokens of each path, with or without graphs."""
+    """Most tokens on each path, with or without graphs."""
     items: int
     frames: int
-    """Attention segments of all videos of a pack."""
+    """Most attention segments of all videos of a pack."""
     exact_graphs: int = 0
-    """Layouts that are captured when they recur, within the one budget; 0: budgets are captured."""
+    """How many layouts are captured when they recur, within the one budget; 0: budgets are."""
     frame_tokens: int = 0
-    """Tokens of a budget for each frame that its graph can hold; 0: it holds any."""
+    """A graph holds one frame per so many tokens of its budget; 0: any number."""
 
     @property
     def segments(self) -> Segments:
-        """What each graph must be able to hold."""
         return Segments(self.items, self.frames, self.frame_tokens or 1)
 
     def frames_in(self, budget: int) -> int:
-        """Frames that a graph of this budget holds."""
         return budget // self.frame_tokens if self.frame_tokens else self.frames
 
     def needed(self, tokens: int, frames: int) -> int:
-        """The least budget of a path for a pack of so many tokens and frames."""
+        """The smallest budget that holds so many tokens and frames."""
         return max(tokens, frames * self.frame_tokens)
 
 
@@ -101,12 +109,12 @@ def capacity(
 ) -> Capacity:
     """The capacity that the options ask for, for a model of one path.
 
-    Budgets that are generated are multiples of `unit` tokens, of the smallest unless given.
+    Generated budgets are multiples of `unit` tokens (default: of the smallest).
 
     Automatic limits mean what they mean in vLLM: items = largest budget // smallest budget,
-    frames = items x the model's frames per video, but one for each FRAME_TOKENS tokens at most. A
-    list that begins above the model's smallest budget still counts items by that one: [1024] is not
-    one item a pack. Raises ConfigError.
+    frames = items x the model's frames per video, but at most one per FRAME_TOKENS tokens. Items
+    are counted by the model's smallest budget if the list starts above it: [1024] does not mean
+    one item per pack. Raises ConfigError.
     """
     given = options.token_budgets
     if list(given) != sorted(set(given)):
@@ -137,3 +145,76 @@ def capacity(
         exact_graphs=options.max_exact_graphs if options.mode == "exact" else 0,
         frame_tokens=frame_tokens,
     )
+
+
+def model_capacity(options: GraphOptions, spec: ModelSpec) -> Capacity:
+    """The capacity that the options ask for, whether the model has one path or two.
+
+    Raises ConfigError for options that do not suit the model.
+    """
+    if isinstance(spec.sizing, ViewSizing):
+        most = spec.sizing.largest_budget(MOST_TOKENS)
+        return two_path_capacity(options, spec.sizing.view_tokens, most)
+    for key in ("global_token_budgets", "local_token_budgets"):
+        if getattr(options, key):
+            raise ConfigError(f"graphs.{key}: {spec.id} has one path: use graphs.token_budgets")
+    unit = UNIT_TOKENS if isinstance(spec.sizing, BlockSizing) else None
+    return capacity(options, spec.sizing.token_range(), spec.max_frames_per_video, unit)
+
+
+def two_path_capacity(
+    options: GraphOptions, view_tokens: tuple[int, int], default: int = MOST_TOKENS
+) -> Capacity:
+    """The capacity for a model of two paths. `view_tokens`: of one whole image, and of one crop.
+
+    The maximum is the largest of `token_budgets`, or the default. Items: as many as the largest
+    global budget holds images. Raises ConfigError for a list out of order, or with less than one
+    image or crop.
+    """
+    image, crop = view_tokens
+    most = max(options.token_budgets, default=default)
+    if most < max(view_tokens):
+        raise ConfigError(
+            f"graphs.token_budgets: {most} is less than the {max(view_tokens)} tokens of one view"
+        )
+    if options.max_frames_per_batch:
+        raise ConfigError("graphs.max_frames_per_batch: the model takes no video: leave it out")
+    whole = options.global_token_budgets or powers_of_two(image, most)
+    crops = tuple(budget for budget in options.local_token_budgets if budget)
+    crops = crops or doubled(crop, most)
+    checked("global", whole, image)
+    checked("local", crops, crop)
+    ladders = (whole, (0, *crops))
+    tokens = (whole[-1], crops[-1])
+    graphs = {
+        "budget": ladders,
+        "exact": tuple(ladder[-1:] for ladder in ladders),
+        "off": ((), ()),
+    }[options.mode]
+    return Capacity(
+        budgets=graphs,
+        tokens=tokens,
+        items=options.max_vision_items_per_batch or whole[-1] // image,
+        frames=0,
+        exact_graphs=options.max_exact_graphs if options.mode == "exact" else 0,
+    )
+
+
+def doubled(crop: int, most: int) -> tuple[int, ...]:
+    """crop, 2 x crop, ... up to `most`."""
+    budgets = [crop]
+    while budgets[-1] * 2 <= most:
+        budgets.append(budgets[-1] * 2)
+    return tuple(budgets)
+
+
+def checked(path: str, budgets: Sequence[int], view: int) -> None:
+    """Raises ConfigError unless the list ascends and starts at one view or more."""
+    if list(budgets) != sorted(set(budgets)):
+        raise ConfigError(
+            f"graphs.{path}_token_budgets must ascend without repeats, not {list(budgets)}"
+        )
+    if budgets[0] < view:
+        raise ConfigError(
+            f"graphs.{path}_token_budgets: {budgets[0]} is less than one view's {view} tokens"
+        )

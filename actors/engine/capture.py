@@ -1,4 +1,4 @@
-"""Start of an actor: all graphs of all paths, with progress, and what their replays cost."""
+"""Start of an actor: captures the graphs of all paths, and measures what their replays cost."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from time import monotonic
 import torch
 
 from actors.engine.budgets import Capacity
-from actors.engine.cost import monotone
 from actors.engine.device import Device
 from actors.engine.exact import ExactGraphSet
 from actors.engine.graphs import GraphSet
-from actors.engine.packing import Packing, least_cost, smallest_first
+from actors.engine.packing import Packing, least_cost, monotone, smallest_first
 from actors.errors import StartError
 from actors.models.tower import Tower
 from actors.options import PackingOptions
 from actors.telemetry.metrics import EncoderMetrics
 
 CACHED_PLANS = 256
-"""Lists of waiting items whose packs are remembered."""
+"""Lists of waiting items whose packs are cached."""
 
 log = logging.getLogger("ray.serve")
 
@@ -31,13 +30,11 @@ def capture(
     capacity: Capacity,
     device: Device,
     metrics: EncoderMetrics,
-    *,
-    path_streams: bool = False,
 ) -> dict[str, GraphSet]:
-    """A GraphSet for each path, captured, and the metrics that say so.
+    """A captured GraphSet for each path; also sets the metrics. Raises StartError.
 
-    Paths are captured in the order in which a pack replays them, so that a later path's graphs
-    leave alone what an earlier path has just put out, which they were captured beside.
+    On CUDA each path but the first has streams and a graph pool of its own, so that the paths of a
+    pack are replayed at the same time.
     """
     started, before, used_before = monotonic(), device.memory_bytes(), device.used_bytes()
     total = sum(budget > 0 for budgets in capacity.budgets for budget in budgets)
@@ -54,8 +51,7 @@ def capture(
                 *(path, budget, seconds, done, total, passed / done * (total - done)),
             )
 
-        beside = path_streams and path != tower.spec.paths[0]
-        where = device.beside() if beside else device
+        where = device if path == tower.spec.paths[0] else device.beside()
         place = (tower, path, budgets, capacity.segments, where)
         most = capacity.exact_graphs
         try:
@@ -81,7 +77,7 @@ def capture(
 def choose_packing(options: PackingOptions, graphs: Mapping[str, GraphSet]) -> Packing:
     """The policy. `least_cost` measures each budget here, before anything has been staged.
 
-    Where no path has a choice of budgets (modes `exact` and `off`) there is nothing to weigh.
+    Without a choice of budgets (modes `exact` and `off`) both policies are the same.
     """
     choice = any(len(path.budgets) > 1 for path in graphs.values())
     if options.policy == "smallest_first" or not choice:
@@ -90,6 +86,6 @@ def choose_packing(options: PackingOptions, graphs: Mapping[str, GraphSet]) -> P
     for path, seconds in zip(graphs, costs, strict=True):
         shown = ", ".join(f"{budget} {each * 1000:.2f}" for budget, each in seconds.items())
         log.info("milliseconds of a replay, %s: %s", path, shown)
-    # Traffic of few sizes asks again and again about the same items.
+    # Traffic of few sizes asks about the same items again and again.
     cut = lru_cache(CACHED_PLANS)(partial(least_cost, costs=costs))
     return lambda plans, capacity: cut(tuple(plans), capacity)

@@ -1,8 +1,8 @@
-"""The GPU: three streams, so that staging, replay and reading back overlap from pack to pack.
+"""The GPU: three streams, so that staging, replay and readback of successive packs overlap.
 
-staging stream    patches, host -> staging buffers, while the pack before it replays
-compute stream    staging buffers, metadata -> static inputs; replay; output -> read-back buffer
-read-back stream  read-back buffer -> pinned host memory, while the next pack replays
+staging stream    patches, host -> staging buffers, while the previous pack replays
+compute stream    staging buffers, metadata -> static inputs; replay; output -> readback buffer
+readback stream   readback buffer -> pinned host memory, while the next pack replays
 """
 
 from __future__ import annotations
@@ -14,39 +14,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.engine.device import Rows
-from actors.engine.inputs import Inputs, allocate, count, joined
-from actors.engine.inputs import Rows as MediaRows
+from actors.engine.device import Inputs, MediaRows, Rows, allocate, copy_rows, count
 from actors.kernels.attention import Shapes
-from actors.kernels.gemm import tuning
+from actors.kernels.gemm.gemm import tuning
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedRows:
-    """Rows whose copy, to pinned memory or on the device, has been started."""
+    """Rows whose copy, to pinned memory or within the device, has been started."""
 
     rows: Tensor
     done: torch.cuda.Event
 
     def wait(self) -> Tensor:
-        """Blocks this thread only: the interpreter lock is free meanwhile."""
+        """Blocks this thread only: the GIL is released meanwhile."""
         self.done.synchronize()
         return self.rows
 
 
 class StagedInputs:
-    """Static inputs, and staging buffers for the media that come from the host.
+    """Static inputs, and staging buffers for media from the host. A pack may have media on both.
 
-    Items of one pack may lie on either.
-
-    Nothing here waits for the device, and nothing is written that is still to be read:
-    - Host memory: metadata is never written to again; patches are gathered in pinned memory, which
-      torch gives to others only when the copies that read it are done.
-    - Staging buffers: overwritten once the pack before has been copied on to the inputs
-      (`consumed`), which is before its replay begins. So one set of them is enough.
+    Nothing here waits for the device, and nothing is overwritten before it has been read:
+    - Host memory: metadata is never written to again. Patches are gathered in pinned memory, which
+      torch reuses only after the copies that read it have finished.
+    - Staging buffers: overwritten after the previous pack has been copied on to the inputs
+      (`consumed`), which is before its replay starts. So one set of buffers is enough.
     - Static inputs: only the compute stream writes them, between the replays that read them.
-    Media on the device go into the inputs without a stop: the compute stream reads them, so they
-    must have been written by then, and stay until the pack's rows have been read.
+    Media on the device are copied directly into the inputs, on the compute stream. They must be
+    written before, and must stay until the pack's rows have been read.
     """
 
     def __init__(
@@ -76,13 +72,13 @@ class StagedInputs:
             self.compute.wait_stream(self.staging)
         for name, parts in rows.items():
             whole = merged(parts, self.buffers[name][: count(host[name])])
-            joined(whole, self.tensors[name][: count(parts)])
+            copy_rows(whole, self.tensors[name][: count(parts)])
         self.consumed.record(self.compute)
         self.metadata[: len(metadata)].copy_(metadata, non_blocking=True)
 
 
 class Unowned:
-    """Memory of a graph's pool, for torch.as_tensor: to hold it keeps nothing allocated."""
+    """Memory of a graph's pool, for torch.as_tensor, that does not keep it allocated."""
 
     def __init__(self, rows: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -99,7 +95,7 @@ class CudaDevice:
     backend = "cuda"
 
     def __init__(self) -> None:
-        self.device = torch.device("cuda", 0)  # Ray shows a replica no other
+        self.device = torch.device("cuda", 0)  # the only one that Ray shows a replica
         torch.cuda.set_device(self.device)
         self.compute = torch.cuda.Stream()
         self.staging = torch.cuda.Stream()
@@ -113,7 +109,7 @@ class CudaDevice:
         return torch.cuda.stream(self.compute)
 
     def beside(self) -> CudaDevice:
-        """Streams of its own, and a pool: graphs that share one may not run at the same time."""
+        """With streams and a graph pool of its own: graphs of one pool must not overlap."""
         other = CudaDevice()
         self._beside.append(other)
         return other
@@ -124,7 +120,7 @@ class CudaDevice:
             other.compute.wait_stream(self.compute)
 
     def join(self) -> None:
-        """See Device. A path's output is read here, before the next fork lets it be rewritten."""
+        """See Device. Outputs are read here before the next fork lets replays overwrite them."""
         for other in self._beside:
             self.compute.wait_stream(other.compute)
 
@@ -143,15 +139,15 @@ class CudaDevice:
     ) -> Callable[[], Tensor]:
         """A CUDA graph in the pool that all graphs of this device share.
 
-        An output that is not kept goes back to the pool, where graphs captured later work in its
-        memory: so all graphs together take what the largest takes, however many there are.
+        An output that is not kept goes back to the pool, so that graphs that are captured later
+        use its memory. So all graphs together take as much memory as the largest one.
         """
         with torch.cuda.stream(self.compute), tuning() if tuned else nullcontext():
             run()
         self.compute.synchronize()
-        torch.cuda.empty_cache()  # what the warm-up took is not the pool's: give it back
+        torch.cuda.empty_cache()  # the pool cannot use what the warm-up allocated
         graph = torch.cuda.CUDAGraph()
-        # thread_local: decoding threads may go on using CUDA while this thread captures.
+        # thread_local: other threads may use CUDA while this thread captures.
         with torch.cuda.graph(
             graph, pool=self.pool, stream=self.compute, capture_error_mode="thread_local"
         ):
@@ -166,7 +162,7 @@ class CudaDevice:
         return replay
 
     def read_back(self, rows: Tensor) -> Rows:
-        """Into a buffer of our own at once, so that the next replay need not wait for the host."""
+        """Through a buffer on the device, so that the next replay need not wait for the host."""
         if self._read_buffer.nbytes < rows.nbytes:
             self.reading.synchronize()
             self._read_buffer = torch.empty(rows.nbytes, dtype=torch.uint8, device=self.device)
@@ -183,8 +179,8 @@ class CudaDevice:
         return CopiedRows(host, done)
 
     def keep(self, parts: Sequence[Tensor]) -> Rows:
-        """See Device. The memory is the compute stream's: what other streams do with it must be
-        done when it is let go of."""
+        """See Device. The memory belongs to the compute stream: uses on other streams must have
+        finished before it is freed."""
         done = torch.cuda.Event()
         with torch.cuda.stream(self.compute):
             kept = torch.cat(list(parts))
@@ -192,7 +188,7 @@ class CudaDevice:
         return CopiedRows(kept, done)
 
     def memory_bytes(self) -> int:
-        """What torch's allocator holds, graph pools included."""
+        """Reserved by torch's allocator, graph pools included."""
         return torch.cuda.memory_reserved(self.device)
 
     def used_bytes(self) -> int:
@@ -201,22 +197,22 @@ class CudaDevice:
         return total - free
 
     def alive(self) -> bool:
-        """Whether the context still takes work: an illegal access or an assertion is for ever."""
+        """Whether the context still works: it never does again after an illegal memory access."""
         try:
-            torch.cuda.synchronize(self.device)  # allocates nothing: being out of memory passes
+            torch.cuda.synchronize(self.device)  # allocates nothing: out of memory is no failure
         except RuntimeError:
             return False
         return True
 
 
 def unowned(rows: Tensor) -> Tensor:
-    """The same rows in the same memory, which is free again when nobody else holds it."""
+    """The same rows in the same memory, without keeping it allocated."""
     flat = torch.as_tensor(Unowned(rows), device=rows.device)
     return flat.view(rows.dtype).view(rows.shape)
 
 
 def merged(parts: Sequence[Tensor], staged: Tensor) -> Sequence[Tensor]:
-    """The parts, those of the host out of the rows that were staged for them, in order."""
+    """The parts, with those of the host replaced by the rows that were staged for them."""
     if len(staged) == count(parts):
         return [staged]
     copies = iter(staged.split([len(part) for part in parts if not part.is_cuda]))
@@ -224,6 +220,6 @@ def merged(parts: Sequence[Tensor], staged: Tensor) -> Sequence[Tensor]:
 
 
 def pinned(parts: Sequence[Tensor]) -> Tensor:
-    """All rows of the parts in pinned memory."""
+    """The parts concatenated in pinned memory."""
     shape = (count(parts), *parts[0].shape[1:])
-    return joined(parts, torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
+    return copy_rows(parts, torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))

@@ -1,7 +1,7 @@
-"""Graphs by exact layout, captured when a layout comes again: no padding, but only for repeats.
+"""Graphs of exact layouts, captured when a layout recurs: no padding, but only for repeats.
 
-A layout is the grids of a pack's items, in order. Its first sight runs eagerly, its second captures
-and replays; the layout unused for longest makes room. Knows nothing of packing or of metrics.
+A layout is the grids of a pack's items, in order. The first time it runs eagerly, the second time
+it is captured and replayed. The least recently used layout is evicted.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from actors.types import Grid, ItemPlan
 EXACT = "exact"
 
 SIGHTS_PER_GRAPH = 16
-"""Layouts remembered for each that may be kept: most are seen once and never again."""
+"""Layouts remembered for each graph that is kept: most are seen once and never again."""
 
 Layout = tuple[tuple[Grid, int, int], ...]
 """Grid, tokens and frames of each item on this path."""
 
 
 class ExactGraphSet(GraphSet):
-    """The graphs of one path, at most `most` layouts of at most the largest budget's tokens.
+    """The graphs of one path: at most `most` layouts, each of at most the largest budget's tokens.
 
-    The graph of the largest budget is captured at start and never replayed afterwards: it sizes the
-    shared pool for every layout to come, and its output is where they all leave their rows. So what
-    is captured later takes no more device memory, whatever its order. Nor are products
-    timed for it, which would hold up all that waits.
+    The graph of the largest budget is captured at start, and not replayed afterwards: it sizes the
+    shared pool, and its output takes the rows of every layout. So graphs that are captured later
+    take no more device memory. GEMMs are not timed for them, because waiting items would be held
+    up.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ExactGraphSet(GraphSet):
         super().__init__(tower, path, budgets, segments, device)
         self.keeps_rows = True
         self.tuned = False
-        # One graph sizes the pool, the one with the most inputs: another would only keep an output.
+        # One graph is enough to size the pool, the one with the most inputs.
         self.forms = self.forms[-1:]
         self.most = most
         self.kept: OrderedDict[Layout, Callable[[], Tensor]] = OrderedDict()
@@ -56,13 +56,13 @@ class ExactGraphSet(GraphSet):
 
     @torch.inference_mode()
     def capture(self, report: Report) -> None:
-        """Captures the largest budget, from which every layout's graph takes its memory."""
+        """Captures the largest budget, whose memory every layout's graph uses."""
         super().capture(report)
         with self.device.running():
             self.output = self.replays[self.budgets[-1], self.forms[-1]]()
 
     def captured(self) -> int:
-        """Layouts that can be replayed now."""
+        """How many layouts can be replayed now."""
         return len(self.kept)
 
     def label(self, budget: int | None, plans: Sequence[ItemPlan]) -> str | None:
@@ -81,7 +81,7 @@ class ExactGraphSet(GraphSet):
         patches: Sequence[Tensor],
         later: Sequence[Tensor] = (),
     ) -> Tensor:
-        """See GraphSet; the budget only says that the pack is within what may be captured."""
+        """See GraphSet. A budget only says that the pack is small enough to be captured."""
         if not self.tokens(plans):
             return self._nothing()
         if self.label(budget, plans) is None:
@@ -94,14 +94,14 @@ class ExactGraphSet(GraphSet):
             return self._replay(plans)()
 
     def _replay(self, plans: Sequence[ItemPlan]) -> Callable[[], Tensor]:
-        """What replays this layout; captured now if it is not kept."""
+        """The replay of this layout, captured now if need be."""
         layout = self._layout(plans)
         replay = self.kept.get(layout)
         if replay is None:
-            # Forgotten first: a layout that cannot be captured is not tried at every sight.
+            # Forgotten first, so that a layout that cannot be captured is not tried every time.
             del self.seen[layout]
             replay = self.kept[layout] = self._captured(plans)
-            # Capturing has left the device idle: the graph that goes is not being replayed.
+            # The device is idle after a capture, so the evicted graph is not being replayed.
             if len(self.kept) > self.most:
                 self.kept.popitem(last=False)
         self.kept.move_to_end(layout)

@@ -1,9 +1,9 @@
-"""Captured graphs of one path, one or two a token budget, and what replays them.
+"""The captured graphs of one path, one or two per token budget, and their replay.
 
-Static inputs are allocated once, for the largest budget (inputs.py). All graphs share one pool, the
-largest captured first. Padding is data: rows that no segment covers.
-A tower whose videos need inputs of their own has a second graph a budget, for packs with videos, so
-that images by themselves pay neither for those inputs nor for the segments of frames.
+Static inputs are allocated once, for the largest budget. All graphs share one memory pool, so the
+largest is captured first. Padding is data: rows that no segment covers.
+A tower whose videos need inputs of their own has a second graph per budget, for packs with videos,
+so that packs of images pay neither for those inputs nor for the segments of frames.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.engine.budgets import Segments
-from actors.engine.device import Device
-from actors.engine.inputs import Places, Rows, together
+from actors.engine.device import Device, MediaRows, Places, concatenated
 from actors.kernels.attention import Shapes
 from actors.models.tower import Tower, VideoTower
 from actors.types import Item, ItemPlan
@@ -27,7 +26,7 @@ Report = Callable[[int, float], None]
 MEASURED_REPLAYS = 3
 
 CACHED_LAYOUTS = 32
-"""Packs of the same plans in the same order whose metadata is kept, in pinned memory on CUDA."""
+"""Packs of the same plans in the same order whose metadata is cached, in pinned memory on CUDA."""
 
 SKIPPED = "skip"
 """The label of a path on which a pack has no tokens."""
@@ -46,13 +45,12 @@ class GraphSet:
         self.segments = segments
         self.device = device
         self.keeps_rows = path != tower.spec.paths[-1]
-        """Rows are read with those of the last path: they outlast replays of what is captured
-        later."""
+        """Rows of all paths are read together: replays of other paths must not overwrite them."""
         self.tuned = True
-        """Captured before anything is served: there is time to time products."""
+        """Graphs are captured before anything is served, so GEMMs may be timed."""
         self._packed: dict[tuple[int | None, tuple[ItemPlan, ...]], Tensor] = {}
         self.replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
-        """By budget, and whether it is for packs with videos."""
+        """By budget, and whether for packs with videos."""
         videos = segments.frames and self.video_inputs(1)
         self.forms: tuple[bool, ...] = (False, True) if videos else (False,)
         if self.budgets:
@@ -60,7 +58,7 @@ class GraphSet:
 
     @torch.inference_mode()
     def capture(self, report: Report) -> None:
-        """Captures every budget, largest first. Replays take no more device memory."""
+        """Captures every budget, largest first."""
         for budget in reversed(self.budgets):
             started = perf_counter()
             for videos in reversed(self.forms):
@@ -75,7 +73,7 @@ class GraphSet:
 
     @torch.inference_mode()
     def replay_seconds(self) -> dict[int, float]:
-        """Seconds of one warm replay of each budget, for images, over what the inputs hold now."""
+        """Seconds of one warm replay of each budget, for images, over whatever the inputs hold."""
         seconds = {}
         with self.device.running():
             for budget in reversed(self.budgets):
@@ -89,20 +87,20 @@ class GraphSet:
         return seconds
 
     def captured(self) -> int:
-        """Graphs that can be replayed now."""
+        """How many graphs can be replayed now."""
         return len(self.replays)
 
     def label(self, budget: int | None, plans: Sequence[ItemPlan]) -> str | None:
-        """The graph that such a pack would replay now, for the metrics; None: it runs eagerly.
+        """The graph that such a pack would replay now, for the metrics.
 
-        SKIPPED: it has no tokens on this path, and nothing runs.
+        None: it would run eagerly. SKIPPED: it has no tokens on this path.
         """
         if not self.tokens(plans):
             return SKIPPED
         return None if budget is None else str(budget)
 
     def run(self, budget: int | None, items: Sequence[Item]) -> Tensor:
-        """See encode; the patches of some items may lie on the device, of others on the host."""
+        """See encode. Patches may lie on the device or on the host."""
         patches = [torch.as_tensor(item.patches[item.plan.rows(self.index)]) for item in items]
         later = [
             patches[i] if item.later is None else torch.as_tensor(item.later)
@@ -120,10 +118,10 @@ class GraphSet:
     ) -> Tensor:
         """Rows [tokens of all items, width] on the device, in the order of the items.
 
-        `patches`: uint8, one tensor an item, this path's, on the host or on the device. `later`:
-        the same in the second frames of videos, for an image its patches once more; images alone
-        need none. With a budget the rows lie in graph memory and last until the next replay of this
-        path; None runs eagerly. Without tokens on this path nothing runs.
+        `patches`: this path's, uint8, one tensor per item, on the host or on the device. `later`:
+        the patches of the second frames of videos; an image's are its patches once more. Packs of
+        images need none. With a budget the rows lie in graph memory and are valid until the next
+        replay of this path; None runs eagerly. Without tokens on this path nothing runs.
         """
         if not self.tokens(plans):
             return self._nothing()
@@ -136,14 +134,13 @@ class GraphSet:
 
     def rows(
         self, plans: Sequence[ItemPlan], patches: Sequence[Tensor], later: Sequence[Tensor]
-    ) -> Rows:
-        """What the inputs of media are filled with."""
+    ) -> MediaRows:
         if self.videos(plans) and "later" in self.video_inputs(1):
             return {"patches": patches, "later": later}
         return {"patches": patches}
 
     def videos(self, plans: Sequence[ItemPlan]) -> bool:
-        """Whether these items need the inputs that are for videos."""
+        """Whether these items need the graph with inputs for videos."""
         return any(plan.frames for plan in plans) and bool(self.video_inputs(1))
 
     def video_inputs(self, tokens: int) -> Shapes:
@@ -158,9 +155,9 @@ class GraphSet:
         return torch.empty(0, spec.width, dtype=dtype, device=self.device.device)
 
     def packed(self, budget: int | None, plans: tuple[ItemPlan, ...]) -> Tensor:
-        """Host values of the inputs that are no media, as one piece; None: of an exact layout.
+        """The metadata of a pack as one piece of host memory; None: of an exact layout.
 
-        Traffic of few sizes brings the same packs again, and finds what was made for them.
+        Cached, because traffic of few sizes brings the same packs again.
         """
         key = budget, plans
         found = self._packed.pop(key, None)
@@ -170,18 +167,18 @@ class GraphSet:
             values = self.tower.metadata(self.path, plans, tokens, segments)
             found = places.packed(values, self.device.host_buffer(places.size_bytes))
             if len(self._packed) == CACHED_LAYOUTS:
-                del self._packed[next(iter(self._packed))]  # the one unused for longest
+                del self._packed[next(iter(self._packed))]  # the least recently used
         self._packed[key] = found
         return found
 
     def room(self, budget: int | None, plans: Sequence[ItemPlan]) -> tuple[int, int]:
-        """Tokens and segments of a budget's graph for such a pack; None: no more than it has."""
+        """Tokens and segments of a budget's graph for such a pack; None: exactly those it has."""
         if budget is None:
             return self.tokens(plans), sum(max(1, plan.frames) for plan in plans)
         return budget, self.segments.of(budget, videos=self.videos(plans))
 
     def static(self, shapes: Shapes) -> dict[str, Tensor]:
-        """What a graph reads, in these shapes."""
+        """The inputs of a graph, in these shapes."""
         media = {
             name: tensor[: shapes[name][0][0]]
             for name, tensor in self.inputs.tensors.items()
@@ -189,21 +186,20 @@ class GraphSet:
         }
         return media | Places(shapes).views(self.inputs.metadata)
 
-    def _eager(self, plans: Sequence[ItemPlan], rows: Rows) -> Tensor:
+    def _eager(self, plans: Sequence[ItemPlan], rows: MediaRows) -> Tensor:
         device = self.device.device
         values = self.tower.metadata(self.path, plans, *self.room(None, plans)) | {
-            name: together(parts, device) for name, parts in rows.items()
+            name: concatenated(parts, device) for name, parts in rows.items()
         }
         return self.tower.forward(
             self.path, {name: value.to(device) for name, value in values.items()}
         )
 
     def tokens(self, plans: Sequence[ItemPlan]) -> int:
-        """Tokens that these items have on this path."""
         return sum(plan.path_tokens[self.index] for plan in plans)
 
     def budget_shapes(self, budget: int, *, videos: bool) -> Shapes:
-        """Inputs of a budget's graph."""
+        """Shapes of the inputs of a budget's graph."""
         return self._shapes(budget, self.segments.of(budget, videos=videos), videos)
 
     def _shapes(self, tokens: int, segments: int, videos: bool) -> Shapes:

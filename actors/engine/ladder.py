@@ -1,4 +1,4 @@
-"""Which budgets suit a service's traffic: the ladder that computes the fewest tokens for nobody.
+"""Which budgets suit a service's traffic: the ladder with the least padding.
 
 Pure: traffic in, budgets out. Knows nothing of models, graphs or files.
 """
@@ -19,7 +19,7 @@ from actors.types import ItemPlan
 Indices = npt.NDArray[np.intp]
 
 MULTIPLE_TOKENS = 16
-"""Budgets are multiples of this: a matrix product computes whole tiles of rows in any case."""
+"""Budgets are multiples of this, because a GEMM computes whole tiles of rows anyway."""
 
 
 def best_ladder(loads: Mapping[int, float], graphs: int, largest: int) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def best_ladder(loads: Mapping[int, float], graphs: int, largest: int) -> tuple[
 
 
 def padding_ratio(loads: Mapping[int, float], budgets: Sequence[int]) -> float:
-    """Tokens computed for nobody for each token of content; the largest budget holds every load."""
+    """Tokens of padding per token of content; the largest budget holds every load."""
     return computed(loads, budgets) / content(loads) - 1 if loads else 0.0
 
 
@@ -68,7 +68,7 @@ def computed(loads: Mapping[int, float], budgets: Sequence[int]) -> float:
 def rounded_up(
     loads: Mapping[int, float], largest: int, multiple: int = MULTIPLE_TOKENS
 ) -> dict[int, float]:
-    """The loads in multiples of so many, or `largest`: what budgets are chosen from."""
+    """The loads rounded up to multiples, at most `largest`: what budgets are chosen from."""
     rounded: dict[int, float] = {}
     for load, times in loads.items():
         whole = min(-(-load // multiple) * multiple, largest)
@@ -81,9 +81,9 @@ def simulated_loads(
 ) -> list[dict[int, float]]:
     """Tokens on each path of the packs that form when `waiting_items` items wait on average.
 
-    Numbers are geometric, as in a queue: an idle service, with one item alone, is always among
-    them. `items`: how often each comes. Always the same for the same traffic. Items beyond the
-    largest budget run eagerly and do not count, nor does a path on which a pack has nothing.
+    The number of waiting items is geometric, as in a queue, so one item alone always occurs.
+    `items`: how often each comes. Deterministic. Items beyond the largest budget run eagerly and do
+    not count, nor does a path on which a pack has no tokens.
     """
     waiting = np.random.default_rng(0).geometric(1 / waiting_items, rounds)
     drawn = Random(0).choices(list(items), list(items.values()), k=int(waiting.sum()))

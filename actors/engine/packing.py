@@ -1,15 +1,19 @@
-"""Which waiting items share a forward pass. Pure: knows nothing of torch, clocks or requests."""
+"""Which waiting items share a forward pass, by what packs cost. Pure: no torch, no clocks.
+
+A replay computes every row of its budget, so its time depends on the budget and hardly on what is
+in it. The exception is attention, which is quadratic in an item's patches; but an item brings the
+same attention to any pack, so it is left out: costs are measured over empty packs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from actors.engine.budgets import Capacity, at_least
-from actors.engine.cost import Costs, pack_seconds
 from actors.types import ItemPlan, Pack
 
 Integers = npt.NDArray[np.int64]
@@ -17,15 +21,19 @@ Integers = npt.NDArray[np.int64]
 Packing = Callable[[Sequence[ItemPlan], Capacity], list[Pack]]
 """A policy: cuts all items into packs."""
 
+Costs = Sequence[Mapping[int, float]]
+"""Of each path: budget -> seconds of one replay. Larger budgets never cost less."""
+
 WINDOW = 256
-"""Items that one decision looks at, or a full pack of them: planning may not outlast a replay."""
+"""Items that one decision looks at (at least a full pack), so that planning is shorter than a
+replay."""
 
 NANOSECOND = 1e-9
-"""Plans whose seconds differ by less are equally good."""
+"""Plans that differ by less are equally good."""
 
 
 class OpenPack:
-    """A pack that still grows, with the running totals that bind it."""
+    """A pack that still grows, and its running totals."""
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
@@ -34,7 +42,7 @@ class OpenPack:
         self.frames = 0
 
     def admits(self, plan: ItemPlan) -> bool:
-        """Whether every limit still holds with this item: tokens of each path, items, frames."""
+        """Whether every limit still holds with this item."""
         most = self.capacity
         return (
             len(self.items) < most.items
@@ -48,7 +56,7 @@ class OpenPack:
         )
 
     def add(self, index: int, plan: ItemPlan) -> None:
-        """Takes the item in, whether it fits or not."""
+        """Adds the item, whether it fits or not."""
         self.items.append(index)
         self.frames += plan.frames
         for path, more in enumerate(plan.path_tokens):
@@ -66,7 +74,7 @@ class OpenPack:
 def smallest_first(plans: Sequence[ItemPlan], capacity: Capacity) -> list[Pack]:
     """Packs all items: ascending by tokens, adding while every limit holds (vLLM, PR 35963).
 
-    An item beyond a limit by itself gets a pack of its own, with None for the path it is beyond.
+    An item that exceeds a limit by itself gets a pack of its own, with None for that path.
     """
     packs: list[Pack] = []
     pack = OpenPack(capacity)
@@ -91,7 +99,7 @@ def least_cost(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -> l
 
     Ascending by tokens like `smallest_first`, and never more expensive; but a batch is cut in two
     where two smaller graphs cost less than the padding of one. On a tie, the fewer packs.
-    An item beyond a limit by itself gets a pack of its own, with None for the path it is beyond.
+    An item that exceeds a limit by itself gets a pack of its own, with None for that path.
     """
     order = sorted(range(len(plans)), key=lambda i: plans[i].tokens)
     alone: list[int] = []
@@ -107,9 +115,9 @@ def cheapest_cuts(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -
     """Where each pack of the cheapest plan begins, from 0 to the end. Graphs hold every plan.
 
     Exact, in items x budgets steps: fewer items never cost more, so of all packs that begin at an
-    item and take a certain budget, only the longest can be part of the cheapest plan. On a tie the
-    first pack is the longest: it is the one of the oldest among equal items, and what remains at
-    the end waits for company.
+    item and use a certain budget, only the longest can be part of the cheapest plan. On a tie the
+    first pack is the longest, because it has the oldest of equal items, and the last one can still
+    be joined by items to come.
     """
     last = len(plans)
     if last < 2:
@@ -124,7 +132,7 @@ def cheapest_cuts(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -
             reach(tokens, largest_first),
             reach(frames, [capacity.frames_in(budget) for budget in largest_first]),
         )
-        # Each combination of budgets has a column.
+        # One column for each combination of budgets.
         ends = np.minimum(ends[:, :, None], held[:, None, :]).reshape(last, -1)
         path_seconds = np.array([pack_seconds((budget,), (cost,)) for budget in largest_first])
         seconds = (seconds[:, None] + path_seconds).ravel()
@@ -141,12 +149,12 @@ def cheapest_cuts(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -
 
 
 def running(values: Sequence[int]) -> Integers:
-    """Sums of the first 0, 1, 2, ... values."""
+    """Cumulative sums, from 0."""
     return np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
 
 
 def reach(sums: Integers, limits: Sequence[int]) -> Integers:
-    """Where a pack ends at the latest: [items that it may begin at, limits of the sum]."""
+    """The latest end of a pack: [its first item, limits of the sum]."""
     ends: Integers = np.searchsorted(sums, sums[:-1, None] + np.asarray(limits), side="right") - 1
     return ends
 
@@ -160,7 +168,6 @@ def graphs_hold(plan: ItemPlan, capacity: Capacity) -> bool:
 
 
 def closed(items: Iterable[int], plans: Sequence[ItemPlan], capacity: Capacity) -> Pack:
-    """The pack of these items."""
     pack = OpenPack(capacity)
     for index in items:
         pack.add(index, plans[index])
@@ -170,10 +177,34 @@ def closed(items: Iterable[int], plans: Sequence[ItemPlan], capacity: Capacity) 
 def oldest_first(
     plans: Sequence[ItemPlan], capacity: Capacity, packing: Packing = smallest_first
 ) -> Pack:
-    """The pack that holds item 0, the one that has waited longest: nobody starves.
+    """The pack with item 0, which has waited longest, so that no item starves.
 
-    The rest of the plan is thrown away: by the time of the next pack, other items wait. So a
-    policy decides for throughput (the time of all that waits), and age decides what goes first.
+    The rest of the plan is discarded, because other items will wait by the time of the next pack.
+    So the policy plans for throughput (the time of all that waits), and age decides what is next.
     """
     seen = plans[: max(WINDOW, capacity.items)]
     return next(pack for pack in packing(seen, capacity) if 0 in pack.items)
+
+
+def pack_seconds(budgets: Sequence[int | None], costs: Costs) -> float:
+    """Seconds of a pack's replays. A path without a budget, or with one of 0, costs nothing.
+
+    An item beyond every budget runs alone and eagerly, however the others are packed.
+    """
+    return sum(seconds[budget] for budget, seconds in zip(budgets, costs, strict=True) if budget)
+
+
+def monotone(measured: Mapping[int, float]) -> dict[int, float]:
+    """The closest seconds, by least squares, that never fall as budgets grow.
+
+    Measurement noise must not make a larger budget look cheaper than a smaller one.
+    """
+    pools: list[tuple[float, int]] = []  # sum of seconds, number of budgets: means ascend
+    for budget in sorted(measured):
+        total, count = measured[budget], 1
+        while pools and pools[-1][0] * count > total * pools[-1][1]:
+            before, several = pools.pop()
+            total, count = total + before, count + several
+        pools.append((total, count))
+    means = [total / count for total, count in pools for _ in range(count)]
+    return dict(zip(sorted(measured), means, strict=True))

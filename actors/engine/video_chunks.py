@@ -1,31 +1,37 @@
-"""A video beyond what one pack holds, cut into runs: groups of frames that follow each other.
+"""Videos that are longer than one pack holds: cut into chunks, encoded, and answered as one.
 
-A group of frames is one attention segment (VideoSizing), so that the rows of a video are those of
-its runs, one after the other. Pure: knows neither packs nor graphs.
+A group of frames is one attention segment (VideoSizing), so the rows of a video are those of its
+chunks, one after the other. Knows neither packs nor graphs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from actors.engine.budgets import Capacity
 from actors.types import Item, ItemPlan
 
 
 def cut(item: Item, capacity: Capacity) -> list[Item]:
-    """The runs of an item, each as long as a pack holds; an image, or what fits, is one.
+    """The chunks of an item, each as long as a pack holds; an image, or what fits, is one.
 
-    A group that no pack holds is a run by itself.
+    A group that no pack holds is a chunk by itself.
     """
-    groups, most = item.plan.frames, longest_run(item.plan, capacity)
+    groups, most = item.plan.frames, longest_chunk(item.plan, capacity)
     if groups <= most:
         return [item]
     starts = range(0, groups, most)
-    return [run(item, start, min(start + most, groups)) for start in starts]
+    return [chunk(item, start, min(start + most, groups)) for start in starts]
 
 
-def longest_run(plan: ItemPlan, capacity: Capacity) -> int:
-    """Groups of a video that a pack holds, one at least. Without graphs for videos tokens bind."""
+def longest_chunk(plan: ItemPlan, capacity: Capacity) -> int:
+    """Groups of a video that one pack holds, at least one."""
     if not plan.frames:
         return 1
     most = capacity.tokens[0] // computed_tokens(plan, plan.group_patches)
@@ -34,7 +40,7 @@ def longest_run(plan: ItemPlan, capacity: Capacity) -> int:
     return max(1, most)
 
 
-def run(item: Item, start: int, end: int) -> Item:
+def chunk(item: Item, start: int, end: int) -> Item:
     """The groups from `start` to before `end` of a video, as views of its patches."""
     plan, groups = item.plan, end - start
     rows = slice(start * plan.group_patches, min(end * plan.group_patches, plan.patches))
@@ -49,9 +55,58 @@ def run(item: Item, start: int, end: int) -> Item:
         frames=groups,
     )
     later = None if item.later is None else item.later[rows]
-    return Item(part, item.patches[rows], later)
+    return Item(part, item.patches[rows], later, on_device=item.on_device)
 
 
 def computed_tokens(plan: ItemPlan, patches: int) -> int:
-    """Of so many of its patches."""
+    """Tokens that the tower computes of so many of the item's patches."""
     return plan.path_tokens[0] * patches // plan.patches
+
+
+def joined(item: Item, answers: Sequence[Future[Item]]) -> Future[Item]:
+    """Answers with the item when the last of its chunks is encoded, or when the first fails.
+
+    Chunks that have not started by then are cancelled, as they are if the answer is cancelled.
+    """
+    whole: Future[Item] = Future()
+    # Emptied when `whole` is done: futures that refer to each other would keep the rows of their
+    # packs alive until the garbage collector runs.
+    chunks = list(answers)
+
+    def encoded(answer: Future[Item]) -> None:
+        left = chunks.copy()
+        if not left or answer.cancelled():  # `whole` is done
+            return
+        with suppress(InvalidStateError):  # cancelled just now
+            if error := answer.exception():
+                whole.set_exception(error)
+            elif all(one.done() and not one.cancelled() for one in left):
+                fill(item, [one.result() for one in left])
+                whole.set_result(item)
+
+    def ended(_: Future[Item]) -> None:
+        left = chunks.copy()
+        chunks.clear()
+        for answer in left:
+            answer.cancel()
+
+    whole.add_done_callback(ended)
+    for answer in answers:
+        answer.add_done_callback(encoded)
+    return whole
+
+
+def fill(item: Item, chunks: Sequence[Item]) -> None:
+    """Fills in a video from its chunks, which were queued together: first start to last end."""
+    queue = min(one.queue_seconds for one in chunks)
+    end = max(one.queue_seconds + one.encode_seconds for one in chunks)
+    item.rows = tuple(one.rows for one in chunks)
+    item.source = "eager" if any(one.source == "eager" for one in chunks) else "graph"
+    item.queue_seconds, item.encode_seconds = queue, end - queue
+
+
+def rows_of(item: Item) -> Tensor:
+    """[tokens, width] of an encoded item. Of a video that was cut into chunks a copy, which takes
+    long: not for the engine's thread."""
+    rows: Tensor = torch.cat(item.rows) if isinstance(item.rows, tuple) else item.rows
+    return rows

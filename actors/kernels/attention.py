@@ -1,12 +1,13 @@
-"""Attention within segments of one packed sequence: who sees whom is data, never a shape.
+"""Attention within segments of one packed sequence, and which kernel computes it: see `choose`.
 
-An attention brings its own static inputs (`inputs`), fills them for a pack on the host (`metadata`)
-and reads them on the device (`__call__`), so that a captured graph serves any layout that fits.
+Which patches attend to which is data, never a shape: an attention has static inputs of its own
+(`inputs`), fills them on the host for each pack (`metadata`) and reads them on the device
+(`__call__`). So a captured graph serves every layout that fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.errors import StartError
-
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-Values = Mapping[str, Tensor]
+from actors.kernels import Shapes as Shapes
+from actors.kernels import Values as Values
+from actors.kernels.hopper.attention import HopperAttention, kernels_for
+from actors.kernels.triton.attention import HEAD_SIZES, TritonAttention
 
 
 class Attention(Protocol):
-    """One kernel. `name` appears in logs, metrics and the bench."""
+    """One way to compute attention. `name` appears in logs, metrics and the bench."""
 
     name: str
 
@@ -39,7 +41,7 @@ class Attention(Protocol):
 
 
 class SegmentAttention:
-    """The reference: one scaled_dot_product_attention a segment. Any device and dtype.
+    """The reference: one scaled_dot_product_attention per segment. Any device and dtype.
 
     Reads segment ends as Python numbers, so it cannot be captured by a CUDA graph.
     """
@@ -72,21 +74,18 @@ class SegmentAttention:
 def choose(
     device: torch.device, dtype: torch.dtype, head_size: int, *, captured: bool = False
 ) -> Attention:
-    """The fastest attention that this device, dtype and head size have.
+    """The fastest attention for this device, dtype and head size.
 
-    `captured`: graphs will hold it. Raises StartError where only the reference is there, which a
-    CUDA graph cannot hold.
+    CUDA in 16 bits: HopperAttention on compute capability 9.0 for head sizes 64, 72 and 80, else
+    TritonAttention for HEAD_SIZES. Everything else: SegmentAttention, which a CUDA graph cannot
+    hold. `captured`: it must be capturable; raises StartError if it is not.
     """
     if device.type != "cuda":
         return SegmentAttention()
-    from actors.kernels.hopper import kernels_for
-    from actors.kernels.hopper_tiles import HopperTiles
-    from actors.kernels.tiles import HEAD_SIZES, Tiles
-
     known_size, known_dtype = head_size in HEAD_SIZES, dtype in (torch.bfloat16, torch.float16)
     if known_size and known_dtype:
         kernels = kernels_for(device, dtype, head_size)
-        return HopperTiles(kernels, head_size) if kernels else Tiles()
+        return HopperAttention(kernels, head_size) if kernels else TritonAttention()
     if captured and known_size:
         raise StartError(
             f"model.dtype is {str(dtype).removeprefix('torch.')}, for which there is no attention "

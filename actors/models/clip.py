@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.models.block import Activation, Style, layer_norm
 from actors.models.gemma3 import NAMES
+from actors.models.layers.block import Activation, Style, layer_norm
 from actors.models.packed_weights import Dimensions, Expected, Weights, affine, expected_blocks
 from actors.models.tiled import TileParts, merge_order, tile_sizing
 from actors.spec.model_spec import ModelSpec

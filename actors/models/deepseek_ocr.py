@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.engine.two_paths import PATHS
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models import packed, sam, views
-from actors.models.block import Affine, BlocksForm, Style, layer_norm
 from actors.models.deepseek_ocr_config import (
     SAM_BLOCKS,
     WINDOW,
     Architecture,
     crop_sizing,
 )
+from actors.models.layers.block import Affine, BlocksForm, Style, layer_norm
 from actors.models.packed_weights import CLIP_NAMES, Weights
 from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import PATHS
 from actors.types import ItemPlan
 
 CLIP_EPSILON = 1e-5

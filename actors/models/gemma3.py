@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.models.block import Style, layer_norm
+from actors.models.layers.block import Style, layer_norm
 from actors.models.packed_weights import (
     BlockNames,
     Dimensions,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.models.block import Style, layer_norm, rms_norm, swiglu
+from actors.models.layers.block import Style, layer_norm, rms_norm, swiglu
 from actors.models.packed import bicubic_taps
 from actors.models.packed_tower import Parts, Positions
 from actors.models.packed_weights import (

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.models.block import BlockWeights, Style
 from actors.models.internvl_config import Architecture
+from actors.models.layers.block import BlockWeights, Style
 from actors.models.packed_weights import Weights
 from actors.models.tiled import TileParts, merge_order, tile_sizing
 from actors.spec.model_spec import ModelSpec

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from actors.models.block import Norm
+from actors.models.layers.block import Norm
 from actors.models.packed_weights import Expected, affine, stated
 from actors.models.tiled import tile_sizing
 from actors.spec.model_spec import ModelSpec

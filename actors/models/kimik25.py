@@ -16,7 +16,7 @@ from torch import Tensor
 
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models import kimivl
-from actors.models.block import Affine, BlocksForm, layer_norm
+from actors.models.layers.block import Affine, BlocksForm, layer_norm
 from actors.models.packed_tower import PackedTower, Parts, segments_of, weighted
 from actors.models.packed_weights import Weights
 from actors.spec.model_spec import ModelSpec

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from actors.models.block import Affine, BlockWeights, Style, layer_norm
+from actors.models.layers.block import Affine, BlockWeights, Style, layer_norm
 from actors.models.packed import Merger, bicubic_taps
 from actors.models.packed_tower import Parts, Positions
 from actors.models.packed_weights import (

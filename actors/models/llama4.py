@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.models import packed
-from actors.models.block import Affine, BlockWeights, Style, layer_norm
+from actors.models.layers.block import Affine, BlockWeights, Style, layer_norm
 from actors.models.llama4_config import QKV, Architecture
 from actors.models.packed_weights import Weights, halves
 from actors.models.tiled import TileParts, merge_order, tile_sizing

@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.errors import CheckpointError
 from actors.kernels.attention import Attention
 from actors.models import clip, packed
-from actors.models.block import BlocksForm
+from actors.models.layers.block import BlocksForm
 from actors.models.packed_weights import Expected, Weights
 from actors.models.tiled import TileParts, TileTower, cut
 from actors.spec.anyres import AnyresSizing, PooledFrames

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -36,14 +35,14 @@ from actors.models import (
     weights,
 )
 from actors.models import step3_vl as perception
-from actors.models.block import Blocks, BlocksForm, BlockWeights, ReferenceBlocks, Style
-from actors.models.compiled import CompiledBlocks
+from actors.models.layers.block import BlocksForm
+from actors.models.layers.forms import blocks_of
 from actors.models.packed_tower import PackedTower
 from actors.models.packed_weights import Expected, Weights
 from actors.models.step_tower import StepTower
 from actors.models.tiled import TileParts, TileTower
 from actors.models.tower import Tower
-from actors.options import ModelOptions
+from actors.options import BlockChoice, ModelOptions, block_form
 from actors.spec import checkpoint
 from actors.spec import model_spec as spec
 from actors.spec.model_spec import ModelSpec
@@ -188,18 +187,21 @@ FAMILIES: Mapping[str, Family[Any]] = {
 
 
 def load(
-    options: ModelOptions, device: torch.device, *, captured: bool = False, compiled: bool = False
+    options: ModelOptions,
+    device: torch.device,
+    *,
+    captured: bool = False,
+    blocks: BlockChoice = "auto",
 ) -> Tower:
     """Reads the tower's weights, and only those. Raises CheckpointError.
 
     `captured`: for graphs. Raises StartError, before anything large is read, if it cannot be.
-    `compiled`: on CUDA in 16 bits, blocks that have no fast form go through torch.compile.
+    `blocks`: the form of the blocks. Raises ConfigError if there is none for this model and device.
     """
     model = spec.read(options)
     kernel = choose_attention(model, device, captured=captured)
-    others = CompiledBlocks if compiled else ReferenceBlocks
-    blocks = choose_blocks(device, getattr(torch, model.dtype), others)
-    tower = assemble(model, tensors(options, model, device), device, kernel, blocks)
+    form = form_of_blocks(model, device, blocks)
+    tower = assemble(model, tensors(options, model, device), device, kernel, form)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what only building took is not the graphs' that follow
     return tower
@@ -223,8 +225,8 @@ def build(
     device: torch.device,
     blocks: BlocksForm | None = None,
 ) -> Tower:
-    """The tower on its device, with the fastest attention, and blocks unless given."""
-    blocks = blocks or choose_blocks(device, getattr(torch, model.dtype))
+    """The tower on its device, with the fastest attention, and the fastest blocks unless given."""
+    blocks = blocks or form_of_blocks(model, device)
     return assemble(model, tensors, device, choose_attention(model, device), blocks)
 
 
@@ -251,27 +253,9 @@ def assemble(
     return family.tower(model, parts, kernel, blocks)
 
 
-def choose_blocks(
-    device: torch.device, dtype: torch.dtype, others: BlocksForm = ReferenceBlocks
+def form_of_blocks(
+    model: ModelSpec, device: torch.device, asked: BlockChoice = "auto"
 ) -> BlocksForm:
-    """The fastest form of the blocks that this device and dtype have, for each style.
-
-    `others`: the form of styles that have no fast one.
-    """
-    if device.type == "cuda" and dtype != torch.float32:
-        return partial(fastest, others)
-    return ReferenceBlocks
-
-
-def fastest(
-    others: BlocksForm,
-    weights: Sequence[BlockWeights],
-    style: Style,
-    attention: Attention,
-    taps: Sequence[int],
-) -> Blocks:
-    """On CUDA in 16 bits."""
-    from actors.models.fast import FastBlocks  # Triton is not there without CUDA
-
-    form = others if style.post_norm else FastBlocks
-    return form(weights, style, attention, taps)
+    """See options.block_form."""
+    on_cuda = device.type == "cuda"
+    return blocks_of(block_form(asked, on_cuda=on_cuda, dtype=model.dtype, fast=model.fast_blocks))

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.kernels.gemm import Product
+from actors.kernels.gemm.gemm import Gemm
 from actors.media.resample import Resample
-from actors.models.block import NORMS, Affine, Norm
+from actors.models.layers.block import NORMS, Affine, Norm
 from actors.types import Size
 
 Rgb = tuple[float, float, float]
@@ -186,8 +186,8 @@ class Merger:
         self.norm = norm
         self.kind = kind
         self.epsilon = epsilon
-        self.up = Product([up.weight], [up.bias], "bias")
-        self.down = Product([down.weight], [down.bias], "bias")
+        self.up = Gemm([up.weight], [up.bias], "bias")
+        self.down = Gemm([down.weight], [down.bias], "bias")
         self.nothing = torch.zeros_like(norm.weight, dtype=torch.float32)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -202,7 +202,7 @@ class Merger:
         """Over the last dimension."""
         if not x.is_cuda or x.dtype == torch.float32:
             return NORMS[self.kind](x, self.norm, self.epsilon)
-        from actors.kernels.norm import norm  # Triton needs CUDA
+        from actors.kernels.triton.elementwise import norm  # Triton needs CUDA
 
         centred = self.kind == "layer"
         by = self.norm

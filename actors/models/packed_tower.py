@@ -18,7 +18,7 @@ from torch import Tensor
 from actors.errors import CheckpointError
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models import packed
-from actors.models.block import Affine, BlocksForm, BlockWeights, Style
+from actors.models.layers.block import Affine, BlocksForm, BlockWeights, Style
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing
 from actors.types import ItemPlan
@@ -174,7 +174,7 @@ def placed(x: Tensor, table: Tensor, values: Values) -> Tensor:
     """x plus the learned positions, resampled to each grid; may write over x."""
     taps, weights = values["taps"], values["tap_weights"]
     if x.is_cuda:
-        from actors.kernels.positions import add_positions_  # Triton needs CUDA
+        from actors.kernels.triton.elementwise import add_positions_  # Triton needs CUDA
 
         add_positions_(x, table, taps, weights)
         return x

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.errors import CheckpointError
-from actors.models.block import Affine, BlockWeights
+from actors.models.layers.block import Affine, BlockWeights
 from actors.models.packed import Rgb, folded_embedding, scaled_to_bytes
 from actors.spec.model_spec import ModelSpec
 

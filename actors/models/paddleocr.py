@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from actors.models.block import Style, layer_norm
 from actors.models.gemma3 import NAMES
+from actors.models.layers.block import Style, layer_norm
 from actors.models.packed import Merger, centred_bilinear_taps
 from actors.models.packed_tower import Parts, Positions
 from actors.models.packed_weights import Dimensions, Expected, Weights, affine, expected_blocks

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.kernels.attention import Attention
 from actors.models import packed
-from actors.models.block import BlocksForm, Style, rms_norm
+from actors.models.layers.block import BlocksForm, Style, rms_norm
 from actors.models.packed_tower import PackedTower, Parts
 from actors.models.packed_weights import (
     BlockNames,

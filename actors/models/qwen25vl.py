@@ -18,7 +18,7 @@ from torch import Tensor
 
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models import packed
-from actors.models.block import WINDOW, BlocksForm, Style
+from actors.models.layers.block import WINDOW, BlocksForm, Style
 from actors.models.packed_tower import CACHED_GRIDS, PackedTower, Parts, grids_of
 from actors.models.packed_weights import (
     BlockNames,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from actors.models.block import Style
+from actors.models.layers.block import Style
 from actors.models.packed import Merger
 from actors.models.packed_tower import Parts
 from actors.models.packed_weights import (

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from actors.models import packed
-from actors.models.block import Style
+from actors.models.layers.block import Style
 from actors.models.packed_tower import Parts, Positions
 from actors.models.packed_weights import BlockNames, Weights
 from actors.models.qwen3vl_config import Architecture

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from actors.models.block import Activation
+from actors.models.layers.block import Activation
 from actors.models.packed_weights import BlockNames, affine, expected_blocks, stated
 from actors.spec.model_spec import ModelSpec
 

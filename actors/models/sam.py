@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.models.block import Affine, BlockWeights, layer_norm
+from actors.models.layers.block import Affine, BlockWeights, layer_norm
 
 Place = Callable[[Tensor], Tensor]
 """Puts a table where the tower is, in its dtype."""

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.engine.two_paths import PATHS
-from actors.models.block import Style
+from actors.models.layers.block import Style
 from actors.models.packed_weights import CLIP_NAMES, Weights
 from actors.models.step_config import Architecture, window_sizing
 from actors.models.step_tower import StepParts, View
 from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import PATHS
 
 CLASS_TOKENS = 4
 """The class token comes four times, as that code has it: attention weighs it fourfold."""

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.engine.two_paths import PATHS
 from actors.models import packed
-from actors.models.block import Affine, BlockWeights, Style, layer_norm
+from actors.models.layers.block import Affine, BlockWeights, Style, layer_norm
 from actors.models.packed_weights import Weights, halves
 from actors.models.step_config import PERCEPTION, Architecture, window_sizing
 from actors.models.step_tower import StepParts, View
 from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import PATHS
 
 THETA = 10000.0
 """A constant of the published code."""

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.engine.two_paths import PATHS
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models import packed
-from actors.models.block import Affine, BlocksForm, BlockWeights, Style
+from actors.models.layers.block import Affine, BlocksForm, BlockWeights, Style
 from actors.models.step_config import window_sizing
 from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import PATHS
 from actors.spec.windows import WindowSizing
 from actors.types import ItemPlan, Size
 

@@ -18,7 +18,7 @@ from actors.errors import CheckpointError, ConfigError
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.media.resample import Resample
 from actors.models import packed
-from actors.models.block import BlocksForm, BlockWeights, Style
+from actors.models.layers.block import BlocksForm, BlockWeights, Style
 from actors.spec.model_spec import ModelSpec
 from actors.spec.tiling import TileSizing, with_overview
 from actors.types import ItemPlan, Size

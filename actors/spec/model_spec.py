@@ -45,6 +45,8 @@ class ModelSpec:
     paths: tuple[str, ...] = ("default",)
     video: VideoSizing | None = None
     """How videos are cut up; None: the family, or this checkpoint of it, takes none."""
+    fast_blocks: bool = True
+    """Whether the fast form of the blocks has all that these blocks do: see options.block_form."""
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

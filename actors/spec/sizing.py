@@ -25,6 +25,10 @@ class Sizing(Protocol):
         """The smallest useful budget and the tokens of the largest item."""
 
 
+PATHS = ("global", "local")
+"""Of models with two paths: every image as a whole, and crops of some."""
+
+
 @runtime_checkable
 class ViewSizing(Sizing, Protocol):
     """A sizing of two paths: every image as a whole (`global`), and crops of some (`local`)."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from actors.engine.two_paths import PATHS
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Files, Json
 from actors.spec.crops import CropSizing
 from actors.spec.model_spec import BILINEAR, ModelSpec, image_processor, image_spec, only, side
 from actors.spec.packed_spec import CLIP_MEAN, CLIP_STD
+from actors.spec.sizing import PATHS
 from actors.spec.tiling import StretchedTiles
 from actors.spec.windows import PaddedWindows, WindowSizing
 
@@ -62,7 +62,8 @@ def step3(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
     """Step3 (321B): stepfun-ai/step3."""
     only(config, {"understand_projector_stride": 2}, "config.json")
     vision = {"projector_bias": config.get("projector_bias", True)} | config["vision_config"]
-    return windowed("step3_vl", options, files, config, vision, PaddedWindows)
+    spec = windowed("step3_vl", options, files, config, vision, PaddedWindows)
+    return replace(spec, fast_blocks=False)  # its norms follow attention and MLP
 
 
 def perception(

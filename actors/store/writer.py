@@ -10,6 +10,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from actors.engine.video_chunks import rows_of
 from actors.spec.evs import group_tokens, retention_mask
 from actors.spec.model_spec import ModelSpec
 from actors.store.cache import EmbeddingCache, Key
@@ -69,16 +70,17 @@ class RowWriter:
     def _left_on_device(self, media: Media, item: Item, dtype: Dtype) -> Embedding | None:
         if self.memory is None or not item.on_device:
             return None
-        data = self.memory.put(item.rows, getattr(torch, dtype))
+        rows = rows_of(item)
+        data = self.memory.put(rows, getattr(torch, dtype))
         if data is None:
             return None
         if self.cache.max_bytes:  # it keeps rows of its own, on the host
-            rows = item.rows.cpu()
-            self._cache(media, item, share(as_bytes(rows, self.spec.dtype)), rows.shape[0])
-        return self.embedding(item, data, dtype, item.rows.shape[0])
+            own = share(as_bytes(rows.cpu(), self.spec.dtype))
+            self._cache(media, item, own, rows.shape[0])
+        return self.embedding(item, data, dtype, rows.shape[0])
 
     def _on_host(self, dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
-        rows = [self._pruned(item.rows.cpu(), media) for media, item in done]
+        rows = [self._pruned(rows_of(item).cpu(), media) for media, item in done]
         if self.cache.max_bytes:
             # Each in an object of its own, so that evicting one frees its memory.
             data = []

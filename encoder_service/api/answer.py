@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.engine.two_paths import model_capacity
+from actors.engine.budgets import model_capacity
 from actors.errors import ServiceError, TooLarge
 from actors.options import ReferenceOptions
 from actors.spec.evs import retained_tokens
@@ -138,6 +138,7 @@ def model_card(options: ServiceOptions, spec: ModelSpec) -> Json:
         "tokens_per_item": {"smallest_budget": smallest, "largest": largest},
         "graphs": {
             "mode": options.graphs.mode,
+            "blocks": options.block_form(fast=spec.fast_blocks),
             "token_budgets": dict(
                 zip(spec.paths, (list(budgets) for budgets in holds.budgets), strict=True)
             ),

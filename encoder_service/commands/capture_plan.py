@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from actors.engine.budgets import Capacity
+from actors.engine.budgets import Capacity, model_capacity
 from actors.engine.ladder import (
     MULTIPLE_TOKENS,
     best_ladder,
@@ -24,7 +24,6 @@ from actors.engine.ladder import (
     rounded_up,
     simulated_loads,
 )
-from actors.engine.two_paths import model_capacity
 from actors.errors import ConfigError
 from actors.spec.model_spec import ModelSpec, read
 from actors.spec.sizing import BlockSizing

@@ -100,6 +100,7 @@ def table(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Table:
         shown.add_row(
             f"budgets, {path}", " ".join(map(str, budgets)) or "none: runs without graphs"
         )
+    shown.add_row("blocks", service.block_form(fast=spec.fast_blocks))
     shown.add_row("a pack", f"up to {room.items} items, {room.frames} video frames")
     encoder = service.encoder
     each = f"{encoder.num_gpus:g} GPU, {encoder.num_cpus:g} CPU each, on {encoder.device}"

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from actors.engine.budgets import Capacity
+from actors.engine.budgets import Capacity, model_capacity
 from actors.engine.capture import capture
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
-from actors.engine.two_paths import model_capacity
 from actors.models.load import load
 from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions

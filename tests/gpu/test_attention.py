@@ -12,9 +12,10 @@ from tests.gpu.compared import difference, on_gpu
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
 pytest.importorskip("triton")
 
-from actors.kernels import hopper  # noqa: E402
-from actors.kernels.hopper_tiles import LARGE_PATCHES, HopperTiles  # noqa: E402
-from actors.kernels.tiles import HEAD_SIZES, Tiles  # noqa: E402
+from actors.kernels.hopper import attention as hopper  # noqa: E402
+from actors.kernels.hopper.attention import HopperAttention  # noqa: E402
+from actors.kernels.hopper.cuda import CAPABILITY  # noqa: E402
+from actors.kernels.triton.attention import HEAD_SIZES, TritonAttention  # noqa: E402
 
 KERNELS = [
     *((size, torch.bfloat16) for size in HEAD_SIZES),
@@ -36,7 +37,7 @@ def expected_attention(
 def test_attention_in_every_head_size_and_budget(
     size: int, dtype: torch.dtype, lengths: list[int]
 ) -> None:
-    used, tiles = sum(lengths), Tiles()
+    used, tiles = sum(lengths), TritonAttention()
     for patches in (used, used + 37, 8192):
         qkv = torch.randn(patches, 3, 4, size, dtype=dtype)
         qkv[used:] = float("nan")
@@ -47,7 +48,7 @@ def test_attention_in_every_head_size_and_budget(
 
 @pytest.mark.parametrize("patches", [600, 4096])
 def test_a_poisoned_neighbour_stays_alone(patches: int) -> None:
-    lengths, tiles = [100, 200, 300], Tiles()
+    lengths, tiles = [100, 200, 300], TritonAttention()
     qkv = torch.randn(patches, 3, 2, 72, dtype=torch.bfloat16)
     values = on_gpu(tiles.metadata(lengths, patches, 3))
     clean = tiles(qkv.clone(), values).clone()
@@ -57,12 +58,12 @@ def test_a_poisoned_neighbour_stays_alone(patches: int) -> None:
     assert torch.equal(out[300:600], clean[300:600])
 
 
-def hopper_tiles(size: int, dtype: torch.dtype) -> HopperTiles:
-    if torch.cuda.get_device_capability() != hopper.CAPABILITY:
+def hopper_tiles(size: int, dtype: torch.dtype) -> HopperAttention:
+    if torch.cuda.get_device_capability() != CAPABILITY:
         pytest.skip("not compute capability 9.0")
     kernels = hopper.kernels_for(torch.device("cuda"), dtype, size)
     assert kernels, "hopper.cu does not compile"
-    return HopperTiles(kernels, size)
+    return HopperAttention(kernels, size)
 
 
 # One strip, blocks of keys filled and not, segments that the ring just holds and just not, a last
@@ -81,13 +82,13 @@ HOPPER_LAYOUTS = [
 
 
 @pytest.mark.parametrize("lengths", HOPPER_LAYOUTS, ids=str)
-@pytest.mark.parametrize("size", hopper.SHAPES)
+@pytest.mark.parametrize("size", hopper.RINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hopper_equals_plain_attention_and_leaves_keys_and_values(
     size: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
     tiles, used = hopper_tiles(size, dtype), sum(lengths)
-    for patches in (used + 9, used + LARGE_PATCHES):
+    for patches in (used + 9, used + hopper.LONG_PATCHES):
         qkv = torch.randn(patches, 3, 16, size, dtype=dtype)
         qkv[used:] = float("nan")
         values = on_gpu(tiles.metadata(lengths, patches, len(lengths) + 3))
@@ -99,7 +100,7 @@ def test_hopper_equals_plain_attention_and_leaves_keys_and_values(
 
 
 @pytest.mark.parametrize("lengths", [[400] * 20, [2600, 64, 480, 1]], ids=str)
-@pytest.mark.parametrize("size", hopper.SHAPES)
+@pytest.mark.parametrize("size", hopper.RINGS)
 def test_on_hopper_the_same_is_the_same_every_time(size: int, lengths: list[int]) -> None:
     """What is copied over something that is still being read shows as another result."""
     tiles, patches = hopper_tiles(size, torch.bfloat16), sum(lengths)

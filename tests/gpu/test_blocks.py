@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from actors.kernels.attention import Attention, SegmentAttention
-from actors.models.block import WINDOW, Affine, BlockWeights, ReferenceBlocks, Style
+from actors.models.layers.block import WINDOW, Affine, BlockWeights, ReferenceBlocks, Style
 from tests.gpu.compared import difference, on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
 pytest.importorskip("triton")
 
-from actors.kernels.tiles import Tiles  # noqa: E402
-from actors.models.fast import FastBlocks  # noqa: E402
+from actors.kernels.triton.attention import TritonAttention  # noqa: E402
+from actors.models.layers.fast import FastBlocks  # noqa: E402
 
 
 def random_blocks(layers: int, width: int, inner: int, style: Style) -> list[BlockWeights]:
@@ -80,7 +80,7 @@ def test_fast_blocks_round_no_worse_than_the_reference(style: Style) -> None:
     x = torch.randn(patches, 1152, dtype=torch.bfloat16)
     angle = torch.rand(patches, 36) * 6
     cos, sin = angle.cos(), angle.sin()
-    segments, tiles = SegmentAttention(), Tiles()
+    segments, tiles = SegmentAttention(), TritonAttention()
     plain = seen_by(segments, lengths, windows, patches)
     last, taps = ReferenceBlocks(whole, style, segments, [1])(x.float(), cos, sin, plain)
     half_last, half_taps = ReferenceBlocks(half, style, segments, [1])(x, cos, sin, plain)

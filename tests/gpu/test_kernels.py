@@ -1,4 +1,4 @@
-"""Kernels beside attention, and products, against plain torch in float32."""
+"""Kernels besides attention, and GEMMs, against plain torch in float32."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.models.block import rotate
+from actors.models.layers.block import rotate
 from tests.gpu.compared import difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
 pytest.importorskip("triton")
 
-from actors.kernels.cublaslt import Ending  # noqa: E402
-from actors.kernels.gemm import CHOICES, Product, tuning  # noqa: E402
-from actors.kernels.norm import norm  # noqa: E402
-from actors.kernels.positions import add_positions_  # noqa: E402
-from actors.kernels.rotary import rotate_  # noqa: E402
-from actors.kernels.shift import shifted  # noqa: E402
-from actors.kernels.swiglu import swiglu  # noqa: E402
+from actors.kernels.gemm import CHOICES, Gemm, tuning  # noqa: E402
+from actors.kernels.gemm.cublaslt import Epilogue  # noqa: E402
+from actors.kernels.triton.elementwise import (  # noqa: E402
+    add_positions_,
+    norm,
+    rotate_,
+    shifted,
+    swiglu,
+)
 
 
 @pytest.mark.parametrize("rows", [1, 399, 4097])
@@ -51,13 +53,13 @@ def test_swiglu() -> None:
     assert difference(swiglu(x), F.silu(gate) * up) < 4e-3
 
 
-def test_a_product_among_the_columns_of_wider_rows() -> None:
+def test_a_gemm_among_the_columns_of_wider_rows() -> None:
     weight, bias = torch.randn(512, 256).bfloat16(), torch.randn(512).bfloat16()
-    product, x = Product([weight], [bias], "bias"), torch.randn(130, 256).bfloat16()
+    gemm, x = Gemm([weight], [bias], "bias"), torch.randn(130, 256).bfloat16()
     rows = torch.zeros(130, 3, 512, dtype=torch.bfloat16)
-    product(0, x, rows[:, 1])
+    gemm(0, x, rows[:, 1])
     with torch.cuda.stream(torch.cuda.Stream()), tuning():
-        product(0, x, rows[:, 2])
+        gemm(0, x, rows[:, 2])
         torch.cuda.synchronize()
     expected = F.linear(x.float(), weight.float(), bias.float())
     assert not rows[:, 0].any()
@@ -65,22 +67,22 @@ def test_a_product_among_the_columns_of_wider_rows() -> None:
         assert difference(rows[:, each], expected) < 4e-3
 
 
-@pytest.mark.parametrize("ending", ["bias", "gelu_tanh", "add"])
+@pytest.mark.parametrize("epilogue", ["bias", "gelu_tanh", "add"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_tuned_or_not(ending: Ending, dtype: torch.dtype) -> None:
+def test_gemms_tuned_or_not(epilogue: Epilogue, dtype: torch.dtype) -> None:
     rows, width, inner = 401, 1152, 4352
     weights = [(torch.randn(inner, width) / width**0.5).to(dtype) for _ in range(3)]
     biases = [torch.randn(inner).to(dtype) for _ in range(3)]
-    product = Product(weights, None if ending == "add" else biases, ending)
+    gemm = Gemm(weights, None if epilogue == "add" else biases, epilogue)
     x = torch.randn(rows, 3, width).to(dtype)[:, 0]  # rows lie apart, as attention leaves them
     before = torch.randn(rows, inner).to(dtype)
 
     def run() -> Tensor:
-        return product(1, x, before.clone() if ending == "add" else None)
+        return gemm(1, x, before.clone() if epilogue == "add" else None)
 
     expected = F.linear(x.float(), weights[1].float())
-    expected = expected + (before if ending == "add" else biases[1]).float()
-    if ending == "gelu_tanh":
+    expected = expected + (before if epilogue == "add" else biases[1]).float()
+    if epilogue == "gelu_tanh":
         expected = F.gelu(expected, approximate="tanh")
     known = set(CHOICES)
     plain = run()

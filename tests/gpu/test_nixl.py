@@ -42,7 +42,9 @@ def test_rows_that_stay_are_on_the_device_and_their_own() -> None:
     graphs = capture(tower, limits, device, metrics)
     engine = Engine(tower, graphs, limits, device, metrics)
     items = [toy_item(random.randint(1, 80), seed) for seed in range(200)]
-    answers = [engine.submit(item, on_device=seed % 3 > 0) for seed, item in enumerate(items)]
+    for seed, item in enumerate(items):
+        item.on_device = seed % 3 > 0
+    answers = [engine.submit(item) for item in items]
     for seed, (item, answer) in enumerate(zip(items, answers, strict=True)):
         rows = answer.result(60).rows
         assert rows.is_cuda == (seed % 3 > 0)

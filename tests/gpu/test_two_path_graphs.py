@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.engine.budgets import Capacity, Segments
+from actors.engine.budgets import Capacity, Segments, model_capacity
 from actors.engine.capture import capture
 from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet
-from actors.engine.two_paths import model_capacity
 from actors.models.deepseek_ocr import DeepseekOcrTower
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec
@@ -42,11 +41,8 @@ def test_pairs_of_budgets_equal_the_reference(pair: tuple[Pair, Device]) -> None
     assert worst_error(*pair, 4) < 3e-2
 
 
-@pytest.mark.parametrize("path_streams", [False, True])
-def test_packs_through_the_engine_keep_their_rows(
-    pair: tuple[Pair, Device], path_streams: bool
-) -> None:
-    assert engine_error(*pair, 16, 16, path_streams=path_streams) < 3e-2
+def test_packs_through_the_engine_keep_their_rows(pair: tuple[Pair, Device]) -> None:
+    assert engine_error(*pair, 16, 16) < 3e-2
 
 
 def ocr(model: ModelSpec, device: Device) -> Pair:
@@ -87,13 +83,11 @@ def worst_error(pair: Pair, device: Device, images: int) -> float:
     return worst
 
 
-def engine_error(
-    pair: Pair, device: Device, images: int, count: int, *, path_streams: bool
-) -> float:
+def engine_error(pair: Pair, device: Device, images: int, count: int) -> float:
     """Relative, of items that share packs and come one after the other without waiting."""
     tower, reference = pair
     limits = limits_of(tower, images)
-    graphs = capture(tower, limits, device, EncoderMetrics(), path_streams=path_streams)
+    graphs = capture(tower, limits, device, EncoderMetrics())
     engine = Engine(tower, graphs, limits, device, EncoderMetrics())
     items = [item(tower, size(Random(seed)), seed) for seed in range(count)]
     try:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.engine.budgets import Segments
+from actors.engine.budgets import Segments, model_capacity
 from actors.engine.capture import capture
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
-from actors.engine.two_paths import model_capacity
 from actors.models.kimik25 import KimiK25Tower
 from actors.options import GraphOptions
 from actors.telemetry.metrics import EncoderMetrics

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.kernels.attention import SegmentAttention, Values
 from actors.models import load
-from actors.models.block import ReferenceBlocks
+from actors.models.layers.block import ReferenceBlocks
 from actors.models.packed_weights import Weights
 from actors.models.tower import VideoTower
 from actors.options import ModelOptions

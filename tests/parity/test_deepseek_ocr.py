@@ -14,12 +14,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from actors.engine.budgets import Segments
+from actors.engine.budgets import Segments, two_path_capacity
 from actors.engine.capture import capture
 from actors.engine.device import CpuDevice
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet
-from actors.engine.two_paths import PATHS, two_path_capacity
 from actors.media.image import decode
 from actors.media.patchify import cutter_of
 from actors.models import views
@@ -27,6 +26,7 @@ from actors.models.deepseek_ocr import DeepseekOcrTower
 from actors.models.load import load
 from actors.options import GraphOptions, ModelOptions
 from actors.spec.crops import CropSizing
+from actors.spec.sizing import PATHS
 from actors.spec.tiling import StretchedTiles
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Size

@@ -15,17 +15,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from actors.engine.budgets import Segments
+from actors.engine.budgets import Segments, model_capacity
 from actors.engine.capture import capture
 from actors.engine.device import CpuDevice
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet
-from actors.engine.two_paths import PATHS, model_capacity
 from actors.media.image import decode
 from actors.media.patchify import cutter_of
 from actors.models.load import load
 from actors.models.step_tower import StepTower, cut, patchify
 from actors.options import GraphOptions, ModelOptions
+from actors.spec.sizing import PATHS
 from actors.spec.windows import PaddedWindows, WindowSizing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Size

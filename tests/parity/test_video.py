@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
+from actors.engine import video_chunks
 from actors.engine.budgets import Capacity, Segments
 from actors.engine.capture import capture
 from actors.engine.device import CpuDevice
@@ -160,7 +161,7 @@ def test_beyond_a_pack_in_runs(pair: Pair, videos: list[tuple[Item, Tensor]]) ->
     answers = [engine.submit(item) for item, _ in items]
     for (_, expected), answer in zip(items, answers, strict=True):
         assert answer.result(60).source == "graph"
-        check(pair.model_type, answer.result().rows, expected)
+        check(pair.model_type, video_chunks.rows_of(answer.result()), expected)
     engine.close()
     assert max(len(answer.result().parts) for answer in answers) > 1
 

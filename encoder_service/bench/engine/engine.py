@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from actors.engine.budgets import Capacity, Segments
+from actors.engine.budgets import Capacity, Segments, model_capacity
 from actors.engine.capture import choose_packing
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet, Report
 from actors.engine.packing import Packing, smallest_first
-from actors.engine.two_paths import model_capacity
 from actors.errors import ConfigError
-from actors.models.block import BlocksForm, ReferenceBlocks
-from actors.models.compiled import CompiledBlocks
+from actors.models.layers.forms import blocks_of
 from actors.models.load import build, tensors
 from actors.models.tower import Tower
-from actors.options import GraphOptions, ModelOptions, PackingOptions
+from actors.options import BlockForm, GraphOptions, ModelOptions, PackingOptions, block_form
 from actors.spec.model_spec import ModelSpec, read
 from actors.types import Size
 from encoder_service.bench.engine.calls import Batch, EngineCall, ReferenceCall, TowerCall
@@ -46,8 +45,8 @@ from encoder_service.bench.engine.timing import device_name, kernels, synchroniz
 
 SMALL = Size(320, 320)
 """400 patches: the image of --every-budget."""
-BLOCKS: Mapping[Mode, BlocksForm] = {"reference": ReferenceBlocks, "compile": CompiledBlocks}
-"""Modes that replace the blocks that the service would choose."""
+FORMS: tuple[BlockForm, ...] = get_args(BlockForm)
+"""Modes that set `graphs.blocks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ def run(
         raise ConfigError(f"--every-budget: {model} has two paths, whose budgets go in pairs")
     progress(f"{model}: weights")
     bench = Bench(spec, tensors(options, spec, device.device), device, settings)
-    if {"budget", *BLOCKS} & {*settings.modes} or settings.every_budget:
+    if {"budget", *FORMS} & {*settings.modes} or settings.every_budget:
         bench.capture(
             lambda budget, seconds: progress(f"{model}: captured {budget} in {seconds:.2f} s")
         )
@@ -97,13 +96,16 @@ class Bench:
         self.settings = settings
         self.tower = build(spec, weights, device.device)
         self.limits = limits(spec, settings)
+        self.beside = device.beside() if len(spec.paths) > 1 else device
         self.budgeted = self.graphs(self.tower, self.limits.budgets, self.limits.segments)
         self.captured: dict[Mode, dict[str, GraphSet]] = {"budget": self.budgeted}
         ladders = self.limits.budgets, self.limits.segments
-        for mode, blocks in BLOCKS.items():
-            if mode in settings.modes:
-                tower = build(spec, weights, device.device, blocks)
-                self.captured[mode] = self.graphs(tower, *ladders)
+        for form in FORMS:
+            if form in settings.modes:
+                on_cuda = device.backend == "cuda"
+                block_form(form, on_cuda=on_cuda, dtype=spec.dtype, fast=spec.fast_blocks)
+                tower = build(spec, weights, device.device, blocks_of(form))
+                self.captured[form] = self.graphs(tower, *ladders)
         self.packing: Packing = smallest_first
         known = has_reference(spec)
         self.truth: Truth = (
@@ -201,9 +203,12 @@ class Bench:
     def graphs(
         self, tower: Tower, budgets: Sequence[tuple[int, ...]], segments: Segments
     ) -> dict[str, GraphSet]:
-        """The graphs of each path, not captured yet."""
+        """The graphs of each path, not captured yet. The second has a stream of its own."""
+        first, *_ = self.spec.paths
         return {
-            path: GraphSet(tower, path, ladder, segments, self.device)
+            path: GraphSet(
+                tower, path, ladder, segments, self.device if path == first else self.beside
+            )
             for path, ladder in zip(self.spec.paths, budgets, strict=True)
         }
 

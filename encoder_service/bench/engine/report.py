@@ -8,13 +8,13 @@ from typing import Literal, get_args
 
 from actors.types import Size
 
-Mode = Literal["transformers", "eager", "exact", "budget", "reference", "compile"]
+Mode = Literal["transformers", "eager", "exact", "budget", "fast", "compile", "reference"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 DEFAULT_MODES = MODES[:4]
 MODE_HELP = (
     "transformers: its own tower; eager: ours without graphs; exact: a graph of exactly the "
-    "workload's tokens; budget: the service's default graphs and packing; reference, compile: the "
-    "same with blocks in plain torch, or through torch.compile (needs a C++ compiler)"
+    "workload's tokens; budget: the service's default graphs and packing; fast, compile, "
+    "reference: the same with graphs.blocks set to it (compile needs a C++ compiler)"
 )
 
 TOLERANCE = 2e-2

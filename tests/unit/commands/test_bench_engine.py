@@ -105,11 +105,11 @@ def test_only_budgets_that_a_workload_may_need_are_captured(
 def test_other_forms_of_the_blocks(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     # One image: two may be split into packs, or not.
-    what = ["--workload", "1x336", "--modes", "reference", "compile"]
+    what = ["--workload", "1x336", "--modes", "budget", "compile", "reference"]
     assert cli.main([*TINY, *BRIEF, *what, "--json", str(file)]) == 0
     (workload,) = json.loads(file.read_text())["models"][0]["workloads"]
     found = [(figure["mode"], figure["budgets"]) for figure in workload["figures"]]
-    assert found == [("reference", [104]), ("compile", [104])]
+    assert found == [("budget", [104]), ("compile", [104]), ("reference", [104])]
 
 
 @pytest.mark.extended
@@ -168,6 +168,7 @@ def test_published_figures_are_for_one_kind_of_machine() -> None:
     [
         (["--profile", "9x9"], "--profile 9x9: the workloads are 1x336"),
         (["--model", "qwen3vl-9000b"], "qwen3vl-9000b"),
+        (["--workload", "64x64", "--modes", "fast"], "graphs.blocks is fast, which needs"),
     ],
 )
 def test_what_cannot_be_measured(

@@ -13,8 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engine.budgets import Capacity, powers_of_two
-from actors.engine.cost import monotone, pack_seconds
-from actors.engine.packing import Packing, least_cost, oldest_first, smallest_first
+from actors.engine.packing import (
+    Packing,
+    least_cost,
+    monotone,
+    oldest_first,
+    pack_seconds,
+    smallest_first,
+)
 from actors.types import ItemPlan
 
 measurements = st.dictionaries(st.integers(0, 16384), st.floats(1e-4, 1.0), max_size=8)

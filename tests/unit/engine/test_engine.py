@@ -10,11 +10,11 @@ import torch
 from actors.engine.budgets import Capacity
 from actors.engine.capture import capture
 from actors.engine.device import CpuDevice
-from actors.engine.encoded import Encoded
 from actors.engine.engine import Engine
 from actors.errors import EncodeFailed, StartError, Unavailable
 from actors.kernels.attention import Values
 from actors.telemetry.metrics import EncoderMetrics
+from actors.types import Item
 from tests.toy_tower import ToyTower, toy_item, toy_rows
 
 CAPACITY = Capacity(((4, 16, 64),), (64,), items=8, frames=0)
@@ -40,7 +40,7 @@ class Rig:
     def sample(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"encoder_{name}", labels) or 0.0
 
-    def hold(self) -> Future[Encoded]:
+    def hold(self) -> Future[Item]:
         """Closes the gate behind one item, so that what comes next has to wait."""
         self.gate.clear()
         blocker = self.engine.submit(toy_item(1, 999))
@@ -60,9 +60,14 @@ def rig() -> Iterator[Rig]:
 def test_every_item_gets_its_own_rows(rig: Rig) -> None:
     random = Random(0)
     items = [toy_item(random.randint(1, 80), seed) for seed in range(200)]
-    answers = [rig.engine.submit(item, on_device=place % 3 > 0) for place, item in enumerate(items)]
+    for place, item in enumerate(items):
+        item.on_device = place % 3 > 0
+    answers = [rig.engine.submit(item) for item in items]
     for item, answer in zip(items, answers, strict=True):
         encoded = answer.result(10)
+        assert encoded is item
+        assert encoded.queue_seconds >= 0
+        assert encoded.encode_seconds > 0
         assert torch.equal(encoded.rows, toy_rows(item))
         assert encoded.source == ("graph" if item.plan.tokens <= 64 else "eager")
     eager = sum(item.plan.tokens > 64 for item in items)

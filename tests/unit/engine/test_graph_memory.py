@@ -53,11 +53,10 @@ class Pool(CpuDevice):
         return replay
 
 
-@pytest.mark.parametrize("path_streams", [False, True])
 @pytest.mark.parametrize("capacity", [BUDGETS, EXACT], ids=["budgets", "exact"])
-def test_what_one_path_put_out_outlasts_the_other(capacity: Capacity, path_streams: bool) -> None:
+def test_what_one_path_put_out_outlasts_the_other(capacity: Capacity) -> None:
     tower, device, metrics = TwoPathToy(), Pool(), EncoderMetrics()
-    graphs = capture(tower, capacity, device, metrics, path_streams=path_streams)
+    graphs = capture(tower, capacity, device, metrics)
     engine = Engine(tower, graphs, capacity, device, metrics)
     items = [two_path_item(1 + n % 9, n % 7, n) for n in range(60)]
     answers = [engine.submit(item) for item in items + items]

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.engine.budgets import Segments
-from actors.engine.device import CpuDevice
+from actors.engine.device import ALIGNED_BYTES, CpuDevice, Places
 from actors.engine.graphs import CACHED_LAYOUTS, GraphSet
-from actors.engine.inputs import ALIGNED_BYTES, Places
 from actors.kernels.attention import Shapes
 from actors.models.load import load
 from actors.options import ModelOptions

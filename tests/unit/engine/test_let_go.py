@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actors.kernels.attention import Attention
-from actors.models.block import Blocks, BlockWeights, ReferenceBlocks, Style
+from actors.models.layers.block import Blocks, BlockWeights, ReferenceBlocks, Style
 from actors.models.load import build, tensors
 from actors.options import ModelOptions
 from actors.spec import model_spec as spec

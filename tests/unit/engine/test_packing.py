@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engine.budgets import Capacity
-from actors.engine.cost import Costs, pack_seconds
-from actors.engine.packing import Packing, least_cost, oldest_first, smallest_first
+from actors.engine.packing import (
+    Costs,
+    Packing,
+    least_cost,
+    oldest_first,
+    pack_seconds,
+    smallest_first,
+)
 from actors.types import ItemPlan, Pack
 
 

@@ -10,13 +10,11 @@ from functools import partial
 import pytest
 import torch
 
-from actors.engine.budgets import Capacity
+from actors.engine.budgets import Capacity, model_capacity, two_path_capacity
 from actors.engine.capture import capture, choose_packing
 from actors.engine.device import CpuDevice
-from actors.engine.encoded import Encoded
 from actors.engine.engine import Engine
 from actors.engine.packing import Packing, graphs_hold, least_cost, smallest_first
-from actors.engine.two_paths import model_capacity, two_path_capacity
 from actors.errors import ConfigError
 from actors.options import GraphOptions, ModelOptions, PackingOptions
 from actors.spec.model_spec import read
@@ -120,7 +118,7 @@ class Rig:
 
         self.engine = Engine(self.tower, self.graphs, capacity, device, self.metrics, when_open)
 
-    def encode(self, *items: Item) -> list[Encoded]:
+    def encode(self, *items: Item) -> list[Item]:
         """Answers, each of which must be its item's own rows."""
         answers = [self.engine.submit(item) for item in items]
         self.gate.set()
@@ -167,18 +165,16 @@ class Lanes(CpuDevice):
         return super().running()
 
 
-@pytest.mark.parametrize("path_streams", [False, True])
-def test_what_runs_beside_is_forked_before_and_joined_after(path_streams: bool) -> None:
+def test_the_second_path_is_forked_before_and_joined_after() -> None:
     log: list[str] = []
     device, tower, metrics = Lanes(log), TwoPathToy(), EncoderMetrics()
-    graphs = capture(tower, SMALL, device, metrics, path_streams=path_streams)
+    graphs = capture(tower, SMALL, device, metrics)
     log.clear()
     engine = Engine(tower, graphs, SMALL, device, metrics)
     item = two_path_item(3, 2, 1)
     assert torch.equal(engine.submit(item).result(30).rows, two_path_rows(item))
     engine.close()
-    lane = "beside" if path_streams else "here"
-    assert log == ["fork", "here", lane, "join", "here"]
+    assert log == ["fork", "here", "beside", "join", "here"]
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from actors.errors import ConfigError, StartError
-from actors.kernels import nvrtc
 from actors.kernels.attention import SegmentAttention, choose
-from actors.kernels.hopper import CAPABILITY, kernels_for
-from actors.kernels.hopper_tiles import HopperTiles
-from actors.kernels.tiles import HEAD_SIZES, Tiles
+from actors.kernels.hopper import cuda
+from actors.kernels.hopper.attention import HopperAttention, kernels_for
+from actors.kernels.hopper.cuda import CAPABILITY
+from actors.kernels.triton.attention import HEAD_SIZES, TritonAttention
 from actors.models.load import load
 from actors.options import ModelOptions
 from encoder_service.config import parse
@@ -24,7 +24,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernels_are_captured(dtype: torch.dtype, head_size: int) -> None:
     chosen = choose(CUDA, dtype, head_size, captured=True)
-    assert isinstance(chosen, Tiles | HopperTiles)
+    assert isinstance(chosen, TritonAttention | HopperAttention)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
@@ -37,12 +37,15 @@ def test_other_devices_than_hopper_get_triton_and_say_so_once(
     with caplog.at_level("INFO"):
         chosen = [choose(CUDA, torch.bfloat16, 72, captured=True) for _ in range(2)]
     kernels_for.cache_clear()
-    assert all(isinstance(each, Tiles) for each in chosen)
+    assert all(isinstance(each, TritonAttention) for each in chosen)
     (line,) = caplog.messages
     assert "{}.{}".format(*capability) in line
 
 
-@pytest.mark.parametrize("error", [OSError("libnvrtc.so: not found"), RuntimeError("error: wgmma")])
+@pytest.mark.parametrize(
+    "error",
+    [ImportError("No module named 'cuda'"), OSError("libcuda"), RuntimeError("error: wgmma")],
+)
 def test_a_hopper_kernel_that_cannot_be_built_is_triton_and_one_warning(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -52,11 +55,11 @@ def test_a_hopper_kernel_that_cannot_be_built_is_triton_and_one_warning(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: CAPABILITY)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(nvrtc, "compiled", fails)
+    monkeypatch.setattr(cuda, "compiled", fails)
     kernels_for.cache_clear()
     chosen = [choose(CUDA, torch.bfloat16, 72, captured=True) for _ in range(2)]
     kernels_for.cache_clear()
-    assert all(isinstance(each, Tiles) for each in chosen)
+    assert all(isinstance(each, TritonAttention) for each in chosen)
     (line,) = caplog.messages
     assert str(error) in line
 

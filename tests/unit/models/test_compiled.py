@@ -7,8 +7,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from actors.kernels.attention import SegmentAttention
-from actors.models.block import WINDOW, Affine, Blocks, BlockWeights, ReferenceBlocks, Style
-from actors.models.compiled import CompiledBlocks
+from actors.models.layers.block import WINDOW, Affine, Blocks, BlockWeights, ReferenceBlocks, Style
+from actors.models.layers.forms import CompiledBlocks
 
 pytestmark = [
     pytest.mark.extended,

@@ -1,6 +1,6 @@
 """The tables of tiles: every query row of every segment once, whatever the layout.
 
-Of the Triton kernel in tiles, of hopper.cu in tiles, in whole segments and in parts of either.
+Of the Triton kernel in tiles; of the Hopper kernel in tiles, whole segments and parts of either.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.kernels.hopper import GROUPS, SHAPES, STRIP_ROWS
-from actors.kernels.hopper_tiles import HopperTiles, item_table
-from actors.kernels.nvrtc import Kernel
-from actors.kernels.tiles import LONG_PATCHES, Tiles, tile_rows, tile_table
+from actors.kernels.hopper.attention import GROUPS, RINGS, STRIP_ROWS, HopperAttention, item_table
+from actors.kernels.hopper.cuda import LoadedKernel
+from actors.kernels.triton.attention import LONG_PATCHES, TritonAttention, tile_rows, tile_table
 
-KEPT = SHAPES[72][0].kept_patches
+KEPT = RINGS[72][0].kept_patches
 LENGTHS = st.lists(st.integers(1, 1000), min_size=1, max_size=30)
-TABLES: dict[str, Tiles | HopperTiles] = {
-    "attention_tiles": Tiles(),
-    "attention_items": HopperTiles([Kernel(ctypes.c_void_p(), 0, 0)], 72),
+TABLES: dict[str, TritonAttention | HopperAttention] = {
+    "attention_tiles": TritonAttention(),
+    "attention_items": HopperAttention([LoadedKernel(ctypes.c_void_p(), 0, 0)], 72),
 }
 BOTH = pytest.mark.parametrize("name", TABLES)
 
@@ -41,7 +40,7 @@ def tiles(lengths: Sequence[int], rows: int) -> Covered:
 
 
 def items(lengths: Sequence[int], processors: int) -> Covered:
-    """Of the last of three heads, as hopper_items.cu reads them."""
+    """Of the last of three heads, as attention_loads.cu reads them."""
     table = item_table(lengths, KEPT, most(lengths, STRIP_ROWS)).tolist()
     strips = -(-table[0][1] // max(processors // 3, 1))
     if 0 < strips <= 8 and strips % GROUPS != 1:  # a segment alone
@@ -137,7 +136,7 @@ def test_small_budgets_have_small_tiles() -> None:
 def test_large_budgets_at_head_size_64_have_the_ring_of_long_segments(
     patches: int, kept: int
 ) -> None:
-    attention = HopperTiles([Kernel(ctypes.c_void_p(), 0, 0)] * 2, 64)
+    attention = HopperAttention([LoadedKernel(ctypes.c_void_p(), 0, 0)] * 2, 64)
     table = attention.metadata([kept, kept + 1], patches, 2)["attention_items"]
     tiles = -(-(kept + 1) // (GROUPS * STRIP_ROWS))
     assert table[0, 0] == tiles + 1

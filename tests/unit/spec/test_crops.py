@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.two_paths import model_capacity
+from actors.engine.budgets import model_capacity
 from actors.errors import CheckpointError
 from actors.models.views import order
 from actors.options import GraphOptions, ModelOptions

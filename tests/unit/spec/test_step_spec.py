@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from actors.engine.two_paths import PATHS
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
 from actors.spec import model_spec as spec
+from actors.spec.sizing import PATHS
 from actors.spec.windows import PaddedWindows, WindowSizing
 from encoder_service import cli
 from tests.unit.spec.test_tile_spec import CONFIGS, PROCESSOR, changed

@@ -1,5 +1,5 @@
-// Instructions of compute capability 9.0 that have no C++ name, and what goes with them. Read before
-// hopper.cu and few_rows.cu, of which it is a part.
+// PTX instructions of compute capability 9.0 that have no C++ name, and helpers around them. Comes
+// first in every kernel that cuda.py compiles.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -23,7 +23,7 @@ DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and adds bytes that tensor_copy will bring to what the phase waits for.
+// Arrives, and makes the phase wait for `bytes` more bytes from tensor_copy.
 DEVICE void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
                  "r"(bytes) : "memory");
@@ -36,7 +36,7 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         "@done bra ready;\nbra retry;\nready:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// What a tensor map describes, rows of it from (row, column) on, into shared memory.
+// TMA load: the box of the tensor map at (row, column) into shared memory.
 DEVICE void tensor_copy(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -48,13 +48,13 @@ DEVICE void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Eight rows or so of shared memory to what a tensor map describes, from (row, column) on.
+// TMA store: a box in shared memory to (row, column) of the matrix that the tensor map describes.
 DEVICE void tensor_store(const TensorMap& map, int column, int row, u32 from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
                      &map), "r"(column), "r"(row), "r"(from) : "memory");
 }
 
-// Until this thread's tensor_stores have read their shared memory.
+// Waits until this thread's tensor_stores have read their shared memory.
 DEVICE void tensor_stored() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
@@ -64,7 +64,7 @@ DEVICE void store16(u32 to, u32 first, u32 rest) {
                  : "memory");
 }
 
-// What this thread has stored in shared memory, for the matrix unit.
+// Makes what this thread has stored in shared memory visible to wgmma and TMA.
 DEVICE void publish() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -75,7 +75,7 @@ DEVICE void load_matrices(u32* to, u32 from) {
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
-// Two 8 x 8 matrices between shared memory and the sums of a product, whose rows are columns there.
+// Two 8 x 8 matrices between shared memory and accumulators, transposed.
 DEVICE void load_transposed(u32 (&to)[2], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                  : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
@@ -91,7 +91,7 @@ DEVICE void store_floats(u32 to, const float* from) {
                  "f"(from[2]), "f"(from[3]) : "memory");
 }
 
-// Of another block of the cluster, see cluster_address.
+// From the shared memory of another block of the cluster; see cluster_address.
 DEVICE void load_floats(float (&to)[4], u32 from) {
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "r"(from));
@@ -103,26 +103,26 @@ DEVICE u32 cluster_address(u32 address, u32 block) {
     return theirs;
 }
 
-// All threads of the cluster's blocks meet, and see what the others have stored before.
+// Cluster barrier; afterwards all threads see what the others have stored.
 DEVICE void cluster_publish() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" :::
                      "memory");
 }
 
-// They meet, so that none ends while others still read its shared memory.
+// Cluster barrier, so that no block exits while others still read its shared memory.
 DEVICE void cluster_leave() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" :::
                      "memory");
 }
 
-// Rows of 128 bytes swizzled in eights, as the matrix unit reads them. `leading`: bytes from the
+// wgmma descriptor of rows of 128 bytes, swizzled in groups of eight. `leading`: bytes from the
 // first 64 columns to the next ones.
 DEVICE u64 swizzled(u32 address, u32 leading) {
     return (u64)(address >> 4 & 0x3fff) | (u64)(leading >> 4) << 16 | (u64)(1024 >> 4) << 32 |
            1ull << 62;
 }
 
-// Rows of 32 bytes, swizzled in eights, or of 16, the second half of each being the first again.
+// wgmma descriptor of rows of 32 bytes, swizzled, or of 16 bytes, which are read twice.
 DEVICE u64 narrow(u32 address, int bytes) {
     return (u64)(address >> 4 & 0x3fff) | (u64)(8 * bytes >> 4) << 32 | (bytes > 16 ? 3ull << 62 : 0);
 }
@@ -133,16 +133,16 @@ DEVICE void pin(float (&values)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(values[i])::"memory");
 }
 
-DEVICE void products_begin() {
+DEVICE void wgmma_begin() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-DEVICE void products_commit() {
+DEVICE void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 template <int PENDING>
-DEVICE void products_wait() {
+DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
@@ -175,8 +175,8 @@ DEVICE u32 pair(float first, float second) {
     return both;
 }
 
-// Until all that the kernels before this one have written can be read, and lets the kernel behind it
-// begin: where the launch says so they overlap.
+// Programmatic dependent launch: lets the next kernel start, and waits until everything that
+// earlier kernels wrote can be read.
 DEVICE void depend_wait() {
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -187,12 +187,12 @@ DEVICE void meet(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
-// The same value in all threads of a warp, in a form from which the compiler knows it.
+// Broadcasts a value that is equal in all threads of a warp, so that the compiler knows it is.
 DEVICE u32 uniform(u32 value) {
     return __shfl_sync(~0u, value, 0);
 }
 
-// A place in the ring of stages and the parity of the round.
+// A stage of the ring, and the parity of the current round.
 struct Place {
     int stage = 0;
     u32 parity = 0;

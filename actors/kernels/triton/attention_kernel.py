@@ -1,7 +1,7 @@
-"""Attention within segments of a packed sequence, over a table of query tiles built on the host.
+"""The kernel of attention.py: attention within segments, over a table of query tiles.
 
-Knows the table's format (see tiles.py), not who builds it. The work of a launch is what the table
-says, whatever bounds it was launched with: programs beyond the count of tiles end at once.
+The table decides how much work a launch does, whatever its grid: programs beyond the table's count
+of tiles exit at once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """How the kernel is cut: rows of queries and of keys at a time."""
+class TileSizes:
+    """Rows of queries per program and of keys per step, and how Triton compiles that."""
 
     queries: int
     keys: int
@@ -28,7 +28,7 @@ class Launch:
 def softmax_step(
     scores: tl.tensor, top: tl.tensor, total: tl.tensor, scale: tl.tensor
 ) -> tl.tensor:
-    """One step of the running softmax: probabilities, decay of what was, maximum, total."""
+    """One step of the online softmax: weights, decay of earlier sums, new maximum, new total."""
     new = tl.maximum(top, tl.max(scores, 1))
     decay = tl.exp2((top - new) * scale)
     weights = tl.exp2(scores * scale - (new * scale)[:, None])
@@ -52,7 +52,7 @@ def attend_kernel(
     BN: tl.constexpr,
 ) -> None:
     """A head is D0 columns and a rest, so that sizes between powers of two waste little: K1 for
-    q and k (a product's depth is at least 16), V1 for v (its width may be 8).
+    q and k (the depth of a GEMM is at least 16), V1 for v (its width may be 8).
     """
     stride = 3 * HEADS * SIZE
     dtype = qkv.dtype.element_ty
@@ -62,7 +62,7 @@ def attend_kernel(
         start, end = tl.load(entry), tl.load(entry + 1)
         first, tiles = tl.load(entry + 2), tl.load(entry + 3)
         head = (item - first * HEADS) // tiles
-        # All tiles of a head before the next head: its keys and values stay in the L2 cache.
+        # All tiles of a head come before the next head, so that its k and v stay in L2.
         row = start + (item - first * HEADS) % tiles * BM + tl.arange(0, BM)
         inside = (row < end)[:, None]
         c0 = tl.arange(0, D0)[None, :]
@@ -93,7 +93,7 @@ def attend_kernel(
             key = whole + tl.arange(0, BN)
             real = key < end
             at = qkv + key.to(tl.int64)[:, None] * stride
-            # Masked, not merely weighted with zero: the rows beyond may hold NaN.
+            # Masked rather than weighted with zero, because the rows beyond may hold NaN.
             k0 = tl.load(at + k_column + c0, mask=real[:, None], other=0.0)
             v0 = tl.load(at + v_column + c0, mask=real[:, None], other=0.0)
             scores = tl.dot(q0, k0.T)
@@ -113,7 +113,7 @@ def attend_kernel(
             tl.store(q_at + d1, (acc1 * share).to(dtype), mask=inside & (d1 < SIZE))
 
 
-def attend_(qkv: Tensor, table: Tensor, launch: Launch) -> Tensor:
+def attend_(qkv: Tensor, table: Tensor, sizes: TileSizes) -> Tensor:
     """Attention of qkv [rows, 3, heads, head size], contiguous, 16-bit, written over its q.
 
     Returns that q as [rows, heads x head size], a view; rows that no tile covers keep their q.
@@ -124,7 +124,7 @@ def attend_(qkv: Tensor, table: Tensor, launch: Launch) -> Tensor:
     flat = qkv.view(rows, -1)
 
     def blocks(width: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(flat, [launch.keys, max(width, 8)])
+        return TensorDescriptor.from_tensor(flat, [sizes.keys, max(width, 8)])
 
     attend_kernel[((len(table) - 1) * heads,)](
         flat,
@@ -138,10 +138,10 @@ def attend_(qkv: Tensor, table: Tensor, launch: Launch) -> Tensor:
         D0=d0,
         K1=k1,
         V1=v1,
-        BM=launch.queries,
-        BN=launch.keys,
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        BM=sizes.queries,
+        BN=sizes.keys,
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
     )
     return flat[:, : heads * size]
 

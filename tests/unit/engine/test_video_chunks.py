@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engine.budgets import Capacity
-from actors.engine.encoded import Encoded, joined
 from actors.engine.packing import smallest_first
-from actors.engine.video_chunks import cut
+from actors.engine.video_chunks import cut, joined, rows_of
 from actors.errors import EncodeFailed
 from actors.types import Bytes, Item, ItemPlan
 from tests.toy_tower import POISON, toy_item, toy_rows
@@ -51,47 +50,51 @@ def on_host(patches: object) -> Bytes:
     frames=st.integers(0, 20),
     budgets=st.sampled_from([(64,), ()]),
 )
-def test_runs_are_the_video_and_fit_a_pack(
+def test_chunks_are_the_video_and_fit_a_pack(
     groups: int, tokens: int, frames: int, budgets: tuple[int, ...]
 ) -> None:
     room = Capacity((budgets,), (64,), items=8, frames=frames, frame_tokens=1 if frames else 0)
     item = video(groups, tokens)
-    runs = cut(item, room)
+    chunks = cut(item, room)
     patches = on_host(item.patches)
-    assert np.array_equal(np.concatenate([on_host(run.patches) for run in runs]), patches)
-    later = [on_host(run.later) for run in runs]
+    assert np.array_equal(np.concatenate([on_host(chunk.patches) for chunk in chunks]), patches)
+    later = [on_host(chunk.later) for chunk in chunks]
     assert np.array_equal(np.concatenate(later), patches[::-1])
-    assert sum(run.plan.frames for run in runs) == groups
-    for run in runs:
-        plan = run.plan
+    assert sum(chunk.plan.frames for chunk in chunks) == groups
+    for chunk in chunks:
+        plan = chunk.plan
         assert plan.grid_thw == (plan.frames, 2, 2 * tokens)
         assert plan.path_tokens == (plan.tokens,) == (plan.frames * tokens,)
-        assert len(run.patches) == plan.patches == 4 * plan.tokens
+        assert len(chunk.patches) == plan.patches == 4 * plan.tokens
         assert plan.frames == 1 or (plan.tokens <= 64 and plan.frames <= (frames or groups))
-    longest = runs[0].plan.frames
-    assert all(run.plan.frames == longest for run in runs[:-1])
-    if len(runs) > 1:  # one more group would be too many
+    longest = chunks[0].plan.frames
+    assert all(chunk.plan.frames == longest for chunk in chunks[:-1])
+    if len(chunks) > 1:  # one more group would be too many
         assert (longest + 1) * tokens > 64 or longest + 1 > frames > 0
-    if frames and budgets and tokens <= 64:  # then no run is left to run eagerly
-        for pack in smallest_first([run.plan for run in runs], room):
+    if frames and budgets and tokens <= 64:  # then no chunk is left to run eagerly
+        for pack in smallest_first([chunk.plan for chunk in chunks], room):
             assert pack.budgets == (64,)
 
 
-def test_rows_after_the_last_group_come_with_the_last_run() -> None:
+def test_rows_after_the_last_group_come_with_the_last_chunk() -> None:
     item = video(7, 4)
     plan = replace(item.plan, tokens=7 * 2 + 1, path_tokens=(7 * 20,))
-    runs = cut(Item(plan, item.patches), ROOMY)
-    assert [(run.plan.frames, run.plan.tokens) for run in runs] == [(3, 6), (3, 6), (1, 3)]
-    assert [run.plan.path_tokens for run in runs] == [(60,), (60,), (20,)]
+    chunks = cut(Item(plan, item.patches), ROOMY)
+    assert [(chunk.plan.frames, chunk.plan.tokens) for chunk in chunks] == [(3, 6), (3, 6), (1, 3)]
+    assert [chunk.plan.path_tokens for chunk in chunks] == [(60,), (60,), (20,)]
 
 
-def test_runs_of_groups_of_pictures() -> None:
+def test_chunks_of_groups_of_pictures() -> None:
     item = toy_item(9 * 4, 0)
     plan = replace(item.plan, grid_thw=(3, 2, 8), tokens=3 * 4, frames=3, group_pictures=4)
-    runs = cut(Item(plan, item.patches), replace(ROOMY, tokens=(35,)))
-    assert [(run.plan.frames, run.plan.tokens) for run in runs] == [(2, 8), (1, 4)]
-    assert [run.plan.patches for run in runs] == [8 * 16, 1 * 16] == [len(r.patches) for r in runs]
-    assert [run.plan.path_tokens for run in runs] == [(32,), (4,)]
+    chunks = cut(Item(plan, item.patches), replace(ROOMY, tokens=(35,)))
+    assert [(chunk.plan.frames, chunk.plan.tokens) for chunk in chunks] == [(2, 8), (1, 4)]
+    assert (
+        [chunk.plan.patches for chunk in chunks]
+        == [8 * 16, 1 * 16]
+        == [len(one.patches) for one in chunks]
+    )
+    assert [chunk.plan.path_tokens for chunk in chunks] == [(32,), (4,)]
 
 
 def test_images_and_what_fits_are_left_alone() -> None:
@@ -104,13 +107,14 @@ def test_images_and_what_fits_are_left_alone() -> None:
     [(ROOMY, "graph"), (Capacity(((),), (64,), items=8, frames=0), "eager")],
     ids=["graphs", "off"],
 )
-def test_one_answer_of_many_runs(room: Capacity, source: str) -> None:
+def test_one_answer_of_many_chunks(room: Capacity, source: str) -> None:
     rig = Rig(room)
     items = [video(10, 10, 1), toy_item(5, 2), video(3, 80, 3)]
     answers = [rig.engine.submit(item) for item in items]
     for item, answer in zip(items, answers, strict=True):
-        assert torch.equal(answer.result(10).rows, toy_rows(item))
-    assert [len(answer.result().parts) for answer in answers] == [2, 1, 3]
+        assert torch.equal(rows_of(answer.result(10)), toy_rows(item))
+    assert [answer.result() for answer in answers] == items
+    assert [len(item.rows) for item in items] == [2, 5, 3], "rows of chunks, or those of the image"
     assert [answer.result().source for answer in answers] == [source, source, "eager"]
     assert rig.sample("video_runs_total") == 5
     rig.engine.close()
@@ -118,7 +122,7 @@ def test_one_answer_of_many_runs(room: Capacity, source: str) -> None:
     assert rig.sample("patches_total") == patches
 
 
-def test_a_cancelled_video_drops_the_runs_that_wait() -> None:
+def test_a_cancelled_video_drops_the_chunks_that_wait() -> None:
     rig = Rig(ROOMY)
     blocker = rig.hold()
     answer = rig.engine.submit(video(40, 8))
@@ -131,7 +135,7 @@ def test_a_cancelled_video_drops_the_runs_that_wait() -> None:
     assert rig.sample("tokens_total") == 1
 
 
-def test_a_run_that_fails_fails_the_video_and_drops_the_rest() -> None:
+def test_a_chunk_that_fails_fails_the_video_and_drops_the_rest() -> None:
     rig = Rig(ROOMY)
     blocker = rig.hold()
     item = video(40, 60)  # a group a pack
@@ -140,33 +144,39 @@ def test_a_run_that_fails_fails_the_video_and_drops_the_rest() -> None:
     rig.gate.set()
     with pytest.raises(EncodeFailed, match="poisoned"):
         answer.result(10)
-    assert torch.equal(other.result(10).rows, toy_rows(toy_item(5, 2)))
+    assert torch.equal(rows_of(other.result(10)), toy_rows(toy_item(5, 2)))
     rig.engine.close()
     wait_for([blocker])
     assert rig.sample("tokens_total") < 40 * 60
 
 
 def test_times_are_from_the_first_start_to_the_last_end() -> None:
-    answers: list[Future[Encoded]] = [Future() for _ in range(3)]
-    whole = joined(answers)
-    parts = [torch.full((2, 4), float(index)) for index in range(3)]
+    answers: list[Future[Item]] = [Future() for _ in range(3)]
+    item = video(6, 1)
+    whole = joined(item, answers)
+    chunks = [encoded() for _ in range(3)]
     for index in (2, 0, 1):
         assert not whole.done()
-        answers[index].set_result(Encoded((parts[index],), "graph", 1.0 + index, 2.0))
-    assert whole.result() == Encoded(tuple(parts), "graph", 1.0, 4.0)
-    assert torch.equal(whole.result().rows, torch.cat(parts))
+        chunks[index].queue_seconds = 1.0 + index
+        chunks[index].rows += index
+        answers[index].set_result(chunks[index])
+    assert whole.result() is item
+    assert (item.source, item.queue_seconds, item.encode_seconds) == ("graph", 1.0, 4.0)
+    assert torch.equal(rows_of(item), torch.cat([chunk.rows for chunk in chunks]))
 
 
-def encoded() -> Encoded:
-    return Encoded((torch.zeros(2, 4),), "graph", 1.0, 2.0)
+def encoded() -> Item:
+    item = video(2, 1)
+    item.rows, item.queue_seconds, item.encode_seconds = torch.zeros(2, 4), 1.0, 2.0
+    return item
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_runs_that_land_after_the_end_change_nothing_and_say_nothing(
+def test_chunks_that_land_after_the_end_change_nothing_and_say_nothing(
     fails: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answers: list[Future[Encoded]] = [Future() for _ in range(3)]
-    whole = joined(answers)
+    answers: list[Future[Item]] = [Future() for _ in range(3)]
+    whole = joined(video(6, 1), answers)
     for answer in answers[:2]:
         assert answer.set_running_or_notify_cancel()
     if fails:
@@ -184,10 +194,10 @@ def test_runs_that_land_after_the_end_change_nothing_and_say_nothing(
 
 
 def test_rows_of_a_video_go_with_the_last_who_holds_them() -> None:
-    answers: list[Future[Encoded]] = [Future() for _ in range(2)]
-    whole = joined(answers)
+    answers: list[Future[Item]] = [Future() for _ in range(2)]
+    whole = joined(video(4, 1), answers)
     found = encoded()
-    seen = weakref.ref(found.parts[0])
+    seen = weakref.ref(found.rows)
     gc.disable()
     try:
         answers[0].set_result(found)

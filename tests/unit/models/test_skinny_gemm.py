@@ -1,31 +1,31 @@
-"""Which tiles products of few rows are computed in. The kernel itself runs in tests/gpu."""
+"""Which tiles GEMMs with few rows are computed in. The kernel itself runs in tests/gpu."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from actors.kernels.cublaslt import Ending, Shape
-from actors.kernels.skinny_gemm import SHARED_BYTES, best, source, tiles
+from actors.kernels.gemm.cublaslt import Epilogue, GemmShape
+from actors.kernels.gemm.skinny_gemm import SHARED_BYTES, best, source, tiles
 
-SHAPES: list[tuple[int, int, Ending]] = [
+SHAPES: list[tuple[int, int, Epilogue]] = [
     (3456, 1152, "bias"),
     (1152, 1152, "add"),
     (4352, 1152, "gelu_tanh"),
     (1152, 4352, "add"),
 ]
-"""n, k and ending of a layer of Qwen3-VL-8B."""
+"""n, k and epilogue of a layer of Qwen3-VL-8B."""
 
 
-def shape_of(rows: int, n: int, k: int) -> Shape:
-    return Shape(rows, n, k, k, n, torch.bfloat16)
+def shape_of(rows: int, n: int, k: int) -> GemmShape:
+    return GemmShape(rows, n, k, k, n, torch.bfloat16)
 
 
 @pytest.mark.parametrize("rows", [64, 416, 640])
-@pytest.mark.parametrize(("n", "k", "ending"), SHAPES, ids=str)
-def test_tiles_fit_into_a_processor(rows: int, n: int, k: int, ending: Ending) -> None:
+@pytest.mark.parametrize(("n", "k", "epilogue"), SHAPES, ids=str)
+def test_tiles_fit_into_a_processor(rows: int, n: int, k: int, epilogue: Epilogue) -> None:
     shape = shape_of(rows, n, k)
-    for tile in tiles(shape, ending):
+    for tile in tiles(shape, epilogue):
         ring = tile.stages * tile.stage_bytes
         assert ring + tile.added_bytes <= SHARED_BYTES
         # Blocks that share out a sum exchange it where the ring was, in float32.
@@ -37,9 +37,9 @@ def test_tiles_fit_into_a_processor(rows: int, n: int, k: int, ending: Ending) -
 
 
 def test_a_small_image_keeps_nearly_all_processors_busy_for_one_round() -> None:
-    for n, k, ending in SHAPES:
+    for n, k, epilogue in SHAPES:
         shape = shape_of(416, n, k)
-        tile = best(shape, ending)[0]
+        tile = best(shape, epilogue)[0]
         wide, high, splits = tile.blocks(416, n)
         assert 96 <= wide * high * splits <= 132
 

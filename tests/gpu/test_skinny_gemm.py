@@ -1,4 +1,4 @@
-"""Products of few rows by our own kernel, against plain torch in float32."""
+"""GEMMs with few rows by our own kernel, against plain torch in float32."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from tests.gpu.compared import difference
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
 pytest.importorskip("triton")
 
-from actors.kernels.cublaslt import Ending, Shape  # noqa: E402
-from actors.kernels.hopper import CAPABILITY  # noqa: E402
-from actors.kernels.norm import norm  # noqa: E402
-from actors.kernels.skinny_gemm import FewRows, Tile, few_rows, kernel_for  # noqa: E402
+from actors.kernels.gemm.cublaslt import Epilogue, GemmShape  # noqa: E402
+from actors.kernels.gemm.skinny_gemm import (  # noqa: E402
+    GemmTile,
+    SkinnyGemm,
+    kernel_for,
+    skinny_gemms,
+)
+from actors.kernels.hopper.cuda import CAPABILITY  # noqa: E402
+from actors.kernels.triton.elementwise import norm  # noqa: E402
 
 TILES = [(1, 64, 1), (2, 104, 1), (3, 88, 1), (1, 208, 3), (2, 72, 2), (1, 144, 4)]
 """Groups, rows and splits: whole and partial tiles, even and uneven shares."""
@@ -27,35 +32,37 @@ def hopper(on_device: None) -> None:
         pytest.skip("not of compute capability 9.0")
 
 
-def expected(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, ending: Ending) -> Tensor:
+def expected(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, epilogue: Epilogue) -> Tensor:
     product = x.float() @ weight.float().T
-    if ending == "add":
+    if epilogue == "add":
         return product + before.float()
     product += bias.float()
-    return F.gelu(product, approximate="tanh") if ending == "gelu_tanh" else product
+    return F.gelu(product, approximate="tanh") if epilogue == "gelu_tanh" else product
 
 
-def run_alone(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
-    FewRows(tile, kernel_for(x.device, x.dtype, tile)).run(
-        weight, None if tile.ending == "add" else bias, x, out
+def run_alone(tile: GemmTile, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
+    SkinnyGemm(tile, kernel_for(x.device, x.dtype, tile)).run(
+        weight, None if tile.epilogue == "add" else bias, x, out
     )
 
 
 @pytest.mark.parametrize("form", TILES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("ending", ["bias", "gelu_tanh", "add"])
-def test_every_form_of_tile(form: tuple[int, int, int], dtype: torch.dtype, ending: Ending) -> None:
+@pytest.mark.parametrize("epilogue", ["bias", "gelu_tanh", "add"])
+def test_every_form_of_tile(
+    form: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue
+) -> None:
     groups, rows, splits = form
-    if splits > 1 and ending != "add":
+    if splits > 1 and epilogue != "add":
         pytest.skip("only sums that are added to something are split")
-    tile = Tile(groups, rows, splits, ending)
+    tile = GemmTile(groups, rows, splits, epilogue)
     for count, n, k in ((400, 1152, 1152), (1, 64 * groups + 8, 328), (rows + 9, 520, 4304)):
         weight, bias = (torch.randn(n, k) / k**0.5).to(dtype), torch.randn(n).to(dtype)
         wide = torch.randn(count, 3, k).to(dtype)  # rows lie apart, as attention leaves them
         before = torch.randn(count + 1, n).to(dtype)
         out = before.clone()
         run_alone(tile, wide[:, 0], weight, bias, out[:count])
-        wanted = expected(wide[:, 0], weight, bias, before[:count], ending)
+        wanted = expected(wide[:, 0], weight, bias, before[:count], epilogue)
         assert difference(out[:count], wanted) < 4e-3
         assert torch.equal(out[count:], before[count:])
 
@@ -66,8 +73,8 @@ def test_the_same_bits_every_time_and_in_a_graph_of_overlapping_kernels() -> Non
     weights = [(torch.randn(width, width) / width**0.5).bfloat16() for _ in range(layers)]
     first, still = torch.randn(rows, width).bfloat16(), torch.zeros(width)
     scale, bias = torch.ones(width).bfloat16(), torch.zeros(width).bfloat16()
-    shape = Shape(rows, width, width, width, width, torch.bfloat16)
-    way = few_rows(shape, "add", first.device)[0]
+    shape = GemmShape(rows, width, width, width, width, torch.bfloat16)
+    way = skinny_gemms(shape, "add", first.device)[0]
     x = first.clone()
 
     def chain() -> None:
@@ -94,9 +101,9 @@ def test_the_same_bits_every_time_and_in_a_graph_of_overlapping_kernels() -> Non
 
 def test_shapes_without_a_way() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    many = Shape(4096, 1152, 1152, 1152, 1152, torch.bfloat16)
-    odd = Shape(400, 1151, 1152, 1152, 1151, torch.bfloat16)
-    tiny = Shape(400, 96, 32, 32, 96, torch.bfloat16)
-    assert not few_rows(many, "bias", device)
-    assert not few_rows(odd, "bias", device)
-    assert not few_rows(tiny, "bias", device)
+    many = GemmShape(4096, 1152, 1152, 1152, 1152, torch.bfloat16)
+    odd = GemmShape(400, 1151, 1152, 1152, 1151, torch.bfloat16)
+    tiny = GemmShape(400, 96, 32, 32, 96, torch.bfloat16)
+    assert not skinny_gemms(many, "bias", device)
+    assert not skinny_gemms(odd, "bias", device)
+    assert not skinny_gemms(tiny, "bias", device)

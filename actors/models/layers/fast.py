@@ -1,10 +1,11 @@
-"""The shared block on CUDA in 16 bits: Triton for norms and rotary, cuBLASLt for the products.
+"""The fast form of the block, for CUDA in 16 bits: Triton for norms and rotary, tuned GEMMs.
 
-Equal to ReferenceBlocks within the rounding of the dtype. Safe to capture. Two ideas carry it:
-the biases of proj and down are constants, so the residual stream never holds them and its adds
-ride in the matrix products (each norm adds the sum so far); and GELU rides in cuBLASLt's epilogue.
-The MLP's width is filled up to multiples of 128, which that epilogue wants, and without which the
-products of odd widths, such as Qwen2.5-VL's 3420, are slow: every activation leaves zeros zero.
+Equal to ReferenceBlocks within the rounding of the dtype, and safe to capture. Two ideas:
+- The biases of proj and down are constants, so they are left out of the residual stream. Then the
+  residual additions happen in the epilogues of the GEMMs, and each norm adds the biases so far.
+- GELU happens in the epilogue of the up GEMM. That takes an MLP width that is a multiple of 128, so
+  the width is padded with zeros, which every activation keeps. Without it GEMMs of odd widths, such
+  as Qwen2.5-VL's 3420, are slow.
 """
 
 from __future__ import annotations
@@ -17,13 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.kernels.attention import Attention, Values
-from actors.kernels.cublaslt import Ending
-from actors.kernels.gemm import Product
-from actors.kernels.norm import norm
-from actors.kernels.rotary import rotate_
-from actors.kernels.shift import shifted
-from actors.kernels.swiglu import swiglu
-from actors.models.block import (
+from actors.kernels.gemm.cublaslt import Epilogue
+from actors.kernels.gemm.gemm import Gemm
+from actors.kernels.triton.elementwise import norm, rotate_, shifted, swiglu
+from actors.models.layers.block import (
     ACTIVATIONS,
     Affine,
     BlockWeights,
@@ -31,16 +29,17 @@ from actors.models.block import (
     qk_normed,
     windows_of,
 )
+from actors.options import BlockForm
 
 MLP_MULTIPLE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class FastLayer:
-    """What a layer has beside its products; biases are moved to where they are free."""
+    """What a layer has besides its GEMMs."""
 
     shift1: Tensor
-    """float32 [width]: what the stream lacks before norm1."""
+    """float32 [width]: the biases that the residual stream lacks before norm1; shift2: norm2."""
     norm1: Affine
     qk_norm: Tensor | None
     shift2: Tensor
@@ -48,7 +47,9 @@ class FastLayer:
 
 
 class FastBlocks:
-    """See Blocks. Writes over the x it is given; `attention` may write over its qkv."""
+    """See Blocks. Writes over its x."""
+
+    form: BlockForm = "fast"
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class FastBlocks:
         attention: Attention,
         taps: Sequence[int] = (),
     ) -> None:
+        assert not style.post_norm, "ModelSpec.fast_blocks says that there is none. This is a bug."
         self.style = style
         self.attention = attention
         self.taps = taps
@@ -65,14 +67,14 @@ class FastBlocks:
         inner = weights[0].down.weight.shape[1]
         padding, gates = -inner % MLP_MULTIPLE, len(weights[0].up.weight) // inner
         up, down = [layer.up for layer in weights], [layer.down.weight for layer in weights]
-        if padding:  # without it F.pad would copy as well
+        if padding:  # with no padding F.pad would still copy
             up = [padded(layer, padding, gates) for layer in up]
             down = [F.pad(weight, (0, padding)) for weight in down]
         self.qkv = affine([layer.qkv for layer in weights], "bias")
-        self.proj = Product([layer.proj.weight for layer in weights], None, "add")
+        self.proj = Gemm([layer.proj.weight for layer in weights], None, "add")
         self.up = affine(up, "gelu_tanh" if gelu else "bias")
         self.activate = None if gelu else (ACTIVATIONS | {"swiglu": swiglu})[style.activation]
-        self.down = Product(down, None, "add")
+        self.down = Gemm(down, None, "add")
 
     def __call__(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, values: Values
@@ -97,7 +99,7 @@ class FastBlocks:
         sin: Tensor | None,
         seen: Values,
     ) -> None:
-        """Added to x. What is made on the way goes before the MLP comes."""
+        """Adds to x. A method, so that its intermediate tensors are freed before the MLP."""
         qkv = self.qkv(index, self.norm(x, layer.shift1, layer.norm1))
         qkv = qkv.view(len(x), 3, self.style.heads, -1)
         if layer.qk_norm is not None:
@@ -107,30 +109,29 @@ class FastBlocks:
         self.proj(index, self.attention(qkv, seen), x)
 
     def mlp(self, index: int, layer: FastLayer, x: Tensor) -> None:
-        """Added to x."""
+        """Adds to x."""
         y = self.up(index, self.norm(x, layer.shift2, layer.norm2))
         self.down(index, self.activate(y) if self.activate else y, x)
 
     def norm(self, x: Tensor, shift: Tensor, by: Affine) -> Tensor:
-        """Of x + shift."""
+        """The norm of x + shift."""
         centred = self.style.norm == "layer"
         return norm(x, shift, by.weight, by.bias, self.style.epsilon, centred=centred)
 
 
-def affine(layers: Sequence[Affine], ending: Ending) -> Product:
-    """The product of layers that have biases."""
-    return Product([layer.weight for layer in layers], [layer.bias for layer in layers], ending)
+def affine(layers: Sequence[Affine], epilogue: Epilogue) -> Gemm:
+    return Gemm([layer.weight for layer in layers], [layer.bias for layer in layers], epilogue)
 
 
 def padded(linear: Affine, rows: int, parts: int) -> Affine:
-    """With so many more rows of zeros behind each of its parts."""
+    """Appends `rows` rows of zeros to each of the parts."""
     weight, bias = (each.unflatten(0, (parts, -1)) for each in (linear.weight, linear.bias))
     weight, bias = F.pad(weight, (0, 0, 0, rows)), F.pad(bias, (0, rows))
     return Affine(weight.flatten(0, 1), bias.flatten())
 
 
 def fold(weights: Sequence[BlockWeights]) -> tuple[list[FastLayer], list[Tensor]]:
-    """The layers, and what the stream lacks after each: float32 [width]."""
+    """The layers, and the biases that the residual stream lacks after each: float32 [width]."""
     shift = torch.zeros_like(weights[0].proj.bias, dtype=torch.float32)
     layers, after = [], []
     for layer in weights:

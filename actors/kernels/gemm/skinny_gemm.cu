@@ -1,22 +1,22 @@
-// A product of few rows on compute capability 9.0: out [rows, features] from x [rows, k] and weight
-// [features, k]. few_rows.py compiles it at run time behind hopper_ptx.cu and the product that it
-// writes itself, and defines TYPE, ELEMENT, GROUPS, ROWS, SPLITS, STAGES and ENDING.
+// A GEMM with few rows, for compute capability 9.0: out [rows, features] from x [rows, k] and
+// weight [features, k]. skinny_gemm.py defines TYPE, ELEMENT, GROUPS, ROWS, SPLITS, STAGES and
+// EPILOGUE, and compiles this behind ptx.cu and the wgmma function that it writes out.
 //
-// With few rows the gaps between kernels cost as much as the products. So a block fills its ring
-// with weights, which no kernel writes, before it waits for the kernel in front of it. Rows are the
-// columns of the matrix unit's products, since those come in eights, and features come in 64s.
+// With few rows the gaps between kernels cost as much as the GEMMs. So a block prefetches weights,
+// which no kernel writes, before it waits for the previous kernel. The rows of x are the columns
+// (N) of wgmma, because N is a multiple of 8, while the features are M, a multiple of 64.
 //
-// A block computes a tile of 64 GROUPS features x ROWS rows: one thread copies, each warp group
-// computes 64 features. Where tiles are too few for all processors, SPLITS blocks share out the sum
-// of each, and then its rows. Tiles and what is added to lie in shared memory as rows of 64
-// features: 128 bytes, swizzled.
+// A block computes a tile of 64 GROUPS features x ROWS rows: one thread issues the TMA loads, and
+// each warpgroup computes 64 features. Where there are fewer tiles than SMs, a cluster of SPLITS
+// blocks splits k, exchanges partial sums, and each block finishes a part of the rows. Output tiles
+// lie in shared memory as rows of 64 features: 128 bytes, swizzled.
 
-constexpr int EIGHTS = ROWS / 8;                         // of rows
-constexpr int SHARE = (EIGHTS + SPLITS - 1) / SPLITS;    // of them that a block ends
+constexpr int EIGHTS = ROWS / 8;                         // groups of 8 rows
+constexpr int SHARE = (EIGHTS + SPLITS - 1) / SPLITS;    // of them that a block finishes
 constexpr int WEIGHT_BYTES = GROUPS * 64 * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * 128;
-constexpr int COMPUTING = 128 * GROUPS;                  // threads
-constexpr bool ADDS = ENDING == 2;
+constexpr int COMPUTING = 128 * GROUPS;                  // consumer threads
+constexpr bool ADDS = EPILOGUE == 2;
 
 struct Maps {
     TensorMap x, weight, out;
@@ -40,9 +40,9 @@ struct Ring {
     }
 };
 
-// What this block computes: a tile, and of its sum the blocks of 64 columns [begin, begin + blocks).
+// What this block computes: a tile, over the blocks of 64 columns [begin, begin + blocks) of k.
 struct Part {
-    int feature, row, begin, blocks, first, end;  // first, end: the eights of rows that it ends
+    int feature, row, begin, blocks, first, end;  // first, end: the groups of 8 rows that it finishes
     DEVICE Part(int all) {
         int split = SPLITS > 1 ? blockIdx.z : 0;
         feature = blockIdx.x * 64 * GROUPS;
@@ -86,7 +86,7 @@ DEVICE void copy_all(const Maps& maps, const Part& part, const Ring& ring) {
     }
 }
 
-// This warp group's sums: a thread holds 2 features, 8 apart, of 2 rows of every eight.
+// This warpgroup's accumulators: a thread holds 2 features, 8 apart, of 2 rows of every 8.
 DEVICE void compute(float (&sums)[ROWS / 2], const Part& part, const Ring& ring, int group) {
     Place place, before;
     for (int i = 0; i < part.blocks; i++) {
@@ -94,16 +94,16 @@ DEVICE void compute(float (&sums)[ROWS / 2], const Part& part, const Ring& ring,
         u32 stage = uniform(ring.stages + place.stage * STAGE_BYTES);
         u64 weight = swizzled(stage + group * 64 * 128, 0);
         u64 x = swizzled(stage + WEIGHT_BYTES, 0);
-        products_begin();
+        wgmma_begin();
 #pragma unroll
         for (int k = 0; k < 4; k++) multiply(sums, weight + 2 * k, x + 2 * k, i + k > 0);
-        products_commit();
-        products_wait<1>();
+        wgmma_commit();
+        wgmma_wait<1>();
         if (i > 0 && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before.stage);
         before = place;
         place.next();
     }
-    products_wait<0>();
+    wgmma_wait<0>();
     pin(sums);
 }
 
@@ -111,12 +111,12 @@ DEVICE float gelu(float x) {
     return 0.5f * x * tanh_fast(x * (0.7978845608f + 0.0356774081f * x * x)) + 0.5f * x;
 }
 
-// One eight of rows, 4 sums a thread, to where it lies in shared memory. `added`: what lies there.
+// Writes one group of 8 rows to shared memory, 4 sums per thread, adding what lies there if ADDS.
 DEVICE void end_eight(u32 eight, const float (&sums)[4], float bias, float bias8) {
     int lane = threadIdx.x % 32, chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
     u32 to = eight + lane % 8 * 128 + (chunk ^ lane % 8) * 16;
     float v[4] = {sums[0] + bias, sums[1] + bias, sums[2] + bias8, sums[3] + bias8};
-    if (ENDING == 1)
+    if (EPILOGUE == 1)
         for (int k = 0; k < 4; k++) v[k] = gelu(v[k]);
     if (ADDS) {
         u32 added[2];
@@ -127,7 +127,7 @@ DEVICE void end_eight(u32 eight, const float (&sums)[4], float bias, float bias8
 }
 
 #if SPLITS > 1
-// The blocks' sums of the eights that this block ends, added up in the same order every time.
+// Adds up the blocks' sums of the rows that this block finishes, in the same order every time.
 DEVICE void reduce(float (&ended)[SHARE][4], const float (&sums)[ROWS / 2], const Part& part,
                    const Ring& ring, int group) {
     u32 mine = ring.stages + group * EIGHTS * 2048 + threadIdx.x % 128 * 16;
@@ -189,7 +189,7 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLITS) __launch_bounds__(COMP
     multiply_few(const __grid_constant__ Maps maps, const ELEMENT* bias, int blocks, int features) {
     extern __shared__ unsigned char memory[];
     __shared__ u64 barriers[2 * STAGES + 1];
-    // The swizzle follows from addresses: whole 1024 bytes.
+    // The swizzle depends on the address, so the buffer starts at a multiple of 1024 bytes.
     Ring ring((shared_address(memory) + 1023) & ~1023u, shared_address(barriers));
     if (threadIdx.x == 0) ring.initialise();
     if (threadIdx.x == COMPUTING) {

@@ -1,7 +1,7 @@
-"""Attention over a table of query tiles: a captured launch serves any layout at its own cost.
+"""Attention within segments by Triton, over a table of query tiles that is built on the host.
 
-Builds the table on the host; the kernel is attend.py (Triton). Knows nothing of graphs or budgets
-beyond the bounds that it is given. hopper_tiles.py is the same where hopper.cu runs.
+A captured launch serves any layout that fits its table, and takes only the time of that layout.
+Needs no Triton itself: the kernel is attention_kernel.py.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.kernels.attention import Shapes, Values
+from actors.kernels import Shapes, Values
 
 HEAD_SIZES = (64, 72, 80, 88, 96, 112, 128)
 SHORT_ROWS = 64
 LONG_ROWS = 128
 LONG_PATCHES = 1024
-"""Budgets up to this many patches use the short tiles: there are few tiles, many processors."""
+"""Budgets of up to so many patches use short tiles, so that there are enough for all SMs."""
 
 
-class Tiles:
-    """Triton. CUDA, bfloat16 and float16, head sizes from 64 to 128, multiples of 8."""
+class TritonAttention:
+    """See Attention. CUDA, bfloat16 and float16, head sizes that are in HEAD_SIZES."""
 
     name = "tiles"
 
     def inputs(self, patches: int, segments: int) -> Shapes:
-        """The table, int32: a first row with the number of tiles, then one row a tile."""
-        # The second bound keeps the table from shrinking where longer tiles begin.
+        """The table, int32: a first row with the number of tiles, then one row per tile."""
+        # The second bound keeps the table from shrinking where long tiles begin.
         tiles = max(patches // tile_rows(patches), min(patches, LONG_PATCHES) // SHORT_ROWS)
         return {"attention_tiles": ((1 + tiles + segments, 4), torch.int32)}
 
     def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
-        """Tiles of the longest segment first: what ends last starts first."""
+        """Tiles of the longest segment come first: what ends last starts first."""
         shape, _ = self.inputs(patches, segments)["attention_tiles"]
         return {"attention_tiles": tile_table(lengths, tile_rows(patches), shape[0])}
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
-        """See Attention. Written over q; rows beyond the segments keep their q."""
-        from actors.kernels.attend import Launch, attend_  # Triton is not there without CUDA
+        """See Attention. Writes over q; rows beyond the segments keep their q."""
+        from actors.kernels.triton.attention_kernel import TileSizes, attend_  # needs Triton
 
-        return attend_(qkv, values["attention_tiles"], Launch(tile_rows(len(qkv)), 64, 4, 3))
+        return attend_(qkv, values["attention_tiles"], TileSizes(tile_rows(len(qkv)), 64, 4, 3))
 
 
 def tile_rows(patches: int) -> int:
-    """Queries a tile in a budget of so many patches."""
+    """Queries per tile in a budget of so many patches."""
     return SHORT_ROWS if patches <= LONG_PATCHES else LONG_ROWS
 
 

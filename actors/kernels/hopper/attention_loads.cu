@@ -1,15 +1,80 @@
-// What is copied into shared memory, where it lies there, and the two kinds of warps that copy.
-// Part of hopper.cu.
+// The producer side of attention.cu: which work items there are, what is copied into shared memory
+// and where it lies there, and the two kinds of producer warps.
 //
-// Of a head the first 64 columns lie in shared memory as rows of 128 bytes, swizzled. Of values the
-// other 8 or 16 and a column of ones are in a second lot of such rows, since one product reads
-// both; of queries and keys they lie apart, in rows of their own.
+// The first 64 columns of a head lie in shared memory as rows of 128 bytes, swizzled. Of values,
+// the other 8 or 16 columns and a column of ones follow in a second lot of such rows, because one
+// GEMM reads both. Of queries and keys the other columns lie apart, in rows of their own.
+
+constexpr int CHUNKS = SIZE / 8;
+constexpr int EVEN_STRIPS = 8;  // with more of them, even splitting is no faster than tiles
+
+// The work items are the table's entries, once per head; blocks take them in turn. The items of the
+// last round would leave SMs idle, so each of them is split into as many parts as there are SMs for
+// it. A single segment that is too long for one round is first split evenly over all SMs, unless
+// that would leave a warpgroup alone with a strip.
+struct Plan {
+    int heads, whole, share, items;  // unsplit items, parts of each other one, all items
+    int even;                        // replaces the last number of every entry, unless 0
+    DEVICE Plan(const int4* table, int heads) : heads(heads) {
+        int4 counts = __ldg(table);
+        int parts = max(gridDim.x / heads, 1), strips = (counts.y + parts - 1) / parts;
+        even = strips % GROUPS == 1 || strips > EVEN_STRIPS ? 0 : strips << 16 | parts;
+        if (strips == 0) even = 0;
+        int all = (even ? parts : counts.x) * heads, left = all % gridDim.x;
+        whole = all - left;
+        share = gridDim.x / max(left, 1);
+        items = whole + left * share;
+    }
+    DEVICE int at(int item) const {
+        return item < whole ? item : whole + (item - whole) / share;
+    }
+    DEVICE int4 entry(const int4* table, int item) const {
+        int4 found = __ldg(table + 1 + (item < items && !even ? at(item) / heads : 0));
+        if (even) found.w = even;
+        return found;
+    }
+};
+
+// One item: `strips` strips of 64 queries from `row` on, of one head of the segment [start, end).
+// `shared`: there is one strip, whose keys are divided among the warpgroups. Otherwise each
+// warpgroup takes strips of its own.
+struct Work {
+    int start, end, row, head, strips;
+    bool shared;
+    DEVICE Work(const Plan& plan, int item, const int4& entry) {
+        start = entry.x;
+        end = entry.y;
+        int tiles = entry.w & 0xffff, most = entry.w >> 16;
+        int within = plan.at(item) - entry.z * plan.heads;
+        head = within / tiles;
+        row = start + within % tiles * most * 64;
+        strips = max(min(most, (end - row + 63) / 64), 0);
+        shared = false;
+        if (item >= plan.whole) {
+            int part = (item - plan.whole) % plan.share, first = strips * part / plan.share;
+            strips = strips * (part + 1) / plan.share - first;
+            row += first * 64;
+            shared = strips == 1 && !kept();
+        }
+    }
+    // The first strip of a warpgroup; its others follow in steps of GROUPS.
+    DEVICE int first(int group, int turn) const {
+        return shared ? 0 : (group + GROUPS - turn) % GROUPS;
+    }
+    // The warpgroup that takes the first strip of the next item, so that all get equally many.
+    DEVICE int next(int turn) const { return shared ? turn : (turn + strips) % GROUPS; }
+    // Whether the ring holds all keys of the segment at once.
+    DEVICE bool kept() const { return blocks() <= STAGES; }
+    // The last block of keys, the one that may be partial, comes first.
+    DEVICE int blocks() const { return (end - start + KEYS - 1) / KEYS; }
+    DEVICE int last_keys() const { return (end - start - 1) % KEYS + 1; }
+};
 
 constexpr int REST = CHUNKS - 8;  // chunks of 8 columns behind the first 64
 constexpr int LOT = KEYS * 128;
 constexpr int STAGE_BYTES = LOT + (REST ? 2 * LOT : LOT);
 constexpr int KEY_REST = KEYS * REST * 16, QUERY_REST = 64 * REST * 16;  // bytes
-constexpr int BLOCK_BYTES = KEYS * SIZE * 2;  // copied
+constexpr int BLOCK_BYTES = KEYS * SIZE * 2;  // copied by TMA
 constexpr int QUERY_LOT = 64 * 128;
 constexpr int ONES_BYTES = REST ? 0 : 16 * 128;
 constexpr int WARPS = 4 * GROUPS;
@@ -17,8 +82,8 @@ struct Maps {
     TensorMap block, queries, values_rest, keys_rest, queries_rest;
 };
 
-// In shared memory: stages of keys and values, queries, a lot of ones, and what else there is of
-// keys and of queries. `scratch` is the queries' place.
+// Shared memory: stages of keys and values, queries, a lot of ones, and the other columns of keys
+// and queries. `scratch` is the memory of the queries.
 struct Ring {
     u32 tiles, scratch, ones, keys_rest, queries_rest;
     u32 full_k, full_v, empty_k, empty_v, full_q, empty_q;
@@ -65,7 +130,7 @@ DEVICE u32 chunk_at(int row, int chunk) {
     return chunk / 8 * LOT + row * 128 + (chunk ^ row) % 8 * 16;
 }
 
-// Where 8 columns of a row lie behind the first 64, of queries and keys.
+// Where 8 of the columns after the first 64 lie, of queries and keys.
 DEVICE u32 rest_at(int row, int chunk) {
     return REST > 1 ? row * 32 + (chunk ^ row / 4 % 2) * 16 : row * 16;
 }
@@ -90,7 +155,8 @@ DEVICE void copy_blocks(const Maps& maps, const int4* table, const Plan& plan, c
         Work work(plan, item, entry);
         entry = plan.entry(table, item + gridDim.x);
         if (work.strips == 0) continue;
-        // Blocks of one head begin at different keys, so as not to crowd the same lines of the L2.
+        // Items of one head start at different keys, so that they do not all read the same L2
+        // lines.
         int whole = work.blocks() - 1, at = item % max(whole, 1);
         int k = (plan.heads + work.head) * SIZE, v = k + plan.heads * SIZE;
         for (int i = 0; i < (work.kept() ? 1 : work.strips); i += GROUPS)

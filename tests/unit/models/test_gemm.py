@@ -1,4 +1,4 @@
-"""How often a product is launched to be measured, and when it goes torch's way."""
+"""How often a GEMM is launched to be timed, and when torch's is taken instead."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.kernels import gemm as products
-from actors.kernels.cublaslt import ALIGNED_BYTES, Algorithm, Ending, Plan, Shape
-from actors.kernels.gemm import (
+from actors.kernels.gemm import gemm as gemms
+from actors.kernels.gemm.cublaslt import (
+    ALIGNED_BYTES,
+    Algorithm,
+    CublasLtPlan,
+    Epilogue,
+    GemmShape,
+)
+from actors.kernels.gemm.gemm import (
     CHOICES,
     FAVOUR,
     MOST_LAUNCHES,
-    Planned,
-    Product,
+    CublasLtGemm,
+    Gemm,
     launches,
     tuning,
 )
-from actors.kernels.nvrtc import Kernel
-from actors.kernels.skinny_gemm import FewRows, Tile
+from actors.kernels.gemm.skinny_gemm import GemmTile, SkinnyGemm
+from actors.kernels.hopper.cuda import LoadedKernel
 
 
-def shape(rows: int, n: int = 4352, k: int = 1152) -> Shape:
-    return Shape(rows, n, k, k, n, torch.bfloat16)
+def shape(rows: int, n: int = 4352, k: int = 1152) -> GemmShape:
+    return GemmShape(rows, n, k, k, n, torch.bfloat16)
 
 
 def test_a_measurement_of_any_shape_takes_about_as_long() -> None:
@@ -36,13 +42,13 @@ def test_a_measurement_of_any_shape_takes_about_as_long() -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_product_without_cublaslt_is_torch(*, apart: bool) -> None:
+def test_a_gemm_without_cublaslt_is_torch(*, apart: bool) -> None:
     weight, bias, x = torch.randn(6, 4), torch.randn(6), torch.randn(5, 4)
     expected = F.linear(x, weight, bias)
     rows = torch.zeros(5, 3, 6)
     with tuning():  # float32: nothing to choose from
-        out = Product([weight], [bias], "bias")(0, x, rows[:, 1] if apart else None)
-        added = Product([weight], None, "add")(0, x, bias.expand(5, 6).clone())
+        out = Gemm([weight], [bias], "bias")(0, x, rows[:, 1] if apart else None)
+        added = Gemm([weight], None, "add")(0, x, bias.expand(5, 6).clone())
     assert torch.equal(out, expected)
     assert torch.equal(rows[:, 1], expected) == apart
     assert torch.allclose(added, expected, atol=1e-6)
@@ -52,7 +58,7 @@ def test_a_product_without_cublaslt_is_torch(*, apart: bool) -> None:
 ROWS, WIDTH, INNER = 6, 32, 136
 
 
-class Chosen(Plan):
+class Chosen(CublasLtPlan):
     """A plan that says so when it runs."""
 
     def __init__(self) -> None:
@@ -70,8 +76,8 @@ def test_an_algorithm_that_is_refused_when_it_runs_is_passed_over(
     refused, taken = Algorithm(waves=1), Algorithm(waves=2)
     offered = [refused, taken]
 
-    class Offered(Plan):
-        def __init__(self, shape: Shape, ending: Ending) -> None:
+    class Offered(CublasLtPlan):
+        def __init__(self, shape: GemmShape, epilogue: Epilogue) -> None:
             pass
 
         def algorithms(self) -> list[Algorithm]:
@@ -85,49 +91,49 @@ def test_an_algorithm_that_is_refused_when_it_runs_is_passed_over(
         launch()
         return 1.0
 
-    monkeypatch.setattr(products, "Plan", Offered)
-    monkeypatch.setattr(products, "graph_seconds", seconds)
-    monkeypatch.setattr(products, "CHOICES", {})
+    monkeypatch.setattr(gemms, "CublasLtPlan", Offered)
+    monkeypatch.setattr(gemms, "graph_seconds", seconds)
+    monkeypatch.setattr(gemms, "CHOICES", {})
     x = at(0, ROWS, WIDTH)
     for found in (taken, None):
-        product = Product([at(0, INNER, WIDTH)], [at(0, INNER)], "bias")
+        gemm = Gemm([at(0, INNER, WIDTH)], [at(0, INNER)], "bias")
         with tuning():
-            product(0, x)
-        (choice,) = products.CHOICES.values()
-        assert (choice.algorithm if isinstance(choice, Planned) else None) is found
-        products.CHOICES.clear()
+            gemm(0, x)
+        (choice,) = gemms.CHOICES.values()
+        assert (choice.algorithm if isinstance(choice, CublasLtGemm) else None) is found
+        gemms.CHOICES.clear()
         offered.pop()
 
 
-class Ours(FewRows):
+class Ours(SkinnyGemm):
     """A kernel of our own that has nothing to launch."""
 
     def run(self, *_: Tensor | None) -> None:
         pass
 
 
-@pytest.mark.parametrize(("ours_seconds", "taken"), [(1.03, Ours), (1.1, Planned)])
-def test_our_own_product_may_be_a_little_slower_alone(
+@pytest.mark.parametrize(("ours_seconds", "taken"), [(1.03, Ours), (1.1, CublasLtGemm)])
+def test_our_own_gemm_may_be_a_little_slower_alone(
     ours_seconds: float, taken: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Offered(Plan):
-        def __init__(self, shape: Shape, ending: Ending) -> None:
+    class Offered(CublasLtPlan):
+        def __init__(self, shape: GemmShape, epilogue: Epilogue) -> None:
             pass
 
         def algorithms(self) -> list[Algorithm]:
             return [Algorithm()]
 
     times = iter([1.0, ours_seconds])
-    ours = Ours(Tile(1, 64, 1, "bias"), Kernel(c_void_p(), 160, 0))
-    monkeypatch.setattr(products, "Plan", Offered)
-    monkeypatch.setattr(products, "few_rows", lambda *_: [ours])
-    monkeypatch.setattr(products, "graph_seconds", lambda _: next(times))
-    monkeypatch.setattr(products, "CHOICES", {})
-    monkeypatch.setattr(Planned, "run", Ours.run)
+    ours = Ours(GemmTile(1, 64, 1, "bias"), LoadedKernel(c_void_p(), 160, 0))
+    monkeypatch.setattr(gemms, "CublasLtPlan", Offered)
+    monkeypatch.setattr(gemms, "skinny_gemms", lambda *_: [ours])
+    monkeypatch.setattr(gemms, "graph_seconds", lambda _: next(times))
+    monkeypatch.setattr(gemms, "CHOICES", {})
+    monkeypatch.setattr(CublasLtGemm, "run", Ours.run)
     assert 1 / 1.1 < FAVOUR < 1 / 1.03
     with tuning():
-        Product([at(0, INNER, WIDTH)], [at(0, INNER)], "bias")(0, at(0, ROWS, WIDTH))
-    (choice,) = products.CHOICES.values()
+        Gemm([at(0, INNER, WIDTH)], [at(0, INNER)], "bias")(0, at(0, ROWS, WIDTH))
+    (choice,) = gemms.CHOICES.values()
     assert isinstance(choice, taken)
 
 
@@ -139,21 +145,21 @@ def at(offset_bytes: int, *shape: int) -> Tensor:
     return whole[start : start + size].view(torch.bfloat16).view(shape).normal_()
 
 
-@pytest.mark.parametrize("ending", ["bias", "add"])
-def test_what_begins_elsewhere_than_what_was_timed_takes_torchs_way(
-    ending: Ending, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("epilogue", ["bias", "add"])
+def test_matrices_aligned_unlike_the_timed_ones_take_torchs_gemm(
+    epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, x = at(0, INNER, WIDTH), at(0, ROWS, WIDTH)
-    bias = None if ending == "add" else [at(0, INNER)]
-    product = Product([weight], bias, ending)
+    bias = None if epilogue == "add" else [at(0, INNER)]
+    gemm = Gemm([weight], bias, epilogue)
     rows = at(0, ROWS, 2 * INNER)
     first, second = rows.chunk(2, dim=1)
-    timed = Shape(ROWS, INNER, WIDTH, WIDTH, 2 * INNER, torch.bfloat16)
-    monkeypatch.setitem(CHOICES, (timed, ending), Planned(Chosen(), Algorithm()))
+    timed = GemmShape(ROWS, INNER, WIDTH, WIDTH, 2 * INNER, torch.bfloat16)
+    monkeypatch.setitem(CHOICES, (timed, epilogue), CublasLtGemm(Chosen(), Algorithm()))
     with pytest.raises(RuntimeError, match="chosen"):
-        product(0, x, first)
+        gemm(0, x, first)
     elsewhere = at(16, ROWS, WIDTH).copy_(x)
     for source, out in ((x, second), (elsewhere, first)):
         before = bias[0].float() if bias else out.float()
         expected = F.linear(x.float(), weight.float()) + before
-        assert torch.allclose(product(0, source, out).float(), expected, rtol=1e-2, atol=1e-1)
+        assert torch.allclose(gemm(0, source, out).float(), expected, rtol=1e-2, atol=1e-1)

@@ -1,7 +1,8 @@
-"""cuBLASLt, which comes with torch, through ctypes: a product planned once, and its algorithms.
+"""cuBLASLt, which comes with torch, through ctypes: GEMM descriptions and their algorithms.
 
-Row-major here, column-major there: out [rows, n] = x [rows, k] times weight [n, k] transposed is,
-as cuBLASLt sees it, n x rows = (k x n) transposed times (k x rows). Knows no layers, times nothing.
+There is no binding for it among torch's dependencies. Matrices are row-major here and column-major
+in cuBLASLt: out [rows, n] = x [rows, k] times weight [n, k] transposed is n x rows = (k x n)
+transposed times (k x rows) there.
 """
 
 from __future__ import annotations
@@ -15,20 +16,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actors.kernels.native import check, shared_object
-
-Ending = Literal["bias", "gelu_tanh", "add"]
-"""What rides in the end of a product: a bias; a bias and GELU by tanh; adding to what is there."""
+Epilogue = Literal["bias", "gelu_tanh", "add"]
+"""What a GEMM does with its result: adds a bias; adds a bias and applies GELU (tanh); adds the
+result to the output."""
 
 COMPUTE_32F, REAL_32F = 68, 0
 TYPES = {torch.bfloat16: 14, torch.float16: 2}
-EPILOGUES: dict[Ending, int] = {"bias": 4, "gelu_tanh": 36, "add": 1}
-TRANSPOSE_FIRST, EPILOGUE, BIAS_POINTER = 3, 7, 8  # attributes of a description
+EPILOGUES: dict[Epilogue, int] = {"bias": 4, "gelu_tanh": 36, "add": 1}
+TRANSPOSE_FIRST, EPILOGUE, BIAS_POINTER = 3, 7, 8  # attributes of a matmul description
 MAX_WORKSPACE_BYTES = 1  # attribute of a preference
 MOST_ALGORITHMS = 8
 
 ALIGNED_BYTES = 256
-"""What cuBLASLt takes for granted of the addresses of matrices as it offers algorithms."""
+"""Alignment of matrices that cuBLASLt assumes when it offers algorithms."""
 
 
 class Algorithm(ctypes.Structure):
@@ -44,8 +44,8 @@ class Algorithm(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Of a product: x [rows, k] and out [rows, n], whose rows may lie further apart."""
+class GemmShape:
+    """x [rows, k] times weight [n, k] transposed gives out [rows, n]. The strides are of rows."""
 
     rows: int
     n: int
@@ -55,23 +55,22 @@ class Shape:
     dtype: torch.dtype
 
 
-class Plan:
-    """Products of one shape. Descriptions last as long as the process: there are few."""
+class CublasLtPlan:
+    """GEMMs of one shape. Its descriptions are never freed: there are few."""
 
-    def __init__(self, shape: Shape, ending: Ending) -> None:
+    def __init__(self, shape: GemmShape, epilogue: Epilogue) -> None:
         self.calls, self.handle = loaded()
-        self.ending = ending
         self.description = c_void_p()
         self._call("MatmulDescCreate", byref(self.description), COMPUTE_32F, REAL_32F)
         self._describe(TRANSPOSE_FIRST, c_int(1))
-        self._describe(EPILOGUE, c_int(EPILOGUES[ending]))
+        self._describe(EPILOGUE, c_int(EPILOGUES[epilogue]))
         self.weight = self._layout(shape.dtype, shape.k, shape.n, shape.k)
         self.x = self._layout(shape.dtype, shape.k, shape.rows, shape.x_stride)
         self.out = self._layout(shape.dtype, shape.n, shape.rows, shape.out_stride)
-        self.keep = c_float(1.0 if ending == "add" else 0.0)
+        self.keep = c_float(1.0 if epilogue == "add" else 0.0)
 
     def algorithms(self) -> list[Algorithm]:
-        """What cuBLASLt thinks fit without a workspace, its first choice first. May be empty."""
+        """What cuBLASLt offers without a workspace, its first choice first. May be empty."""
         preference, found = c_void_p(), c_int()
         self._call("MatmulPreferenceCreate", byref(preference))
         most = c_uint64(0)
@@ -80,7 +79,7 @@ class Plan:
             *(preference, MAX_WORKSPACE_BYTES, byref(most), c_size_t(ctypes.sizeof(most))),
         )
         results = (Algorithm * MOST_ALGORITHMS)()
-        # Its own code says only whether it found any.
+        # Its return code only says whether it found any.
         self.calls.cublasLtMatmulAlgoGetHeuristic(
             *(self.handle, self.description, self.weight, self.x, self.out, self.out),
             *(preference, MOST_ALGORITHMS, results, byref(found)),
@@ -91,7 +90,7 @@ class Plan:
     def run(
         self, algorithm: Algorithm, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor
     ) -> None:
-        """Enqueues one product on the current stream. RuntimeError if cuBLASLt refuses it."""
+        """Enqueues one GEMM on the current stream. RuntimeError if cuBLASLt rejects it."""
         if bias is not None:
             self._describe(BIAS_POINTER, c_uint64(bias.data_ptr()))
         one, place = c_float(1), c_void_p(out.data_ptr())
@@ -124,7 +123,14 @@ class Plan:
 
 @cache
 def loaded() -> tuple[ctypes.CDLL, c_void_p]:
-    """cuBLASLt, and a handle of it. OSError if torch brought none."""
-    calls, handle = shared_object("cublasLt"), c_void_p()
+    """The cuBLASLt of torch's CUDA release, and a handle. OSError if torch brings none."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    calls, handle = ctypes.CDLL(f"libcublasLt.so.{major}"), c_void_p()
     check("cublasLtCreate", calls.cublasLtCreate(byref(handle)))
     return calls, handle
+
+
+def check(call: str, code: int) -> None:
+    """RuntimeError unless the code is that of success."""
+    if code:
+        raise RuntimeError(f"{call} failed with code {code}")

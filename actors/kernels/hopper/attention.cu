@@ -1,19 +1,115 @@
-// Attention within segments of a packed sequence, over the table of hopper_tiles.py, on compute
-// capability 9.0. hopper.py compiles it at run time behind the other files of its name and the
-// products that it writes itself, and defines ELEMENT, TYPE, SIZE, GROUPS, KEYS, STAGES and SCALE.
+// Attention within the segments of a packed sequence, for compute capability 9.0, over the table of
+// attention.py. That file defines ELEMENT, TYPE, SIZE, GROUPS, KEYS, STAGES and SCALE, and compiles
+// this one behind ptx.cu, the wgmma functions that it writes out, and attention_loads.cu.
 //
-// A block stays on its processor and takes item after item. One warp copies keys and values into a
-// ring of stages, one for each computing warp group its queries. Three groups compute 64 queries
-// each: while one goes through the softmax, the products of the others run. Three, because each
-// block of keys crosses the L2 cache once for all of them: 64 queries a block of keys would ask
-// more than the cache can give. Where all keys of a segment fit into the ring they stay there until
-// all queries of the item have met them, and the groups need not wait for each other.
+// Persistent kernel: each block (CTA) loops over work items. One producer warp loads K and V tiles
+// into a circular shared-memory buffer with TMA; one warp per consumer warpgroup loads its Q tile.
+// Three consumer warpgroups process 64 query rows each, so that the softmax of one overlaps with
+// the GEMMs of the others. It takes three because a K and V tile is read from L2 once for all of
+// them: with 64 query rows per tile the L2 cache could not keep up. If all keys of a segment fit
+// into the buffer, they stay there until every query of the item has used them, and the warpgroups
+// do not wait for each other.
+//
+// A thread holds, of rows lane / 4 and lane / 4 + 8 of its warp, the columns 2 (lane % 4) + {0, 1}
+// of every 8. The last columns of the accumulators are the sums of the softmax weights.
 
-constexpr int SLICES = (CHUNKS + 1) / 2;  // of 16 columns, that one product multiplies
-constexpr int COPYING_REGISTERS = 32;
-constexpr int COMPUTING_REGISTERS = 160;
+constexpr int SLICES = (CHUNKS + 1) / 2;  // of 16 columns: the depth of one wgmma
+constexpr int PRODUCER_REGISTERS = 32;
+constexpr int CONSUMER_REGISTERS = 160;
+constexpr int COLUMNS = SIZE + 8;  // of the accumulators: the values end with a column of ones
+// Softmax weights may exceed 1 by this power of two before they are rescaled to a new maximum.
+constexpr float SLACK = 8;
 
-// The descriptor of values so many bytes further, for which the same ones follow.
+// Online softmax. Weights are relative to a reference, which is raised to a row's largest score
+// only if that is larger by more than SLACK. This is rare after the first block, and saves all
+// other blocks the exchange between threads and the rescaling.
+struct Softmax {
+    float top[2] = {-INFINITY, -INFINITY}, decay[2] = {1, 1};
+    bool raised = false;
+
+    // Scores to weights, in place.
+    DEVICE void step(float (&s)[KEYS / 2]) {
+        float high[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float even = s[2 * r], odd = s[2 * r + 1];
+#pragma unroll
+            for (int i = 2 * r + 4; i < KEYS / 2; i += 4) {
+                even = fmaxf(even, s[i]);
+                odd = fmaxf(odd, s[i + 1]);
+            }
+            high[r] = fmaxf(even, odd);
+        }
+        raised = __any_sync(~0u, high[0] > top[0] + SLACK / SCALE || high[1] > top[1] + SLACK / SCALE);
+        if (raised)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float most = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 1));
+                most = fmaxf(top[r], fmaxf(most, __shfl_xor_sync(~0u, most, 2)));
+                decay[r] = exp2_fast((top[r] - most) * SCALE);
+                top[r] = most;
+            }
+        float offset[2] = {top[0] * SCALE, top[1] * SCALE};
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; i++) s[i] = exp2_fast(s[i] * SCALE - offset[i / 2 % 2]);
+    }
+
+    DEVICE void rescale(float (&o)[COLUMNS / 2]) const {
+        if (raised)
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 2; i++) o[i] *= decay[i / 2 % 2];
+    }
+};
+
+// Adds up the warpgroups' accumulators of one shared strip in the first warpgroup, relative to one
+// reference. Afterwards TMA may write to `scratch`.
+DEVICE void merge(u32 scratch, float (&o)[COLUMNS / 2], Softmax& softmax, int group, int thread) {
+    constexpr int TOP = COLUMNS / 2;
+    float* at = (float*)__cvta_shared_to_generic(scratch) + thread;
+    meet<128 * GROUPS>(1 + GROUPS);
+#pragma unroll 1
+    for (int other = 1; other < GROUPS; other++) {
+        if (group == other) {
+#pragma unroll
+            for (int i = 0; i < TOP; i++) at[i * 128] = o[i];
+            at[TOP * 128] = softmax.top[0];
+            at[TOP * 128 + 128] = softmax.top[1];
+        }
+        meet<128 * GROUPS>(1 + GROUPS);
+        if (group == 0) {
+            float ours[2], theirs[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float top = at[TOP * 128 + 128 * r], most = fmaxf(top, softmax.top[r]);
+                ours[r] = exp2_fast((softmax.top[r] - most) * SCALE);
+                theirs[r] = exp2_fast((top - most) * SCALE);
+                softmax.top[r] = most;
+            }
+#pragma unroll
+            for (int i = 0; i < TOP; i++)
+                o[i] = o[i] * ours[i / 2 % 2] + at[i * 128] * theirs[i / 2 % 2];
+        }
+        publish();
+        meet<128 * GROUPS>(1 + GROUPS);
+    }
+}
+
+DEVICE void store(ELEMENT* qkv, int heads, const Work& work, int first,
+                  const float (&o)[COLUMNS / 2], int thread) {
+    int lane = thread % 32;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int row = first + thread / 32 * 16 + lane / 4 + 8 * r;
+        float share = 1 / __shfl_sync(~0u, o[COLUMNS / 2 - 4 + 2 * r], lane & 28);
+        ELEMENT* to = qkv + ((long long)row * 3 * heads + work.head) * SIZE + lane % 4 * 2;
+        if (row < work.end)
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+                *(u32*)(to + c * 8) = pair(o[4 * c + 2 * r] * share, o[4 * c + 2 * r + 1] * share);
+    }
+}
+
+// The descriptor of values that lie `bytes` further, followed by the same column of ones.
 DEVICE u64 further(u64 values, int bytes) {
     return values + (u64)(bytes / 16) - (REST ? 0 : (u64)(bytes / 16) << 16);
 }
@@ -26,7 +122,7 @@ DEVICE void scores_begin(float (&s)[KEYS / 2], const u32 (&q)[SLICES * 4], const
     for (int i = 0; i < SLICES; i++)
         multiply_qk(s, q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3], i < 4 ? keys + i * 2 : rest,
                     i > 0);
-    products_commit();
+    wgmma_commit();
 }
 
 DEVICE void sums_begin(float (&o)[COLUMNS / 2], const u32 (&p)[KEYS / 4], const Ring& ring,
@@ -35,10 +131,10 @@ DEVICE void sums_begin(float (&o)[COLUMNS / 2], const u32 (&p)[KEYS / 4], const 
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++)
         multiply_pv(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], further(values, i * 16 * 128), 1);
-    products_commit();
+    wgmma_commit();
 }
 
-// Values of keys beyond the segment become zero: their weights are, but what lies there may be NaN.
+// Zeroes the values of keys beyond the segment: their weights are zero, but 0 x NaN would be NaN.
 DEVICE void clear_values(u32 v, int from, int group, int thread) {
     for (int i = from * CHUNKS + thread; i < KEYS * CHUNKS; i += 128)
         store16(v + chunk_at(i / CHUNKS, i % CHUNKS), 0, 0);
@@ -57,7 +153,7 @@ DEVICE void pack(u32 (&p)[KEYS / 4], const float (&s)[KEYS / 2]) {
     for (int i = 0; i < KEYS / 4; i++) p[i] = pair(s[2 * i], s[2 * i + 1]);
 }
 
-// The slices' first chunk lies in two of the four matrices, rows 0 to 7 and 8 to 15 of the warp.
+// Two of the four matrices hold the first chunk of a slice: rows 0 to 7 and 8 to 15 of the warp.
 DEVICE void load_queries(u32 (&q)[SLICES * 4], const Ring& ring, int group, int thread) {
     int row = thread / 32 * 16 + thread % 16, second = thread % 32 / 16;
 #pragma unroll
@@ -81,8 +177,8 @@ DEVICE void skip(const Ring& ring, Place& place, int blocks) {
     }
 }
 
-// Sums of every stride-th of the item's blocks, from `first` on. `last`: no strip of this group
-// comes back to these blocks.
+// Accumulates every stride-th block of the item's keys, from `first` on. `last`: no later strip of
+// this warpgroup reads these blocks again, so that their stages can be freed.
 DEVICE void compute(const Ring& ring, Place& place, const Work& work, const u32 (&q)[SLICES * 4],
                     float (&o)[COLUMNS / 2], Softmax& softmax, int first, int stride, bool last,
                     int thread) {
@@ -91,14 +187,14 @@ DEVICE void compute(const Ring& ring, Place& place, const Work& work, const u32 
     int blocks = work.blocks(), block = first + stride;
     bool frees = last && thread % 32 == 0;
     ring.wait_k(place);
-    products_begin();
+    wgmma_begin();
     scores_begin(s, q, ring, place);
     bool partial = first == 0 && work.last_keys() < KEYS;
     if (partial) {
         ring.wait_v(place);
         clear_values(ring.v(place), work.last_keys(), threadIdx.x / 128 - 1, thread);
     }
-    products_wait<0>();
+    wgmma_wait<0>();
     pin(s);
     if (frees) ring.free_k(place);
     if (partial) mask(s, work.last_keys(), thread);
@@ -110,26 +206,26 @@ DEVICE void compute(const Ring& ring, Place& place, const Work& work, const u32 
         place.next();
         skip(ring, place, stride - 1);
         ring.wait_k(place);
-        products_begin();
+        wgmma_begin();
         scores_begin(s, q, ring, place);
         sums_begin(o, p, ring, here);
-        products_wait<1>();
+        wgmma_wait<1>();
         pin(s);
         if (frees) ring.free_k(place);
         softmax.step(s);
         pin(s);
-        // This wait stands here, and not before the products that need it, because the compiler
-        // moves the next one upwards, before the softmax, unless a branch lies between.
+        // Waits for V here rather than just before its GEMM: the branch in this wait keeps the
+        // compiler from moving the next wait up in front of the softmax.
         ring.wait_v(place);
-        products_wait<0>();
+        wgmma_wait<0>();
         pin(o);
         if (frees) ring.free_v(here);
         softmax.rescale(o);
         pack(p, s);
     }
-    products_begin();
+    wgmma_begin();
     sums_begin(o, p, ring, place);
-    products_wait<0>();
+    wgmma_wait<0>();
     pin(o);
     if (frees) ring.free_v(place);
     place.next();
@@ -168,9 +264,10 @@ DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const
             if (first < blocks)
                 compute(ring, place, work, q, o, softmax, first, work.shared ? GROUPS : 1,
                         !work.kept() || strip + GROUPS >= work.strips, thread);
-            // Shared strips meet in the queries' place. Freed only now, when what was computed of it
-            // shows that all loads from there have ended: an arrival does not wait for them, and
-            // right behind them the next queries were seen to be copied over these.
+            // Shared strips are merged in the memory of the queries. That memory is freed only
+            // here, where the results show that all loads from it have finished: an arrival on a
+            // barrier does not wait for them. Freed right after the loads, the next queries
+            // overwrote these.
             if (work.shared) merge(ring.scratch, o, softmax, group, thread);
             if (!work.shared || group == 0)
                 store(qkv, plan.heads, work, work.row + 64 * strip, o, thread);
@@ -184,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     attend(ELEMENT* qkv, const int4* table, const __grid_constant__ Maps maps, int heads) {
     extern __shared__ unsigned char memory[];
     __shared__ u64 barriers[4 * STAGES + 2 * GROUPS];
-    // The swizzle follows from addresses: whole 1024 bytes.
+    // The swizzle depends on the address, so the buffer starts at a multiple of 1024 bytes.
     Ring ring((shared_address(memory) + 1023) & ~1023u, shared_address(barriers));
     if (threadIdx.x == 0) {
         ring.initialise();
@@ -201,12 +298,12 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     depend_wait();
     int group = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
     if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING_REGISTERS));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         int warp = uniform(thread / 32);
         if (thread == 0) copy_blocks(maps, table, plan, ring);
         else if (thread % 32 == 0) copy_queries(maps, table, plan, ring, warp - 1);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTING_REGISTERS));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         compute_all(qkv, table, plan, ring, group - 1, thread);
     }
 }

@@ -1,7 +1,7 @@
-"""The transformer block that the packed families share, in its reference form.
+"""The transformer block that the families share, in its reference form: plain torch.
 
-Norm, qkv, rotary, attention, projection, norm, MLP over one packed sequence; what differs between
-families is data (`Style`). Any device and dtype; plain torch.
+Norm, qkv, rotary, attention, projection, norm, MLP over one packed sequence. What differs between
+families is data (`Style`). The other forms of the block are in forms.py and fast.py.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.kernels.attention import Attention, Values
+from actors.options import BlockForm
 
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"]
 Norm = Literal["layer", "rms"]
 
 WINDOW = "window_"
-"""How the attention's inputs are called that describe windows instead of whole segments."""
+"""Prefix of the attention inputs that describe windows instead of whole segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What differs between the blocks of the packed families."""
+    """What differs between the families' blocks."""
 
     heads: int
     activation: Activation
     epsilon: float = 1e-6
     norm: Norm = "layer"
     post_norm: bool = False
-    """Norms follow attention and MLP instead of preceding them; both are added after (Step3)."""
+    """Norms follow attention and MLP instead of preceding them (Step3). Has no fast form."""
     windowed: frozenset[int] = frozenset()
-    """Layers whose patches see only their window: they read the inputs that begin with WINDOW."""
+    """Layers whose patches attend within their window: they read the inputs that start with
+    WINDOW."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class BlockWeights:
 class Blocks(Protocol):
     """All the blocks of a tower, in one of their forms."""
 
+    form: BlockForm
+
     def __call__(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, values: Values
     ) -> tuple[Tensor, list[Tensor]]:
@@ -78,6 +82,8 @@ BlocksForm = Callable[[Sequence[BlockWeights], Style, Attention, Sequence[int]],
 
 class ReferenceBlocks:
     """Plain torch: the form that every other form is compared with."""
+
+    form: BlockForm = "reference"
 
     def __init__(
         self,
@@ -107,7 +113,7 @@ class ReferenceBlocks:
     def before(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, layer: BlockWeights
     ) -> Tensor:
-        """What attention sees of x: packed q, k, v, rotated."""
+        """The part of a layer before attention: packed q, k, v, rotated."""
         y = x if self.style.post_norm else self.norm(x, layer.norm1)
         qkv = F.linear(y, layer.qkv.weight, layer.qkv.bias)
         qkv = qkv.view(len(x), 3, self.style.heads, -1)
@@ -119,7 +125,7 @@ class ReferenceBlocks:
         return qkv
 
     def after(self, x: Tensor, attended: Tensor, layer: BlockWeights) -> Tensor:
-        """The rest of a layer, from what attention gave of x."""
+        """The part of a layer after attention."""
         y = F.linear(attended, layer.proj.weight, layer.proj.bias)
         if self.style.post_norm:
             x = x + self.norm(y, layer.norm1)
@@ -128,17 +134,15 @@ class ReferenceBlocks:
         return x + self.mlp(self.norm(x, layer.norm2), layer)
 
     def norm(self, x: Tensor, norm: Affine) -> Tensor:
-        """Over the width."""
         return NORMS[self.style.norm](x, norm, self.style.epsilon)
 
     def mlp(self, x: Tensor, layer: BlockWeights) -> Tensor:
-        """Up, activation, down."""
         up = ACTIVATIONS[self.style.activation](F.linear(x, layer.up.weight, layer.up.bias))
         return F.linear(up, layer.down.weight, layer.down.bias)
 
 
 def windows_of(values: Values) -> dict[str, Tensor]:
-    """The attention's inputs that describe windows, under the attention's own names."""
+    """The attention inputs that describe windows, without their prefix."""
     return {
         name.removeprefix(WINDOW): value
         for name, value in values.items()

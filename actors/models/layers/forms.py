@@ -1,8 +1,4 @@
-"""The blocks of towers that have no fast form, through torch.compile: one compilation, all budgets.
-
-Attention stays as it is. The number of rows is dynamic, so that neither layers nor budgets compile
-anew; torch keeps what it compiled on disk (TORCHINDUCTOR_CACHE_DIR) for the next start.
-"""
+"""Builds the blocks in the form that options.block_form names, among them that of torch.compile."""
 
 from __future__ import annotations
 
@@ -12,11 +8,18 @@ import torch
 from torch import Tensor
 
 from actors.kernels.attention import Attention
-from actors.models.block import BlockWeights, ReferenceBlocks, Style
+from actors.models.layers.block import BlocksForm, BlockWeights, ReferenceBlocks, Style
+from actors.options import BlockForm
 
 
 class CompiledBlocks(ReferenceBlocks):
-    """See Blocks. The first call compiles, which takes seconds."""
+    """ReferenceBlocks with each half of a block through torch.compile; attention stays as it is.
+
+    The number of rows is dynamic, so that all layers and budgets share one compilation. The first
+    call compiles, which takes seconds. It must not be in a capture, which every warm-up sees to.
+    """
+
+    form: BlockForm = "compile"
 
     def __init__(
         self,
@@ -45,3 +48,14 @@ class CompiledBlocks(ReferenceBlocks):
             torch._dynamo.mark_dynamic(rows, 0)
         made: Tensor = self.compiled_after(x, attended, layer)
         return made
+
+
+def blocks_of(form: BlockForm) -> BlocksForm:
+    """What builds the blocks of a tower in this form."""
+    if form == "reference":
+        return ReferenceBlocks
+    if form == "compile":
+        return CompiledBlocks
+    from actors.models.layers.fast import FastBlocks  # needs Triton, which comes with CUDA
+
+    return FastBlocks

@@ -1,0 +1,184 @@
+"""Attention within segments on compute capability 9.0: attention.cu over a table of work items.
+
+Builds the table on the host, compiles the kernel for each head size, and launches it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.kernels import Shapes, Values
+from actors.kernels.hopper import cuda
+from actors.kernels.hopper.cuda import CAPABILITY, ELEMENTS, LoadedKernel, tensor_map
+
+GROUPS = 3
+"""Consumer warpgroups, each with 64 queries at a time."""
+TILE_ROWS, STRIP_ROWS = 64 * GROUPS, 64
+"""Queries of a tile and of a strip of the table."""
+LONG_PATCHES = 4096
+"""Budgets from here on take a head size's last ring, smaller ones its first."""
+LANE_BYTES = 128
+"""A swizzled row in shared memory: 64 columns."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The circular buffer of keys and values: as large as registers and shared memory allow."""
+
+    keys: int
+    """In each stage."""
+    stages: int
+
+    @property
+    def kept_patches(self) -> int:
+        """The longest segment whose keys and values fit into the ring together."""
+        return self.keys * self.stages
+
+
+RINGS = {64: (Ring(80, 9), Ring(96, 8)), 72: (Ring(80, 6),), 80: (Ring(80, 6),)}
+"""The head sizes that the kernel is built for, with a kernel for each ring.
+
+80 keys divide the 400 patches of a common image; long segments are faster with 96.
+"""
+
+
+class HopperAttention:
+    """See Attention. Compute capability 9.0, bfloat16 and float16, head sizes 64, 72 and 80."""
+
+    name = "hopper"
+
+    def __init__(self, kernels: Sequence[LoadedKernel], size: int) -> None:
+        """`kernels`: what kernels_for gives for the device, dtype and this head size."""
+        self.forms = list(zip(RINGS[size], kernels, strict=True))
+
+    def inputs(self, patches: int, segments: int) -> Shapes:
+        """The table, int32: a first row with the count of entries, then one row per entry."""
+        return {"attention_items": ((1 + patches // TILE_ROWS + segments, 4), torch.int32)}
+
+    def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
+        """Items of the longest segment come first: what ends last starts first."""
+        shape, _ = self.inputs(patches, segments)["attention_items"]
+        kept_patches = self.form(patches)[0].kept_patches
+        return {"attention_items": item_table(lengths, kept_patches, shape[0])}
+
+    def __call__(self, qkv: Tensor, values: Values) -> Tensor:
+        """See Attention. Writes over q; rows beyond the segments keep their q."""
+        ring, kernel = self.form(len(qkv))
+        return attend_(qkv, values["attention_items"], kernel, ring.keys)
+
+    def form(self, patches: int) -> tuple[Ring, LoadedKernel]:
+        """What a budget of so many patches takes."""
+        return self.forms[-1 if patches >= LONG_PATCHES else 0]
+
+
+def item_table(lengths: Sequence[int], kept_patches: int, size: int) -> Tensor:
+    """int32 [size, 4]: (entries, strips of the only segment or 0, 0, 0), then the entries; unused
+    rows are zero. The strips are given only for a segment longer than `kept_patches`.
+
+    A segment of up to `kept_patches` patches is one entry; a longer one has an entry per tile. An
+    entry is its segment's start and end, that segment's first entry (counted from 0), and
+    65536 x the most strips of an entry + the number of the segment's entries.
+    """
+    length = np.asarray(lengths, dtype=np.int32)
+    end = length.cumsum(dtype=np.int32)
+    longest_first = np.argsort(-length, kind="stable")
+    length, end = length[longest_first], end[longest_first]
+    strips = -(-length // STRIP_ROWS)
+    most = np.where(length > kept_patches, GROUPS, np.maximum(strips, 1)).astype(np.int32)
+    counts = -(-strips // most)
+    first = counts.cumsum(dtype=np.int32) - counts
+    segments = np.stack([end - length, end, first, most << 16 | counts], axis=1)
+    table = np.zeros((size, 4), dtype=np.int32)
+    table[0, 0] = counts.sum()
+    if len(lengths) == 1 and length[0] > kept_patches:
+        table[0, 1] = strips[0]
+    table[1 : 1 + counts.sum()] = segments.repeat(counts, axis=0)
+    return torch.from_numpy(table)
+
+
+def attend_(qkv: Tensor, table: Tensor, kernel: LoadedKernel, keys: int) -> Tensor:
+    """Attention of qkv [rows, 3, heads, head size], contiguous, 16-bit, written over its q.
+
+    Returns that q as [rows, heads x head size], a view; rows that no item of the table covers keep
+    their q. `kernel`: built for this device, dtype and head size, with `keys` keys per stage.
+    """
+    rows, _, heads, size = qkv.shape
+    flat, rest = qkv.view(rows, -1), max(size - 64, 8)
+    maps = b"".join(
+        [
+            tensor_map(flat, (keys, 64)),
+            tensor_map(flat, (STRIP_ROWS, 64)),
+            tensor_map(flat, (keys, rest)),
+            tensor_map(flat, (keys, rest), 2 * rest),
+            tensor_map(flat, (STRIP_ROWS, rest), 2 * rest),
+        ]
+    )
+    processors = torch.cuda.get_device_properties(qkv.device).multi_processor_count
+    kernel.launch((processors, 1, 1), qkv, table, maps, heads)
+    return flat[:, : heads * size]
+
+
+@cache
+def kernels_for(
+    device: torch.device, dtype: torch.dtype, size: int
+) -> tuple[LoadedKernel, ...] | None:
+    """A kernel for each ring of this head size; None, and one line in the log, without them.
+
+    Each takes about a second to compile, so they are cached.
+    """
+    if size not in RINGS or not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability != CAPABILITY:
+        log.info("attention by Triton: hopper is not for compute capability %d.%d", *capability)
+        return None
+    try:
+        with torch.cuda.device(device):
+            return tuple(build(ELEMENTS[dtype], size, ring) for ring in RINGS[size])
+    except (ImportError, OSError, RuntimeError) as error:
+        log.warning("attention by Triton, which is slower: hopper cannot be used: %s", error)
+        return None
+
+
+def build(element: str, size: int, ring: Ring) -> LoadedKernel:
+    """Compiles and loads one kernel on the current device."""
+    cubin, threads = cuda.compiled(source(element, size, ring)), 128 * (GROUPS + 1)
+    return cuda.load(cubin, "attend", threads, shared_bytes(size, ring))
+
+
+def shared_bytes(size: int, ring: Ring) -> int:
+    """The ring and the queries; see attention_loads.cu. Up to 1023 bytes are for alignment."""
+    kept, queries, rest = ring.kept_patches, GROUPS * STRIP_ROWS, (size - 64) // 8
+    lots = (3 if rest else 2) * kept + queries
+    ones = 0 if rest else 16
+    return 1024 + (lots + ones) * LANE_BYTES + (kept + queries) * rest * 16
+
+
+def source(element: str, size: int, ring: Ring) -> str:
+    """The whole kernel as one text."""
+    defined = {
+        "SIZE": size,
+        "GROUPS": GROUPS,
+        "KEYS": ring.keys,
+        "STAGES": ring.stages,
+        "SCALE": f"{size**-0.5 * 1.4426950408889634!r}f",  # log2(e)
+    }
+    folder = Path(__file__).parent
+    return cuda.source(
+        element,
+        defined,
+        cuda.wgmma("multiply_qk", element, ring.keys),
+        cuda.wgmma("multiply_pv", element, size + 8, transposed=True),
+        folder / "attention_loads.cu",
+        folder / "attention.cu",
+    )

@@ -1,0 +1,228 @@
+"""CUDA C++ for compute capability 9.0, compiled by NVRTC and launched through the CUDA driver.
+
+Both are called through `cuda.bindings`, which torch's CUDA wheels depend on, as they do on NVRTC:
+no CUDA toolkit is needed. Machines without CUDA have none of them, so functions import them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ARCHITECTURE = "sm_90a"
+CAPABILITY = (9, 0)
+
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+"""How PTX calls the dtypes that the kernels take."""
+
+OVERLAPPED_ROWS = 640
+"""Up to here kernels are so short on an H200 that the gaps between them count (BENCHMARKS.md)."""
+
+TENSOR_MAP_BYTES = 128
+
+Argument = Tensor | int | bytes
+
+
+@cache
+def overlaps(device: torch.device, rows: int) -> bool:
+    """Whether a kernel over so many rows starts before the previous one has finished.
+
+    Such kernels are launched with programmatic dependent launch. They must wait for the previous
+    kernel (`griddepcontrol.wait`) before they read what it writes, and before they write.
+    """
+    return rows <= OVERLAPPED_ROWS and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """A kernel in the CUDA context that was current when it was loaded.
+
+    Always launched with programmatic dependent launch, so it must wait for the previous kernel
+    (`depend_wait` in ptx.cu) before it reads what that one writes, and before it writes.
+    """
+
+    function: Any
+    """CUfunction."""
+    threads: int
+    """Of a block."""
+    shared_bytes: int
+
+    def launch(self, blocks: tuple[int, int, int], *arguments: Argument) -> None:
+        """Enqueues a grid of blocks on the current stream.
+
+        Tensors are passed as the address of their data, integers as 32 bits, and bytes as
+        structures by value. RuntimeError if CUDA refuses the launch.
+        """
+        from cuda.bindings import driver
+
+        overlapping = driver.CUlaunchAttributeValue()
+        overlapping.programmaticStreamSerializationAllowed = 1
+        attribute, kinds = driver.CUlaunchAttribute(), driver.CUlaunchAttributeID
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value = overlapping
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.attrs, config.numAttrs = [attribute], 1
+        values = [passed(argument) for argument in arguments]
+        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        checked(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(addresses), 0))
+
+
+def passed(argument: Argument) -> ctypes.c_void_p | ctypes.c_int | ctypes.Array[ctypes.c_char]:
+    """The argument in host memory, as the driver reads it."""
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, int):
+        return ctypes.c_int(argument)
+    return ctypes.create_string_buffer(argument, len(argument))
+
+
+def load(image: bytes, name: str, threads: int, shared_bytes: int) -> LoadedKernel:
+    """The extern "C" kernel `name` of a cubin, on the current device.
+
+    RuntimeError if it does not load; ImportError without cuda.bindings.
+    """
+    from cuda.bindings import driver
+
+    torch.cuda.current_stream()  # initialises CUDA: the driver needs a context
+    (module,) = checked(driver.cuModuleLoadData(image))
+    (function,) = checked(driver.cuModuleGetFunction(module, name.encode()))
+    largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    checked(driver.cuFuncSetAttribute(function, largest, shared_bytes))
+    return LoadedKernel(function, threads, shared_bytes)
+
+
+def compiled(source: str) -> bytes:
+    """The cubin of `source`. Needs no device.
+
+    RuntimeError, with the compiler's messages, if it does not compile; ImportError without
+    cuda.bindings.
+    """
+    from cuda.bindings import nvrtc
+
+    (program,) = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    options = [f"--gpu-architecture={ARCHITECTURE}".encode(), b"--std=c++17"]
+    try:
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            (size,) = checked(nvrtc.nvrtcGetProgramLogSize(program))
+            messages = bytes(size)
+            checked(nvrtc.nvrtcGetProgramLog(program, messages))
+            raise RuntimeError(f"NVRTC: {messages!r}")
+        (size,) = checked(nvrtc.nvrtcGetCUBINSize(program))
+        cubin = bytes(size)
+        checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return cubin
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a call of `cuda.bindings` returned besides its status. RuntimeError on failure."""
+    code, *values = result
+    if code.value:
+        raise RuntimeError(f"CUDA: {code!r}")
+    return tuple(values)
+
+
+def tensor_map(matrix: Tensor, box: tuple[int, int], row_bytes: int = 128) -> bytes:
+    """The CUtensorMap by which TMA copies boxes of (rows, columns) of a matrix [rows, columns].
+
+    The matrix has 16 bits a value and contiguous rows, which may lie apart. A box is at most 64
+    columns wide and lies in shared memory as rows of `row_bytes`, swizzled. Values beyond the
+    matrix arrive as zeros.
+    """
+    rows, columns = matrix.shape
+    place = matrix.data_ptr(), matrix.dtype, rows, columns, matrix.stride(0)
+    return encoded_map(*place, box, row_bytes)
+
+
+@lru_cache(maxsize=4096)
+def encoded_map(
+    pointer: int,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    stride: int,
+    box: tuple[int, int],
+    row_bytes: int,
+) -> bytes:
+    """See tensor_map. Cached, because eager calls of a tower ask for the same maps every time."""
+    from cuda.bindings import driver
+
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    kind = {
+        torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    }[dtype]
+    swizzle = {
+        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+        16: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+    }[row_bytes]
+    height, width = box
+    (found,) = checked(
+        driver.cuTensorMapEncodeTiled(
+            kind,
+            2,
+            pointer,
+            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(stride * 2)],
+            [driver.cuuint32_t(width), driver.cuuint32_t(height)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            swizzle,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(int(found.getPtr()), TENSOR_MAP_BYTES)
+
+
+def source(element: str, defined: Mapping[str, object], *parts: Path | str) -> str:
+    """One text to compile: `#define`s, ptx.cu, then the parts, which are files or code.
+
+    `element`: "bf16" or "f16".
+    """
+    every = {"ELEMENT": "unsigned short", "TYPE": f'"{element}"', **defined}
+    texts = [part if isinstance(part, str) else part.read_text() for part in parts]
+    defines = [f"#define {name} {value}" for name, value in every.items()]
+    return "\n".join([*defines, (Path(__file__).parent / "ptx.cu").read_text(), *texts])
+
+
+def wgmma(
+    name: str, element: str, columns: int, *, shared: bool = False, transposed: bool = False
+) -> str:
+    """A CUDA function: d [64, columns] (+)= a [64, 16] in registers x b [16, columns], shared.
+
+    Written out because the instruction names each of its columns / 2 registers per thread.
+    `shared`: a lies in shared memory as well. `transposed`: b is transposed.
+    """
+    count = columns // 2
+    a = ["a"] if shared else ["a0", "a1", "a2", "a3"]
+    outputs = ", ".join(f"%{i}" for i in range(count))
+    first = f"%{count}" if shared else "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
+    b, add = count + len(a), count + len(a) + 1
+    flags = f"1, 1, 0, {int(transposed)}" if shared else f"1, 1, {int(transposed)}"
+    bound = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    read = ", ".join(f'"{"l" if shared else "r"}"({each})' for each in a)
+    declared = ", ".join(f"{'u64' if shared else 'u32'} {each}" for each in a)
+    return f"""
+DEVICE void {name}(float (&d)[{count}], {declared}, u64 b, int add) {{
+    asm volatile(
+        "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{add}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{element}.{element} {{{outputs}}}, "
+        "{first}, %{b}, add, {flags};\\n}}"
+        : {bound} : {read}, "l"(b), "r"(add));
+}}
+"""

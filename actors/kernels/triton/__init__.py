@@ -1,0 +1,1 @@
+"""Kernels in Triton, for every CUDA device: attention, and what runs between the GEMMs."""

@@ -1,0 +1,237 @@
+"""What runs between the GEMMs of a block, each in one pass: norm, rotary, SwiGLU, additions.
+
+On short sequences norm and rotary start before the previous kernel has finished: see overlaps.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from actors.kernels.hopper.cuda import overlaps
+
+BLOCK = 1024
+"""Columns or pairs per program."""
+
+WIDE = 2048
+"""Norms of wider rows take one row per program."""
+NORM_ROWS = 2048
+"""Norms of up to so many rows are fastest with four rows per program, others with two (H200)."""
+SHIFT_ROWS = 4
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def norm_kernel(
+    x: tl.tensor,
+    shift: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    epsilon: tl.tensor,
+    CENTRED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """ROWS rows per program. OVERLAPS: starts before the previous kernel has finished."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < WIDTH
+    mask = inside & (row < rows)
+    place = row.to(tl.int64) * WIDTH + column
+    constant = tl.load(shift + column, mask=inside, other=0.0)
+    by = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    plus = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32) + constant
+    if CENTRED:
+        value -= (tl.sum(value, 1) / WIDTH)[:, None]
+    value = tl.where(inside, value, 0.0)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + epsilon)[:, None]
+    result = value * scale * by + plus
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+
+
+def norm(
+    x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, epsilon: float, *, centred: bool
+) -> Tensor:
+    """LayerNorm (centred) or RMSNorm of x + shift: x [rows, width], shift float32 [width]."""
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    early = overlaps(x.device, rows)
+    together, warps = (4, 4) if rows <= NORM_ROWS else (2, 2)
+    if width > WIDE:
+        together, warps = 1, 8
+    norm_kernel[(triton.cdiv(rows, together),)](
+        x,
+        shift,
+        weight,
+        bias,
+        out,
+        rows,
+        epsilon,
+        CENTRED=centred,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        ROWS=together,
+        OVERLAPS=early,
+        launch_pdl=early,
+        num_warps=warps,
+    )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rotate_kernel(
+    qkv: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    pairs: tl.tensor,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """BLOCK pairs per program, counted through rows, q and k, heads, and the half head.
+
+    OVERLAPS: starts before the previous kernel has finished.
+    """
+    if OVERLAPS:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = pair < pairs
+    column = pair % HALF
+    row = pair // (2 * HEADS * HALF)
+    head = (pair // HALF) % (2 * HEADS)
+    first = qkv + (row * 3 * HEADS + head) * 2 * HALF + column
+    a = tl.load(first, mask=mask).to(tl.float32)
+    b = tl.load(first + HALF, mask=mask).to(tl.float32)
+    c = tl.load(cos + row * HALF + column, mask=mask)
+    s = tl.load(sin + row * HALF + column, mask=mask)
+    tl.store(first, (a * c - b * s).to(qkv.dtype.element_ty), mask=mask)
+    tl.store(first + HALF, (b * c + a * s).to(qkv.dtype.element_ty), mask=mask)
+
+
+def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotates q, k of qkv [rows, 3, heads, head size]; cos, sin float32 [rows, head size / 2]."""
+    rows, _, heads, size = qkv.shape
+    pairs, early = rows * heads * size, overlaps(qkv.device, rows)
+    rotate_kernel[(triton.cdiv(pairs, BLOCK),)](
+        qkv,
+        cos,
+        sin,
+        pairs,
+        HEADS=heads,
+        HALF=size // 2,
+        BLOCK=BLOCK,
+        OVERLAPS=early,
+        launch_pdl=early,
+        num_warps=8,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def swiglu_kernel(x: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """BLOCK columns of a row per program."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    at = x + row * 2 * width + column
+    gate = tl.load(at, mask=inside).to(tl.float32)
+    up = tl.load(at + width, mask=inside).to(tl.float32)
+    result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
+    tl.store(out + row * width + column, result, mask=inside)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """[rows, 2 x width], contiguous, gate before up, to [rows, width]."""
+    rows, width = len(x), x.shape[1] // 2
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    swiglu_kernel[(rows, triton.cdiv(width, BLOCK))](x, out, width, BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def shift_kernel(
+    x: tl.tensor,
+    shift: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """ROWS rows per program."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (column < WIDTH) & (row < rows)
+    place = row.to(tl.int64) * WIDTH + column
+    value = tl.load(x + place, mask=mask).to(tl.float32)
+    value += tl.load(shift + column, mask=column < WIDTH)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
+
+
+def shifted(x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
+    """x + shift into `out`, which may be x: x, out [rows, width] contiguous, shift float32."""
+    rows, width = x.shape
+    shift_kernel[(triton.cdiv(rows, SHIFT_ROWS),)](
+        x,
+        shift,
+        out,
+        rows,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        ROWS=SHIFT_ROWS,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_positions_kernel(
+    x: tl.tensor,
+    table: tl.tensor,
+    taps: tl.tensor,
+    weights: tl.tensor,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row per program."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    at = x + row * WIDTH + column
+    total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    for tap in tl.static_range(TAPS):
+        place = tl.load(taps + row * TAPS + tap).to(tl.int64)
+        value = tl.load(table + place * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        total += value * tl.load(weights + row * TAPS + tap)
+    tl.store(at, total.to(x.dtype.element_ty), mask=inside)
+
+
+def add_positions_(x: Tensor, table: Tensor, taps: Tensor, weights: Tensor) -> None:
+    """Adds learned positions, resampled to a grid: the weighted sum of table[taps], in float32.
+
+    x [rows, width], table [positions, width]; taps int32 and weights float32 [rows, taps]. All
+    contiguous.
+    """
+    rows, width = x.shape
+    add_positions_kernel[(rows,)](
+        x,
+        table,
+        taps,
+        weights,
+        WIDTH=width,
+        TAPS=taps.shape[1],
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=4,
+    )

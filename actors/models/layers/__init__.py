@@ -1,0 +1,1 @@
+"""What the towers share: the transformer block in its forms."""
