@@ -1,4 +1,4 @@
-"""What an encoder can be told, as frozen configuration. A key that is not here is an error."""
+"""The configuration of an encoder: frozen, unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ Transport = Literal["shared_memory", "nixl"]
 
 
 class Options(BaseModel):
-    """Frozen, and refuses what it does not know: keys, true for 1, "1" for 1, infinity."""
+    """Frozen. Refuses unknown keys, and values of another type: true or "1" for 1, infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelOptions(Options):
-    """Which tower, from where, in which precision."""
+    """Which checkpoint, and in which precision."""
 
     id: str
     """A folder, a Hugging Face repository, or (with dummy weights) the name of a preset."""
     revision: str | None = None
     """Of a repository; a folder or a preset has none."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """`dummy` gives random weights, and says so in every response. `auto` is safetensors."""
+    """`dummy` gives random weights, and every response says so. `auto` is safetensors."""
     dtype: Dtype = "bfloat16"
     trust: Literal["never"] = "never"
-    """Code from a repository is never run; there is no other value."""
+    """Code from a repository is never run. There is no other value."""
 
 
 class GraphOptions(Options):
@@ -85,25 +85,25 @@ class PackingOptions(Options):
     """Which waiting items share a graph."""
 
     policy: Literal["least_cost", "smallest_first"] = "least_cost"
-    """`least_cost` measures each budget's replay at start and cuts where all that waits takes the
-    least time. `smallest_first` fills packs up to the largest budget, as both do without budgets
-    to choose from (`graphs.mode: exact` and `off`)."""
+    """`least_cost` measures each budget's replay time at start-up and forms the packs that take the
+    least time in all. `smallest_first` fills packs up to the largest budget, as both do where
+    there are no budgets to choose from (`graphs.mode: exact` and `off`)."""
 
 
 class CacheOptions(Options):
-    """Embeddings kept in the actor's host memory."""
+    """The cache of embeddings of one replica."""
 
     max_bytes: int = Field(0, ge=0)
-    """0 keeps none."""
+    """0: no cache."""
 
 
 class ReferenceOptions(Options):
-    """Embeddings that a replica keeps for clients that asked for a reference."""
+    """Embeddings that a replica keeps for clients that ask for a reference."""
 
     ttl_seconds: float = Field(60, gt=0)
-    """How long each may be fetched."""
+    """How long each can be fetched."""
     max_bytes: int = Field(2**30, ge=0)
-    """Of one replica; beyond it the one fetched longest ago makes room."""
+    """Per replica. Beyond it, the embedding fetched longest ago is evicted."""
 
 
 class PreprocessOptions(Options):
@@ -124,24 +124,24 @@ class PreprocessOptions(Options):
 
 
 class DeviceOptions(Options):
-    """A deployment that computes: one replica owns one device."""
+    """A deployment whose replicas own one device each."""
 
     replicas: PositiveInt = 1
     num_gpus: float = Field(1, ge=0, le=1)
-    """GPUs that Ray reserves for a replica: 0 with `device: cpu`; below 1, replicas share one."""
+    """GPUs that Ray reserves per replica: 0 with `device: cpu`; below 1, replicas share a GPU."""
     num_cpus: float = Field(1, ge=0)
     device: Literal["cuda", "cpu"] = "cuda"
     drain_timeout_seconds: float = Field(30, gt=0)
-    """How long a replica that is being stopped may take to finish what it accepted."""
+    """How long a stopping replica may take to finish the requests it has accepted."""
     health_check_period_seconds: float = Field(5, gt=0)
     health_check_timeout_seconds: float = Field(8, gt=0)
-    """A replica that does not answer for so long, three times in a row, is replaced: one that hangs
-    after about half a minute. It may be busy as it likes: nothing that takes long runs where the
-    question is answered."""
+    """A replica that misses three health checks in a row is replaced; one that hangs, after about
+    half a minute. Health checks are answered even under full load: they never wait for the GPU
+    thread."""
 
     @model_validator(mode="after")
     def device_is_reserved(self) -> Self:
-        """A replica on the GPU would otherwise use one that Ray gives to others."""
+        """Otherwise a replica would use a GPU that Ray gives to others."""
         if self.device == "cpu" and self.num_gpus:
             raise ValueError("device is cpu: set num_gpus to 0")
         if self.device == "cuda" and not self.num_gpus:
@@ -150,23 +150,23 @@ class DeviceOptions(Options):
 
 
 class AutoscalingOptions(Options):
-    """As many replicas as the outstanding patches ask for, within bounds."""
+    """The number of replicas follows the outstanding patches, within bounds."""
 
     min_replicas: PositiveInt = 1
     max_replicas: PositiveInt
     target_patches: PositiveInt = 100_000
-    """Outstanding ones that one replica should have, in the mean: the time that an item may wait
-    times the patches that a replica encodes in it (BENCHMARKS.md)."""
+    """Mean outstanding patches per replica to aim at: the seconds that an item may wait, times the
+    patches that a replica encodes per second (BENCHMARKS.md)."""
     look_back_seconds: float = Field(10, gt=0)
-    """What the load is the mean of."""
+    """The load is averaged over this time."""
     upscale_delay_seconds: float = Field(10, ge=0)
-    """How long more must have been asked for before replicas are added."""
+    """How long the load must be higher before replicas are added."""
     downscale_delay_seconds: float = Field(600, ge=0)
-    """How long fewer: a new replica has to load weights and capture graphs."""
+    """How long it must be lower before replicas are removed: new ones load weights and capture."""
 
     @model_validator(mode="after")
     def bounds_are_in_order(self) -> Self:
-        """Serve would say so as well, of names of its own."""
+        """Serve would refuse it too, but with names of its own."""
         if self.min_replicas > self.max_replicas:
             raise ValueError("min_replicas is more than max_replicas")
         return self
@@ -176,47 +176,47 @@ class EncoderOptions(DeviceOptions):
     """The deployment of encoder actors."""
 
     autoscaling: AutoscalingOptions | None = None
-    """In the place of `replicas`."""
+    """Instead of `replicas`."""
     transport: Transport = "shared_memory"
-    """How rows above a megabyte get to callers in Ray. `nixl` leaves them on the device, from where
-    those who can read them have them on their own: language models here, and whoever
-    uses actors/store/received.py. Needs the extra `nixl`; Ray calls the interface alpha."""
+    """How rows above a megabyte reach callers in Ray. `nixl` leaves them on the encoder's device,
+    and callers that have a device read them from there (actors/store/nixl.py): the language models
+    here, and your own actors. Needs the extra `nixl`; Ray calls the interface alpha."""
     nixl_bytes: PositiveInt = 2**30
-    """Of each replica's device: where rows wait for their readers. What finds no room there goes by
+    """Memory on each replica's device where rows wait for their readers. Rows that do not fit use
     shared memory."""
     max_stall_seconds: float = Field(60, gt=0)
-    """A replica with work that finishes nothing for so long reports itself unhealthy."""
+    """A replica that has work but finishes no pack for this long reports itself unhealthy."""
 
     @model_validator(mode="after")
     def one_of_both(self) -> Self:
-        """A number of replicas, or bounds of it."""
+        """A fixed number of replicas, or bounds."""
         if self.autoscaling and "replicas" in self.model_fields_set:
             raise ValueError("replicas and autoscaling are both given: keep one of them")
         return self
 
     @property
     def least_replicas(self) -> int:
-        """Those that there are at any load."""
+        """The number of replicas without load."""
         return self.autoscaling.min_replicas if self.autoscaling else self.replicas
 
     @property
     def most_replicas(self) -> int:
-        """Those that there are under full load."""
+        """The number of replicas under full load."""
         return self.autoscaling.max_replicas if self.autoscaling else self.replicas
 
 
 class TracingOptions(Options):
-    """Spans of requests, by OpenTelemetry. Needs the extra `otel`."""
+    """Spans of requests, through OpenTelemetry. Needs the extra `otel`."""
 
     export: Literal["off", "otlp", "file"] = "off"
-    """`otlp` sends them to a collector over HTTP; `file` writes lines of JSON, a file a process."""
+    """`otlp` sends spans to a collector over HTTP; `file` writes JSON lines, a file per process."""
     endpoint: str = ""
-    """Of the collector, such as http://collector:4318/v1/traces. Empty: what OTEL_EXPORTER_OTLP_*
+    """The collector's, such as http://collector:4318/v1/traces. Empty: as OTEL_EXPORTER_OTLP_*
     say."""
     folder: str = ""
-    """On each node, for `export: file`."""
+    """Where `export: file` writes, on each node."""
     sample_ratio: float = Field(1, ge=0, le=1)
-    """Of the traces that begin here; a caller's own decision is kept."""
+    """Share of the traces that begin here; a caller's own decision is kept."""
 
     @field_validator("export", mode="before")
     @classmethod
@@ -226,14 +226,14 @@ class TracingOptions(Options):
 
     @model_validator(mode="after")
     def file_has_a_folder(self) -> Self:
-        """There is no good place that we could choose."""
+        """There is no good default."""
         if self.export == "file" and not self.folder:
             raise ValueError("export is file: set folder")
         return self
 
 
 class ActorOptions(Options):
-    """Everything that one encoder actor needs to know."""
+    """The options of one encoder actor."""
 
     model: ModelOptions
     encoder: EncoderOptions = EncoderOptions()
@@ -246,7 +246,7 @@ class ActorOptions(Options):
 
     @model_validator(mode="after")
     def graphs_hold_the_dtype(self) -> Self:
-        """Said here too, so that `encoder-service check` finds it: see attention.choose."""
+        """Checked here too, so that `encoder-service check` finds it: see attention.choose."""
         on_cuda, graphs = self.encoder.device == "cuda", self.graphs.mode != "off"
         if self.model.dtype == "float32" and on_cuda and graphs:
             raise ValueError(

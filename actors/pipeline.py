@@ -1,196 +1,237 @@
-"""An item's way through the actor: decode -> engine -> shared memory, a set of threads each.
+"""An item's way through the actor: cache? -> decode -> encode -> write.
 
-The event loop hears of a call once, when all of its items are through: thousands of items a second
-leave it nothing for several tasks and timers an item. Rows of one call that leave the engine
-together are shared together. Knows neither Serve nor requests.
+`Pipeline._encode` is that way, one coroutine per item. Decoding, the engine and writing have their
+own threads; the event loop only passes items on. Knows neither Serve nor gRPC.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from threading import Lock
+from dataclasses import replace
 from time import monotonic
+from typing import TypeVar
 
-from torch import Tensor
+import numpy as np
 
-from actors.engine.encoded import Encoded
 from actors.engine.engine import Engine
-from actors.errors import Unavailable
-from actors.media.decoding import Decoding
-from actors.store.cache import Entry
+from actors.errors import (
+    DeadlineExceeded,
+    EmbeddingLost,
+    EncodeFailed,
+    ServiceError,
+    Unavailable,
+)
+from actors.media.decoder import Decoder
+from actors.spec.evs import retained_tokens
+from actors.store.references import Kept, PendingWrite, References, reference_id, written
+from actors.store.rows import converted
+from actors.store.shared_memory import INLINE_BYTES
+from actors.store.writer import Batch, RowWriter
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import Item, Media, Source
+from actors.telemetry.tracing import Spans
+from actors.types import (
+    DTYPE_BYTES,
+    Answer,
+    Bytes,
+    Dtype,
+    Embedding,
+    Item,
+    Media,
+    SharedBytes,
+    Timings,
+)
 
-SHARERS = 4
-"""Calls whose rows are copied at the same time."""
+log = logging.getLogger("ray.serve")
 
-Share = Callable[[Sequence[tuple[Media, Tensor]]], Sequence[Entry]]
-"""Puts the rows of some items where their answers refer to them. In a thread of its own."""
+MOST_PENDING_BYTES = 16 * 2**20
+"""Of rows that are written after their item was answered: they take memory meanwhile."""
+NO_TIMINGS = Timings(0.0, 0.0, 0.0)
+NO_BYTES: Bytes = np.empty(0, np.uint8)
 
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What became of an item."""
-
-    entry: Entry
-    source: Source
-    queue_seconds: float
-    """Between the last stage and the pack; what was before decoding is the work's."""
-    encode_seconds: float
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """One item, from `begin` to its outcome."""
-
-    media: Media
-    since: float
-    answer: Future[Encoded] | None = None
-    """The engine's, while it has the item and no longer: a future and what it calls would hold each
-    other, and a pack's rows wait for the garbage collector."""
-    given_up: bool = False
-    """Nobody waits for it any more."""
-    queue_seconds: float = 0.0
-    """Before it was decoded."""
-    preprocess_seconds: float = 0.0
-    decoded: float = 0.0
-    """When it was, and when its rows were there: of the clock of time.monotonic."""
-    landed: float = 0.0
-    outcome: Made | Exception | None = None
+Result = TypeVar("Result")
 
 
-class Call:
-    """Items that are waited for together. Made in the event loop that waits."""
+class Pipeline:
+    """Everything that one actor has on its way. For one event loop."""
 
-    def __init__(self, media: Sequence[Media], share: Share) -> None:
-        now = monotonic()
-        self.share = share
-        self.works = [Work(one, now) for one in media]
-        self._left = len(self.works)
-        self._landed: list[tuple[Work, Future[Encoded]]] = []
-        self._lock = Lock()
-        self._loop = asyncio.get_running_loop()
-        self._done = self._loop.create_future()
-        if not self.works:
-            self._done.set_result(None)
-
-    async def wait(self, seconds: float) -> None:
-        """Until all have their outcome, or the time is over: the rest is given up."""
-        try:
-            await asyncio.wait([self._done], timeout=seconds)
-        finally:
-            for work in self.works:
-                work.given_up = True  # first: a thread that submits it now looks afterwards
-                if answer := work.answer:
-                    answer.cancel()
-
-    def land(self, work: Work, answer: Future[Encoded]) -> bool:
-        """One more has left the engine. True: those that have are to be shared, by the caller."""
-        with self._lock:
-            self._landed.append((work, answer))
-            return len(self._landed) == 1
-
-    def landed(self) -> list[tuple[Work, Future[Encoded]]]:
-        """Those that are to be shared now; they are yours."""
-        with self._lock:
-            taken, self._landed = self._landed, []
-        return taken
-
-    def settle(self, works: Sequence[Work]) -> None:
-        """They have their outcome."""
-        with self._lock:
-            self._left -= len(works)
-            if self._left:
-                return
-        with suppress(RuntimeError):  # the loop was closed: nobody waits
-            self._loop.call_soon_threadsafe(self._end)
-
-    def _end(self) -> None:
-        if not self._done.done():
-            self._done.set_result(None)
-
-
-class Stages:
-    """The threads of one actor."""
-
-    def __init__(self, engine: Engine, decoding: Decoding, series: EncoderMetrics) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        engine: Engine,
+        writer: RowWriter,
+        references: References,
+        series: EncoderMetrics,
+        spans: Spans,
+    ) -> None:
+        self.decoder = decoder
         self.engine = engine
+        self.writer = writer
+        self.cache = writer.cache
+        self.references = references
         self.series = series
-        self._decoding = decoding
-        self._sharers = ThreadPoolExecutor(SHARERS, "share")
+        self.spans = spans
+        self._pending_write: asyncio.Task[Embedding] | None = None
         self._closed = False
 
-    def begin(self, media: Sequence[Media], share: Share) -> Call:
-        """Starts these; to be waited for in the event loop that this is called from.
+    async def encode(
+        self, media: Sequence[Media], dtype: Dtype, timeout_seconds: float, *, keep: bool = False
+    ) -> list[Answer]:
+        """An embedding or an error per item, in order. Cancelling it drops what has not begun.
 
-        Raises Unavailable once closed: a router that heard late still calls a replica that drained.
+        `keep`: embeddings are kept for a while, and answers have a `reference` instead of data.
+        Raises Unavailable once closed, because a router may call a replica that has drained.
         """
         if self._closed:
             raise Unavailable("this encoder is stopping: try again")
-        call = Call(media, share)
-        for work in call.works:
-            self._decoding.begin(work, partial(self._decoded, call, work))
-        return call
+        batch = Batch(self.writer, dtype)
+        alone = len(media) == 1
+        tasks = [
+            asyncio.create_task(self._encode(one, dtype, batch, keep=keep, alone=alone))
+            for one in media
+        ]
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=timeout_seconds)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [
+            self._answer(one, task, timeout_seconds) for one, task in zip(media, tasks, strict=True)
+        ]
+
+    async def _encode(
+        self, media: Media, dtype: Dtype, batch: Batch, *, keep: bool, alone: bool
+    ) -> Embedding:
+        """One item, all the way."""
+        tokens = retained_tokens(media.plan, media.evs_rate)
+        if hit := self.cache.get(self.writer.key(media), tokens):
+            hit = await converted(hit, dtype)
+            hit = replace(hit, source="cache", timings=NO_TIMINGS)
+            return self._kept(media, hit) if keep else hit
+
+        item = await result_of(self.decoder.submit(media))
+        self._decoded(item)
+
+        item.on_device = self.writer.stays_on_device(media, dtype)
+        item = await result_of(self.engine.submit(item))
+        self._encoded(item)
+
+        if keep and alone and self._may_be_answered_before_it_is_written(media, dtype):
+            return self._kept(media, self._write_behind(media, item, dtype, batch))
+        embedding = await batch.write(media, item)
+        return self._kept(media, embedding) if keep else embedding
+
+    async def fetch(self, name: str) -> Kept | None:
+        """What is kept under a name. Raises EmbeddingLost where its rows could not be written."""
+        if (kept := self.references.get(name, monotonic())) is None:
+            return None
+        try:
+            return replace(kept, embedding=await written(kept.embedding))
+        except Exception as error:
+            log.exception("a kept embedding could not be written")
+            self.references.release(name)
+            raise EmbeddingLost(
+                f"the embedding could not be written to shared memory ({error!r}): encode the item "
+                "again, with a larger object store or a lower references.max_bytes"
+            ) from error
 
     def alive(self) -> bool:
         """Whether items are decoded."""
-        return self._decoding.alive()
+        return self.decoder.alive()
 
     def close(self) -> None:
-        """What is in the engine is answered; what is not yet decoded is refused by it."""
+        """Items in the engine are answered; items that are not yet decoded are refused by it."""
         self._closed = True
         self.engine.close()
-        self._decoding.close()
-        self._sharers.shutdown()
+        self.decoder.close()
+        self.writer.close()
 
-    def _decoded(self, call: Call, work: Work, started: float, made: Item | Exception) -> None:
-        try:
-            if isinstance(made, Exception):
-                raise made
-            work.decoded = monotonic()
-            work.queue_seconds = started - work.since
-            work.preprocess_seconds = work.decoded - started
-            self.series.decode_queue_seconds.observe(work.queue_seconds)
-            self.series.preprocess_seconds.observe(work.preprocess_seconds)
-            on_device = work.media.on_device
-            work.answer = answer = self.engine.submit(made, on_device=on_device)
-        except Exception as error:
-            work.outcome = error
-            call.settle([work])
+    def _decoded(self, item: Item) -> None:
+        self.series.decode_queue_seconds.observe(item.decode_queue_seconds)
+        self.series.preprocess_seconds.observe(item.preprocess_seconds)
+        self.spans.past("preprocess", item.preprocess_seconds, patches=item.plan.patches)
+
+    def _encoded(self, item: Item) -> None:
+        self.spans.past(
+            "replay",
+            item.encode_seconds,
+            source=item.source,
+            patches=item.plan.patches,
+            tokens=item.plan.tokens,
+            queue_seconds=item.queue_seconds,
+        )
+
+    def _may_be_answered_before_it_is_written(self, media: Media, dtype: Dtype) -> bool:
+        """One item at a time: under load answers wait, or unwritten rows would fill the memory."""
+        if media.evs_rate or media.on_device:
+            return False
+        if self._pending_write and not self._pending_write.done():
+            return False
+        size_bytes = media.plan.tokens * self.writer.spec.width * DTYPE_BYTES[dtype]
+        return INLINE_BYTES < size_bytes <= MOST_PENDING_BYTES
+
+    def _write_behind(self, media: Media, item: Item, dtype: Dtype, batch: Batch) -> Embedding:
+        """The embedding while its rows are being written."""
+        self._pending_write = asyncio.create_task(batch.write(media, item))
+        tokens, width = media.plan.tokens, self.writer.spec.width
+        data = SharedBytes(PendingWrite(self._pending_write), tokens * width * DTYPE_BYTES[dtype])
+        return self.writer.embedding(item, data, dtype, tokens)
+
+    def _kept(self, media: Media, embedding: Embedding) -> Embedding:
+        """Its id in place of its data. Raises TooLarge."""
+        name = self.references.keep(Kept.of(media, embedding), monotonic())
+        reference = reference_id(self.writer.replica, name)
+        return replace(embedding, data=NO_BYTES, reference=reference)
+
+    def _answer(
+        self, media: Media, task: asyncio.Task[Embedding], timeout_seconds: float
+    ) -> Answer:
+        """What an item's task came to; counted, and logged where the request's id is known."""
+        if not task.done() or task.cancelled():
+            answer: Answer = DeadlineExceeded(
+                f"not encoded within the {timeout_seconds:.1f} s that were left of the request's "
+                "time: give it more, or send less at a time"
+            )
+        elif not (error := task.exception()):
+            embedding = task.result()
+            self.series.items.labels(media.kind, embedding.source).inc()
+            return embedding
+        elif isinstance(error, ServiceError):
+            answer = error
+            level = logging.ERROR if isinstance(error, EncodeFailed) else logging.INFO
+            log.log(level, "an item of grid %s failed: %s", media.plan.grid_thw, error)
         else:
-            if work.given_up:
-                answer.cancel()
-            answer.add_done_callback(partial(self._landed, call, work))
+            log.error("an item of grid %s failed", media.plan.grid_thw, exc_info=error)
+            answer = EncodeFailed(f"the encoder failed on this item: {error}")
+        self.series.failures.labels(type(answer).__name__).inc()
+        return answer
 
-    def _landed(self, call: Call, work: Work, answer: Future[Encoded]) -> None:
-        """In the engine's thread, which has more to do: the first of a pack wakes a sharer."""
-        work.answer = None
-        work.landed = monotonic()
-        if not answer.cancelled() and call.land(work, answer):
-            self._sharers.submit(self._finish, call)
 
-    def _finish(self, call: Call) -> None:
-        """Those of one pack, and what else has landed meanwhile."""
-        landed, good = call.landed(), []
-        for work, answer in landed:
-            error = answer.exception()
-            if isinstance(error, Exception):
-                work.outcome = error
-            else:
-                good.append((work, answer.result()))
-        try:
-            entries = call.share([(work.media, encoded.rows) for work, encoded in good])
-        except Exception as error:
-            for work, _ in good:
-                work.outcome = error
-        else:
-            for (work, encoded), entry in zip(good, entries, strict=True):
-                work.outcome = Made(
-                    entry, encoded.source, encoded.queue_seconds, encoded.encode_seconds
-                )
-        call.settle([work for work, _ in landed])
+async def result_of(future: Future[Result]) -> Result:
+    """The result of work in another thread, which is cancelled with whoever waits.
+
+    Not asyncio.wrap_future: that makes a reference cycle, in which patches and rows would wait for
+    the garbage collector.
+    """
+    loop = asyncio.get_running_loop()
+    arrived = loop.create_future()
+
+    def wake() -> None:
+        if not arrived.done():
+            arrived.set_result(None)
+
+    def done(_: Future[Result]) -> None:
+        with suppress(RuntimeError):  # the loop was closed: nobody waits
+            loop.call_soon_threadsafe(wake)
+
+    future.add_done_callback(done)
+    try:
+        await arrived
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+    return future.result()

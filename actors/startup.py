@@ -1,6 +1,6 @@
-"""From options to an engine that is ready: device, weights, graphs, packing, one image to warm up.
+"""From options to a pipeline that is ready: device, weights, graphs, packing, one warm-up image.
 
-Knows nothing of Ray: the encoder actor and the benchmark of the engine alone start the same way.
+Knows nothing of Ray Serve: the encoder actor and the engine's benchmarks start the same way.
 """
 
 from __future__ import annotations
@@ -17,13 +17,37 @@ from actors.engine.engine import Engine
 from actors.engine.two_paths import model_capacity
 from actors.errors import StartError
 from actors.media.decode_processes import DecodeProcesses
+from actors.media.decoder import Decoder
 from actors.media.decoding import Decoding
 from actors.media.image import decode
 from actors.media.patchify import cutter_of
 from actors.models.load import load
 from actors.options import ActorOptions
+from actors.pipeline import Pipeline
+from actors.store.cache import EmbeddingCache
+from actors.store.nixl import DeviceMemory
+from actors.store.references import References
+from actors.store.writer import RowWriter
 from actors.telemetry.metrics import EncoderMetrics
+from actors.telemetry.tracing import Spans
 from actors.types import Item
+
+
+def open_pipeline(
+    options: ActorOptions, series: EncoderMetrics, spans: Spans, replica: str
+) -> Pipeline:
+    """Everything of one replica, every graph captured. Raises StartError."""
+    beside = open_beside(options, series)  # starts while the engine captures
+    engine = open_engine(options, series)
+    references = References(options.references, series)
+    memory = None
+    if options.encoder.transport == "nixl":
+        memory = DeviceMemory(options.encoder.nixl_bytes, engine.device.device, series)
+    cache = EmbeddingCache(options.cache.max_bytes, series)
+    spec = engine.tower.spec
+    writer = RowWriter(spec, cache, memory, references.largest_bytes, replica)
+    decoder = Decoder(open_decoding(options, engine, series, beside))
+    return Pipeline(decoder, engine, writer, references, series, spans)
 
 
 def open_engine(options: ActorOptions, series: EncoderMetrics) -> Engine:

@@ -1,8 +1,8 @@
-"""The nouns that travel: one type for each stage of an item's way through the service.
+"""The records that travel: one per stage of an item's way through the service.
 
-    bytes -> Media -> Shard -> Item -> Pack -> Embedding
+    bytes -> Media (+ ItemPlan) -> Shard -> Item -> Pack -> Embedding -> Reply
 
-Knows nothing of Ray, torch, HTTP or gRPC; everything here but patches on a device pickles.
+Knows nothing of Ray, torch, HTTP or gRPC.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Pixels of an upright image: EXIF rotation is already applied."""
+    """Pixels of an image after its EXIF rotation."""
 
     width: int
     height: int
@@ -34,54 +34,52 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """What the header of a video tells, or what a list of frames is."""
+    """A video as its header describes it, or a list of frames."""
 
     size: Size
     """Of each frame."""
     frames: int
     fps: float
-    """How many are shown in a second."""
+    """Frames per second of playing time."""
     chosen: bool = False
-    """The client chose the frames: all are encoded."""
+    """The client chose the frames, so all are encoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
-    """What an item will cost, known from its size in pixels alone."""
+    """What an item will cost, known from its size in pixels."""
 
     grid_thw: Grid
-    """Temporal groups, rows and columns, in patches. Tile families: the rows and columns of all
-    tiles of the canvas, without the tile that shows the whole image once more. Models of two
-    paths: of the canvas of the crops, or without crops of the view of the whole image."""
+    """Temporal groups, rows and columns, in patches. Tile families: of the canvas of tiles, without
+    the thumbnail. Models of two paths: of the canvas of crops, or of the whole view if there are
+    no crops."""
     patches: int
     tokens: int
     """Rows of the embedding."""
     path_tokens: tuple[int, ...]
-    """Tokens that each path of the model computes, in the order of `ModelSpec.paths`."""
+    """Tokens that each path computes, in the order of `ModelSpec.paths`."""
     frames: int = 0
-    """Attention segments of a video: its temporal groups of frames, each a row of `grid_thw`'s
-    first axis. 0: an image."""
+    """Temporal groups of a video, each an attention segment: `grid_thw[0]`. 0: an image."""
     path_patches: tuple[int, ...] = ()
-    """Patches of each path, whose rows follow each other in an item. Empty: one path has all."""
+    """Patches of each path, one path after the other. Empty: the model has one path."""
     kept: tuple[int, ...] = ()
-    """Rows and columns of tokens that show the image, where the rest of the canvas only pads it and
-    gives no rows of the embedding. Empty: all do."""
+    """Rows and columns of tokens that show the image, where the rest of the canvas is padding and
+    gives no rows of the embedding. Empty: all of them."""
     group_pictures: int = 1
-    """Pictures that a temporal group holds one after the other, each a grid of its own; the last
-    group may have fewer."""
+    """Pictures per temporal group, each a grid of its own; the last group may have fewer."""
 
     @property
     def group_tokens(self) -> int:
-        """Rows of each temporal group of a video. What is over belongs to none, and comes last."""
+        """Rows per temporal group of a video. Remaining rows belong to no group and come last."""
         return self.tokens // self.frames
 
     @property
     def group_patches(self) -> int:
-        """Of each temporal group of a video; the last may have fewer."""
+        """Patches per temporal group of a video; the last group may have fewer."""
         return self.group_pictures * self.grid_thw[1] * self.grid_thw[2]
 
     def rows(self, path: int) -> slice:
-        """Where in an item the patches of a path lie, by its place in `ModelSpec.paths`."""
+        """Where an item holds the patches of a path, by its index in `ModelSpec.paths`."""
         if not self.path_patches:
             return slice(0, self.patches)
         begin = sum(self.path_patches[:path])
@@ -90,28 +88,28 @@ class ItemPlan:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """One item as the client sent it, still compressed, with what its header told."""
+    """One item as the client sent it, still compressed, with what its header says."""
 
     kind: Kind
     data: bytes
     plan: ItemPlan
     digest: str
-    """Hexadecimal SHA-256 of `data`; of `frames`, that of their own digests."""
+    """Hexadecimal SHA-256 of `data`; for `frames`, of their digests."""
     notice: str = ""
-    """What the client should know, such as "animated GIF: the first of 12 frames"."""
+    """A note for the client, such as "animated GIF: the first of 12 frames"."""
     clip: Clip | None = None
     """Of a video."""
     frames: tuple[bytes, ...] = ()
-    """Of a video that came as images: their files, still compressed; `data` is empty."""
+    """The image files of a video that was sent as frames; `data` is empty then."""
     evs_rate: float = 0.0
-    """The share of a video's rows that is left out after encoding, where little changes."""
+    """Share of a video's rows to drop after encoding, where little changes (spec/evs.py)."""
     on_device: bool = False
-    """Who asks can read rows from the encoder's device (received.py), so that they may stay on it:
-    where `encoder.transport` is nixl, and they are many, and nothing else is in the way."""
+    """The caller can read rows from the encoder's device (store/nixl.py), so large ones may stay
+    there if `encoder.transport` is nixl."""
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What decides its rows, beside the model. Equal ones are encoded once."""
+        """What determines its rows, besides the model. Equal items are encoded once."""
         pruned = (f"evs {self.evs_rate!r}",) if self.evs_rate else ()
         return self.kind, self.digest, *pruned
 
@@ -181,48 +179,46 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class SharedBytes:
-    """Bytes in Ray's shared memory, written once; they stay while anybody holds this (shared.py).
+    """Bytes in Ray's shared memory, kept as long as anybody holds this (store/shared_memory.py).
 
-    Lost with the process that wrote them. Rows that were written together share an object, which
-    stays as long as anybody holds one of them.
+    They are lost with the process that wrote them. Rows that were written together share an object.
     """
 
     object_ref: object
-    """Within the encoder perhaps what will be one: sharing.Writing."""
+    """Within the encoder it may still be written: references.PendingWrite."""
     size_bytes: int
     place: int = 0
-    """Among the arrays of the object."""
+    """Index among the arrays of the object."""
     others_bytes: int = 0
-    """Of the other arrays."""
+    """Size of the other arrays."""
 
     @property
     def object_bytes(self) -> int:
-        """Of the whole object."""
+        """Size of the whole object."""
         return self.size_bytes + self.others_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteBytes:
-    """Bytes on the device of the process that wrote them, in the place of an array in the object
-    that a SharedBytes refers to (nixl.py)."""
+    """Bytes on the device of the process that wrote them (store/nixl.py). Takes the place of an
+    array in the object that a SharedBytes refers to."""
 
     object_ref: object
-    """Of a uint8 tensor, one of Ray's direct transport objects."""
+    """A uint8 tensor, as an object of Ray's direct transport."""
     size_bytes: int
     total: int
-    """nixl.total of them."""
+    """Checksum: nixl.total of the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedBytes:
-    """Bytes on a device of this process (received.py)."""
+    """Bytes on a device of this process (nixl.Receiver)."""
 
     tensor: Any
     """torch's, uint8 [bytes]. This file does not know torch."""
 
     @property
     def nbytes(self) -> int:
-        """As an array says it."""
         return int(self.tensor.nbytes)
 
 
@@ -241,20 +237,25 @@ class Embedding:
     timings: Timings
     replica: str = ""
     frame_tokens: tuple[int, ...] = ()
-    """Of a video with an `evs_rate`: rows that are left of each temporal group."""
+    """Of a video with an `evs_rate`: remaining rows per temporal group."""
     reference: str = ""
     """Id under which its replica keeps it for a while. An id is one caller's alone."""
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the rows, wherever they are."""
+        return self.data.size_bytes if isinstance(self.data, SharedBytes) else self.data.nbytes
+
 
 Answer = Embedding | ServiceError
-"""What becomes of one item. Errors are values here: one bad item fails only itself."""
+"""The result of one item. Errors are values, so that one bad item fails only itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a replica gives back for a shard."""
+    """A replica's answer to a shard."""
 
     answers: list[Answer]
     """One for each item, in order."""
     outstanding_patches: int
-    """What the replica still has from all routers, these items no longer counted."""
+    """What the replica still has to do for all routers, without these items."""

@@ -1,6 +1,7 @@
-"""From the items of a request to their answers: admit, plan, send, plan again what was lost.
+"""From the items of a request to their answers: admit, plan, send, retry what was lost.
 
-Knows a fleet as something that takes shards and may lose them; Ray is serve_fleet.py's business.
+Reads from top to bottom, in the order in which an item passes. Knows a fleet as something that
+takes shards and may lose them; gRPC and Ray are serve_fleet.py's business.
 """
 
 from __future__ import annotations
@@ -18,28 +19,27 @@ from actors.types import Answer, Dtype, Embedding, Media
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.policy.balance import Plan
-from router.policy.cache_affinity import Holders, plan_around
-from router.policy.coalesce import Carrier, Flight, Flights, key
-from router.policy.given import Given
+from router.policy.cache_affinity import CacheAffinity, plan_around
+from router.policy.coalesce import InFlightItem, Key, ShardCall, key
 from router.policy.ledger import Ledger
-from router.replicas.fleet import Fleet, ReplicaDied, ReplicaFull, ShardLost
-from router.replicas.liveness import Watch
+from router.replicas.fleet import Fleet, ReplicaDied, ShardLost
+from router.replicas.liveness import Liveness
 
 logger = logging.getLogger("ray.serve")
 
 POLL_SECONDS = 0.02
+"""Between two looks whether there is a replica now."""
 BACKOFF_SECONDS = 0.1
-"""Before a full replica is tried again. Before replicas that all failed: doubles with each loss."""
-MARGIN_SECONDS = 0.05
-"""How much earlier a replica gives late items up, so that the others of the call are in time."""
-MARGIN_PART = 0.1
-"""Of the time that is left: the most that the margin may be."""
-LONE_DEATHS = 2
-"""Replicas that may die of an item in a call of its own before it is given up."""
+"""Before replicas that all failed are tried again. Doubles with each loss."""
+MARGIN_SECONDS, MARGIN_FRACTION = 0.05, 0.1
+"""How much earlier than the caller a replica gives up late items, so that the other items of the
+call arrive in time; at most this fraction of the time that is left."""
+MAX_LONE_DEATHS = 2
+"""An item is rejected when so many replicas died while it was the only item of their call."""
 
 
 class Dispatcher:
-    """Everything that one router has on its way."""
+    """All items that one router has in flight."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class Dispatcher:
         self._options = options
         self._plan = plan
         self._metrics = metrics
-        self._version = -1
-        self._flights = Flights(self._landed)
-        self._holders = Holders(cache_max_bytes if options.cache_affinity else 0)
-        self._watch = Watch(fleet.ask, options.stall_seconds)
-        self._given = Given(fleet, self._watch)
+        self._reports_version = -1
+        self._joinable: dict[Key, InFlightItem] = {}
+        """Items in flight that other requests may join."""
+        self._affinity = CacheAffinity(cache_max_bytes if options.cache_affinity else 0)
+        self._liveness = Liveness(fleet.check, options.stall_seconds)
         self.ledger = Ledger(
             options.max_outstanding_patches, options.exclude_seconds, options.max_queue_seconds
         )
@@ -75,18 +75,18 @@ class Dispatcher:
         """(Position, answer) of every item once, as they come. Close it when you stop early.
 
         The items of a replica come together, in one call; `singly`: each as soon as it is done.
-        `keep`: their replicas keep embeddings, and answers have ids in place of data.
+        `keep`: their replicas keep the embeddings, and answers have ids in place of data.
         Items that fail are answered with their error. Raises Overloaded, TooLarge, or Unavailable
         where there is no replica: then nothing was begun.
         """
         deadline = now() + timeout_seconds
         replicas = await self._replicas(deadline)
-        flights, opened = self._board(media, dtype, deadline, keep=keep)
-        self._launch(opened, replicas, singly=singly)
+        items, new = self._admit(media, dtype, deadline, keep=keep)
+        self._launch(new, replicas, singly=singly)
         try:
             waiting: dict[asyncio.Future[Answer], list[int]] = {}
-            for position, flight in enumerate(flights):
-                waiting.setdefault(flight.answer, []).append(position)
+            for position, item in enumerate(items):
+                waiting.setdefault(item.answer, []).append(position)
             while waiting:
                 done, _ = await asyncio.wait(
                     waiting, timeout=max(0.0, deadline - now()), return_when=FIRST_COMPLETED
@@ -95,201 +95,227 @@ class Dispatcher:
                     f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
                 )
                 for future in done or list(waiting):
-                    places = waiting.pop(future)
-                    found: list[Answer] = [late] * len(places)
-                    if future.done():
-                        flight = flights[places[0]]
-                        found = await self._given.answers(flight, len(places), late, deadline)
-                    for position, answer in zip(places, found, strict=True):
+                    answer = future.result() if future.done() else late
+                    for position in waiting.pop(future):
                         yield position, answer
         finally:
-            for flight in flights:
-                self._flights.leave(flight)
+            for item in items:
+                self._leave(item)
 
     def check_room(self) -> None:
-        """Raises Overloaded where whatever comes would be refused, unless all of it is in flight.
+        """Raises Overloaded if any new item would be refused now. Costs next to nothing.
 
-        Costs next to nothing: it spares the reading of what would be refused after all.
+        Spares the reading of a body that would be refused after all.
         """
         if self.refresh():
             with self._metrics.rejections.count_exceptions(Overloaded):
                 self.ledger.check_room(now())
 
     def refresh(self) -> Mapping[str, int]:
-        """Takes the latest reports to the ledger; gives those of the replicas that there are."""
+        """Takes the latest reports of the replicas to the ledger, and returns them."""
         version, reports = self._fleet.reports()
-        if version != self._version:
-            self._version = version
+        if version != self._reports_version:
+            self._reports_version = version
             self.ledger.report(reports)
-            self._holders.keep(reports)
+            self._affinity.keep(reports)
         return reports
 
     async def _replicas(self, deadline: float) -> list[str]:
-        """Those to plan for. Waits a little for the first; then raises Unavailable."""
+        """The replicas to plan over. Waits a little for the first; then raises Unavailable."""
         give_up = min(deadline, now() + self._options.replica_wait_seconds)
         while not (reports := self.refresh()):
             if now() >= give_up:
                 raise Unavailable("no encoder replica is ready; try again later")
             await asyncio.sleep(POLL_SECONDS)
-        for replica in self._watch.silent:
+        silent = self._liveness.silent
+        for replica in silent:
             self.ledger.exclude(replica, now())
-        answering = [replica for replica in reports if replica not in self._watch.silent]
+        answering = [replica for replica in reports if replica not in silent]
         sound = [replica for replica in answering if not self.ledger.excluded(replica, now())]
         return sound or answering or list(reports)
 
-    def _board(
+    def _admit(
         self, media: Sequence[Media], dtype: Dtype, deadline: float, *, keep: bool
-    ) -> tuple[list[Flight], list[Flight]]:
-        """A flight for each item, joined; and those of them that are new. All or nothing."""
-        fresh: dict[object, Media] = {}
-        for position, item in enumerate(media):
-            if not self._options.coalesce:
-                fresh[position] = item
-            elif self._flights.get(wanted := key(item, dtype, keep=keep)) is None:
-                fresh.setdefault(wanted, item)
-        costs = [item.plan.patches for item in fresh.values()]
-        with self._metrics.rejections.count_exceptions(Overloaded):
-            reservations = self.ledger.admit(costs, now())
-        opened = [
-            Flight(item, dtype, reservation, asyncio.Future(), deadline, keep)
-            for item, reservation in zip(fresh.values(), reservations, strict=True)
-        ]
-        flights = opened
-        if self._options.coalesce:
-            for flight in opened:
-                self._flights.open(flight)
-            found = [self._flights.get(key(item, dtype, keep=keep)) for item in media]
-            flights = [flight for flight in found if flight is not None]
-            self._metrics.coalesced.inc(len(media) - len(opened))
-        for flight in flights:
-            self._flights.join(flight, deadline)
-        return flights, opened
+    ) -> tuple[list[InFlightItem], list[InFlightItem]]:
+        """The item in flight for each place of a request, and those of them that are new.
 
-    def _launch(self, flights: Sequence[Flight], replicas: Sequence[str], *, singly: bool) -> None:
-        """Plans the items over these replicas and sends the shards, or their items one by one."""
-        media = [flight.media for flight in flights]
-        costs = [item.plan.patches for item in media]
+        Items to be kept are not coalesced: each place gets an id of its own.
+        """
+        if keep or not self._options.coalesce:
+            items = new = self._reserve(media, dtype, deadline, keep=keep)
+        else:
+            wanted = {
+                key(one, dtype): one for one in media if key(one, dtype) not in self._joinable
+            }
+            new = self._reserve(list(wanted.values()), dtype, deadline, keep=False)
+            self._joinable.update((item.key, item) for item in new)
+            items = [self._joinable[key(one, dtype)] for one in media]
+            self._metrics.coalesced.inc(len(media) - len(new))
+        for item in items:
+            item.waiting += 1
+            item.deadline = max(item.deadline, deadline)
+        return items, new
+
+    def _reserve(
+        self, media: Sequence[Media], dtype: Dtype, deadline: float, *, keep: bool
+    ) -> list[InFlightItem]:
+        """New items, all admitted or none."""
+        with self._metrics.rejections.count_exceptions(Overloaded):
+            reservations = self.ledger.admit([one.plan.patches for one in media], now())
+        return [
+            InFlightItem(one, dtype, reservation, asyncio.Future(), deadline, keep)
+            for one, reservation in zip(media, reservations, strict=True)
+        ]
+
+    def _launch(
+        self, items: Sequence[InFlightItem], replicas: Sequence[str], *, singly: bool
+    ) -> None:
+        """Plans items over these replicas, and sends each replica its shard, or item by item."""
+        media = [item.media for item in items]
+        costs = [one.plan.patches for one in media]
         loads = self.ledger.loads(replicas, now())
-        placed = self._holders.place(media, loads)
+        placed = self._affinity.place(media, loads)
         self._metrics.held.inc(len(placed))
         for shard in plan_around(self._plan, costs, loads, placed):
-            part = [flights[item] for item in shard.items]
-            for together in [[flight] for flight in part] if singly else [part]:
-                self._send(shard.replica, together)
+            together = [items[place] for place in shard.items]
+            for sent in [[item] for item in together] if singly else [together]:
+                self._send(shard.replica, sent)
 
-    def _send(self, replica: str, flights: list[Flight]) -> None:
-        """One call."""
+    def _send(self, replica: str, items: list[InFlightItem]) -> None:
+        """Starts one call."""
         # A context of its own: in a request's, Serve would cancel the call with the request.
         context = Context()
-        context.run(ORIGIN.set, flights[0].origin)
-        task = asyncio.get_running_loop().create_task(
-            self._carry(replica, flights), context=context
-        )
-        carrier = Carrier(flights, task)
-        for flight in flights:
-            flight.carrier = carrier
-            self.ledger.assign(flight.reservation, replica)
-        self._metrics.sent(replica, sum(flight.media.plan.patches for flight in flights))
-        # Not in `_carry`: a task that is cancelled before its first step runs none of it.
-        task.add_done_callback(partial(self._arrived, carrier))
+        context.run(ORIGIN.set, items[0].origin)
+        task = asyncio.get_running_loop().create_task(self._call(replica, items), context=context)
+        call = ShardCall(items, task)
+        for item in items:
+            item.call = call
+            self.ledger.assign(item.reservation, replica)
+        self._metrics.sent(replica, sum(item.media.plan.patches for item in items))
+        # Not in `_call`: a task that is cancelled before its first step runs none of it.
+        task.add_done_callback(partial(self._ended, call))
 
-    async def _carry(self, replica: str, flights: Sequence[Flight]) -> None:
-        """One call. What it does not settle is planned again."""
-        deadline = max(flight.deadline for flight in flights)
+    async def _call(self, replica: str, items: Sequence[InFlightItem]) -> None:
+        """One call to a replica. What it leaves without an answer is retried on other replicas."""
+        deadline = max(item.deadline for item in items)
         left = max(0.0, deadline - now())
-        left -= min(MARGIN_SECONDS, MARGIN_PART * left)
-        media = [flight.media for flight in flights]
-        # No item is given up for replicas that died without it, as all of a node do at once.
-        careful = any(flight.losses for flight in flights)
+        left -= min(MARGIN_SECONDS, MARGIN_FRACTION * left)
+        media, first = [item.media for item in items], items[0]
         singly = False
         try:
-            async with self._watch.over(replica):
-                first = flights[0]
-                reply = await self._fleet.encode(
-                    replica, media, first.dtype, left, keep=first.keep, careful=careful
-                )
-        except ReplicaFull:
-            await asyncio.sleep(BACKOFF_SECONDS)
+            async with self._liveness.guard(replica):
+                reply = await self._fleet.encode(replica, media, first.dtype, left, keep=first.keep)
         except ShardLost as error:
             singly = isinstance(error, ReplicaDied)
-            self._lose(replica, flights, error)
+            self._lose(replica, items, error)
         except ServiceError as error:
-            self._deliver(replica, flights, [error] * len(flights), deadline)
+            self._deliver(replica, items, [error] * len(items), deadline)
         else:
-            self._deliver(replica, flights, reply.answers, deadline)
+            self._deliver(replica, items, reply.answers, deadline)
             self.ledger.hear(replica, reply.outstanding_patches, now())
-            del reply  # embeddings are large; this frame may now wait for a replica
-        if wanted := self._wanted(flights):
-            await self._again(wanted, singly=singly)
+            del reply  # embeddings are large, and this frame may now wait for a replica
+        if wanted := self._unanswered(items):
+            await self._retry(wanted, singly=singly)
 
     def _deliver(
-        self, replica: str, flights: Sequence[Flight], answers: list[Answer], deadline: float
+        self,
+        replica: str,
+        items: Sequence[InFlightItem],
+        answers: Sequence[Answer],
+        deadline: float,
     ) -> None:
-        """Lands all but items that another replica, or a more patient caller's time, may help."""
+        """Completes the items of a finished call.
+
+        Not those that this replica refused, which are lost for now, and not those that timed out
+        while another request still has time for them.
+        """
         refused = []
-        for flight, answer in zip(flights, answers, strict=True):
+        for item, answer in zip(items, answers, strict=True):
             if isinstance(answer, Unavailable):
-                refused.append((flight, answer))
-            elif not isinstance(answer, DeadlineExceeded) or flight.deadline <= deadline:
-                self._flights.land(flight, answer)
+                refused.append((item, answer))
+            elif not isinstance(answer, DeadlineExceeded) or item.deadline <= deadline:
+                self._complete(item, answer)
         if refused:
-            self._lose(replica, [flight for flight, _ in refused], refused[0][1])
+            self._lose(replica, [item for item, _ in refused], refused[0][1])
 
-    def _lose(self, replica: str, flights: Sequence[Flight], error: Exception) -> None:
-        """Counts a loss; ends those that have had enough of them."""
-        logger.warning("replica %s lost %d items: %s", replica, len(flights), error)
+    def _lose(self, replica: str, items: Sequence[InFlightItem], error: Exception) -> None:
+        """Counts a loss for each item; completes those that have had enough of them."""
+        logger.warning("replica %s lost %d items: %s", replica, len(items), error)
         self.ledger.exclude(replica, now())
-        alone = len(flights) == 1 and isinstance(error, ReplicaDied)
-        for flight in flights:
-            flight.losses += 1
-            flight.lone_deaths += alone
-            if flight.lone_deaths >= LONE_DEATHS:
+        alone = len(items) == 1 and isinstance(error, ReplicaDied)
+        for item in items:
+            item.losses += 1
+            item.lone_deaths += alone
+            if item.lone_deaths >= MAX_LONE_DEATHS:
                 failed = "its replica died twice while it was encoded; do not send it again"
-                self._flights.land(flight, EncodeFailed(failed))
-            elif flight.losses >= self._options.max_attempts:
-                reason = f"given up after {flight.losses} attempts; last replica {replica}: {error}"
-                self._flights.land(flight, Unavailable(reason))
+                self._complete(item, EncodeFailed(failed))
+            elif item.losses >= self._options.max_attempts:
+                reason = f"gave up after {item.losses} attempts; last replica {replica}: {error}"
+                self._complete(item, Unavailable(reason))
 
-    async def _again(self, flights: Sequence[Flight], *, singly: bool) -> None:
-        """Plans them once more, over the replicas that there are by now."""
-        for flight in flights:
-            self.ledger.assign(flight.reservation, None)
-        deadline = max(flight.deadline for flight in flights)
+    def _unanswered(self, items: Sequence[InFlightItem]) -> list[InFlightItem]:
+        """Items without an answer that a request waits for; ends the others."""
+        for item in items:
+            if not item.waiting:
+                self._complete(item, None)
+        return [item for item in items if not item.answer.done()]
+
+    async def _retry(self, items: Sequence[InFlightItem], *, singly: bool) -> None:
+        """Plans items again, over the replicas that there are by now."""
+        for item in items:
+            self.ledger.assign(item.reservation, None)
+        deadline = max(item.deadline for item in items)
         try:
             replicas = await self._replicas(deadline)
             if all(self.ledger.excluded(replica, now()) for replica in replicas):
-                await asyncio.sleep(BACKOFF_SECONDS * 2 ** flights[0].losses)
+                await asyncio.sleep(BACKOFF_SECONDS * 2 ** items[0].losses)
                 replicas = await self._replicas(deadline)
         except Unavailable as error:
-            for flight in flights:
-                self._flights.land(flight, error)
+            for item in items:
+                self._complete(item, error)
             return
-        wanted = self._wanted(flights)
+        wanted = self._unanswered(items)
         self._metrics.replans.inc(len(wanted))
         self._launch(wanted, replicas, singly=singly)
 
-    def _wanted(self, flights: Sequence[Flight]) -> list[Flight]:
-        """Those without an answer that somebody waits for; the others end here."""
-        for flight in flights:
-            if not flight.waiting:
-                self._flights.land(flight, None)
-        return [flight for flight in flights if not flight.answer.done()]
+    def _leave(self, item: InFlightItem) -> None:
+        """One request fewer waits. Cancels the call when nobody waits for any of its items.
 
-    def _arrived(self, carrier: Carrier, task: asyncio.Task[None]) -> None:
-        """Leaves nothing without an answer, whatever ended the task."""
+        An item that nobody waits for stays in flight, and can be joined again, as long as another
+        item keeps its call alive.
+        """
+        item.waiting -= 1
+        call = item.call
+        if call is None or call.wanted:
+            return
+        call.task.cancel()
+        for companion in call.items:
+            self._complete(companion, None)
+
+    def _ended(self, call: ShardCall, task: asyncio.Task[None]) -> None:
+        """Leaves no item of a call without an answer, whatever ended its task."""
         error: ServiceError = Unavailable("the router is stopping; try again")
         if not task.cancelled() and (failure := task.exception()):
             logger.error("a shard failed", exc_info=failure)
             error = EncodeFailed(f"the encoder failed: {failure}")
-        for flight in carrier.flights:
-            if flight.carrier is carrier:
-                self._flights.land(flight, error)
+        for item in call.items:
+            if item.call is call:  # otherwise another call has it now
+                self._complete(item, error)
 
-    def _landed(self, flight: Flight) -> None:
-        answer = None if flight.answer.cancelled() else flight.answer.result()
+    def _complete(self, item: InFlightItem, answer: Answer | None) -> None:
+        """Ends an item with its answer; None: nobody wants one. The second time does nothing."""
+        if item.answer.done():
+            return
+        if answer is None:
+            item.answer.cancel()
+        else:
+            item.answer.set_result(answer)
+        item.call = None
+        if self._joinable.get(item.key) is item:
+            del self._joinable[item.key]
         if isinstance(answer, Embedding):
-            self._holders.saw(flight.media, answer)
-        self.ledger.release(flight.reservation, now(), done=isinstance(answer, Embedding))
+            self._affinity.saw(item.media, answer)
+        self.ledger.release(item.reservation, now(), done=isinstance(answer, Embedding))
 
 
 def now() -> float:

@@ -1,7 +1,7 @@
-"""Encode, and have the bytes in this process: what is lost on the way is encoded again.
+"""Encode and read the embeddings in this process. Rows that are lost on the way are encoded again.
 
-For whoever reads embeddings, as the ingress and language models do. `Router.encode` alone gives
-references, for those who hand them on.
+For callers that read embeddings, as the ingress and language models do. `Router.encode` alone gives
+references to shared memory, for callers that hand them on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Read = Callable[[Embedding], Awaitable[Embedding]]
 """The same with its data in this process. Raises EmbeddingLost."""
 
 ATTEMPTS = 3
-"""How often an item is encoded that is lost before it is read: its encoder, or its router."""
+"""How often an item is encoded whose encoder or router is lost before it is read."""
 
 
 class Reader(Protocol):
@@ -40,12 +40,11 @@ async def encode_here(
     timeout_seconds: float,
     reader: Reader | None = None,
 ) -> list[Answer]:
-    """The answers in the order of `media`; the data of embeddings are arrays, not to be written to.
+    """The answers in the order of `media`; the data of embeddings are read-only arrays.
 
         answers = await encode_here(handle.encode.remote, media, "bfloat16", 60)
 
-    What is lost on the way is encoded again. With a reader they are on its device where they were
-    left on the encoder's. Raises as `Router.encode` does.
+    `reader`: moves rows that stayed on the encoder's device to its own. Raises as `Router.encode`.
     """
     read = reader.here if reader else here
     if reader:

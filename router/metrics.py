@@ -1,6 +1,6 @@
 """Metrics of one router process.
 
-Series of replicas that are gone are removed: labels must not grow as replicas come and go.
+Series of replicas that are gone are removed, so that labels do not grow as replicas come and go.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 
 class RouterMetrics:
-    """A registry of its own, so that processes can be merged and tests do not share state."""
+    """The series of one router, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -33,12 +33,12 @@ class RouterMetrics:
         )
         self.replans = Counter(
             "encoder_router_replans_total",
-            "Items that were planned again: a replica was lost, refused or full, or time grew.",
+            "Items that were retried, mostly because their replica was lost or refused them.",
             registry=self.registry,
         )
         self.coalesced = Counter(
             "encoder_router_coalesced_total",
-            "Items that joined an identical one in flight.",
+            "Items that joined an identical item in flight.",
             registry=self.registry,
         )
         self.held = Counter(
@@ -62,10 +62,7 @@ class RouterMetrics:
             self.patches.labels(replica).inc(patches)
 
     def render(self, own: Iterable[tuple[str, int]]) -> str:
-        """Prometheus text. `own`: patches on each replica that there is; others are forgotten.
-
-        May be called from any thread.
-        """
+        """Prometheus text, from any thread. `own`: patches on each replica that there is."""
         present = dict(own)
         with self._rendering:
             for replica in self._seen - present.keys():

@@ -1,4 +1,4 @@
-"""What the router can be told."""
+"""The `router` section of the configuration."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ class RouterOptions(Options):
     max_outstanding_patches: PositiveInt = 1_000_000
     """Patches in flight through one router; beyond it requests are refused with Overloaded."""
     max_queue_seconds: float = Field(20, gt=0)
-    """Requests are refused with Overloaded while what came before them takes longer, as fast as
-    this router's items were encoded of late, and every replica is at work."""
+    """Requests are refused with Overloaded while the queue before them takes longer, at the recent
+    throughput of this router's items, and no replica is idle."""
     max_attempts: PositiveInt = 4
-    """How many replicas may be lost, or refuse, under an item before it is Unavailable. One that
-    is full does not count: it is tried again until the request's time is over."""
+    """How many replicas may be lost, or refuse, under an item before it is Unavailable."""
     exclude_seconds: float = Field(5, ge=0)
     """How long a replica that was lost, or refused a call, gets no new work from this router."""
     stall_seconds: float = Field(10, gt=0)
-    """A replica that answers nothing for half of it, and then for the other half not even the
-    question how it is, has lost its calls, and gets no new ones until it answers."""
+    """A replica that answers no call for half of this time, and then no health check for the other
+    half, has lost its calls, and gets no new ones until it answers."""
     replica_wait_seconds: float = Field(5, ge=0)
     """How long work waits for a replica when there is none, before it is Unavailable."""
     coalesce: bool = True

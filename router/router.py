@@ -1,7 +1,7 @@
-"""The Router deployment: Ray's side of dispatch.py.
+"""The Router: in the ingress process, and a Serve deployment for callers inside Ray.
 
-One process plans for all requests that reach it; several routers converge by what replicas report.
-Knows neither how items are planned nor how replicas are reached.
+Each router plans the requests that reach it; several of them stay in balance through what replicas
+report. How items are planned is in dispatch.py, how replicas are reached in replicas/.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from router.dispatch import Dispatcher, now
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.policy.balance import POLICIES
-from router.replicas.references import Keeping
+from router.replicas.references import KeptEmbeddings
 from router.replicas.serve_fleet import ServeFleet
 
 
@@ -36,11 +36,11 @@ class ReplicaStatus:
     metadata: Mapping[str, Any]
     """What it said about itself when it became ready."""
     own_patches: int
-    """Outstanding ones that this router sent."""
+    """Outstanding patches that this router sent."""
     reported_patches: int
-    """Outstanding ones of all routers, about a second old."""
+    """Outstanding patches of all routers, about a second old."""
     excluded: bool
-    """It failed lately and gets nothing new."""
+    """It failed recently and gets no new work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class RouterStatus:
     """What this router can do now."""
 
     ready: bool
-    """There is a replica; replicas exist for Serve once everything is captured."""
+    """There is a replica. Serve has replicas once all their graphs are captured."""
     replicas: tuple[ReplicaStatus, ...]
     outstanding_patches: int
 
 
 class Router:
-    """Serve deployment. app.py sets replicas and resources; `encoder` has the pinned router."""
+    """Spreads items over the encoder replicas. app.py sets its own replicas and resources."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class Router:
         tracing: TracingOptions = TracingOptions(),  # noqa: B008, frozen
         cache_max_bytes: int = 0,
     ) -> None:
-        """`fingerprint`: only replicas that say the same of themselves are used, or nothing.
+        """`encoder`: deployed with PinnedRequestRouter. `cache_max_bytes`: of each replica's cache.
 
-        `cache_max_bytes`: of each replica's cache.
+        `fingerprint`: of the model; replicas of another model are not used.
         """
         name_requests()
         self._fleet = ServeFleet(encoder, fingerprint, open_spans(tracing, "router"))
-        self._keeping = Keeping(self._fleet)
+        self._kept = KeptEmbeddings(self._fleet)
         self._metrics = RouterMetrics()
         plan = POLICIES[options.policy](Random())
         self._dispatcher = Dispatcher(self._fleet, options, plan, self._metrics, cache_max_bytes)
@@ -86,8 +86,8 @@ class Router:
         """The answers in the order of `media`; items that fail are answered with their error.
 
         Embeddings above a megabyte are references to shared memory, which here.py reads.
-        `origin`: whose work it is, where the caller is another process. `keep`: their replicas
-        keep them for a while: there is no data, `reference` is the id of each. Raises Overloaded,
+        `origin`: the request, where the caller is another process. `keep`: the replicas keep the
+        embeddings for a while; answers have no data, but an id in `reference`. Raises Overloaded,
         TooLarge or Unavailable when the request as a whole is refused.
         """
         if origin is not None:
@@ -113,19 +113,19 @@ class Router:
                 yield position, answer
 
     def check_room(self) -> None:
-        """Raises Overloaded where `encode` would, whatever it is given. Costs next to nothing."""
+        """Raises Overloaded if `encode` would refuse any new item now. Costs next to nothing."""
         self._dispatcher.check_room()
 
     async def fetch(self, reference: str) -> Kept:
         """What is kept under an id. Raises NotFound, or Unavailable for now."""
-        return await self._keeping.fetch(reference)
+        return await self._kept.fetch(reference)
 
     async def release(self, reference: str) -> None:
-        """Lets go before the time. Raises NotFound, or Unavailable for now."""
-        await self._keeping.release(reference)
+        """Lets go before its time to live is over. Raises NotFound, or Unavailable for now."""
+        await self._kept.release(reference)
 
     async def status(self) -> RouterStatus:
-        """What is there, and what it carries."""
+        """The replicas and what they carry."""
         self._dispatcher.refresh()
         ledger = self._dispatcher.ledger
         replicas = tuple(
@@ -150,5 +150,5 @@ class Router:
         return self._metrics.render((name, ledger.own(name)) for name in self._fleet.replicas())
 
     def scrape(self) -> tuple[str, str]:
-        """The same with this replica's id: a broadcast does not tell who answers."""
+        """The same with this replica's id, because a broadcast does not tell who answers."""
         return serve.get_replica_context().replica_id.unique_id, self.metrics()

@@ -91,7 +91,26 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, item: Item, *, on_device: bool = False) -> Future[Encoded]:
+    def submit(self, item: Item) -> Future[Item]:
+        answer = self._submit(item, on_device=item.on_device)
+        whole: Future[Item] = Future()
+
+        def done(one: Future[Encoded]) -> None:
+            if one.cancelled() or not whole.set_running_or_notify_cancel():
+                return
+            if error := one.exception():
+                whole.set_exception(error)
+                return
+            made = one.result()
+            item.rows, item.source = made.rows, made.source
+            item.queue_seconds, item.encode_seconds = made.queue_seconds, made.encode_seconds
+            whole.set_result(item)
+
+        whole.add_done_callback(lambda w: answer.cancel() if w.cancelled() else None)
+        answer.add_done_callback(done)
+        return whole
+
+    def _submit(self, item: Item, *, on_device: bool = False) -> Future[Encoded]:
         """Queues an item. Cancelling the future drops the item if it has not been launched yet.
 
         A video beyond what a pack holds is queued run by run, and answered as one. `on_device`: its

@@ -1,50 +1,35 @@
-"""Embeddings of items seen before, by what decides their rows: looked up before decoding.
+"""The cache of embeddings, looked up before decoding.
 
-Keeps references to shared memory rather than copies, so that a hit costs nothing however large.
-Safe to use from several threads.
+It keeps references to shared memory, not copies, so that a hit costs nothing however large it is.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import numpy as np
 
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import Bytes, Dtype, SharedBytes
+from actors.types import Embedding
 
 Key = tuple[str, ...]
 """The model's fingerprint and `Media.identity`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Rows of one item."""
-
-    data: Bytes | SharedBytes
-    dtype: Dtype
-    shape: tuple[int, int]
-    frame_tokens: tuple[int, ...] = ()
-    """See Embedding."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the rows."""
-        return self.data.size_bytes if isinstance(self.data, SharedBytes) else self.data.nbytes
-
-
 class EmbeddingCache:
-    """Least recently used out first; never more than `max_bytes` of rows."""
+    """Evicts the least recently used; holds at most `max_bytes` of rows. Thread-safe."""
 
     def __init__(self, max_bytes: int, metrics: EncoderMetrics) -> None:
         self.max_bytes = max_bytes
         self.metrics = metrics
         self.bytes = 0
-        self._entries: OrderedDict[Key, Entry] = OrderedDict()
+        self._entries: OrderedDict[Key, Embedding] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: Key, tokens: int) -> Entry | None:
-        """What is kept under the key, if it has as many rows as the item must have."""
+    def get(self, key: Key, tokens: int) -> Embedding | None:
+        """The embedding under a key; None unless it has as many rows as the item must have."""
         if not self.max_bytes:
             return None
         with self._lock:
@@ -57,12 +42,12 @@ class EmbeddingCache:
         (self.metrics.cache_misses if entry is None else self.metrics.cache_hits).inc()
         return entry
 
-    def put(self, key: Key, entry: Entry) -> None:
-        """Keeps it, unless it alone is beyond the limit. Arrays are copied."""
+    def put(self, key: Key, entry: Embedding) -> None:
+        """Keeps an embedding, unless it alone is larger than the cache. Arrays are copied."""
         size = entry.size_bytes
         if size > self.max_bytes or key in self._entries:
             return
-        entry = sealed(entry)  # outside the lock: look-ups must not wait for it
+        entry = sealed(entry)  # outside the lock, so that lookups do not wait
         with self._lock:
             if key in self._entries:
                 return
@@ -78,9 +63,9 @@ class EmbeddingCache:
         self.metrics.cache_bytes.set(self.bytes)
 
 
-def sealed(entry: Entry) -> Entry:
-    """The same, with an array of its own that cannot be written to."""
-    if isinstance(entry.data, SharedBytes):
+def sealed(entry: Embedding) -> Embedding:
+    """A copy of its array, which nobody can write to."""
+    if not isinstance(entry.data, np.ndarray):
         return entry
     data = entry.data.copy()
     data.setflags(write=False)

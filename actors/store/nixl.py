@@ -1,34 +1,42 @@
-"""Rows that go from device to device, by Ray Direct Transport over NIXL: the encoder's side.
+"""Rows from device to device, by Ray Direct Transport over NIXL: DeviceMemory, Receiver.
 
-Rows are copied into a piece of memory that NIXL knows from the start, so that nothing is registered
-for an item and no graph writes there, and stay until nobody holds their reference. Consumers read
-them from there by themselves (received.py). Ray calls this interface alpha; beside `ray.put` three
-calls of `ray.experimental` are used, in these two files alone.
+The encoder copies rows into memory that is registered with NIXL once, at the start. They stay there
+until nobody holds their reference, and consumers read them from there. Unlike shared memory, this
+memory is reused, so each item carries a checksum that its reader compares.
 
-Shared memory is written once and an object that is freed too early cannot be read. Memory that is
-read from outside is written again: so each item has a sum of its bytes, which its reader compares.
+Ray calls this interface alpha. Besides `ray.put`, three calls of `ray.experimental` are used, all
+in this file.
 """
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from threading import Lock
+from typing import Any
 
 import ray
 import torch
-from ray.experimental import register_nixl_memory, set_nixl_cuda_stream
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayDirectTransportError
+from ray.experimental import register_nixl_memory, set_nixl_cuda_stream, set_target_for_ref
 from torch import Tensor
 
-from actors.errors import ConfigError, StartError
+from actors.errors import ConfigError, EmbeddingLost, StartError
 from actors.media.blocks import Blocks
 from actors.options import Transport
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import RemoteBytes, SharedBytes
+from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
 WORD_BYTES = 8
+READ_SECONDS = 5
+"""Time limit for reading one item; beyond it the embedding is lost."""
+READ_THREAD = ThreadPoolExecutor(1, "nixl")
+"""One thread per process reads, one item after the other: NIXL's agent is not thread-safe."""
 
 
 class DeviceMemory:
@@ -104,3 +112,58 @@ def check_transport(transport: Transport) -> None:
             "encoder.transport is nixl, but the package nixl is not installed here: "
             "pip install 'encoder-service[nixl]' on every node, or set it to shared_memory"
         )
+
+
+class Receiver:
+    """Has rows on a device of this process, wherever they were."""
+
+    def __init__(self, device: str) -> None:
+        """Raises ConfigError where there is no NIXL."""
+        check_transport("nixl")
+        self.device = torch.device(device)
+
+    async def here(self, embedding: Embedding) -> Embedding:
+        """The same with its data in this process: on the device if it was on one, else as an array.
+
+        Raises EmbeddingLost.
+        """
+        data = embedding.data
+        if not isinstance(data, SharedBytes):
+            return embedding
+        read = asyncio.get_running_loop().run_in_executor(READ_THREAD, self._read, data)
+        return replace(embedding, data=await read)
+
+    def _read(self, data: SharedBytes) -> Bytes | ReceivedBytes:
+        reference: Any = data.object_ref
+        try:
+            found: list[Bytes | RemoteBytes] = ray.get(reference, timeout=READ_SECONDS)
+            one = found[data.place]
+            return one if not isinstance(one, RemoteBytes) else ReceivedBytes(self._fetch(one))
+        except (ObjectLostError, RayDirectTransportError, GetTimeoutError) as error:
+            raise EmbeddingLost(
+                "the replica that encoded the item ended, or cannot be reached, before its "
+                "embedding was read; try again"
+            ) from error
+
+    def _fetch(self, remote: RemoteBytes) -> Tensor:
+        rows = torch.empty(remote.size_bytes, dtype=torch.uint8, device=self.device)
+        if rows.is_cuda:
+            # NIXL waits for no stream: whatever used this memory before must be through with it.
+            torch.cuda.current_stream(rows.device).synchronize()
+        reference: Any = remote.object_ref
+        try:
+            set_target_for_ref(reference, [rows])
+            ray.get(reference, timeout=READ_SECONDS)
+        finally:
+            forget(reference)
+        if total(rows) != remote.total:
+            raise EmbeddingLost("the embedding's memory was given to others before it was read")
+        return rows
+
+
+def forget(reference: Any) -> None:
+    """What Ray keeps of a direct transport object in a process that borrowed it, and never lets go
+    (ray-project/ray#57962): about a kilobyte each. Not in the process that owns it."""
+    manager = ray._private.worker.global_worker.rdt_manager
+    with manager._lock:
+        manager._managed_rdt_metadata.pop(reference.hex(), None)

@@ -1,9 +1,9 @@
-"""Embeddings in shared memory: the actor writes the bytes once, consumers read them where they lie.
+"""Embeddings in Ray's shared memory: written once by the encoder, read in place by consumers.
 
-Above INLINE_BYTES they travel as an object reference of Ray, below by value. The process that put
-them there owns them: they are freed when nobody holds a reference any more, and lost with it.
-Calls that give references back must go by Ray, which is Serve's default, and not by gRPC
-(`handle.options(_by_reference=True)` makes sure): there a reference would never be released.
+Rows up to INLINE_BYTES travel by value, larger ones as a reference. The process that wrote an
+object owns it: it is freed when nobody holds a reference any more, and lost with that process.
+References may travel by Ray's own calls alone, which is Serve's default
+(`handle.options(_by_reference=True)` makes sure); by gRPC they would never be released.
 """
 
 from __future__ import annotations
@@ -19,25 +19,23 @@ from actors.errors import EmbeddingLost
 from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
 INLINE_BYTES = 2**20
-"""By value up to here: the way through shared memory takes as long as copying so much."""
+"""Up to this size rows travel by value: shared memory takes as long as copying that much."""
 MOST_TOGETHER_BYTES = 64 * 2**20
-"""Of an object: it stays as long as one of the embeddings in it."""
+"""Largest object of several embeddings: it stays as long as one of them is held."""
 
 
 def share(data: Bytes) -> Bytes | SharedBytes:
-    """The bytes, in shared memory if they are many: then copied, once."""
+    """The bytes, copied to shared memory if they are more than INLINE_BYTES."""
     return share_together([data])[0]
 
 
 def share_together(
     arrays: Sequence[Bytes], most_bytes: int = MOST_TOGETHER_BYTES
 ) -> list[Bytes | SharedBytes]:
-    """Each copied once, into objects that several of them share; as they are if they are few bytes.
+    """Copies arrays into objects of at most `most_bytes` each; small ones stay as they are.
 
-    `most_bytes`: of an object of several.
-
-    An object costs the writer a third of a millisecond, and every process that its reference comes
-    by as much again: for items of a few megabytes more than the copy.
+    An object costs its writer a third of a millisecond, and as much again every process that gets
+    its reference: for items of a few megabytes that is more than the copy.
     """
     shared: list[Bytes | SharedBytes] = []
     for group in groups([array.nbytes for array in arrays], most_bytes):
@@ -55,7 +53,7 @@ def share_together(
 
 
 def groups(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Places that follow each other, whose sizes are at most `most`; one may be larger alone."""
+    """Consecutive positions whose sizes add up to at most `most`; a larger one is alone."""
     found: list[list[int]] = []
     room = 0
     for place, size in enumerate(sizes):
@@ -68,9 +66,9 @@ def groups(sizes: Sequence[int], most: int) -> list[list[int]]:
 
 
 async def read(data: Bytes | SharedBytes) -> Bytes:
-    """A read-only view of the shared memory, which stays as long as the view.
+    """A read-only view of the shared memory, which stays as long as the view does.
 
-    Nothing is copied, unless the bytes lie on another node. Raises EmbeddingLost.
+    Copies nothing, unless the bytes are on another node. Raises EmbeddingLost.
     """
     if not isinstance(data, SharedBytes):
         return data
@@ -83,12 +81,12 @@ async def read(data: Bytes | SharedBytes) -> Bytes:
         ) from error
     one = found[data.place]
     if isinstance(one, RemoteBytes):
-        raise TypeError("the item was asked for with `on_device`: read it with received.Receiver")
+        raise TypeError("the item was asked for with `on_device`: read it with nixl.Receiver")
     return one
 
 
 async def here(embedding: Embedding) -> Embedding:
-    """The same with its data as an array in this process. Raises EmbeddingLost."""
+    """The embedding with its data in this process. Raises EmbeddingLost."""
     if isinstance(embedding.data, ReceivedBytes):
         return embedding
     return replace(embedding, data=await read(embedding.data))

@@ -20,10 +20,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from rich.table import Table
 
-from actors.store.cache import EmbeddingCache, Entry
+from actors.store.cache import EmbeddingCache
 from actors.store.shared_memory import read, share
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import Bytes, SharedBytes
+from actors.types import Bytes, Embedding, SharedBytes, Timings
 
 Way = Literal["reference", "value", "bytes"]
 WAYS: dict[Way, str] = {
@@ -59,12 +59,14 @@ class Source:
             return Sent(await asyncio.to_thread(share, self.rows), since)
         return Sent(self.rows if way == "value" else self.rows.tobytes(), since)
 
-    async def hits(self) -> tuple[float, list[Entry]]:
+    async def hits(self) -> tuple[float, list[Embedding]]:
         """Seconds that this process takes for items in its cache, and what it gives for them."""
         if not self.cache.bytes:
             for name in map(str, range(HITS)):
                 data = await asyncio.to_thread(share, self.rows)
-                self.cache.put((name,), Entry(data, "bfloat16", (1, self.rows.nbytes // 2)))
+                shape = (1, self.rows.nbytes // 2)
+                made = Embedding(data, "bfloat16", shape, (1, 1, 1), "graph", Timings(0, 0, 0))
+                self.cache.put((name,), made)
         since = time.perf_counter()
         found = [self.cache.get((name,), 1) for name in map(str, range(HITS))]
         return time.perf_counter() - since, [entry for entry in found if entry]
@@ -81,9 +83,9 @@ class Passing:
         sent: Sent = await self.source.encode.remote(way)
         return sent
 
-    async def hits(self) -> tuple[float, list[Entry]]:
+    async def hits(self) -> tuple[float, list[Embedding]]:
         """As the source."""
-        found: tuple[float, list[Entry]] = await self.source.hits.remote()
+        found: tuple[float, list[Embedding]] = await self.source.hits.remote()
         return found
 
 

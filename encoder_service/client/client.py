@@ -23,7 +23,7 @@ from rich.console import Console
 from encoder_service.client.dataset import DatasetOptions, Written, encode_dataset
 from encoder_service.client.embedding import Embedding, ServiceError, read_items
 from encoder_service.client.sources import Samples, Source, check_list, request_item
-from encoder_service.client.transports import Transport, connect
+from encoder_service.client.transports import connect
 
 LONGEST_BACKOFF_SECONDS = 5.0
 """Between attempts, where the service does not say how long to wait."""
@@ -41,7 +41,6 @@ class AsyncClient:
         token: str | None = None,
         timeout_seconds: float = 60,
         retries: int = 4,
-        transport: Transport | None = None,
     ) -> None:
         """`url`: http://, https://, grpc:// or grpcs:// with host and port.
 
@@ -49,7 +48,7 @@ class AsyncClient:
         Within them, errors that the service marks retryable are retried up to `retries` times,
         after the wait that the service asks for.
         """
-        self.transport = transport or connect(url, token, timeout_seconds)
+        self.transport = connect(url, token, timeout_seconds)
         self.timeout_seconds = timeout_seconds
         self.retries = retries
 
@@ -192,6 +191,7 @@ class Client:
     ) -> None:
         """See AsyncClient."""
         self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(ignore_unclosed)
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
@@ -297,3 +297,9 @@ class Client:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def ignore_unclosed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An event loop's exception handler: a Client that is dropped without close() is no error."""
+    if not {"client_session", "connector"} & context.keys():
+        loop.default_exception_handler(context)

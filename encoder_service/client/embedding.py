@@ -1,4 +1,4 @@
-"""What a client gets: an embedding, or an error. Knows nothing of transport; torch is optional."""
+"""What a call returns or raises: an embedding or an error. Only some methods need torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """One item's rows, in the order that the model's own processor gives."""
+    """One item's rows, in the order of the model's own processor."""
 
     index: int
     """Position in the list that was sent."""
@@ -36,26 +36,27 @@ class Embedding:
     source: str
     """"graph", "eager" or "cache"."""
     deepstack: int
-    """Deepstack features that follow the main ones in a row."""
+    """How many deepstack features follow the main one in each row."""
     model: str
     weights: str
     """"checkpoint", or "dummy": random numbers."""
     family: str = ""
-    """Of the model, such as "qwen3_vl"; empty from a service that does not say."""
+    """The model's, such as "qwen3_vl"; empty if the service does not say."""
     notice: str = ""
+    """A warning of the service about this item."""
     timestamps: tuple[float, ...] = ()
-    """Of a video: seconds of each temporal group."""
+    """Of a video: the time of each temporal group, in seconds."""
     second_per_grid_ts: float = 0.0
     """Of a video: seconds from one temporal group to the next."""
     frame_tokens: tuple[int, ...] = ()
-    """Of a video sent with `evs_rate`: rows that are left of each temporal group."""
+    """Of a video sent with `evs_rate`: how many rows each temporal group has left."""
     reference: str = ""
-    """Id that the service keeps it under for a while; then `data` is empty: `Client.fetch`."""
+    """The id under which the service keeps it, for `Client.fetch`; `data` is empty then."""
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Milliseconds of the request that it came with: "total_ms" and the longest of each stage."""
+    """Of the whole request, in milliseconds: "total_ms", and the longest of each stage."""
 
     def numpy(self) -> npt.NDArray[Any]:
-        """[tokens, width], read-only unless bfloat16, which becomes float32: numpy lacks it."""
+        """[tokens, width]. bfloat16, which numpy lacks, becomes float32; others are read-only."""
         return to_array(self.rows(), self.dtype, self.shape)
 
     def torch(self) -> torch.Tensor:
@@ -66,25 +67,25 @@ class Embedding:
         return memory.view(getattr(torch, self.dtype)).view(self.shape)
 
     def to_vllm(self) -> dict[str, Any]:
-        """A part of a chat message for vLLM, which loads no vision tower then: vllm.content_part.
+        """A part of a chat message for vLLM: see engines.vllm.content_part. Needs torch.
 
-        Of a reference: what names it to a vLLM that has EncoderServiceConnector. Needs torch.
+        For a reference, the part names it to a vLLM server that has EncoderServiceConnector.
         """
         return content_part(self)
 
     def to_sglang(self) -> dict[str, Any]:
-        """`image_data` or `video_data` for SGLang: sglang.processor_output, which takes several."""
+        """`image_data` or `video_data` for SGLang. For several: engines.sglang.processor_output."""
         return processor_output([self])
 
     def rows(self) -> bytes:
-        """The data. Raises ValueError for a reference."""
+        """`data`. Raises ValueError for a reference."""
         if self.reference:
             raise ValueError(f"a reference has no rows: Client.fetch({self.reference!r}) gets them")
         return self.data
 
 
 class ServiceError(Exception):
-    """The service refused or failed; of the whole request, or of the item at `item`."""
+    """The service rejected or failed a request, or its item at position `item`."""
 
     def __init__(
         self,
@@ -97,10 +98,10 @@ class ServiceError(Exception):
     ) -> None:
         super().__init__(type, message, status, item, retryable, retry_after_seconds)
         self.type = type
-        """Such as "too_large": the words of the service's documentation."""
+        """Such as "too_large": the same words over HTTP and gRPC."""
         self.message = message
         self.status = status
-        """HTTP status or name of the gRPC code; None: there was no answer, or it is an item's."""
+        """HTTP status or name of the gRPC code; None without an answer, or for an item's error."""
         self.item = item
         self.retryable = retryable
         self.retry_after_seconds = retry_after_seconds
@@ -111,7 +112,7 @@ class ServiceError(Exception):
 
 
 TOKEN = "Client(url, token=...), or ENCODER_SERVICE_TOKEN for the command line"
-"""Where a token is given."""
+"""Where to give a token, for error messages."""
 
 
 def service_error(
@@ -132,11 +133,11 @@ def service_error(
 
 
 LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens")
-"""Fields of an item that are lists in a document."""
+"""An item's fields that are lists in a document and tuples in an Embedding."""
 
 
 def read_items(document: Mapping[str, Any]) -> list[Embedding | ServiceError]:
-    """The items of a response document."""
+    """The embeddings and errors of a response document."""
     shared = {name: document[name] for name in ("model", "weights", "timings")}
     shared["family"] = document.get("family", "")
     return [

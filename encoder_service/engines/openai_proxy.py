@@ -101,12 +101,7 @@ class Relayed(StreamingResponse):
 class Proxy:
     """One encoder service, one vLLM server, and the connections to both."""
 
-    def __init__(
-        self,
-        options: ProxyOptions,
-        encoder: AsyncClient,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
+    def __init__(self, options: ProxyOptions, encoder: AsyncClient) -> None:
         self.options = options
         self.encoder = encoder
         self.tokens = Tokens(options.auth)
@@ -116,7 +111,6 @@ class Proxy:
             timeout=httpx.Timeout(options.upstream_timeout_seconds, connect=10),
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
-            transport=transport,
         )
 
     async def answer(self, request: Request) -> Response:

@@ -14,9 +14,9 @@ from actors.types import Shard
 from router.options import Policy
 
 Plan = Callable[[Sequence[int], Mapping[str, int]], list[Shard]]
-"""Costs of items in patches and outstanding patches of each replica, to shards.
+"""From the costs of items in patches, and the outstanding patches of each replica, to shards.
 
-Every item is in exactly one shard, in the order in which it was assigned; shards stand in the order
+Every item is in exactly one shard, in the order in which it was assigned; shards are in the order
 of `loads`, and none is empty. Raises ValueError where there is no replica.
 """
 
@@ -38,7 +38,7 @@ def largest_first(costs: Sequence[int], loads: Mapping[str, int]) -> list[Shard]
 
 
 def round_robin() -> Plan:
-    """In turn, whatever the sizes and loads; the turn is kept from plan to plan."""
+    """In turn, regardless of sizes and loads; the turn carries over from plan to plan."""
     turn = count()
 
     def plan(costs: Sequence[int], loads: Mapping[str, int]) -> list[Shard]:
@@ -69,7 +69,7 @@ def power_of_two(random: Random) -> Plan:
 
 
 def one_of(random: Random) -> Plan:
-    """Each item to any replica: what the others are compared with."""
+    """Each item to any replica: the baseline for the other policies."""
 
     def plan(costs: Sequence[int], loads: Mapping[str, int]) -> list[Shard]:
         replicas = some(loads)

@@ -1,8 +1,8 @@
-"""Which replica holds an item's embedding in its cache, and items sent there. Pure.
+"""Sends an item to the replica whose cache should hold its embedding. Pure.
 
-Goes by what this router had from each replica, as much as the replica's cache holds, least recently
-used out first: with one router that is what is there, with several about that. Being wrong costs
-an item nothing but the place where it is encoded.
+A router goes by the embeddings that it had from each replica: as many as the replica's cache holds,
+the least recently used evicted first. With one router that is what the cache holds, with several
+about that. A wrong guess costs nothing but the choice of the replica.
 """
 
 from __future__ import annotations
@@ -15,67 +15,68 @@ from actors.types import DTYPE_BYTES, Embedding, Media, Shard
 from router.policy.balance import Plan
 
 PATIENCE = 9
-"""How many times its own patches an item's holder may carry more than the least loaded replica. A
-hit waits for nothing, a miss behind all of it: pays if one in ten is pushed out meanwhile."""
-MOST_ENTRIES = 100_000
-"""Of one replica that are remembered: some 30 MB, however small the embeddings are."""
+"""How many times the item's own patches its replica may carry more than the least loaded one. A hit
+does not wait for that load and a miss does, so this pays off even if one hit in ten is a miss."""
+MAX_ENTRIES = 100_000
+"""Remembered for each replica: some 30 MB, however small the embeddings are."""
 
 Identity = tuple[str, ...]
 
 
-class Holders:
-    """A shadow of each replica's cache of `max_bytes`; with 0 there are none."""
+class CacheAffinity:
+    """A shadow of each replica's cache of `max_bytes`; 0: there are no caches."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._held: dict[str, OrderedDict[Identity, int]] = {}
+        self._cached: dict[str, OrderedDict[Identity, int]] = {}
+        """Bytes of each embedding, by replica."""
         self._bytes: dict[str, int] = {}
-        self._holder: dict[Identity, str] = {}
+        self._replica: dict[Identity, str] = {}
 
     def __len__(self) -> int:
-        return len(self._holder)
+        return len(self._replica)
 
     def saw(self, media: Media, embedding: Embedding) -> None:
-        """A replica gave this, so that its cache has it now."""
+        """A replica gave this, so its cache holds it now."""
         size = math.prod(embedding.shape) * DTYPE_BYTES[embedding.dtype]
         if size > self._max_bytes:
             return
         replica, identity = embedding.replica, media.identity
         self._forget(identity)
-        held = self._held.setdefault(replica, OrderedDict())
-        held[identity] = size
-        self._holder[identity] = replica
+        cached = self._cached.setdefault(replica, OrderedDict())
+        cached[identity] = size
+        self._replica[identity] = replica
         self._bytes[replica] = self._bytes.get(replica, 0) + size
-        while self._bytes[replica] > self._max_bytes or len(held) > MOST_ENTRIES:
-            self._forget(next(iter(held)))
+        while self._bytes[replica] > self._max_bytes or len(cached) > MAX_ENTRIES:
+            self._forget(next(iter(cached)))
 
     def keep(self, replicas: Mapping[str, object]) -> None:
         """Forgets replicas that are gone."""
-        for replica in self._held.keys() - replicas.keys():
-            for identity in self._held.pop(replica):
-                del self._holder[identity]
+        for replica in self._cached.keys() - replicas.keys():
+            for identity in self._cached.pop(replica):
+                del self._replica[identity]
             del self._bytes[replica]
 
     def place(self, media: Sequence[Media], loads: Mapping[str, int]) -> dict[int, str]:
-        """The replica of each item that goes to its holder, by position."""
+        """The replica of each item that should be cached and is worth the wait, by position."""
         least = min(loads.values(), default=0)
-        found = {}
+        placed = {}
         for position, item in enumerate(media):
-            replica = self._holder.get(item.identity, "")
+            replica = self._replica.get(item.identity, "")
             if replica in loads and loads[replica] - least <= PATIENCE * item.plan.patches:
-                found[position] = replica
-        return found
+                placed[position] = replica
+        return placed
 
     def _forget(self, identity: Identity) -> None:
-        replica = self._holder.pop(identity, None)
+        replica = self._replica.pop(identity, None)
         if replica is not None:
-            self._bytes[replica] -= self._held[replica].pop(identity)
+            self._bytes[replica] -= self._cached[replica].pop(identity)
 
 
 def plan_around(
     plan: Plan, costs: Sequence[int], loads: Mapping[str, int], placed: Mapping[int, str]
 ) -> list[Shard]:
-    """Shards of all items. What is not placed is planned as if the rest cost nothing: it is there.
+    """Shards of all items. The others are planned as if the placed ones cost nothing.
 
     In the order of `loads`, none empty, the placed items of a shard first.
     """

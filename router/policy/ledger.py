@@ -10,15 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.errors import Overloaded, TooLarge
-from router.policy.throughput import Drain
 
 REPORT_AGE_SECONDS = 1.5
 """How old a report may be: the period of reports, and their way through Serve's controller."""
 RETRY_AFTER_SECONDS = (1.0, 30.0)
 """The least and the most that a refused caller is told to wait."""
-
-WAITED_PART = 0.25
-"""Of the longest queue: what the oldest item must have waited before one is believed in."""
+WAITED_FRACTION = 0.25
+"""Of `max_queue_seconds`: what the oldest item must have waited before there is a queue at all."""
+LOOK_BACK_SECONDS = 5.0
+"""Busy time over which the throughput is averaged; older work hardly counts."""
+MIN_BUSY_SECONDS = 1.0
+"""Busy time before a throughput is believed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +31,7 @@ class Reservation:
     since_seconds: float
     """When it was admitted."""
     replica: str | None = None
-    """Who carries them; None between two replicas."""
+    """Who carries them; None: between two replicas."""
     released: bool = False
 
 
@@ -42,7 +44,7 @@ class Account:
     reported: int = 0
     """Patches that the replica says it has, from every router."""
     peaks: list[int] = field(default_factory=lambda: [0, 0])
-    """The most that `own` was since `peaks_since_seconds`, and in the time before."""
+    """The most that `own` was since `peaks_since_seconds`, and in the period before."""
     peaks_since_seconds: float = -math.inf
     others: int = 0
     """Patches of other routers, when it last answered."""
@@ -51,18 +53,50 @@ class Account:
     excluded_until_seconds: float = -math.inf
 
 
+class Throughput:
+    """Patches per second of busy time, exponentially averaged.
+
+    Time without work says nothing about how fast the fleet is, and is left out. With little to do
+    the rate is below the fleet's best; it rises within seconds as more is waiting.
+    """
+
+    def __init__(self) -> None:
+        self._patches = 0.0
+        self._seconds = 0.0
+        self._seen = 0.0
+
+    def resume(self, now: float) -> None:
+        """There is work again."""
+        self._seen = now
+
+    def did(self, patches: int, now: float) -> None:
+        """So many were done; since `resume` there was always work."""
+        passed = (now - self._seen) / LOOK_BACK_SECONDS
+        kept = math.exp(-passed)
+        # As if done evenly over the time that passed: a lump at its end would weigh too much.
+        self._patches = self._patches * kept + patches * ((1 - kept) / passed if passed else 1)
+        self._seconds = self._seconds * kept + LOOK_BACK_SECONDS * (1 - kept)
+        self._seen = now
+
+    def seconds(self, patches: float) -> float | None:
+        """How long so many take. None: not measured yet."""
+        if self._seconds < MIN_BUSY_SECONDS or not self._patches:
+            return None
+        return patches * self._seconds / self._patches
+
+
 class Ledger:
     """Outstanding patches of one router."""
 
     def __init__(
         self, limit_patches: int, exclude_seconds: float, queue_seconds: float = math.inf
     ) -> None:
-        """Admits up to the limit, and while what is there will be done within `queue_seconds`."""
+        """Admits up to the limit, and while the queue takes at most `queue_seconds`."""
         self._limit = limit_patches
         self._exclude_seconds = exclude_seconds
         self._queue_seconds = queue_seconds
         self._accounts: dict[str, Account] = {}
-        self._drain = Drain()
+        self._throughput = Throughput()
         self._outstanding = 0
         self._open: dict[Reservation, None] = {}
         """In the order of admission."""
@@ -78,12 +112,12 @@ class Ledger:
         return account.own if account else 0
 
     def admit(self, costs: Sequence[int], now: float) -> list[Reservation]:
-        """One reservation an item, all or none.
+        """One reservation per item, all or none.
 
-        Raises TooLarge for what could never be admitted, even with nothing in flight: waiting for
-        an empty ledger would starve it under load. Raises Overloaded when there is no room now, or
-        too much to do before, with the time that the recent drain rate needs to change that. The
-        request's own size does not count for the latter: large ones would never find their moment.
+        Raises TooLarge for what could never be admitted, even with nothing in flight. Raises
+        Overloaded when there is no room now or the queue is too long, with the time after which
+        that should have changed. The request's own size does not count towards the queue, or large
+        requests would never be admitted under load.
         """
         patches = sum(costs)
         if patches > self._limit:
@@ -94,25 +128,25 @@ class Ledger:
         if patches:
             self.check_room(now, patches)
         if not self._outstanding:
-            self._drain.resume(now)
+            self._throughput.resume(now)
         self._outstanding += patches
         admitted = [Reservation(cost, now) for cost in costs]
         self._open.update(dict.fromkeys(admitted))
         return admitted
 
     def check_room(self, now: float, patches: int = 1) -> None:
-        """Raises Overloaded where `admit` would for so many patches: for one, where for any."""
+        """Raises Overloaded where `admit` would for so many patches."""
         excess = self._outstanding + patches - self._limit
         if excess > 0:
             raise Overloaded(
-                f"{self._outstanding} of {self._limit} patches are in flight, so that {patches} "
-                "more find no room; try again later",
-                within(self._drain.seconds(excess)),
+                f"{self._outstanding} of {self._limit} patches are in flight, no room for "
+                f"{patches} more; try again later",
+                within(self._throughput.seconds(excess)),
             )
-        ahead_seconds = self._drain.seconds(self._outstanding) or 0.0
+        ahead_seconds = self._throughput.seconds(self._outstanding) or 0.0
         if ahead_seconds > self._queue_seconds and self._queues(now):
             raise Overloaded(
-                f"what was here before takes about {ahead_seconds:.0f} s, more than the "
+                f"the queue takes about {ahead_seconds:.0f} s, more than the "
                 f"{self._queue_seconds:g} s of router.max_queue_seconds; try again later",
                 within(ahead_seconds - self._queue_seconds),
             )
@@ -130,14 +164,14 @@ class Ledger:
             account.peaks[0] = max(account.peaks[0], account.own)
 
     def release(self, reservation: Reservation, now: float, *, done: bool) -> None:
-        """Gives the patches back, once: again is nothing. `done`: encoded, so the rate rises."""
+        """Gives the patches back; the second time does nothing. `done`: they were encoded."""
         if reservation.released:
             return
         self.assign(reservation, None)
         reservation.released = True
         del self._open[reservation]
         self._outstanding -= reservation.patches
-        self._drain.did(reservation.patches if done else 0, now)
+        self._throughput.did(reservation.patches if done else 0, now)
 
     def report(self, reported: Mapping[str, int]) -> None:
         """What the replicas say they carry. Forgets replicas that are gone and carry nothing."""
@@ -147,10 +181,10 @@ class Ledger:
             del self._accounts[replica]
 
     def hear(self, replica: str, outstanding_patches: int, now: float) -> None:
-        """What a replica said that it has, of all routers, as it answered this one.
+        """What a replica said that it has from all routers, with its answer to this one.
 
-        Reports alone come so late that all routers flee from the same replicas to the same others:
-        with eight routers that was worse than no balancing (`simulate --reports-alone`).
+        Reports alone come so late that all routers avoid and then prefer the same replicas: with
+        eight routers that was worse than no balancing (`simulate --reports-alone`).
         """
         account = self._accounts.setdefault(replica, Account())
         account.others = max(0, outstanding_patches - account.own)
@@ -159,9 +193,9 @@ class Ledger:
     def loads(self, replicas: Iterable[str], now: float) -> dict[str, int]:
         """Outstanding patches, own ones and those of other routers, in the order given.
 
-        What a replica said with its last answer is the best there is. A report is as old as the way
-        it came: it counts where no answer came lately, and is compared with the most that this
-        router had there meanwhile, or its own finished work would count as that of others.
+        What a replica said with a recent answer is most accurate. Otherwise its last report counts.
+        That is old, so the most that this router had there meanwhile is subtracted: otherwise its
+        own finished work would count as that of others.
         """
         loads = {}
         for replica in replicas:
@@ -187,12 +221,12 @@ class Ledger:
         return account is not None and now < account.excluded_until_seconds
 
     def _queues(self, now: float) -> bool:
-        """Whether items really wait: the oldest for a while, and no sound replica is idle.
+        """Whether items really wait: the oldest has for a while, and no sound replica is idle.
 
-        With little to do, or small items, the rate is far below the fleet's best.
+        Otherwise the measured throughput is far below the fleet's best.
         """
         oldest = next(iter(self._open), None)
-        if oldest is None or now < oldest.since_seconds + WAITED_PART * self._queue_seconds:
+        if oldest is None or now < oldest.since_seconds + WAITED_FRACTION * self._queue_seconds:
             return False
         sound = [replica for replica in self._accounts if not self.excluded(replica, now)]
         return 0 not in self.loads(sound, now).values()

@@ -1,23 +1,23 @@
-"""The replicas, as whoever sends them work sees them. Ray is serve_fleet.py's business."""
+"""The replicas as the dispatcher sees them. serve_fleet.py implements this over gRPC and Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Protocol
 
-from actors.types import Answer, Dtype, Embedding, Media, Reply
-
-
-class ReplicaFull(Exception):
-    """The replica has no room for one more call now."""
+from actors.types import Dtype, Media, Reply
 
 
 class ShardLost(Exception):
-    """The replica is gone, or gave the call up."""
+    """The replica is gone, or dropped the call."""
+
+
+class ReplicaUnreachable(ShardLost):
+    """The call never began: the replica was dead before, or cannot be reached."""
 
 
 class ReplicaDied(ShardLost):
-    """It took the call, or was about to, and died: perhaps of one of the items."""
+    """It died after the call had begun: perhaps of one of the items."""
 
 
 class Fleet(Protocol):
@@ -30,27 +30,13 @@ class Fleet(Protocol):
         """
 
     async def encode(
-        self,
-        replica: str,
-        media: list[Media],
-        dtype: Dtype,
-        timeout_seconds: float,
-        *,
-        keep: bool,
-        careful: bool,
+        self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float, *, keep: bool
     ) -> Reply:
         """The answers of one replica, in order, and what it still has to do.
 
-        `keep`: it keeps the embeddings for a while, each has its id and no data. Raises
-        ReplicaFull, ShardLost, or a ServiceError for all; with `careful` ReplicaDied only where it
-        had taken the call for certain, which takes longer to know.
+        `keep`: it keeps the embeddings for a while, each has its id and no data. Raises ShardLost,
+        or a ServiceError for all items.
         """
 
-    async def keep_again(self, answer: Embedding, count: int) -> list[Answer]:
-        """The same embedding under so many more ids. EmbeddingLost: it is no longer kept.
-
-        Raises ReplicaFull or ShardLost.
-        """
-
-    async def ask(self, replica: str) -> None:
-        """Returns if the replica is well. Raises as `encode`; one that hangs never answers."""
+    async def check(self, replica: str) -> None:
+        """Returns if the replica is healthy. Raises as `encode`; one that hangs never answers."""

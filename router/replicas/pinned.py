@@ -1,37 +1,39 @@
-"""Handle calls that reach the replica they name: `handle.options(session_id="pin:<replica>")`.
+"""Handle calls that reach the replica they name, and the list of replicas.
 
-Set on the Encoder deployment as `request_router_class="router.replicas.pinned.PinnedRequestRouter"`
+Set on the Encoder deployment: `request_router_class="router.replicas.pinned:PinnedRequestRouter"`.
 Serve pickles this module by value: no state here, and what is shared is imported inside methods.
-Knows nothing of items, patches or plans. It also is how direct.py comes by the replicas' actors.
 
-`RequestRouter._choose_replica_for_request` is semi-private; tests/unit/router/test_pinned.py
-guards it.
-Overriding `choose_replicas`, the documented hook, does not do: the class behind it matches chosen
-replicas to waiting calls by the id of the parent request, which sibling calls share, so that they
-get each other's replica or wait for ever.
+All of Serve that is private and used by this project is here:
+- the class `PowerOfTwoChoicesRequestRouter` and its `_choose_replica_for_request`, `_replicas` and
+  `_deployment_id`: `choose_replicas`, the documented hook, matches chosen replicas to waiting calls
+  by the id of the parent request, which sibling calls share, so that they get each other's replica
+  or wait for ever;
+- the option `_by_reference` of a handle, its default, so that answers with object references never
+  go by Serve's own gRPC, where they would never be released.
+tests/unit/router/test_pinned.py guards them.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from ray.serve.handle import DeploymentHandle
 
 PIN = "pin:"
 
 
-class PinnedRequestRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
-    """Obeys the pin, or fails at once: PinnedReplicaUnavailable, or PinnedReplicaFull.
+def pinned(handle: DeploymentHandle, replica: str) -> DeploymentHandle:
+    """A handle whose calls reach this replica, or raise PinnedReplicaUnavailable at once."""
+    return handle.options(session_id=PIN + replica, _by_reference=True)
 
-    Calls that are not pinned: power of two.
-    """
+
+class PinnedRequestRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
+    """Sends a pinned call to its replica. Calls that are not pinned: power of two."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Called by Serve once, before anything else."""
         self._by_name: dict[str, Any] = {}
-        self._silent: set[str] = set()
-        """Replicas that could not be reached when last tried."""
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """The controller's word: replicas came, went, or reported."""
@@ -43,20 +45,10 @@ class PinnedRequestRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         super().on_replica_actor_died(replica_id)
         self._publish()
 
-    def on_replica_actor_unavailable(self, replica_id: Any) -> None:
-        """The connection to it broke."""
-        super().on_replica_actor_unavailable(replica_id)
-        self._silent.add(replica_id.unique_id)
-
-    def on_new_queue_len_info(self, replica_id: Any, num_ongoing_requests: int) -> None:
-        """It took a call, or refused one."""
-        super().on_new_queue_len_info(replica_id, num_ongoing_requests)
-        self._silent.discard(replica_id.unique_id)
-
     async def _choose_replica_for_request(
         self, pending_request: Any, *, is_retry: bool = False
     ) -> Any:
-        from router.replicas.registry import PinnedReplicaFull, PinnedReplicaUnavailable
+        from router.replicas.membership import PinnedReplicaUnavailable
 
         session: str = pending_request.metadata.session_id
         if not session.startswith(PIN):
@@ -65,32 +57,20 @@ class PinnedRequestRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         replica = self._by_name.get(name)
         if replica is None:
             raise PinnedReplicaUnavailable(f"replica {name} is gone")
-        if is_retry and name in self._silent:
-            raise PinnedReplicaUnavailable(f"replica {name} cannot be reached")
-        if is_retry:
-            raise PinnedReplicaFull(f"replica {name} has as many calls as it takes")
+        if is_retry:  # it was unreachable, or had max_ongoing_requests calls already
+            raise PinnedReplicaUnavailable(f"replica {name} does not take the call")
         return replica
 
     def _publish(self) -> None:
-        from router.replicas.registry import REGISTRY, Replica
+        from router.replicas.membership import MEMBERSHIP, Replica
 
         self._by_name = {
             replica_id.unique_id: replica for replica_id, replica in self._replicas.items()
         }
-        self._silent &= self._by_name.keys()
-        REGISTRY.publish(
+        MEMBERSHIP.publish(
             (self._deployment_id.app_name, self._deployment_id.name),
             {
-                name: Replica(
-                    metadata=replica.replica_metadata,
-                    outstanding_patches=int(replica.routing_stats.get("outstanding_patches", 0)),
-                    actor=replica._actor_handle,
-                    died=partial(
-                        self._event_loop.call_soon_threadsafe,
-                        self.on_replica_actor_died,
-                        replica.replica_id,
-                    ),
-                )
+                name: Replica.of(replica.replica_metadata, replica.routing_stats)
                 for name, replica in self._by_name.items()
             },
         )

@@ -1,7 +1,6 @@
-"""Embeddings kept by the replicas that encoded them, to be fetched by id through any router.
+"""Embeddings kept by the replicas that encoded them, fetched by id through any router.
 
-An id is that of the replica, a full stop, and a name that nobody can guess. What a replica keeps is
-gone with it. Ray is serve_fleet.py's business.
+An id is `<replica>.<name>`; nobody can guess the name. What a replica keeps is lost with it.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from typing import Protocol
 
 from actors.errors import NotFound, Unavailable
 from actors.store.references import Kept
-from router.replicas.fleet import ReplicaFull, ShardLost
+from router.replicas.fleet import ShardLost
 
 
 class Keepers(Protocol):
-    """The replicas. Calls raise ReplicaFull, ShardLost or a ServiceError."""
+    """The replicas. Calls raise ShardLost or a ServiceError."""
 
     def reports(self) -> tuple[int, Mapping[str, int]]:
         """See fleet.Fleet."""
@@ -27,7 +26,7 @@ class Keepers(Protocol):
         """Lets go. False: there was nothing."""
 
 
-class Keeping:
+class KeptEmbeddings:
     """Fetch and release over a fleet."""
 
     def __init__(self, fleet: Keepers) -> None:
@@ -38,20 +37,20 @@ class Keeping:
         replica, name = self._find(reference)
         try:
             kept = await self._fleet.fetch(replica, name)
-        except (ReplicaFull, ShardLost) as error:
+        except ShardLost as error:
             raise Unavailable(f"replica {replica} cannot be reached: try again") from error
         if kept is None:
             raise unknown(reference)
         return kept
 
     async def release(self, reference: str) -> None:
-        """Lets go before the time. Raises NotFound, or Unavailable for now."""
+        """Lets go before its time to live is over. Raises NotFound, or Unavailable for now."""
         replica, name = self._find(reference)
         try:
-            there = await self._fleet.release(replica, name)
-        except (ReplicaFull, ShardLost) as error:
+            released = await self._fleet.release(replica, name)
+        except ShardLost as error:
             raise Unavailable(f"replica {replica} cannot be reached: try again") from error
-        if not there:
+        if not released:
             raise unknown(reference)
 
     def _find(self, reference: str) -> tuple[str, str]:
@@ -66,8 +65,8 @@ class Keeping:
 
 
 def unknown(reference: str) -> NotFound:
-    """Expired, released, pushed out, never there, or its replica ended: which, nobody knows."""
+    """Expired, released, evicted, never there, or its replica ended: which, nobody knows."""
     return NotFound(
-        f"no embedding is kept under {reference[:100]!r}: its time is over, or its replica ended; "
-        "encode the item again"
+        f"no embedding is kept under {reference[:100]!r}: it expired, was released or evicted, or "
+        "its replica ended; encode the item again"
     )

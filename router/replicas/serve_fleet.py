@@ -1,6 +1,8 @@
-"""The replicas of a deployment, reached through Ray: fleet.Fleet and references.Keepers.
+"""The encoder replicas of a Serve deployment: gRPC for calls, Serve for all else.
 
-Knows handles, replicas and Ray's exceptions, not how items are planned.
+Serve's handle tells which replicas there are, hands over rows in shared memory (object references
+only travel through Ray), and is told of replicas that died. Implements fleet.Fleet and
+references.Keepers. Does not know how items are planned.
 """
 
 from __future__ import annotations
@@ -8,25 +10,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from contextvars import Context
 from typing import Any
 
+import ray
 from ray import serve
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.errors import EmbeddingLost, ServiceError
-from actors.line_messages import Call
+from actors.rpc import replica_pb2 as pb
+from actors.rpc.codec import EncodeCall, kept_of, message_fields, reply_of
 from actors.store.references import Kept
 from actors.telemetry.request_context import ORIGIN
 from actors.telemetry.tracing import Spans
-from actors.types import Answer, Dtype, Embedding, Media, Reply
-from router.replicas.direct import DirectCall
-from router.replicas.fleet import ReplicaDied, ReplicaFull, ShardLost
-from router.replicas.line import Lines, fits
-from router.replicas.pinned import PIN
-from router.replicas.registry import REGISTRY, PinnedReplicaFull, PinnedReplicaUnavailable, Replica
+from actors.types import Dtype, Media, Reply, SharedBytes
+from router.replicas.fleet import ReplicaUnreachable, ShardLost
+from router.replicas.membership import MEMBERSHIP, PinnedReplicaUnavailable, Replica
+from router.replicas.pinned import pinned
+from router.replicas.rpc import ReplicaChannels
 
 LOST = (
     RayActorError,
@@ -35,37 +37,45 @@ LOST = (
     DeploymentUnavailableError,
     PinnedReplicaUnavailable,
 )
-"""The replica is at fault, not the items. A subclass of RayActorError each: died, unavailable."""
+"""What Ray raises where the replica is at fault, not the request."""
 
+GRACE_SECONDS = 1.0
+"""How much later than its items a call ends as a whole."""
+RELEASE_SECONDS = 10.0
+"""For a fetch or a release, which take no longer than a health check."""
+CONFIRM_SECONDS, CONFIRMATIONS = 0.5, 10
+"""Between two questions to Serve whether an unreachable replica is dead, and how many."""
 ANYWHERE = "any"
-"""The one replica of Serve's local testing mode, which has no request routers."""
+"""The one replica of Serve's local testing mode, which has neither replicas nor gRPC."""
 
 
 class ServeFleet:
-    """The replicas of a deployment, reached through its handle (fleet.Fleet)."""
+    """The replicas of one deployment (fleet.Fleet, references.Keepers)."""
 
     def __init__(
         self, encoder: DeploymentHandle, fingerprint: str | None, spans: Spans | None = None
     ) -> None:
+        """`fingerprint`: of the model; replicas of another one are left out, as in a rollout."""
         self._spans = spans or Spans()
         self._deployment = (encoder.app_name, encoder.deployment_name)
         self._fingerprint = fingerprint
-        # `options` starts the handle's request router, which fills the registry.
-        self._handle = encoder.options(method_name="encode", _by_reference=True)
-        self._pinned: dict[str, Any] = {}
-        self._lines = Lines()
         self._local = is_local_testing()
+        # `options` starts the handle's request router, which fills the membership.
+        self._handle = encoder.options(method_name="encode", _by_reference=True)
+        self._channels = ReplicaChannels("" if self._local else node_id())
+        self._hand_overs: dict[str, HandOver] = {}
+        self._confirming: dict[str, asyncio.Task[None]] = {}
 
     def replicas(self) -> Mapping[str, Replica]:
-        """All that are running and have our model, in the order of their ids."""
-        return self._fleet()[1]
+        """All that are running and can be used, in the order of their ids."""
+        return self._members()[1]
 
     def reports(self) -> tuple[int, Mapping[str, int]]:
         """See fleet.Fleet."""
-        version, replicas = self._fleet()
-        for gone in self._pinned.keys() - replicas.keys():
-            del self._pinned[gone]
-        self._lines.keep(replicas)
+        version, replicas = self._members()
+        for gone in self._hand_overs.keys() - replicas.keys():
+            del self._hand_overs[gone]
+        self._channels.keep(replicas)
         return version, {name: replica.outstanding_patches for name, replica in replicas.items()}
 
     async def encode(
@@ -76,98 +86,152 @@ class ServeFleet:
         timeout_seconds: float,
         *,
         keep: bool = False,
-        careful: bool = False,
     ) -> Reply:
         """See fleet.Fleet. Cancelling it cancels the call."""
         patches = sum(item.plan.patches for item in media)
         with self._spans.span(
             "route", "client", replica=replica, items=len(media), patches=patches
         ):
-            call = Call(media, dtype, timeout_seconds, ORIGIN.get(), keep)
-            reply: Reply = await self._told(self._encode(replica, call, careful=careful))
-            return reply
+            call = EncodeCall(media, dtype, timeout_seconds, ORIGIN.get(), keep)
+            if self._local:
+                return await self._encode_locally(call)
+            request = pb.EncodeRequest(**message_fields(call))
+            reply = await self._call(replica, "Encode", request, timeout_seconds + GRACE_SECONDS)
+            return reply_of(reply, await self._rows(replica, reply.ticket))
 
-    async def ask(self, replica: str) -> None:
+    async def check(self, replica: str) -> None:
         """See fleet.Fleet."""
-        with suppress(ReplicaFull):
-            await self._told(self._call(replica, "check_health", careful=True))
-
-    async def keep_again(self, answer: Embedding, count: int) -> list[Answer]:
-        """See fleet.Fleet."""
-        call = self._call(answer.replica, "keep_again", answer.reference, count)
-        references: list[str] = await self._told(call)
-        found: list[Answer] = [replace(answer, reference=one) for one in references]
-        gone = f"encoded, but no longer kept by replica {answer.replica}: try again"
-        return found + [EmbeddingLost(gone)] * (count - len(found))
+        if not self._local:
+            await self._call(replica, "Check", pb.CheckRequest())
 
     async def fetch(self, replica: str, name: str) -> Kept | None:
         """See references.Keepers."""
-        kept: Kept | None = await self._told(self._call(replica, "fetch", name))
-        return kept
+        reply = await self._call(replica, "Fetch", pb.FetchRequest(name=name), RELEASE_SECONDS)
+        if not reply.HasField("kept"):
+            return None
+        return kept_of(reply.kept, await self._rows(replica, reply.ticket))
 
     async def release(self, replica: str, name: str) -> bool:
         """See references.Keepers."""
-        there: bool = await self._told(self._call(replica, "release", name))
-        return there
+        request = pb.ReleaseRequest(name=name)
+        reply = await self._call(replica, "Release", request, RELEASE_SECONDS)
+        return bool(reply.released)
 
-    async def _told(self, response: Any) -> Any:
-        """What a call gives, or its failure in our words."""
+    async def _call(
+        self, replica: str, method: str, request: Any, timeout_seconds: float | None = None
+    ) -> Any:
+        member = self._members()[1].get(replica)
+        if member is None or member.endpoint is None:
+            raise ReplicaUnreachable(f"replica {replica} is gone")
+        channel = self._channels.to(replica, member.endpoint)
         try:
-            return await response
-        except PinnedReplicaFull as error:
-            raise ReplicaFull(brief(error)) from error
-        except RayActorError as error:
-            raise ReplicaDied(brief(error)) from error
-        except LOST as error:
-            raise ShardLost(brief(error)) from error
-        except RayTaskError as error:
-            if isinstance(error.cause, LOST):
-                raise ShardLost(brief(error.cause)) from error
-            if isinstance(error.cause, ServiceError):
-                raise error.cause from None
+            return await channel.call(method, request, timeout_seconds)
+        except ShardLost:
+            self._confirm(replica)
             raise
+
+    async def _rows(self, replica: str, ticket: str) -> list[SharedBytes]:
+        """The rows in shared memory that a ticket stands for. Raises ShardLost."""
+        if not ticket:
+            return []
+        if replica not in self._hand_overs:
+            self._hand_overs[replica] = HandOver(pinned(self._handle, replica))
+        return await self._hand_overs[replica].take(ticket)
+
+    def _confirm(self, replica: str) -> None:
+        """Asks Serve in the background whether a replica is dead.
+
+        Serve's request router drops it then at once, rather than after the next health check.
+        """
+        if replica not in self._confirming:
+            # A context of its own: in a request's, Serve would cancel the calls with the request.
+            task = asyncio.get_running_loop().create_task(
+                self._ask_serve(replica), context=Context()
+            )
+            self._confirming[replica] = task
+            task.add_done_callback(lambda _: self._confirming.pop(replica, None))
+
+    async def _ask_serve(self, replica: str) -> None:
+        handle = pinned(self._handle, replica)
+        for _ in range(CONFIRMATIONS):
+            with suppress(*LOST):
+                with suppress(RayTaskError):  # unhealthy, but alive
+                    await handle.check_health.remote()
+                return
+            if replica not in self._members()[1]:
+                return
+            await asyncio.sleep(CONFIRM_SECONDS)
+
+    async def _encode_locally(self, call: EncodeCall) -> Reply:
+        response = self._handle.remote(
+            call.media, call.dtype, call.timeout_seconds, call.origin, call.keep
+        )
+        try:
+            reply: Reply = await response
         except asyncio.CancelledError:
             response.cancel()
             raise
+        return reply
 
-    def _fleet(self) -> tuple[int, Mapping[str, Replica]]:
+    def _members(self) -> tuple[int, Mapping[str, Replica]]:
         if self._local:
             return 0, {ANYWHERE: Replica({}, 0)}
-        fleet = REGISTRY.fleet(self._deployment)
-        return fleet.version, {
-            name: replica for name, replica in fleet.replicas.items() if self._is_ours(replica)
+        members = MEMBERSHIP.members(self._deployment)
+        return members.version, {
+            name: replica for name, replica in members.replicas.items() if self._is_ours(replica)
         }
 
     def _is_ours(self, replica: Replica) -> bool:
-        """Calls go by the deployment's name: in a rollout its replicas have two models."""
+        """In a rollout a deployment has replicas of two models, or of two protocol versions."""
         fingerprint = replica.metadata.get("fingerprint")
-        return None in (self._fingerprint, fingerprint) or fingerprint == self._fingerprint
+        same = None in (self._fingerprint, fingerprint) or fingerprint == self._fingerprint
+        return same and replica.endpoint is not None
 
-    def _encode(self, replica: str, call: Call, *, careful: bool) -> Any:
-        """Over a line where that can be."""
-        there = None if careful else self._there(replica)
-        if there and fits(call, there.metadata):
-            line = self._lines.to(replica, there.metadata)
-            if line:
-                return line.call(call)
-        return self._call(replica, "encode", *call.arguments, careful=careful)
 
-    def _there(self, replica: str) -> Replica | None:
-        return REGISTRY.fleet(self._deployment).replicas.get(replica)
+class HandOver:
+    """Exchanges tickets of one replica for rows in shared memory.
 
-    def _call(self, replica: str, method: str, *arguments: Any, careful: bool = False) -> Any:
-        """Directly where that can be: to a replica that is gone its handle says so."""
-        there = None if careful else self._there(replica)
-        if there and there.actor:
-            return DirectCall(there, method, *arguments)
-        return getattr(self._to(replica), method).remote(*arguments)
+    One handle call at a time takes all tickets that came meanwhile: a call costs milliseconds.
+    """
 
-    def _to(self, replica: str) -> Any:
-        if self._local:
-            return self._handle
-        if replica not in self._pinned:
-            self._pinned[replica] = self._handle.options(session_id=PIN + replica)
-        return self._pinned[replica]
+    def __init__(self, handle: DeploymentHandle) -> None:
+        """`handle`: pinned to the replica."""
+        self._handle = handle
+        self._waiting: dict[str, asyncio.Future[list[SharedBytes]]] = {}
+        self._taking: asyncio.Task[None] | None = None
+
+    async def take(self, ticket: str) -> list[SharedBytes]:
+        """The rows. Raises ShardLost where they are lost."""
+        loop = asyncio.get_running_loop()
+        rows: asyncio.Future[list[SharedBytes]] = loop.create_future()
+        self._waiting[ticket] = rows
+        if self._taking is None:
+            # A context of its own: in a request's, Serve would cancel the calls with the request.
+            self._taking = loop.create_task(self._take_all(), context=Context())
+        return await rows
+
+    async def _take_all(self) -> None:
+        while self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            await self._take(waiting)
+            del waiting  # it holds references to rows
+        self._taking = None
+
+    async def _take(self, waiting: dict[str, asyncio.Future[list[SharedBytes]]]) -> None:
+        try:
+            taken = await self._handle.take.remote(list(waiting))
+        except Exception as error:
+            lost = ShardLost(f"its rows in shared memory are lost: {brief(error)}")
+            taken = [lost] * len(waiting)
+        for future, rows in zip(waiting.values(), taken, strict=True):
+            if future.done():  # nobody waits any more
+                continue
+            if rows is None:
+                rows = ShardLost("its rows in shared memory were not taken in time")
+            if isinstance(rows, ShardLost):
+                future.set_exception(rows)
+            else:
+                future.set_result(rows)
 
 
 def is_local_testing() -> bool:
@@ -177,6 +241,12 @@ def is_local_testing() -> bool:
     except RayServeException:
         return True
     return False
+
+
+def node_id() -> str:
+    """Ray's id of this process's node."""
+    found: str = ray.get_runtime_context().get_node_id()
+    return found
 
 
 def brief(error: Exception) -> str:

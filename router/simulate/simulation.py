@@ -1,7 +1,7 @@
-"""A fleet in simulated time: the real policies and ledgers before replicas that only count seconds.
+"""A fleet in simulated time: the real policies and ledgers, with replicas that only count seconds.
 
-Pure and seeded: seconds for a thousand replicas. What it leaves out: the network, decoding, packs
-that form across requests, and the cache. A replica works shard by shard, in the order of arrival.
+Pure and seeded; a thousand replicas take seconds. A replica works shard by shard, in the order of
+arrival. Not simulated: the network, decoding, packs that form across requests, and the cache.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from router.policy.ledger import Ledger, Reservation
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of an encoder for a shard: a launch, its patches, and each image's attention."""
+    """How long a shard takes: its launch, its patches, and the attention within each image."""
 
     launch_seconds: float
     patch_seconds: float
     attention_seconds: float
-    """Of a pair of patches of the same image."""
+    """Per pair of patches of the same image."""
 
     def seconds(self, patches: Sequence[int]) -> float:
-        """Of one shard, the patches of each of its items given."""
+        """Of one shard, from the patches of each of its items."""
         return (
             self.launch_seconds
             + sum(patches) * self.patch_seconds
@@ -44,31 +44,31 @@ class Scenario:
     replicas: int
     routers: int
     arrivals: Sequence[tuple[float, Sequence[int]]]
-    """Requests in order: the second at which each comes, and the patches of its items."""
+    """In order: the second at which each request arrives, and the patches of its items."""
     cost: Cost
     limit_patches: int = 2**62
     """Admitted by one router at a time."""
     queue_seconds: float = inf
-    """What a router admits nothing beyond; see its options."""
+    """`router.max_queue_seconds`."""
     report_period_seconds: float = 1.0
     report_delay_seconds: float = 0.3
-    """On the way from a replica to the routers: what they know is older than it looks."""
+    """From a replica to the routers: what they know is so much older than it looks."""
     answers_tell: bool = True
-    """Replicas say what they have with every answer, not only in reports."""
+    """Replicas report their load with every answer, not only periodically."""
     deaths: Sequence[tuple[float, int]] = ()
-    """Seconds at which a replica, by its number, loses all that it has."""
+    """(Second, replica): it loses all its work."""
     restart_seconds: float = 30.0
     exclude_seconds: float = 5.0
     sharing: int = 1
-    """Replicas on one device, one after the other by their numbers."""
+    """Replicas per device, in the order of their numbers."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of it."""
+    """Results of a simulation."""
 
     latencies_seconds: list[float] = field(default_factory=list)
-    """Of every request that was admitted, by the end of its last item."""
+    """Of every admitted request, until the end of its last item."""
     busy_seconds: list[float] = field(default_factory=list)
     """Of each replica."""
     patches: list[int] = field(default_factory=list)
@@ -77,17 +77,17 @@ class Outcome:
     """When the last item was done."""
     rejected: int = 0
     replans: int = 0
-    """Items that were planned again because their replica died."""
+    """Items that were retried because their replica died."""
 
     @property
     def imbalance(self) -> float:
-        """Busiest replica over the mean."""
+        """Busy time of the busiest replica over the mean."""
         return max(self.busy_seconds) * len(self.busy_seconds) / (sum(self.busy_seconds) or 1.0)
 
 
 @dataclass(slots=True)
 class Request:
-    """One request on its way."""
+    """One request in flight."""
 
     router: int
     since: float
@@ -95,7 +95,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SimulatedShard:
     """A shard on a replica."""
 
     request: Request
@@ -108,10 +108,10 @@ class Work:
 
 
 @dataclass(slots=True)
-class Server:
+class SimulatedReplica:
     """One replica."""
 
-    queue: deque[Work] = field(default_factory=deque)
+    queue: deque[SimulatedShard] = field(default_factory=deque)
     alive: bool = True
 
     @property
@@ -121,30 +121,30 @@ class Server:
 
 
 @dataclass(slots=True)
-class Device:
-    """Does the work of its replicas: those that have some get equal parts of its time."""
+class SharedDevice:
+    """Shares its time equally among those of its replicas that have work."""
 
     left: dict[int, float] = field(default_factory=dict)
-    """Seconds of the device that each replica at work still needs, as of `since`."""
+    """Device seconds that each busy replica still needs, as of `since`."""
     since: float = 0.0
     turn: int = 0
-    """Rises with every change: an end that was foreseen before is none."""
+    """Grows with every change: an end that was foreseen before is void."""
 
     def pass_to(self, now: float) -> None:
-        """What was done until now; something is about to change."""
+        """Books the work done until now, before something changes."""
         done = (now - self.since) / max(1, len(self.left))
         self.left = {replica: seconds - done for replica, seconds in self.left.items()}
         self.since = now
         self.turn += 1
 
     def first(self) -> tuple[int, float]:
-        """Which replica is done first if nothing changes, and in how many seconds."""
+        """The replica that is done first if nothing changes, and in how many seconds."""
         replica = min(self.left, key=lambda replica: self.left[replica])
         return replica, max(0.0, self.left[replica]) * len(self.left)
 
 
 class Simulation:
-    """One policy's way through a scenario. `policy` gives each router a plan of its own."""
+    """Runs one policy through a scenario. `policy` gives each router a plan of its own."""
 
     def __init__(self, scenario: Scenario, policy: Callable[[Random], Plan], seed: int) -> None:
         self.scenario = scenario
@@ -153,8 +153,8 @@ class Simulation:
             Ledger(scenario.limit_patches, scenario.exclude_seconds, scenario.queue_seconds)
             for _ in self.plans
         ]
-        self.servers = [Server() for _ in range(scenario.replicas)]
-        self.devices = [Device() for _ in range(-(-scenario.replicas // scenario.sharing))]
+        self.replicas = [SimulatedReplica() for _ in range(scenario.replicas)]
+        self.devices = [SharedDevice() for _ in range(-(-scenario.replicas // scenario.sharing))]
         self.outcome = Outcome(
             busy_seconds=[0.0] * scenario.replicas, patches=[0] * scenario.replicas
         )
@@ -190,9 +190,9 @@ class Simulation:
         self._send(Request(router, self._now, len(patches)), reservations)
 
     def _send(self, request: Request, reservations: Sequence[Reservation]) -> None:
-        """Plans over the replicas that this router believes in; waits where there is none."""
+        """Plans over the replicas that this router does not exclude; waits where there is none."""
         ledger = self.ledgers[request.router]
-        alive = [place for place, server in enumerate(self.servers) if server.alive]
+        alive = [place for place, member in enumerate(self.replicas) if member.alive]
         if not alive:
             self._at(self._now + 1.0, lambda: self._send(request, reservations))
             return
@@ -202,61 +202,61 @@ class Simulation:
             chosen = [reservations[item] for item in shard.items]
             for one in chosen:
                 ledger.assign(one, shard.replica)
-            self._queue(int(shard.replica), Work(request, chosen))
+            self._queue(int(shard.replica), SimulatedShard(request, chosen))
 
-    def _queue(self, replica: int, work: Work) -> None:
-        server = self.servers[replica]
-        server.queue.append(work)
-        if len(server.queue) == 1:
+    def _queue(self, replica: int, work: SimulatedShard) -> None:
+        member = self.replicas[replica]
+        member.queue.append(work)
+        if len(member.queue) == 1:
             self._begin(replica)
 
     def _begin(self, replica: int) -> None:
         device = self.devices[replica // self.scenario.sharing]
         device.pass_to(self._now)
-        device.left[replica] = self.scenario.cost.seconds(self.servers[replica].queue[0].patches)
+        device.left[replica] = self.scenario.cost.seconds(self.replicas[replica].queue[0].patches)
         self._foresee(device)
 
-    def _foresee(self, device: Device) -> None:
-        """Its next end, as long as nothing else comes."""
+    def _foresee(self, device: SharedDevice) -> None:
+        """Schedules its next end, valid as long as nothing changes."""
         if device.left:
             (replica, seconds), turn = device.first(), device.turn
             self._at(self._now + seconds, lambda: self._end(device, turn, replica))
 
-    def _end(self, device: Device, turn: int, replica: int) -> None:
+    def _end(self, device: SharedDevice, turn: int, replica: int) -> None:
         if device.turn == turn:
             self._stop(device, replica)
             self._finish(replica)
 
-    def _stop(self, device: Device, replica: int) -> None:
+    def _stop(self, device: SharedDevice, replica: int) -> None:
         device.pass_to(self._now)
         device.left.pop(replica, None)
         self._foresee(device)
 
     def _finish(self, replica: int) -> None:
-        server = self.servers[replica]
-        work = server.queue.popleft()
+        member = self.replicas[replica]
+        work = member.queue.popleft()
         ledger = self.ledgers[work.request.router]
         self.outcome.busy_seconds[replica] += self.scenario.cost.seconds(work.patches)
         self.outcome.patches[replica] += sum(work.patches)
         for one in work.reservations:
             ledger.release(one, self._now, done=True)
         if self.scenario.answers_tell:
-            ledger.hear(str(replica), server.outstanding, self._now)
+            ledger.hear(str(replica), member.outstanding, self._now)
         work.request.left -= len(work.reservations)
         if not work.request.left:
             self.outcome.latencies_seconds.append(self._now - work.request.since)
             self.outcome.makespan_seconds = self._now
             self._left -= 1
-        if server.queue:
+        if member.queue:
             self._begin(replica)
 
     def _die(self, replica: int) -> None:
-        """Its routers learn of it at once, as their calls fail, and plan its items again."""
-        server = self.servers[replica]
-        if not server.alive:
+        """Routers learn of it at once, because their calls fail, and retry its items."""
+        member = self.replicas[replica]
+        if not member.alive:
             return
-        lost, server.queue = server.queue, deque()
-        server.alive = False
+        lost, member.queue = member.queue, deque()
+        member.alive = False
         self._stop(self.devices[replica // self.scenario.sharing], replica)
         self._at(self._now + self.scenario.restart_seconds, lambda: self._restart(replica))
         for work in lost:
@@ -268,14 +268,14 @@ class Simulation:
             self._send(work.request, work.reservations)
 
     def _restart(self, replica: int) -> None:
-        self.servers[replica].alive = True
+        self.replicas[replica].alive = True
 
     def _report(self) -> None:
-        """What each replica has now reaches every router a little later."""
+        """What each replica has now reaches the routers a little later."""
         reports = {
-            str(place): server.outstanding
-            for place, server in enumerate(self.servers)
-            if server.alive
+            str(place): member.outstanding
+            for place, member in enumerate(self.replicas)
+            if member.alive
         }
         self._at(self._now + self.scenario.report_delay_seconds, lambda: self._hear(reports))
         self._at(self._now + self.scenario.report_period_seconds, self._report)

@@ -1,4 +1,4 @@
-"""Scenarios for simulation.py: heavy-tailed sizes, random arrivals, bursts, deaths. Seeded."""
+"""Seeded scenarios for simulation.py: heavy-tailed sizes, random arrivals, bursts, deaths."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ H200_8B = Cost(launch_seconds=1.23e-3, patch_seconds=1.61e-6, attention_seconds=
 MEDIAN_PATCHES = 1000
 """About 500 x 500 pixels in patches of 16."""
 SIGMA = 1.1
-"""Of the logarithm: one image of a hundred has over 12 times the median."""
+"""Of the logarithm: one image in a hundred has over 12 times the median."""
 LEAST_PATCHES, MOST_PATCHES = 64, 16384
 ITEMS = (1, 1, 2, 4, 8, 20)
-"""Items of a request, each as likely."""
+"""Items per request, equally likely."""
 
 
 def heavy_tailed(random: Random) -> int:
-    """Patches of one image: log-normal, cut at both ends, a multiple of 4."""
+    """Patches of one image: log-normal, clipped, a multiple of 4."""
     patches = random.lognormvariate(log(MEDIAN_PATCHES), SIGMA)
     return int(min(MOST_PATCHES, max(LEAST_PATCHES, patches))) // 4 * 4
 
@@ -44,7 +44,7 @@ def steady(
     cost: Cost,
     answers_tell: bool = True,
 ) -> Scenario:
-    """Requests at random times that keep the replicas busy for a part `load` of the time.
+    """Requests at random times that keep the replicas busy for a fraction `load` of the time.
 
     `deaths` replicas die at random times of the whole.
     """
@@ -65,7 +65,7 @@ def steady(
 
 
 def burst(replicas: int, requests: int, *, seed: int, cost: Cost) -> Scenario:
-    """All requests at once, through one router: its makespan tells how well it packs the fleet."""
+    """All requests at once, through one router: the makespan shows how well the policy packs."""
     sizes = drawn(Random(seed), requests)
     return Scenario(replicas, 1, [(0.0, [one for items in sizes for one in items])], cost)
 
@@ -73,7 +73,7 @@ def burst(replicas: int, requests: int, *, seed: int, cost: Cost) -> Scenario:
 def at_random(
     random: Random, sizes: Sequence[Sequence[int]], per_second: float
 ) -> list[tuple[float, Sequence[int]]]:
-    """Each request with the second at which it comes: a Poisson process."""
+    """Each request with the second at which it arrives: a Poisson process."""
     arrivals, now = [], 0.0
     for items in sizes:
         now += random.expovariate(per_second)

@@ -15,7 +15,7 @@ from actors.engine.budgets import Capacity
 from actors.engine.capture import capture
 from actors.engine.engine import Engine
 from actors.kernels.attention import Values
-from actors.store.tensors import tensor
+from actors.store.rows import tensor
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, ReceivedBytes, Timings
 from tests.gpu.towers import cuda
@@ -75,7 +75,7 @@ class Consumer:
     """In the place of a language model."""
 
     def __init__(self) -> None:
-        from actors.store.received import Receiver
+        from actors.store.nixl import Receiver
 
         self.reader = Receiver("cuda")
 

@@ -11,16 +11,27 @@ import os
 from typing import Any
 
 import numpy as np
+import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import DeadlineExceeded, InvalidMedia
-from actors.line import Lines
-from actors.line_messages import Call
+from actors.rpc.server import ReplicaServer
+from actors.store.references import Kept
 from actors.store.shared_memory import share
 from actors.telemetry.request_context import NOBODY, Origin
-from actors.types import DTYPE_BYTES, Answer, Dtype, Embedding, ItemPlan, Media, Reply, Timings
+from actors.types import (
+    DTYPE_BYTES,
+    Answer,
+    Dtype,
+    Embedding,
+    ItemPlan,
+    Media,
+    Reply,
+    SharedBytes,
+    Timings,
+)
 from router.options import RouterOptions
 from router.router import Router
 
@@ -35,15 +46,15 @@ BIG = b"big"
 """Items that begin so are answered with BIG_BYTES, zeros after the digest, in shared memory."""
 BIG_BYTES = 4 * 2**20
 DIGEST_BYTES = 32
+DRAIN_SECONDS = 3
 
 
 class StandIn:
     """The methods of actors.encoder.Encoder that a router and Serve use."""
 
-    def __init__(self, version: int, near: bool) -> None:
+    def __init__(self, version: int) -> None:
         self.version = version
-        self.near = near
-        self.lines = Lines(self._called)
+        self.rpc = ReplicaServer(self)
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.outstanding_patches = 0
         self.encoded: list[str] = []
@@ -84,8 +95,14 @@ class StandIn:
         nothing, shape = Timings(0, 0, 0), (1, data.nbytes // DTYPE_BYTES[dtype])
         return Embedding(share(data), dtype, shape, (1, 2, 2), "graph", nothing, self.replica)
 
-    async def _called(self, call: Call) -> Reply:
-        return await self.encode(*call.arguments)
+    async def take(self, tickets: list[str]) -> list[list[SharedBytes] | None]:
+        return self.rpc.take(tickets)
+
+    async def fetch(self, name: str) -> Kept | None:
+        return None
+
+    async def release(self, name: str) -> bool:
+        return False
 
     async def log(self) -> tuple[str, list[str]]:
         """Id, and the digests of all items encoded so far."""
@@ -104,11 +121,13 @@ class StandIn:
         self.sick = True
 
     async def record_replica_metadata(self) -> dict[str, Any]:
+        node = ray.get_runtime_context().get_node_id()
+        endpoint = await self.rpc.start(node, ray.util.get_node_ip_address())
         said = {"replica": self.replica, "version": self.version, "process": os.getpid()}
-        return said | ({"line": await self.lines.open()} if self.near else {})
+        return {**said, "node": node, **endpoint.metadata}
 
     async def __del__(self) -> None:
-        await self.lines.close()
+        await self.rpc.stop(DRAIN_SECONDS)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         return {"outstanding_patches": self.outstanding_patches}
@@ -135,42 +154,41 @@ def right(media: list[Media], answers: list[Answer]) -> bool:
     )
 
 
-def application(
-    options: RouterOptions, version: int = 1, *, near: bool = True
+def application(options: RouterOptions, version: int = 1) -> serve.Application:
+    """Three encoders, as many routers as `options` says. Another version: a rolling update."""
+    return routed(encoders(3, version), options)
+
+
+def encoders(
+    count: int, version: int = 1, resources: dict[str, float] | None = None
 ) -> serve.Application:
-    """Three encoders, as many routers as `options` says. Another version: a rolling update.
-
-    `near`: whatever they are asked and answer goes over lines.
-    """
-    return routed(encoders(3, version, near=near), options)
-
-
-def encoders(count: int, version: int = 1, *, near: bool = True) -> serve.Application:
-    """So many, without a router."""
+    """So many, without a router. `resources`: custom ones, of a node."""
     return serve.deployment(
         StandIn,
         name="Encoder",
         num_replicas=count,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": 0.1, "resources": resources or {}},
         max_ongoing_requests=MAX_CALLS,
         health_check_period_s=0.5,
-        graceful_shutdown_timeout_s=3,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
         request_router_config=RequestRouterConfig(
             request_router_class="router.replicas.pinned:PinnedRequestRouter",
             request_routing_stats_period_s=0.5,
         ),
-    ).bind(version, near)
+    ).bind(version)
 
 
 def routed(
-    encoder: serve.Application | DeploymentHandle, options: RouterOptions
+    encoder: serve.Application | DeploymentHandle,
+    options: RouterOptions,
+    resources: dict[str, float] | None = None,
 ) -> serve.Application:
     """A router to encoders, of this application or another."""
     return serve.deployment(
         Router,
         name="Router",
         num_replicas=options.replicas,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": 0.1, "resources": resources or {}},
         max_ongoing_requests=1000,
         graceful_shutdown_timeout_s=3,
     ).bind(encoder, options)

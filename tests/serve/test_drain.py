@@ -1,4 +1,4 @@
-"""Encoders that Serve takes away answer what they have, however it was sent to them."""
+"""Encoders that Serve takes away answer what they have."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ SLOW = 200_000
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("near", [True, False], ids=["line", "Ray"])
-def test_a_call_outlasts_its_encoders_deployment(near: bool) -> None:
-    serve.run(encoders(1, near=near), name="drained", route_prefix=None)
+def test_a_call_outlasts_its_encoders_deployment() -> None:
+    serve.run(encoders(1), name="drained", route_prefix=None)
     handle = serve.get_deployment_handle("Encoder", "drained")
     options = RouterOptions(replica_wait_seconds=0.5)
     router = serve.run(routed(handle, options), name="staying", route_prefix=None)
     try:
         quick, slow = [item(1, 4)], [item(2, SLOW)]
-        for _ in range(2):  # the first opens the line
-            assert right(quick, router.encode.remote(quick, "bfloat16", 10.0).result(timeout_s=10))
+        assert right(quick, router.encode.remote(quick, "bfloat16", 10.0).result(timeout_s=10))
         (replica,) = status(router).replicas
         call = router.encode.remote(slow, "bfloat16", 20.0)
         sleep(0.3)

@@ -21,8 +21,8 @@ from ray.serve.handle import DeploymentHandle
 from actors.errors import EmbeddingLost
 from actors.options import ModelOptions
 from actors.spec.model_spec import ModelSpec, read
-from actors.store.received import Receiver
-from actors.store.tensors import tensor
+from actors.store.nixl import Receiver
+from actors.store.rows import tensor
 from actors.types import (
     Answer,
     Dtype,

@@ -18,7 +18,7 @@ from actors.types import Embedding
 from router.options import RouterOptions
 from router.policy.balance import POLICIES
 from router.policy.ledger import REPORT_AGE_SECONDS
-from router.replicas.registry import PinnedReplicaFull, PinnedReplicaUnavailable
+from router.replicas.membership import PinnedReplicaUnavailable
 from router.router import RouterStatus
 from router.simulate.simulation import Cost, Scenario, Simulation
 from router.simulate.traffic import heavy_tailed
@@ -214,7 +214,7 @@ def test_a_pinned_call_reaches_its_replica_or_fails_at_once(encoder: DeploymentH
         encoder.options(session_id="pin:nobody").log.remote().result(timeout_s=20)
 
 
-def test_a_full_replica_is_not_taken_for_a_lost_one(
+def test_a_full_replica_refuses_a_pinned_call_at_once(
     router: DeploymentHandle, encoder: DeploymentHandle
 ) -> None:
     [name, *_] = [name for name, _ in ask(encoder, "log")]
@@ -226,7 +226,7 @@ def test_a_full_replica_is_not_taken_for_a_lost_one(
     within(30, lambda: reported(ask(router, "status")[0]) == 4 * MAX_CALLS)
     for number in range(3):
         one_more = pinned.encode.remote([item(9900 + number, 4)], "bfloat16", 60.0)
-        with pytest.raises(PinnedReplicaFull):
+        with pytest.raises(PinnedReplicaUnavailable, match="does not take"):
             one_more.result(timeout_s=20)
     for call in calls:
         call.cancel()

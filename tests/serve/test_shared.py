@@ -13,6 +13,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost
+from actors.store.rows import tensor
 from actors.store.shared_memory import (
     INLINE_BYTES,
     MOST_TOGETHER_BYTES,
@@ -21,7 +22,6 @@ from actors.store.shared_memory import (
     read,
     share_together,
 )
-from actors.store.tensors import tensor
 from actors.types import Answer, Dtype, Embedding, Media, SharedBytes
 from router.here import encode_here
 from router.options import RouterOptions
@@ -33,7 +33,7 @@ from tests.serve.test_kill import status, within
 
 @pytest.fixture(scope="module")
 def router(cluster: Cluster) -> Iterator[DeploymentHandle]:
-    yield serve.run(application(RouterOptions(), near=False), name="shared", route_prefix=None)
+    yield serve.run(application(RouterOptions()), name="shared", route_prefix=None)
     serve.delete("shared")
 
 

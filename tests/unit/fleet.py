@@ -27,8 +27,6 @@ class MemoryFleet:
         self.replicas = list(replicas)
         self.behaviour = behaviour
         self.calls: list[tuple[str, list[str]]] = []
-        self.careful: list[str] = []
-        """Replicas of the calls that were to be careful."""
         self.names = count()
         self.cancelled = 0
         self.hung: set[str] = set()
@@ -46,11 +44,8 @@ class MemoryFleet:
         timeout_seconds: float,
         *,
         keep: bool,
-        careful: bool,
     ) -> Reply:
         self.calls.append((replica, [item.digest for item in media]))
-        if careful:
-            self.careful.append(replica)
         try:
             answers = await self.behaviour(replica, media, timeout_seconds)
             if keep:
@@ -65,12 +60,7 @@ class MemoryFleet:
         assert isinstance(answer, Embedding)
         return replace(answer, reference=f"{answer.replica}.{next(self.names)}")
 
-    async def keep_again(self, answer: Embedding, count: int) -> list[Answer]:
-        while answer.replica in self.hung:
-            await asyncio.sleep(0.01)
-        return [self.kept(answer) for _ in range(count)]
-
-    async def ask(self, replica: str) -> None:
+    async def check(self, replica: str) -> None:
         self.asked += 1
         while replica in self.hung:
             await asyncio.sleep(0.01)

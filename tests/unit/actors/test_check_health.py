@@ -30,8 +30,8 @@ class StuckEngine:
 
 def asked(engine: StuckEngine, *, decodes: bool = True) -> None:
     options = SimpleNamespace(encoder=EncoderOptions(max_stall_seconds=60))
-    stages = SimpleNamespace(alive=lambda: decodes)
-    encoder: Any = SimpleNamespace(engine=engine, options=options, stages=stages)
+    pipeline = SimpleNamespace(alive=lambda: decodes, engine=engine)
+    encoder: Any = SimpleNamespace(options=options, pipeline=pipeline)
     asyncio.run(Encoder.check_health(encoder))
 
 
@@ -46,5 +46,5 @@ def test_one_that_is_stuck_is_to_be_replaced(engine: StuckEngine) -> None:
 
 
 def test_one_that_decodes_nothing_any_more_is_to_be_replaced() -> None:
-    with pytest.raises(Unavailable, match="decode do not start"):
+    with pytest.raises(Unavailable, match="do not start"):
         asked(StuckEngine(0), decodes=False)

@@ -274,3 +274,10 @@ def test_what_is_no_id_and_no_source_says_so() -> None:
         asyncio.run(transport.fetch(""))
     with pytest.raises(OSError, match="only https"):
         request_item("http://example.com/x.jpg")
+
+
+def test_a_client_that_is_never_closed_ends_quietly() -> None:
+    code = "import sys; from encoder_service import Client; Client(sys.argv[1]).model()"
+    with in_a_thread(Server().http()) as url:
+        ended = subprocess.run([sys.executable, "-c", code, url], capture_output=True, check=True)
+    assert (ended.stdout, ended.stderr) == (b"", b"")

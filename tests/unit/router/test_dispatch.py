@@ -22,7 +22,7 @@ from actors.errors import (
 )
 from actors.types import Answer, Embedding, Media
 from router.dispatch import Dispatcher
-from router.replicas.fleet import ReplicaDied, ReplicaFull, ShardLost
+from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, embedding, item, right, settled, well
 
 
@@ -228,7 +228,7 @@ def test_whatever_happens_nothing_is_left(
                 case 5:
                     return [random.choice([embedding(m, replica), broken]) for m in media]
                 case 6:
-                    raise random.choice([ReplicaDied("killed"), ReplicaFull("no room")])
+                    raise random.choice([ReplicaDied("killed"), ReplicaUnreachable("refused")])
                 case 7:
                     fleet.hung.add(replica)
                     try:

@@ -7,10 +7,11 @@ import pickle
 
 from ray.serve._private.common import RequestMetadata
 from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from router.replicas.membership import Members, Membership, PinnedReplicaUnavailable, Replica
 from router.replicas.pinned import PinnedRequestRouter
-from router.replicas.registry import PinnedReplicaUnavailable, Registry, Replica
 
 
 def test_ray_has_the_hooks() -> None:
@@ -32,6 +33,10 @@ def test_ray_has_the_hooks() -> None:
 
 
 def test_ray_has_the_fields() -> None:
+    assert "_by_reference" in inspect.signature(DeploymentHandle.options).parameters
+    source = inspect.getsource(RequestRouter)
+    assert "self._replicas" in source
+    assert "self._deployment_id" in source
     assert "session_id" in inspect.signature(RequestMetadata).parameters
     assert "metadata" in inspect.signature(PendingRequest).parameters
     assert isinstance(RunningReplica.routing_stats, property)
@@ -49,11 +54,11 @@ def test_the_refusal_pickles() -> None:
     assert str(error) == "replica x is gone"
 
 
-def test_a_registry_gives_the_last_word_in_order() -> None:
-    registry = Registry()
-    assert not registry.fleet(("app", "Encoder")).replicas
-    registry.publish(("app", "Encoder"), {"b": Replica({}, 1), "a": Replica({}, 2)})
-    registry.publish(("other", "Encoder"), {"c": Replica({}, 3)})
-    fleet = registry.fleet(("app", "Encoder"))
-    assert list(fleet.replicas) == ["a", "b"]
-    assert fleet.version == 1
+def test_members_are_the_last_ones_published_in_order() -> None:
+    membership = Membership()
+    assert membership.members(("app", "Encoder")) == Members()
+    membership.publish(("app", "Encoder"), {"b": Replica({}, 1), "a": Replica({}, 2)})
+    membership.publish(("other", "Encoder"), {"c": Replica({}, 3)})
+    members = membership.members(("app", "Encoder"))
+    assert list(members.replicas) == ["a", "b"]
+    assert members.version == 1

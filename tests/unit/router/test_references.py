@@ -16,7 +16,7 @@ from actors.store.references import OVERHEAD_BYTES, Kept, References, reference_
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, SharedBytes, Timings
 from router.replicas.fleet import ShardLost
-from router.replicas.references import Keeping
+from router.replicas.references import KeptEmbeddings
 from tests.unit.fleet import embedding, item
 
 ENTRY_BYTES = 1000 + OVERHEAD_BYTES
@@ -173,7 +173,7 @@ def test_any_router_finds_what_a_replica_keeps() -> None:
             reference_id(name, store.keep(Kept.of(item(1), embedding(item(1), name)), 0))
             for name, store in fleet.stores.items()
         ]
-        keeping = Keeping(fleet)
+        keeping = KeptEmbeddings(fleet)
         for reference in references:
             found = await keeping.fetch(reference)
             assert found.media.digest == item(1).digest
@@ -194,25 +194,24 @@ def test_a_replica_that_is_lost_takes_its_own_along() -> None:
         reference = reference_id("b", fleet.stores["b"].keep(kept(1), 0))
         fleet.failures["b"] = ShardLost("no connection")
         with pytest.raises(Unavailable):  # it is still listed: perhaps later
-            await Keeping(fleet).fetch(reference)
+            await KeptEmbeddings(fleet).fetch(reference)
         del fleet.stores["b"]
         with pytest.raises(NotFound):
-            await Keeping(fleet).fetch(reference)
+            await KeptEmbeddings(fleet).fetch(reference)
         fleet.stores.clear()
         with pytest.raises(Unavailable):  # a router that has just started
-            await Keeping(fleet).fetch(reference)
+            await KeptEmbeddings(fleet).fetch(reference)
 
     asyncio.run(test())
 
 
 def test_each_of_two_ids_lets_go_of_its_own() -> None:
     store, _ = references()
-    first = store.keep(kept(1), 0)
-    second = store.keep_again(first, 1)
-    assert second
+    one = kept(1)
+    first, second = store.keep(one, 0), store.keep(one, 1)
     assert second != first
     assert store.get(second, 1) is store.get(first, 1)
     assert store.bytes == ENTRY_BYTES + OVERHEAD_BYTES, "one object"
     assert store.release(first)
     assert store.get(second, 1)
-    assert store.keep_again(first, 1) is None
+    assert store.get(first, 1) is None

@@ -1,61 +1,102 @@
-"""What the router makes of the replicas that Serve tells it of, and of what Ray raises."""
+"""What a router makes of the replicas that Serve tells it of, and of calls to them that fail."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, TaskCancelledError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from actors.errors import EmbeddingLost, InvalidMedia
-from actors.telemetry.request_context import Origin
-from actors.types import Answer, Dtype, Embedding, Media
+from actors.errors import InvalidMedia
+from actors.rpc.server import Endpoint, ReplicaServer
+from actors.store.references import Kept
+from actors.types import Embedding, SharedBytes
 from router.replicas import serve_fleet
-from router.replicas.fleet import ReplicaDied, ReplicaFull, ShardLost
-from router.replicas.registry import REGISTRY, PinnedReplicaFull, PinnedReplicaUnavailable, Replica
-from router.replicas.serve_fleet import ServeFleet
-from tests.unit.fleet import embedding, item
+from router.replicas.fleet import ReplicaUnreachable, ShardLost
+from router.replicas.membership import MEMBERSHIP, PinnedReplicaUnavailable, Replica
+from router.replicas.serve_fleet import HandOver, ServeFleet
+from tests.unit.fleet import embedding, item, right
+from tests.unit.router.test_replica_rpc import NODE, SECONDS, MemoryEncoder
+
+NOWHERE = Endpoint(NODE, "/nowhere", "127.0.0.1:1", "token")
+DEPLOYMENT = ("fleet", "Encoder")
 
 
 class Handle:
-    """Of a deployment; calls raise `failure`."""
+    """Of a deployment, for `take` and `check_health`."""
 
-    app_name = "fleet"
-    deployment_name = "Encoder"
+    app_name, deployment_name = DEPLOYMENT
 
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.failure = failure
+    def __init__(self) -> None:
+        self.server: ReplicaServer | None = None
+        self.failures: list[Exception] = []
+        self.batches: list[list[str]] = []
+        self.checked = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.take = self.Method(self._take)
+        self.check_health = self.Method(self._check_health)
 
-    def options(self, **_: str) -> Handle:
+    class Method:
+        def __init__(self, remote: Any) -> None:
+            self.remote = remote
+
+    def options(self, **_: Any) -> Handle:
         return self
 
-    @property
-    def encode(self) -> Handle:
-        return self
+    async def _take(self, tickets: list[str]) -> Any:
+        self.batches.append(tickets)
+        await self.gate.wait()
+        if self.failures:
+            raise self.failures.pop()
+        assert self.server
+        return self.server.take(tickets)
 
-    async def remote(
-        self, media: list[Media], dtype: Dtype, left_seconds: float, origin: Origin, keep: bool
-    ) -> list[Answer]:
-        if self.failure:
-            raise self.failure
-        return []
+    async def _check_health(self) -> None:
+        self.checked += 1
+        if self.failures:
+            raise self.failures.pop()
 
 
-@pytest.fixture
-def replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two models in one deployment, as in a rollout, and one that does not say."""
+@pytest.fixture(autouse=True)
+def _replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models in one deployment, as in a rollout, one that does not say, one version."""
     monkeypatch.setattr(serve_fleet, "is_local_testing", lambda: False)
+    monkeypatch.setattr(serve_fleet, "node_id", lambda: NODE)
+    monkeypatch.setattr(serve_fleet, "CONFIRM_SECONDS", 0.01)
     said = {"a": {"fingerprint": "old"}, "b": {"fingerprint": "new"}, "c": {}}
-    named = {name: Replica(metadata, 7) for name, metadata in said.items()}
-    REGISTRY.publish((Handle.app_name, Handle.deployment_name), named)
+    named = {name: Replica(metadata, 7, NOWHERE) for name, metadata in said.items()}
+    named["d"] = Replica({"fingerprint": "new"}, 7, endpoint=None)
+    MEMBERSHIP.publish(DEPLOYMENT, named)
 
 
-@pytest.mark.usefixtures("replicas")
+@asynccontextmanager
+async def served() -> AsyncGenerator[tuple[MemoryEncoder, Handle, ServeFleet]]:
+    """Replica "a", reached over gRPC."""
+    encoder, handle = MemoryEncoder(), Handle()
+    handle.server = ReplicaServer(encoder)
+    endpoint = await handle.server.start(NODE, "127.0.0.1")
+    MEMBERSHIP.publish(DEPLOYMENT, {"a": Replica({}, 7, endpoint)})
+    fleet = ServeFleet(handle, None)
+    async with asyncio.timeout(SECONDS):
+        yield encoder, handle, fleet
+        MEMBERSHIP.publish(DEPLOYMENT, {})
+        fleet.reports()
+        await handle.server.stop(SECONDS)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(test)
+
+
 @pytest.mark.parametrize(
     ("fingerprint", "names"), [(None, "abc"), ("old", "ac"), ("new", "bc"), ("other", "c")]
 )
-def test_only_replicas_of_the_own_model_are_planned_for(
+def test_only_replicas_of_the_own_model_and_version_are_planned_for(
     fingerprint: str | None, names: str
 ) -> None:
     fleet = ServeFleet(Handle(), fingerprint)
@@ -63,36 +104,122 @@ def test_only_replicas_of_the_own_model_are_planned_for(
     assert list(fleet.replicas()) == list(names)
 
 
-@pytest.mark.usefixtures("replicas")
+def test_small_rows_come_with_the_answer_and_large_ones_are_taken() -> None:
+    async def test() -> None:
+        async with served() as (encoder, handle, fleet):
+            reply = await fleet.encode("a", [item(1)], "bfloat16", 5)
+            assert right([item(1)], reply.answers)
+            assert not handle.batches
+            rows = SharedBytes(object(), 2**21)
+            encoder.rows[item(2).digest] = rows
+            reply = await fleet.encode("a", [item(1), item(2)], "bfloat16", 5)
+            assert right([item(1)], reply.answers[:1])
+            assert isinstance(reply.answers[1], Embedding)
+            assert reply.answers[1].data is rows
+            encoder.kept["x"] = Kept.of(item(2), replace(embedding(item(2), "a"), data=rows))
+            kept = await fleet.fetch("a", "x")
+            assert kept
+            assert kept.embedding.data is rows
+            assert await fleet.fetch("a", "y") is None
+            assert await fleet.release("a", "x")
+            assert not await fleet.release("a", "x")
+
+    run(test())
+
+
+def test_tickets_that_come_during_a_hand_over_are_taken_together() -> None:
+    async def test() -> None:
+        async with served() as (encoder, handle, fleet):
+            media = [item(number) for number in range(5)]
+            for one in media:
+                encoder.rows[one.digest] = SharedBytes(one.digest, 2**21)
+            handle.gate.clear()
+            first, *others = [
+                asyncio.create_task(fleet.encode("a", [one], "bfloat16", 5)) for one in media
+            ]
+            while len(fleet._hand_overs.get("a", HandOver(Handle()))._waiting) < 4:
+                await asyncio.sleep(0.01)
+            others[0].cancel()
+            handle.gate.set()
+            for one, call in zip(media[2:], others[1:], strict=True):
+                (answer,) = (await call).answers
+                assert isinstance(answer, Embedding)
+                assert answer.data is encoder.rows[one.digest]
+            await first
+            assert [len(batch) for batch in handle.batches] == [1, 4]
+
+    run(test())
+
+
 @pytest.mark.parametrize(
-    ("failure", "told"),
-    [
-        (PinnedReplicaFull("x"), ReplicaFull),
-        (PinnedReplicaUnavailable("x"), ShardLost),
-        (TaskCancelledError(), ShardLost),
-        (ActorDiedError(), ReplicaDied),
-        (ActorUnavailableError("x", b"x" * 16), ReplicaDied),
-        (RayTaskError("encode", "", ActorDiedError()), ShardLost),
-        (RayTaskError("encode", "", InvalidMedia("x")), InvalidMedia),
-        (RayTaskError("encode", "", ValueError("x")), RayTaskError),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.__name__,
+    "failure",
+    [ActorDiedError(), PinnedReplicaUnavailable("gone"), ActorUnavailableError("x", b"x" * 16)],
+    ids=lambda failure: type(failure).__name__,
 )
-def test_failures_are_told_apart(failure: Exception, told: type[Exception]) -> None:
-    with pytest.raises(Exception) as raised:  # noqa: PT011
-        asyncio.run(ServeFleet(Handle(failure), None).encode("a", [], "bfloat16", 5))
-    assert type(raised.value) is told
+def test_rows_that_cannot_be_taken_are_lost(failure: Exception) -> None:
+    async def test() -> None:
+        async with served() as (encoder, handle, fleet):
+            encoder.rows[item(2).digest] = SharedBytes(object(), 2**21)
+            handle.failures = [failure]
+            with pytest.raises(ShardLost, match="rows"):
+                await fleet.encode("a", [item(2)], "bfloat16", 5)
+            await fleet.encode("a", [item(2)], "bfloat16", 5)
+            assert handle.server
+            handle.server.take = lambda tickets: [None] * len(tickets)  # type: ignore[method-assign]
+            with pytest.raises(ShardLost, match="not taken in time"):
+                await fleet.encode("a", [item(2)], "bfloat16", 5)
+
+    run(test())
 
 
-@pytest.mark.usefixtures("replicas")
-def test_ids_that_cannot_be_had_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def given(*_: object, **__: object) -> list[str]:
-        return ["a.x"]  # of three: the others found no room
+def test_an_error_of_the_replica_is_not_its_loss() -> None:
+    async def test() -> None:
+        async with served() as (encoder, handle, fleet):
+            encoder.failure = InvalidMedia("x")
+            with pytest.raises(InvalidMedia):
+                await fleet.encode("a", [item(1)], "bfloat16", 5)
+            with pytest.raises(InvalidMedia):
+                await fleet.check("a")
+            encoder.failure = None
+            await fleet.check("a")
+            assert not handle.checked
 
-    fleet = ServeFleet(Handle(), None)
-    monkeypatch.setattr(fleet, "_call", given)
-    kept = replace(embedding(item(1), "a"), reference="a.0")
-    first, *others = asyncio.run(fleet.keep_again(kept, 3))
-    assert isinstance(first, Embedding)
-    assert first.reference == "a.x"
-    assert [type(one) for one in others] == [EmbeddingLost] * 2
+    run(test())
+
+
+def test_a_replica_that_is_gone_is_unreachable() -> None:
+    async def test() -> None:
+        with pytest.raises(ReplicaUnreachable, match="gone"):
+            await ServeFleet(Handle(), None).encode("z", [item(1)], "bfloat16", 5)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("failures", "asked"),
+    [
+        ([], 1),
+        ([RayTaskError("check_health", "", ValueError("sick"))], 1),
+        ([ActorDiedError()] * 3, 4),
+        ([ActorDiedError()] * 99, serve_fleet.CONFIRMATIONS),
+    ],
+    ids=["well", "sick", "well again", "dead"],
+)
+def test_serve_is_asked_about_a_replica_that_is_unreachable(
+    failures: list[Exception], asked: int
+) -> None:
+    async def test() -> None:
+        handle = Handle()
+        handle.failures = list(failures)
+        fleet = ServeFleet(handle, None)
+        for _ in range(2):  # once for all calls that fail meanwhile
+            with pytest.raises(ReplicaUnreachable):
+                await fleet.encode("a", [item(1)], "bfloat16", 5)
+        async with asyncio.timeout(SECONDS):
+            while fleet._confirming:
+                await asyncio.sleep(0.01)
+        assert handle.checked in {asked, 2 * asked if asked == 1 else asked}
+        fleet._channels.keep({})
+        await asyncio.sleep(0)
+
+    run(test())

@@ -3,20 +3,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.store.cache import EmbeddingCache, Entry
+from actors.store.cache import EmbeddingCache
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import SharedBytes
+from actors.types import Bytes, Embedding, SharedBytes, Timings
 
 ROW_BYTES = 16
 
 
-def entry(count: int, value: int = 0) -> Entry:
-    data = np.full(count * ROW_BYTES, value, np.uint8)
-    return Entry(data, "float32", (count, ROW_BYTES // 4))
+def embedding(data: Bytes | SharedBytes, count: int) -> Embedding:
+    shape = (count, ROW_BYTES // 4)
+    return Embedding(data, "float32", shape, (1, 2, 2), "graph", Timings(0, 0, 0))
 
 
-def shared(count: int) -> Entry:
-    return Entry(SharedBytes(object(), count * ROW_BYTES), "float32", (count, ROW_BYTES // 4))
+def entry(count: int, value: int = 0) -> Embedding:
+    return embedding(np.full(count * ROW_BYTES, value, np.uint8), count)
+
+
+def shared(count: int) -> Embedding:
+    return embedding(SharedBytes(object(), count * ROW_BYTES), count)
 
 
 def sample(metrics: EncoderMetrics, name: str) -> float:

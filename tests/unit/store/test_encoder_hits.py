@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import Future
 from dataclasses import replace
-from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray import serve
 from torch import Tensor
 
-from actors import encoder
-from actors.errors import EmbeddingLost, InvalidMedia, TooLarge, Unavailable
-from actors.messages import connect
+from actors import encoder, pipeline
+from actors.errors import InvalidMedia, TooLarge, Unavailable
 from actors.options import (
     ActorOptions,
     CacheOptions,
@@ -25,11 +23,14 @@ from actors.options import (
     ModelOptions,
     ReferenceOptions,
 )
-from actors.store import entries
-from actors.store.cache import Entry
-from actors.store.references import Kept, References
-from actors.store.sharing import Writing
-from actors.types import Dtype, Embedding, Media, SharedBytes, Size, Timings
+from actors.rpc import replica_pb2 as pb
+from actors.rpc.codec import EncodeCall, message_fields, reply_of
+from actors.rpc.server import Endpoint
+from actors.store.references import References
+from actors.telemetry.request_context import NOBODY
+from actors.types import Dtype, Embedding, Media, Size
+from router.replicas.fleet import ReplicaUnreachable
+from router.replicas.rpc import ReplicaChannel
 from tests.images import jpeg
 
 OPTIONS = ActorOptions(
@@ -44,11 +45,13 @@ OPTIONS = ActorOptions(
 def actor(monkeypatch: pytest.MonkeyPatch) -> encoder.Encoder:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    node = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
     return encoder.Encoder(OPTIONS)
 
 
 def media(actor: encoder.Encoder, width: int) -> Media:
-    plan = actor.tower.spec.sizing.plan(Size(width, 64))
+    plan = actor.pipeline.engine.tower.spec.sizing.plan(Size(width, 64))
     return Media("image", jpeg(width, 64), plan, str(width))
 
 
@@ -62,7 +65,7 @@ def test_a_hit_in_another_dtype_is_that_of_the_cache(actor: encoder.Encoder) -> 
         assert isinstance(hit, Embedding)
         assert (whole.source, other.source, hit.source) == ("graph", "graph", "cache")
         assert (hit.dtype, hit.shape) == ("float16", whole.shape)
-        actor.stages.close()
+        actor.pipeline.close()
 
     asyncio.run(run())
 
@@ -80,10 +83,10 @@ def test_what_is_to_be_kept_is_kept_by_the_same_call(actor: encoder.Encoder) -> 
         assert kept
         assert (kept.media.data, kept.media.digest) == (b"", "96")
         assert kept.embedding.shape == good.shape
-        actor.references = References(ReferenceOptions(max_bytes=1), actor.series)
+        actor.pipeline.references = References(ReferenceOptions(max_bytes=1), actor.series)
         (large,) = (await actor.encode([media(actor, 64)], "float16", 30, keep=True)).answers
         assert isinstance(large, TooLarge)
-        actor.stages.close()
+        actor.pipeline.close()
 
     asyncio.run(run())
 
@@ -94,7 +97,7 @@ def test_a_call_that_ends_while_a_hit_is_converted_gives_up_the_rest(
     async def run() -> None:
         await actor.encode([media(actor, 64)], "float32", 30)
         gate, reached, forwards = threading.Event(), threading.Event(), []
-        forward = actor.tower.forward
+        forward = actor.pipeline.engine.tower.forward
 
         def held(path: str, values: Any) -> Tensor:
             forwards.append(path)
@@ -102,63 +105,55 @@ def test_a_call_that_ends_while_a_hit_is_converted_gives_up_the_rest(
             gate.wait(60)
             return forward(path, values)
 
-        monkeypatch.setattr(actor.tower, "forward", held)
+        monkeypatch.setattr(actor.pipeline.engine.tower, "forward", held)
         converting = asyncio.Event()
 
-        async def for_ever(entry: Entry, dtype: Dtype) -> Entry:
+        async def for_ever(embedding: Embedding, dtype: Dtype) -> Embedding:
             converting.set()
             await asyncio.Event().wait()
-            return entry
+            return embedding
 
-        monkeypatch.setattr(entries, "converted", for_ever)
+        monkeypatch.setattr(pipeline, "converted", for_ever)
         before = asyncio.create_task(actor.encode([media(actor, 96)], "float32", 30))
         await asyncio.to_thread(reached.wait, 10)
         behind = asyncio.create_task(
             actor.encode([media(actor, 64), media(actor, 128)], "float16", 30)
         )
         await asyncio.wait_for(converting.wait(), 10)
-        while not actor.engine._waiting:  # decoded, and behind what the engine holds
+        while not actor.pipeline.engine._waiting:  # decoded, and behind what the engine holds
             await asyncio.sleep(0.01)
         behind.cancel()
         with pytest.raises(asyncio.CancelledError):
             await behind
         gate.set()
         await before
-        actor.stages.close()
+        actor.pipeline.close()
         assert len(forwards) == 1
 
     asyncio.run(run())
 
 
-def test_what_was_not_written_is_lost_once_and_then_not_there(actor: encoder.Encoder) -> None:
-    async def run() -> None:
-        failed: Future[Entry] = Future()
-        failed.set_exception(MemoryError("full"))
-        data = SharedBytes(Writing(failed), 2**20)
-        made = Embedding(data, "float32", (1, 2), (1, 2, 2), "graph", Timings(0, 0, 0), "one")
-        assert await actor.keep_again("one.nothing", 1) == []
-        name = actor.references.keep(Kept.of(media(actor, 64), made), monotonic())
-        with pytest.raises(EmbeddingLost, match="full"):
-            await actor.fetch(name)
-        assert await actor.fetch(name) is None
-        actor.stages.close()
-
-    asyncio.run(run())
-
-
-def test_serve_awaits_its_end_and_calls_over_lines_with_it(actor: encoder.Encoder) -> None:
+def test_serve_awaits_its_end_and_that_of_calls_over_grpc(actor: encoder.Encoder) -> None:
     async def run() -> None:
         said = await actor.record_replica_metadata()
         assert said == await actor.record_replica_metadata()
-        near = connect(said["line"])
-        assert near
-        near.close()
+        endpoint = Endpoint.of(said)
+        assert endpoint
+        channel = ReplicaChannel(endpoint, "node")
+        call = EncodeCall([media(actor, 64)], "float16", 30, NOBODY, keep=False)
+        reply = await channel.call("Encode", pb.EncodeRequest(**message_fields(call)))
+        (answer,) = reply_of(reply, []).answers
+        assert isinstance(answer, Embedding)
+        assert await actor.take(["unknown"]) == [None]
         stopping = actor.__del__()
         assert stopping
         await stopping
-        assert connect(said["line"]) is None
+        with pytest.raises(ReplicaUnreachable):
+            await channel.call("Check", pb.CheckRequest())
         assert actor.__del__() is None, "Python's own, later"
         with pytest.raises(Unavailable):
             await actor.encode([media(actor, 64)], "float32", 30)
+        channel.retire()
+        await asyncio.sleep(0)
 
     asyncio.run(run())

@@ -15,7 +15,7 @@ from ray import serve
 from torch import Tensor
 
 from actors import encoder
-from actors.store import sharing
+from actors.store import writer
 from actors.store.nixl import DeviceMemory
 from actors.types import Embedding, Media, SharedBytes, Size
 from tests.images import jpeg
@@ -39,15 +39,15 @@ class Memory:
 def actor(monkeypatch: pytest.MonkeyPatch) -> encoder.Encoder:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(sharing, "INLINE_BYTES", 2000)  # of 384 a row
+    monkeypatch.setattr(writer, "INLINE_BYTES", 2000)  # of 384 a row
     graphs = OPTIONS.graphs.model_copy(update={"mode": "off"})
     actor = encoder.Encoder(OPTIONS.model_copy(update={"graphs": graphs}))
-    actor.sharing.memory = cast(DeviceMemory, Memory())
+    actor.pipeline.writer.memory = cast(DeviceMemory, Memory())
     return actor
 
 
 def media(actor: encoder.Encoder, width: int, **others: Any) -> Media:
-    plan = actor.tower.spec.sizing.plan(Size(width, 64))
+    plan = actor.pipeline.engine.tower.spec.sizing.plan(Size(width, 64))
     return Media("image", jpeg(width, 64), plan, str(width), **others)
 
 
@@ -67,7 +67,7 @@ def test_large_rows_stay_for_those_who_can_read_them_while_there_is_room(
     (again,) = encode(actor, [replace(asked, on_device=False)], "float16")
     assert again.source == "cache", "which holds rows of its own"
     assert isinstance(again.data, np.ndarray)
-    memory = cast(Any, actor.sharing.memory)
+    memory = cast(Any, actor.pipeline.writer.memory)
     assert again.data.tobytes() == memory.held.pop().numpy().tobytes()
     host = media(actor, 128)
     room = media(actor, 160, on_device=True)
@@ -76,4 +76,4 @@ def test_large_rows_stay_for_those_who_can_read_them_while_there_is_room(
     assert [isinstance(one.data, SharedBytes) for one in found].count(True) == 1
     assert not any(isinstance(one.data, SharedBytes) for one in found[:2])
     assert [one.shape[0] for one in found] == [4, 8, 10, 12]
-    actor.stages.close()
+    actor.pipeline.close()

@@ -15,7 +15,7 @@ from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.policy.balance import POLICIES, largest_first
-from router.policy.cache_affinity import PATIENCE, Holders, plan_around
+from router.policy.cache_affinity import PATIENCE, CacheAffinity, plan_around
 from tests.unit.fleet import MemoryFleet, collect, embedding, item
 
 ENTRY_BYTES = 32
@@ -24,20 +24,20 @@ IDLE = {"a": 0, "b": 0}
 
 
 def test_an_item_goes_where_it_was_last_seen() -> None:
-    holders = Holders(10 * ENTRY_BYTES)
+    affinity = CacheAffinity(10 * ENTRY_BYTES)
     for number, replica in ((1, "a"), (2, "b"), (1, "b")):
-        holders.saw(item(number), embedding(item(number), replica))
-    assert holders.place([item(1), item(3), item(2)], IDLE) == {0: "b", 2: "b"}
-    assert holders.place([item(1)], {"a": 0}) == {}  # its holder is excluded
-    holders.keep({"a": 0})
-    assert (holders.place([item(1)], IDLE), len(holders)) == ({}, 0)
+        affinity.saw(item(number), embedding(item(number), replica))
+    assert affinity.place([item(1), item(3), item(2)], IDLE) == {0: "b", 2: "b"}
+    assert affinity.place([item(1)], {"a": 0}) == {}  # its holder is excluded
+    affinity.keep({"a": 0})
+    assert (affinity.place([item(1)], IDLE), len(affinity)) == ({}, 0)
 
 
 def test_a_holder_with_much_more_to_do_is_left_alone() -> None:
-    holders = Holders(ENTRY_BYTES)
-    holders.saw(item(1, 100), embedding(item(1), "b"))
-    assert holders.place([item(1, 100)], {"a": 50, "b": 50 + PATIENCE * 100}) == {0: "b"}
-    assert holders.place([item(1, 100)], {"a": 50, "b": 51 + PATIENCE * 100}) == {}
+    affinity = CacheAffinity(ENTRY_BYTES)
+    affinity.saw(item(1, 100), embedding(item(1), "b"))
+    assert affinity.place([item(1, 100)], {"a": 50, "b": 50 + PATIENCE * 100}) == {0: "b"}
+    assert affinity.place([item(1, 100)], {"a": 50, "b": 51 + PATIENCE * 100}) == {}
 
 
 @given(
@@ -47,15 +47,15 @@ def test_a_holder_with_much_more_to_do_is_left_alone() -> None:
 def test_a_replica_is_believed_to_hold_what_fits(
     answers: list[tuple[int, str, int]], max_bytes: int
 ) -> None:
-    holders = Holders(max_bytes)
+    affinity = CacheAffinity(max_bytes)
     sizes: dict[int, int] = {}
     for number, replica, rows in answers:
         one = replace(embedding(item(number), replica), shape=(rows, 16))
-        holders.saw(item(number), one)
+        affinity.saw(item(number), one)
         if rows * ENTRY_BYTES <= max_bytes:
             sizes[number] = rows * ENTRY_BYTES
-            assert holders.place([item(number)], dict.fromkeys("abc", 0)) == {0: replica}
-        held = holders.place([item(n) for n in range(10)], dict.fromkeys("abc", 0))
+            assert affinity.place([item(number)], dict.fromkeys("abc", 0)) == {0: replica}
+        held = affinity.place([item(n) for n in range(10)], dict.fromkeys("abc", 0))
         for name in "abc":
             assert sum(sizes[n] for n, where in held.items() if where == name) <= max_bytes
 

@@ -10,7 +10,7 @@ from actors.errors import Unavailable
 from actors.types import Answer, Media
 from router.dispatch import Dispatcher
 from router.replicas.fleet import ShardLost
-from router.replicas.liveness import Watch
+from router.replicas.liveness import Liveness
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, item, right, settled, well
 
 STALL_SECONDS = 0.1
@@ -67,12 +67,12 @@ def test_a_replica_that_says_it_is_ill_has_lost_its_calls() -> None:
         raise Unavailable("the engine is stuck")
 
     async def test() -> None:
-        watch = Watch(ill, STALL_SECONDS)
+        liveness = Liveness(ill, STALL_SECONDS)
         with pytest.raises(ShardLost):
-            async with watch.over("a"):
+            async with liveness.guard("a"):
                 await asyncio.Event().wait()
         await asyncio.sleep(0)
-        assert not watch.silent
+        assert not liveness.silent
 
     asyncio.run(test())
 
@@ -82,21 +82,21 @@ def test_a_call_to_a_silent_replica_is_lost_too() -> None:
         await asyncio.Event().wait()
 
     async def test() -> None:
-        watch = Watch(never, STALL_SECONDS)
+        liveness = Liveness(never, STALL_SECONDS)
         for _ in range(2):
             with pytest.raises(ShardLost):
-                async with watch.over("a"):
+                async with liveness.guard("a"):
                     await asyncio.Event().wait()
-            assert watch.silent == {"a"}
+            assert liveness.silent == {"a"}
 
     asyncio.run(test())
 
 
 def test_what_the_call_raises_is_its_own() -> None:
     async def test() -> None:
-        watch = Watch(lambda replica: asyncio.sleep(0), STALL_SECONDS)
+        liveness = Liveness(lambda replica: asyncio.sleep(0), STALL_SECONDS)
         with pytest.raises(KeyError):
-            async with watch.over("a"):
+            async with liveness.guard("a"):
                 raise KeyError
 
     asyncio.run(test())

@@ -1,0 +1,163 @@
+"""Dataclasses of the service <-> messages of replica.proto.
+
+Fields are converted by name, so that a new field needs a line in the .proto alone;
+tests/unit/test_codec.py compares the two. Rows in shared memory never enter a message: an object
+reference that is serialised outside of Ray is never released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from actors import errors
+from actors.errors import EncodeFailed, Overloaded, ServiceError
+from actors.rpc import replica_pb2 as pb
+from actors.store.references import Kept
+from actors.telemetry.request_context import Origin
+from actors.types import Answer, Dtype, Embedding, Media, Reply, SharedBytes
+
+VERSION = 1
+"""Of the protocol. Routers use no replica that speaks another one."""
+
+EMBEDDING_FIELDS = [field.name for field in fields(Embedding) if field.name != "data"]
+
+Value = TypeVar("Value")
+
+ERROR_TYPES = {
+    kind.__name__: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, ServiceError)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeCall:
+    """The arguments of `Encoder.encode`."""
+
+    media: list[Media]
+    dtype: Dtype
+    timeout_seconds: float
+    origin: Origin
+    keep: bool
+
+
+def message_fields(value: Any) -> Any:
+    """A dataclass as the keyword arguments of its message, recursively; None stays absent."""
+    kind: Any = type(value)
+    if names := _field_names(kind):
+        return {
+            name: message_fields(found)
+            for name in names
+            if (found := getattr(value, name)) is not None
+        }
+    if isinstance(value, list):
+        return [message_fields(one) for one in value]
+    return value
+
+
+@cache
+def _field_names(kind: type) -> list[str]:
+    """Empty where it is no dataclass."""
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else []
+
+
+def from_message(message: Any, kind: type[Value]) -> Value:
+    """The dataclass again."""
+    cached: Any = kind
+    return kind(**{name: read(message) for name, read in _readers(cached)})
+
+
+@cache
+def _readers(kind: type) -> list[tuple[str, Callable[[Any], Any]]]:
+    """How each field of a dataclass is read from its message."""
+    hints = get_type_hints(kind)
+    return [(field.name, _reader(field.name, hints[field.name])) for field in fields(kind)]
+
+
+def _reader(name: str, hint: Any) -> Callable[[Any], Any]:
+    arguments = get_args(hint)
+    if NoneType in arguments:
+        (inner,) = (one for one in arguments if one is not NoneType)
+        read = _reader(name, inner)
+        return lambda message: read(message) if message.HasField(name) else None
+    if get_origin(hint) is list:
+        return lambda message: [from_message(one, arguments[0]) for one in getattr(message, name)]
+    if get_origin(hint) is tuple:
+        return lambda message: tuple(getattr(message, name))
+    if isinstance(hint, type) and is_dataclass(hint):
+        return lambda message: from_message(getattr(message, name), hint)
+    return lambda message: getattr(message, name)
+
+
+def reply_message(reply: Reply) -> tuple[pb.EncodeReply, list[SharedBytes]]:
+    """The message without a ticket, and the rows that it refers to by their places."""
+    shared: list[SharedBytes] = []
+    answers = [
+        pb.Answer(embedding=embedding_message(one, shared))
+        if isinstance(one, Embedding)
+        else pb.Answer(error=error_message(one))
+        for one in reply.answers
+    ]
+    return pb.EncodeReply(answers=answers, outstanding_patches=reply.outstanding_patches), shared
+
+
+def reply_of(message: pb.EncodeReply, shared: Sequence[SharedBytes]) -> Reply:
+    """The reply again. `shared`: what its ticket stands for."""
+    answers: list[Answer] = [
+        error_of(one.error) if one.HasField("error") else embedding_of(one.embedding, shared)
+        for one in message.answers
+    ]
+    return Reply(answers, message.outstanding_patches)
+
+
+def kept_message(kept: Kept, shared: list[SharedBytes]) -> pb.Kept:
+    """Rows in shared memory are appended to `shared`."""
+    media = message_fields(kept.media)
+    return pb.Kept(media=media, embedding=embedding_message(kept.embedding, shared))
+
+
+def kept_of(message: pb.Kept, shared: Sequence[SharedBytes]) -> Kept:
+    """The same again."""
+    return Kept(from_message(message.media, Media), embedding_of(message.embedding, shared))
+
+
+def embedding_message(embedding: Embedding, shared: list[SharedBytes]) -> pb.Embedding:
+    """Rows in shared memory are appended to `shared`."""
+    data = embedding.data
+    others = {name: message_fields(getattr(embedding, name)) for name in EMBEDDING_FIELDS}
+    if isinstance(data, SharedBytes):
+        shared.append(data)
+        return pb.Embedding(shared=len(shared) - 1, **others)
+    if not isinstance(data, np.ndarray):
+        raise TypeError(f"rows that are {type(data).__name__} in a message. This is a bug.")
+    return pb.Embedding(data=data.tobytes(), **others)
+
+
+def embedding_of(message: pb.Embedding, shared: Sequence[SharedBytes]) -> Embedding:
+    """The same again."""
+    found = {name: read(message) for name, read in _readers(Embedding) if name != "data"}
+    if message.HasField("shared"):
+        return Embedding(shared[message.shared], **found)
+    return Embedding(np.frombuffer(message.data, np.uint8), **found)
+
+
+def error_message(error: Exception) -> pb.Error:
+    """Of any error. What is no ServiceError is our fault."""
+    if not isinstance(error, ServiceError):
+        error = EncodeFailed(f"the encoder failed: {error!r}")
+    retry = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
+    return pb.Error(type=type(error).__name__, message=error.message, retry_after_seconds=retry)
+
+
+def error_of(message: pb.Error) -> ServiceError:
+    """The same again; EncodeFailed where this version does not know the type."""
+    kind = ERROR_TYPES.get(message.type, EncodeFailed)
+    if issubclass(kind, Overloaded):
+        return kind(message.message, message.retry_after_seconds)
+    return kind(message.message)

@@ -1,0 +1,274 @@
+"""The replica's end of replica.proto: what routers call, over a unix socket or TCP.
+
+Who may call: processes that know the replica's token, a random one that only this Ray cluster is
+told (`record_replica_metadata`). The unix socket besides lies in a directory that only the
+replica's own user may enter; gRPC does not show a peer's credentials (SO_PEERCRED).
+
+To Serve these are no requests: whoever owns the server calls `stop` before the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from hmac import compare_digest
+from pathlib import Path
+from secrets import token_hex
+from shutil import rmtree
+from typing import Any, Protocol
+
+import grpc
+
+from actors.errors import ServiceError, Unavailable
+from actors.rpc import replica_pb2 as pb
+from actors.rpc.codec import (
+    VERSION,
+    EncodeCall,
+    error_message,
+    from_message,
+    kept_message,
+    reply_message,
+)
+from actors.rpc.service import Method, generic_handler
+from actors.store.references import Kept
+from actors.telemetry.request_context import Origin
+from actors.types import Dtype, Media, Reply, SharedBytes
+
+log = logging.getLogger("ray.serve")
+
+METADATA_KEY = "rpc"
+"""Of the endpoint in `record_replica_metadata`."""
+TOKEN_KEY, BEGUN_KEY, ERROR_KEY = "token", "begun", "error-bin"
+"""gRPC metadata: of a call; of its beginning, sent before any work; of its end."""
+
+MAX_MESSAGE_BYTES = 2**30
+"""Of a call or an answer. A reply holds at most 1000 items (limits.max_items) of INLINE_BYTES."""
+MAX_ERROR_CHARS = 2000
+"""Of a message in the metadata, for which gRPC allows 8 KiB."""
+TICKET_SECONDS = 30.0
+"""For which rows wait to be taken. The router asks at once; one that died never does."""
+STALE_SECONDS = 60.0
+"""Age from which a socket that nobody listens on was left by a replica that was killed."""
+DIRECTORY_PREFIX = "encoder-rpc-"
+SOCKET_NAME = "replica.sock"
+
+COMMON_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a replica listens, and its token. Does not print the token."""
+
+    node: str
+    """Ray's id of the node."""
+    unix: str
+    """Path of the socket."""
+    tcp: str
+    """Address and port."""
+    token: str = field(repr=False)
+    version: int = VERSION
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """For `record_replica_metadata`, which Ray's controller passes on to routers."""
+        return {METADATA_KEY: asdict(self)}
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> Endpoint | None:
+        """From a replica's metadata. None: it speaks another version, or listens nowhere."""
+        said = metadata.get(METADATA_KEY, {})
+        return cls(**said) if said.get("version") == VERSION else None
+
+
+class ServedEncoder(Protocol):
+    """The part of actors.encoder.Encoder that is called."""
+
+    async def encode(
+        self,
+        media: list[Media],
+        dtype: Dtype,
+        timeout_seconds: float,
+        origin: Origin,
+        keep: bool,
+    ) -> Reply:
+        """An embedding or an error for each item."""
+
+    async def fetch(self, name: str) -> Kept | None:
+        """What is kept under a name."""
+
+    async def release(self, name: str) -> bool:
+        """Whether something was kept under the name."""
+
+    async def check_health(self) -> None:
+        """Raises if the replica is unhealthy."""
+
+
+class ReplicaServer:
+    """Serves one encoder to routers. For the encoder's event loop."""
+
+    def __init__(self, encoder: ServedEncoder) -> None:
+        self._encoder = encoder
+        self._endpoint: Endpoint | None = None
+        self._server: grpc.aio.Server | None = None
+        self._tickets: dict[str, list[SharedBytes]] = {}
+
+    @property
+    def running(self) -> bool:
+        """Whether there is something to stop."""
+        return self._server is not None
+
+    async def start(self, node: str, host: str) -> Endpoint:
+        """Listens; the second time it only says where. `host`: the node's address."""
+        if self._endpoint:
+            return self._endpoint
+        token = token_hex(32)
+        options = [*COMMON_OPTIONS, ("grpc.so_reuseport", 0)]
+        server = grpc.aio.server(interceptors=[TokenCheck(token)], options=options)
+        methods = {
+            "Encode": self._encode,
+            "Check": self._check,
+            "Fetch": self._fetch,
+            "Release": self._release,
+        }
+        service = pb.DESCRIPTOR.services_by_name["Replica"]
+        handled = {name: _method(method) for name, method in methods.items()}
+        server.add_generic_rpc_handlers([generic_handler(service, handled)])
+        host = f"[{host}]" if ":" in host else host
+        port = server.add_insecure_port(f"{host}:0")
+        directory = await asyncio.to_thread(make_directory)
+        path = str(directory / SOCKET_NAME)
+        server.add_insecure_port(f"unix:{path}")
+        await server.start()
+        self._server = server
+        self._endpoint = Endpoint(node, path, f"{host}:{port}", token)
+        return self._endpoint
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Takes no more calls, and waits so long for those that there are."""
+        if (server := self._server) is None or self._endpoint is None:
+            return
+        self._server = None
+        await server.stop(grace_seconds)
+        rmtree(Path(self._endpoint.unix).parent, ignore_errors=True)
+
+    def take(self, tickets: list[str]) -> list[list[SharedBytes] | None]:
+        """The rows that each ticket stands for, once. None: it was taken, or expired."""
+        return [self._tickets.pop(ticket, None) for ticket in tickets]
+
+    def _ticket(self, shared: list[SharedBytes]) -> str:
+        """For rows in shared memory, which stay at least until it is exchanged or expires."""
+        if not shared:
+            return ""
+        ticket = token_hex(16)
+        self._tickets[ticket] = shared
+        asyncio.get_running_loop().call_later(TICKET_SECONDS, self._tickets.pop, ticket, None)
+        return ticket
+
+    async def _encode(self, request: pb.EncodeRequest) -> pb.EncodeReply:
+        call = from_message(request, EncodeCall)
+        message, shared = reply_message(
+            await self._encoder.encode(
+                call.media, call.dtype, call.timeout_seconds, call.origin, call.keep
+            )
+        )
+        message.ticket = self._ticket(shared)
+        return message
+
+    async def _check(self, request: pb.CheckRequest) -> pb.CheckReply:
+        await self._encoder.check_health()
+        return pb.CheckReply()
+
+    async def _fetch(self, request: pb.FetchRequest) -> pb.FetchReply:
+        kept = await self._encoder.fetch(request.name)
+        shared: list[SharedBytes] = []
+        message = kept and kept_message(kept, shared)
+        return pb.FetchReply(kept=message, ticket=self._ticket(shared))
+
+    async def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
+        return pb.ReleaseReply(released=await self._encoder.release(request.name))
+
+
+def _method(work: Callable[[Any], Awaitable[Any]]) -> Method:
+    """Says that the call has begun, and ends it with what `work` gives or raises."""
+
+    async def method(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        # Before the work: the router can tell a replica that died of the call from one that
+        # was dead before.
+        await context.send_initial_metadata(((BEGUN_KEY, "1"),))
+        failure: Exception
+        try:
+            return await work(request)
+        except asyncio.CancelledError:
+            if context.cancelled():
+                raise
+            failure = Unavailable("the encoder dropped the call")
+        except Exception as error:
+            if not isinstance(error, ServiceError):
+                log.exception("a call of a router failed")
+            failure = error
+        message = error_message(failure)
+        message.message = message.message[:MAX_ERROR_CHARS]
+        details = ((ERROR_KEY, message.SerializeToString()),)
+        await context.abort(grpc.StatusCode.ABORTED, message.type, details)
+
+    return method
+
+
+class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without the token, before their message is read."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this replica's")
+
+        # Streaming, so that nothing is read; a unary handler starts with the whole message.
+        self._refuse = grpc.stream_unary_rpc_method_handler(refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[Any], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        for key, value in handler_call_details.invocation_metadata:
+            if key == TOKEN_KEY and compare_digest(value.encode(), self._token):
+                return await continuation(handler_call_details)
+        return self._refuse
+
+
+def make_directory() -> Path:
+    """A new directory that only this user may enter (mode 0700), for a socket.
+
+    Removes those of replicas that were killed.
+    """
+    parent = tempfile.gettempdir()
+    if len(parent) > 60:  # a socket's path has at most 107 bytes
+        parent = "/tmp"
+    for left in Path(parent).glob(f"{DIRECTORY_PREFIX}*/{SOCKET_NAME}"):
+        if is_stale(left):
+            rmtree(left.parent, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=parent))
+
+
+def is_stale(path: Path) -> bool:
+    """Whether nobody listens on a socket that is not new."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a process that hangs accepts nothing
+        try:
+            if time.time() - path.stat().st_mtime < STALE_SECONDS:
+                return False
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # not ours, or gone meanwhile
+            return False
+    return False

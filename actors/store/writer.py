@@ -1,0 +1,168 @@
+"""Writes encoded rows where answers and the cache refer to them: shared memory, or the device."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from actors.spec.evs import group_tokens, retention_mask
+from actors.spec.model_spec import ModelSpec
+from actors.store.cache import EmbeddingCache, Key
+from actors.store.nixl import DeviceMemory
+from actors.store.rows import as_bytes
+from actors.store.shared_memory import INLINE_BYTES, MOST_TOGETHER_BYTES, share, share_together
+from actors.types import DTYPE_BYTES, Bytes, Dtype, Embedding, Item, Media, SharedBytes, Timings
+
+WRITERS = 4
+"""Threads that copy rows at the same time."""
+
+
+class RowWriter:
+    """Turns the rows of finished items into embeddings. `write` may be called from any thread."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        cache: EmbeddingCache,
+        memory: DeviceMemory | None,
+        largest_kept_bytes: int,
+        replica: str = "",
+    ) -> None:
+        """`memory`: where rows may stay on the device. `largest_kept_bytes`: the largest object
+        that references can keep."""
+        self.spec = spec
+        self.fingerprint = spec.fingerprint  # once: it digests the whole configuration
+        self.cache = cache
+        self.memory = memory
+        self.replica = replica
+        # An object that several items share is kept whole as long as one of them is kept.
+        most = MOST_TOGETHER_BYTES
+        self.together_bytes = min(most, largest_kept_bytes) if largest_kept_bytes > 0 else most
+        self.threads = ThreadPoolExecutor(WRITERS, "write")
+
+    def close(self) -> None:
+        """Returns when everything is written."""
+        self.threads.shutdown()
+
+    def key(self, media: Media) -> Key:
+        """Of an item's rows in the cache."""
+        return (self.fingerprint, *media.identity)
+
+    def stays_on_device(self, media: Media, dtype: Dtype) -> bool:
+        """Whether an item's rows are left on the device. Pruning needs them on the host."""
+        if self.memory is None or not media.on_device or media.evs_rate:
+            return False
+        return media.plan.tokens * self.spec.width * DTYPE_BYTES[dtype] > INLINE_BYTES
+
+    def write(self, dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
+        """The embeddings of encoded items, in order. Raises what Ray's object store raises."""
+        on_device = [self._left_on_device(media, item, dtype) for media, item in done]
+        rest = [pair for pair, left in zip(done, on_device, strict=True) if left is None]
+        on_host = iter(self._on_host(dtype, rest))
+        return [left or next(on_host) for left in on_device]
+
+    def _left_on_device(self, media: Media, item: Item, dtype: Dtype) -> Embedding | None:
+        if self.memory is None or not item.on_device:
+            return None
+        data = self.memory.put(item.rows, getattr(torch, dtype))
+        if data is None:
+            return None
+        if self.cache.max_bytes:  # it keeps rows of its own, on the host
+            rows = item.rows.cpu()
+            self._cache(media, item, share(as_bytes(rows, self.spec.dtype)), rows.shape[0])
+        return self.embedding(item, data, dtype, item.rows.shape[0])
+
+    def _on_host(self, dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
+        rows = [self._pruned(item.rows.cpu(), media) for media, item in done]
+        if self.cache.max_bytes:
+            # Each in an object of its own, so that evicting one frees its memory.
+            data = []
+            for (media, item), (kept, frame_tokens) in zip(done, rows, strict=True):
+                own = share(as_bytes(kept, self.spec.dtype))
+                self._cache(media, item, own, kept.shape[0], frame_tokens)
+                data.append(own if dtype == self.spec.dtype else share(as_bytes(kept, dtype)))
+        else:
+            data = share_together([as_bytes(kept, dtype) for kept, _ in rows], self.together_bytes)
+        return [
+            self.embedding(item, one, dtype, kept.shape[0], frame_tokens)
+            for (_, item), one, (kept, frame_tokens) in zip(done, data, rows, strict=True)
+        ]
+
+    def _cache(
+        self,
+        media: Media,
+        item: Item,
+        data: Bytes | SharedBytes,
+        tokens: int,
+        frame_tokens: tuple[int, ...] = (),
+    ) -> None:
+        made = self.embedding(item, data, self.spec.dtype, tokens, frame_tokens)
+        self.cache.put(self.key(media), made)
+
+    def embedding(
+        self,
+        item: Item,
+        data: Bytes | SharedBytes,
+        dtype: Dtype,
+        tokens: int,
+        frame_tokens: tuple[int, ...] = (),
+    ) -> Embedding:
+        waited = item.decode_queue_seconds + item.queue_seconds
+        return Embedding(
+            data=data,
+            dtype=dtype,
+            shape=(tokens, self.spec.width),
+            grid_thw=item.plan.grid_thw,
+            source=item.source,
+            timings=Timings(waited, item.preprocess_seconds, item.encode_seconds),
+            replica=self.replica,
+            frame_tokens=frame_tokens,
+        )
+
+    def _pruned(self, rows: Tensor, media: Media) -> tuple[Tensor, tuple[int, ...]]:
+        """The rows that `evs_rate` leaves, and how many of each group of frames."""
+        if not media.evs_rate:
+            return rows, ()
+        spec, plan = self.spec, media.plan
+        main = rows[:, : spec.width // (1 + spec.deepstack)].float().numpy()
+        mask = retention_mask(main, plan, media.evs_rate)
+        return rows[torch.from_numpy(mask)], group_tokens(mask, plan)
+
+
+class Batch:
+    """Rows of one call. Those that leave the engine together are written together.
+
+    An object in Ray's shared memory costs its writer a third of a millisecond, and as much again
+    every process that gets its reference.
+    """
+
+    def __init__(self, writer: RowWriter, dtype: Dtype) -> None:
+        self._writer = writer
+        self._dtype = dtype
+        self._lock = Lock()
+        self._waiting: list[tuple[Media, Item]] = []
+        self._next_write: asyncio.Future[dict[int, Embedding]] | None = None
+
+    async def write(self, media: Media, item: Item) -> Embedding:
+        """The embedding of an encoded item."""
+        with self._lock:
+            self._waiting.append((media, item))
+            if self._next_write is None:
+                loop = asyncio.get_running_loop()
+                self._next_write = loop.run_in_executor(self._writer.threads, self._write)
+            written = self._next_write
+        # Shielded, because other items wait for the same write.
+        return (await asyncio.shield(written))[id(item)]
+
+    def _write(self) -> dict[int, Embedding]:
+        """Everything that has arrived by now. In a thread."""
+        with self._lock:
+            done, self._waiting = self._waiting, []
+            self._next_write = None
+        embeddings = self._writer.write(self._dtype, done)
+        return {id(item): made for (_, item), made in zip(done, embeddings, strict=True)}

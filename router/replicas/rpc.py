@@ -1,0 +1,108 @@
+"""The router's end of replica.proto: one channel for each replica.
+
+Over the unix socket of a replica on this node, else over TCP. gRPC reopens a channel that broke.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc import StatusCode
+
+from actors.errors import DeadlineExceeded, TooLarge
+from actors.rpc import replica_pb2 as pb
+from actors.rpc.codec import error_of
+from actors.rpc.server import BEGUN_KEY, COMMON_OPTIONS, ERROR_KEY, TOKEN_KEY, Endpoint
+from actors.rpc.service import stubs
+from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost
+
+CHANNEL_OPTIONS = [
+    *COMMON_OPTIONS,
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+
+class ReplicaChannel:
+    """To one replica. For one event loop."""
+
+    def __init__(self, endpoint: Endpoint, node: str) -> None:
+        """`node`: Ray's id of this process's node."""
+        self.endpoint = endpoint
+        near = endpoint.node == node and Path(endpoint.unix).exists()
+        target = f"unix:{endpoint.unix}" if near else endpoint.tcp
+        self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
+        self._stubs = stubs(pb.DESCRIPTOR.services_by_name["Replica"], self._channel)
+        self._metadata = ((TOKEN_KEY, endpoint.token),)
+        self._calls = 0
+        self._retired = False
+        self._closing: asyncio.Task[None] | None = None
+
+    async def call(self, method: str, request: Any, timeout_seconds: float | None = None) -> Any:
+        """The reply. Cancelling it cancels the call.
+
+        Raises ReplicaDied, ReplicaUnreachable, ShardLost, or the ServiceError of the replica.
+        """
+        self._calls += 1
+        try:
+            call = self._stubs[method](request, timeout=timeout_seconds, metadata=self._metadata)
+            try:
+                return await call
+            except grpc.aio.AioRpcError as error:
+                raise failure(error) from None
+        finally:
+            self._calls -= 1
+            self._close_if_done()
+
+    def retire(self) -> None:
+        """No more calls: closes once those that there are have ended. A drained replica answers."""
+        self._retired = True
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._retired and not self._calls and not self._closing:
+            self._closing = asyncio.get_running_loop().create_task(self._channel.close())
+
+
+def failure(error: grpc.aio.AioRpcError) -> Exception:
+    """What a status means for the items of the call."""
+    code, details = error.code(), error.details() or error.code().name
+    for key, value in error.trailing_metadata() or ():
+        if key == ERROR_KEY:
+            return error_of(pb.Error.FromString(value))
+    if code == StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded("the replica did not answer within the time that was left")
+    if code == StatusCode.RESOURCE_EXHAUSTED:
+        return TooLarge(f"the items or their embeddings are too large for a call: {details}")
+    if code in {StatusCode.CANCELLED, StatusCode.UNAUTHENTICATED}:
+        return ShardLost(details)
+    if any(key == BEGUN_KEY for key, _ in error.initial_metadata() or ()):
+        return ReplicaDied(details)
+    return ReplicaUnreachable(details)
+
+
+class ReplicaChannels:
+    """To all replicas of a fleet, opened at the first call."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._channels: dict[str, ReplicaChannel] = {}
+
+    def to(self, replica: str, endpoint: Endpoint) -> ReplicaChannel:
+        """The channel to a replica."""
+        channel = self._channels.get(replica)
+        if channel is None:
+            self._channels[replica] = channel = ReplicaChannel(endpoint, self._node)
+        return channel
+
+    def keep(self, replicas: Mapping[str, object]) -> None:
+        """Retires channels to replicas that are gone."""
+        for gone in self._channels.keys() - replicas.keys():
+            self._channels.pop(gone).retire()

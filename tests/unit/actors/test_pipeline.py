@@ -1,0 +1,326 @@
+"""An item's way through the actor: bytes in, rows in shared memory out."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from actors.errors import DeadlineExceeded, EmbeddingLost, EncodeFailed, InvalidMedia, Unavailable
+from actors.media.image import prepare
+from actors.media.patchify import cutter_of
+from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
+from actors.pipeline import Pipeline, result_of
+from actors.startup import open_pipeline
+from actors.store import writer as writing
+from actors.store.references import PendingWrite
+from actors.telemetry.metrics import EncoderMetrics
+from actors.telemetry.tracing import open_spans
+from actors.types import Answer, Dtype, Embedding, Item, Media, SharedBytes, Size
+from tests.images import jpeg
+
+
+class Rig:
+    """The pipeline of a small model on the CPU, and a gate that holds the engine's thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = ActorOptions(
+            model=ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"),
+            encoder=EncoderOptions(device="cpu", num_gpus=0),
+            graphs=GraphOptions(token_budgets=(64, 256), max_frames_per_batch=0),
+        )
+        spans = open_spans(options.tracing, "encoder")
+        self.pipeline: Pipeline = open_pipeline(options, EncoderMetrics(), spans, "one")
+        self.engine = self.pipeline.engine
+        self.tower: Any = self.engine.tower
+        self.gate = threading.Event()
+        self.gate.set()
+        self.reached = threading.Event()
+        forward = self.tower.forward
+
+        def held(path: str, values: Any) -> Tensor:
+            self.reached.set()
+            self.gate.wait(60)
+            rows: Tensor = forward(path, values)
+            return rows
+
+        monkeypatch.setattr(self.tower, "forward", held)
+        self.written: list[list[Media]] = []
+        self.rows: list[weakref.ref[Tensor]] = []
+        write = self.pipeline.writer.write
+
+        def noted(dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
+            self.written.append([media for media, _ in done])
+            self.rows += [weakref.ref(item.rows) for _, item in done]
+            # Copies: on the CPU an answer is a view of its rows.
+            return [copied(one) for one in write(dtype, done)]
+
+        monkeypatch.setattr(self.pipeline.writer, "write", noted)
+
+    def media(self, width: int, data: bytes | None = None) -> Media:
+        plan = self.tower.spec.sizing.plan(Size(width, 64))
+        return Media("image", jpeg(width, 64) if data is None else data, plan, str(width))
+
+    def begin(self, media: Sequence[Media], seconds: float = 60) -> asyncio.Task[list[Answer]]:
+        return asyncio.create_task(self.pipeline.encode(media, "float32", seconds))
+
+    async def hold(self) -> None:
+        """Closes the gate behind one item, so that what comes next has to wait."""
+        self.reached.clear()
+        self.gate.clear()
+        self.held = self.begin([self.media(640)])
+        assert await asyncio.to_thread(self.reached.wait, 60)
+
+    def ready(self, count: int) -> bool:
+        """So many items are decoded and wait for the engine."""
+        return len(self.engine._waiting) == count
+
+
+def copied(embedding: Embedding) -> Embedding:
+    assert isinstance(embedding.data, np.ndarray)
+    return replace(embedding, data=embedding.data.copy())
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    rig = Rig(monkeypatch)
+    yield rig
+    rig.gate.set()
+    rig.pipeline.close()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.005)
+
+
+def test_each_item_gets_its_own_rows(rig: Rig) -> None:
+    async def run() -> None:
+        await rig.hold()
+        media = [rig.media(32 * n) for n in range(1, 9)]
+        call = rig.begin(media)
+        await until(lambda: rig.ready(8))
+        rig.gate.set()
+        answers = await call
+        assert sum(map(len, rig.written)) == 9
+        assert len(rig.written) <= 1 + 8
+        for one, answer in zip(media, answers, strict=True):
+            assert isinstance(answer, Embedding)
+            assert isinstance(answer.data, np.ndarray)
+            assert answer.shape == (one.plan.tokens, rig.tower.spec.width)
+            assert (answer.source, answer.replica) == ("graph", "one")
+            assert answer.timings.preprocess_seconds > 0
+            assert answer.timings.encode_seconds > 0
+            item = prepare(cutter_of(rig.tower.spec), one)
+            alone = rig.engine.submit(item).result().rows
+            found = torch.from_numpy(answer.data).view(torch.float32).view(alone.shape)
+            torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-3)
+
+    asyncio.run(run())
+
+
+def test_a_bad_item_fails_alone(rig: Rig) -> None:
+    async def run() -> None:
+        media = [rig.media(64), rig.media(96, b"\xff\xd8\xff no"), rig.media(128)]
+        kinds = [type(answer) for answer in await rig.begin(media)]
+        assert kinds == [Embedding, InvalidMedia, Embedding]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("error", "answered"),
+    [(Unavailable("the object store is full"), Unavailable), (MemoryError("full"), EncodeFailed)],
+)
+def test_rows_that_cannot_be_written_fail_their_items(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception, answered: type[Exception]
+) -> None:
+    def full(dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
+        raise error
+
+    monkeypatch.setattr(rig.pipeline.writer, "write", full)
+
+    async def run() -> None:
+        (answer,) = await rig.begin([rig.media(64)])
+        assert isinstance(answer, answered)
+        assert "full" in str(answer)
+
+    asyncio.run(run())
+
+
+def test_late_items_are_dropped(rig: Rig) -> None:
+    async def run() -> None:
+        await rig.hold()
+        call = rig.begin([rig.media(64)] * 3, 0.5)
+        await until(lambda: rig.ready(3))
+        assert [type(answer) for answer in await call] == [DeadlineExceeded] * 3
+        rig.gate.set()
+        await rig.begin([rig.media(96)])
+        late = [media.plan.tokens for group in rig.written for media in group]
+        assert rig.media(64).plan.tokens not in late, "nobody waits for it: it is not encoded"
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_is_dropped(rig: Rig) -> None:
+    async def run() -> None:
+        await rig.hold()
+        call = rig.begin([rig.media(64)] * 3)
+        await until(lambda: rig.ready(3))
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        rig.gate.set()
+        await rig.held
+        assert sum(map(len, rig.written)) == 1
+
+    asyncio.run(run())
+
+
+def test_rows_go_at_once_without_the_garbage_collector(rig: Rig) -> None:
+    async def run() -> None:
+        await rig.begin([rig.media(32 * n) for n in range(1, 5)])
+        await rig.begin([rig.media(64)])  # the engine's frame holds the last pack
+        await until(lambda: all(rows() is None for rows in rig.rows[:4]))
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(run())
+    finally:
+        gc.enable()
+
+
+def test_a_call_of_nothing_is_over_at_once(rig: Rig) -> None:
+    async def run() -> None:
+        assert await asyncio.wait_for(rig.begin([], 100), 5) == []
+
+    asyncio.run(run())
+
+
+def test_a_closed_pipeline_refuses_new_calls(rig: Rig) -> None:
+    rig.pipeline.close()
+
+    async def run() -> None:
+        with pytest.raises(Unavailable, match="stopping"):
+            await rig.begin([rig.media(64)])
+
+    asyncio.run(run())
+
+
+def test_a_future_is_cancelled_with_whoever_waits_for_it() -> None:
+    async def run() -> None:
+        future: Future[int] = Future()
+        waiting = asyncio.create_task(result_of(future))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert future.cancelled()
+
+    asyncio.run(run())
+
+
+class Kept:
+    """A pipeline whose rows are large enough for shared memory, which a gate stands for."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rig = rig
+        self.gate = threading.Event()
+        self.failure: Exception | None = None
+
+        def put(arrays: Sequence[Any], most_bytes: int = 0) -> list[Any]:
+            assert self.gate.wait(10)
+            if self.failure:
+                raise self.failure
+            return list(arrays)
+
+        monkeypatch.setattr(writing, "share_together", put)
+        monkeypatch.setattr("actors.pipeline.INLINE_BYTES", 2000)
+
+    async def keep(self, *widths: int) -> list[str]:
+        """Encodes these; their names."""
+        media = [self.rig.media(width) for width in widths]
+        answers = await self.rig.pipeline.encode(media, "float32", 20, keep=True)
+        for answer in answers:
+            assert isinstance(answer, Embedding)
+            assert (answer.reference.partition(".")[0], len(answer.data)) == ("one", 0)  # type: ignore[arg-type]
+        return [answer.reference.partition(".")[2] for answer in answers]  # type: ignore[union-attr]
+
+    def pending(self, name: str) -> bool:
+        kept = self.rig.pipeline.references.get(name, 0)
+        assert kept
+        data = kept.embedding.data
+        return isinstance(data, SharedBytes) and isinstance(data.object_ref, PendingWrite)
+
+
+@pytest.fixture
+def kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
+    kept = Kept(rig, monkeypatch)
+    yield kept
+    kept.gate.set()
+
+
+def test_an_item_that_is_kept_is_answered_before_it_is_written(kept: Kept) -> None:
+    async def run() -> None:
+        (name,) = await kept.keep(128)
+        assert kept.pending(name)
+        given_up = asyncio.create_task(kept.rig.pipeline.fetch(name))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        fetching = asyncio.create_task(kept.rig.pipeline.fetch(name))
+        kept.gate.set()
+        found = await fetching
+        assert found
+        assert isinstance(found.embedding.data, np.ndarray)
+        assert found.embedding.data.nbytes == found.embedding.size_bytes > 2000
+
+    asyncio.run(run())
+
+
+def test_one_item_at_a_time_is_written_after_its_answer(kept: Kept) -> None:
+    async def run() -> None:
+        (first,) = await kept.keep(128)
+        threading.Timer(0.2, kept.gate.set).start()
+        (second,) = await kept.keep(160)
+        assert [kept.pending(first), kept.pending(second)] == [True, False], "the second waited"
+        (third,) = await kept.keep(192)
+        assert kept.pending(third)
+        await kept.rig.pipeline.fetch(third)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("widths", [(128, 160), (32,)], ids=["several items", "a small one"])
+def test_others_are_written_before_their_answer(kept: Kept, widths: tuple[int, ...]) -> None:
+    kept.gate.set()
+
+    async def run() -> None:
+        assert not any(kept.pending(name) for name in await kept.keep(*widths))
+
+    asyncio.run(run())
+
+
+def test_a_failed_write_is_told_to_who_fetches(kept: Kept) -> None:
+    async def run() -> None:
+        (name,) = await kept.keep(128)
+        kept.failure = MemoryError("full")
+        kept.gate.set()
+        with pytest.raises(EmbeddingLost, match="full"):
+            await kept.rig.pipeline.fetch(name)
+        assert await kept.rig.pipeline.fetch(name) is None
+
+    asyncio.run(run())

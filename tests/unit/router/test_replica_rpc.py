@@ -1,0 +1,423 @@
+"""Calls between a router and an encoder over real sockets: who may call, and how calls end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from actors.errors import DeadlineExceeded, InvalidMedia, ServiceError, TooLarge, Unavailable
+from actors.rpc import replica_pb2 as pb
+from actors.rpc import server as rpc_server
+from actors.rpc.codec import EncodeCall, message_fields, reply_of
+from actors.rpc.server import METADATA_KEY, Endpoint, ReplicaServer, make_directory
+from actors.store.references import Kept
+from actors.store.shared_memory import INLINE_BYTES
+from actors.telemetry.request_context import Origin
+from actors.types import Dtype, Media, Reply, SharedBytes
+from router.replicas import rpc
+from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost
+from router.replicas.membership import Replica
+from router.replicas.rpc import ReplicaChannel, ReplicaChannels
+from tests.unit.fleet import embedding, item
+
+NODE = "node"
+CALL = EncodeCall([item(1), item(2)], "float16", 3.5, Origin("an id", "a trace"), keep=False)
+SECONDS = 20
+
+Test = Callable[[], Coroutine[Any, Any, None]]
+
+
+class MemoryEncoder:
+    """A ServedEncoder whose calls wait for `gate`."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.began, self.ended = asyncio.Event(), asyncio.Event()
+        self.calls: list[tuple[Any, ...]] = []
+        self.failure: BaseException | None = None
+        self.rows: dict[str, SharedBytes] = {}
+        """By digest: those that are in shared memory."""
+        self.kept: dict[str, Kept] = {}
+
+    async def encode(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin, keep: bool
+    ) -> Reply:
+        self.calls.append((media, dtype, timeout_seconds, origin, keep))
+        self.began.set()
+        try:
+            await self.gate.wait()
+        finally:
+            self.ended.set()
+        if self.failure:
+            raise self.failure
+        answers = [embedding(one, "a") for one in media]
+        return Reply(
+            [
+                replace(answer, data=self.rows.get(one.digest, answer.data))
+                for one, answer in zip(media, answers, strict=True)
+            ],
+            7,
+        )
+
+    async def fetch(self, name: str) -> Kept | None:
+        return self.kept.get(name)
+
+    async def release(self, name: str) -> bool:
+        return self.kept.pop(name, None) is not None
+
+    async def check_health(self) -> None:
+        if self.failure:
+            raise self.failure
+
+
+@asynccontextmanager
+async def opened(
+    near: bool = True,
+) -> AsyncGenerator[tuple[MemoryEncoder, ReplicaServer, ReplicaChannel]]:
+    """Both ends. `near`: over the unix socket, else over TCP."""
+    encoder = MemoryEncoder()
+    server = ReplicaServer(encoder)
+    endpoint = await server.start(NODE, "127.0.0.1")
+    channel = ReplicaChannel(endpoint, NODE if near else "another node")
+    async with asyncio.timeout(SECONDS):
+        yield encoder, server, channel
+        channel.retire()
+        encoder.gate.set()
+        await server.stop(SECONDS)
+
+
+async def encode(channel: ReplicaChannel, call: EncodeCall = CALL, seconds: float = 10) -> Reply:
+    message = await channel.call("Encode", pb.EncodeRequest(**message_fields(call)), seconds)
+    return reply_of(message, [])
+
+
+@pytest.fixture(params=[True, False], ids=["unix", "tcp"])
+def near(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def run(test: Test) -> None:
+    asyncio.run(test())
+
+
+def test_all_calls_over_both_sockets(near: bool) -> None:
+    async def test() -> None:
+        async with opened(near) as (encoder, _, channel):
+            reply = await encode(channel)
+            assert reply.outstanding_patches == 7
+            assert encoder.calls == [(CALL.media, "float16", 3.5, CALL.origin, False)]
+            await channel.call("Check", pb.CheckRequest())
+            encoder.kept["x"] = Kept.of(item(1), embedding(item(1), "a"))
+            found = await channel.call("Fetch", pb.FetchRequest(name="x"))
+            assert found.kept.media.digest == item(1).digest
+            assert not (await channel.call("Fetch", pb.FetchRequest(name="y"))).HasField("kept")
+            for released in (True, False):
+                reply = await channel.call("Release", pb.ReleaseRequest(name="x"))
+                assert reply.released == released
+            path = Path(channel.endpoint.unix)
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+            if near:  # it works without TCP: the address is a wrong one
+                lone = ReplicaChannel(replace(channel.endpoint, tcp="127.0.0.1:1"), NODE)
+                assert len((await encode(lone)).answers) == 2
+                lone.retire()
+
+    run(test)
+
+
+def test_a_call_without_the_token_is_refused_before_it_is_read(near: bool) -> None:
+    async def test() -> None:
+        async with opened(near) as (encoder, _, channel):
+            node = NODE if near else ""
+            for token in ("", "wrong", channel.endpoint.token[:-1]):
+                stranger = ReplicaChannel(replace(channel.endpoint, token=token), node)
+                large = replace(CALL, media=[replace(item(1), data=bytes(64 * 2**20))])
+                for call in (CALL, large):
+                    with pytest.raises(ShardLost, match="token"):
+                        await encode(stranger, call)
+                stranger.retire()
+            target = f"unix:{channel.endpoint.unix}" if near else channel.endpoint.tcp
+            async with grpc.aio.insecure_channel(target) as bare:
+                call = bare.unary_unary("/encoder.replica.v1.Replica/Encode")
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call(b"no message")
+            assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+            assert not encoder.calls
+            assert channel.endpoint.token not in repr(channel.endpoint)
+
+    run(test)
+
+
+def test_a_router_does_not_use_another_version() -> None:
+    endpoint = Endpoint(NODE, "/nowhere", "127.0.0.1:1", "secret")
+    said = {"fingerprint": "f", **endpoint.metadata}
+    found = Replica.of(said, {"outstanding_patches": 3})
+    assert found == Replica({"fingerprint": "f"}, 3, endpoint), "the token is not shown"
+    newer = {**said, METADATA_KEY: {"version": 2, "address": "x"}}
+    assert Replica.of(newer, {}).endpoint is None
+    assert Replica.of({}, {}).endpoint is None
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (InvalidMedia("all of it"), InvalidMedia),
+        (InvalidMedia("ü" * 10_000), InvalidMedia),
+        (ValueError("boom"), ServiceError),
+        (asyncio.CancelledError(), Unavailable),
+    ],
+    ids=["ours", "long", "a bug", "dropped"],
+)
+def test_a_call_that_fails_says_so(raised: BaseException, told: type[Exception]) -> None:
+    async def test() -> None:
+        async with opened() as (encoder, _, channel):
+            encoder.failure = raised
+            with pytest.raises(told) as found:
+                await encode(channel)
+            assert str(raised)[:1000] in str(found.value)
+            with pytest.raises(told):
+                await channel.call("Check", pb.CheckRequest())
+
+    run(test)
+
+
+def test_a_cancelled_call_ends_at_the_encoder(near: bool) -> None:
+    async def test() -> None:
+        async with opened(near) as (encoder, _, channel):
+            encoder.gate.clear()
+            call = asyncio.create_task(encode(channel))
+            await encoder.began.wait()
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await encoder.ended.wait()
+
+    run(test)
+
+
+def test_a_call_has_a_deadline() -> None:
+    async def test() -> None:
+        async with opened() as (encoder, _, channel):
+            encoder.gate.clear()
+            with pytest.raises(DeadlineExceeded):
+                await encode(channel, seconds=0.1)
+            await encoder.ended.wait()
+
+    run(test)
+
+
+def test_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        bounded = [("grpc.max_send_message_length", 1000)]
+        monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", bounded)
+        async with opened() as (encoder, _, channel):
+            assert (await encode(channel)).answers
+            large = replace(CALL, media=[replace(item(1), data=bytes(1001))])
+            with pytest.raises(TooLarge):
+                await encode(channel, large)
+            assert len(encoder.calls) == 1
+
+    run(test)
+
+
+def test_a_drained_replica_answers_what_it_has_and_takes_no_more(near: bool) -> None:
+    async def test() -> None:
+        async with opened(near) as (encoder, server, channel):
+            encoder.gate.clear()
+            call = asyncio.create_task(encode(channel))
+            await encoder.began.wait()
+            stopping = asyncio.create_task(server.stop(SECONDS))
+            await asyncio.sleep(0.05)
+            with pytest.raises(ReplicaUnreachable):
+                await encode(channel)
+            channels = ReplicaChannels(NODE)
+            channels._channels["a"] = channel
+            channels.keep({})  # the router hears that it is gone: the call goes on
+            assert not stopping.done()
+            encoder.gate.set()
+            assert len((await call).answers) == 2
+            await stopping
+            assert not Path(channel.endpoint.unix).parent.exists()
+
+    run(test)
+
+
+def test_rows_in_shared_memory_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with opened() as (encoder, server, channel):
+            rows = SharedBytes(object(), 2 * INLINE_BYTES)
+            encoder.rows[item(2).digest] = rows
+            request = pb.EncodeRequest(**message_fields(CALL))
+            message = await channel.call("Encode", request)
+            assert server.take([message.ticket, "unknown"]) == [[rows], None]
+            assert server.take([message.ticket]) == [None]
+            monkeypatch.setattr(rpc_server, "TICKET_SECONDS", 0.05)
+            abandoned = await channel.call("Encode", request)
+            assert server._tickets
+            await asyncio.sleep(0.1)
+            assert not server._tickets, "nothing is held for a router that is gone"
+            assert server.take([abandoned.ticket]) == [None]
+
+    run(test)
+
+
+CHILD = """
+import asyncio, json, sys
+from tests.unit.test_replica_rpc import MemoryEncoder, NODE, ReplicaServer
+
+async def main():
+    encoder = MemoryEncoder()
+    if sys.argv[1] == "held":
+        encoder.gate.clear()
+    endpoint = await ReplicaServer(encoder).start(NODE, "127.0.0.1")
+    print(json.dumps(endpoint.metadata), flush=True)
+    await encoder.began.wait()
+    print("began", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def child(kind: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process, Endpoint]]:
+    """A server in a process of its own; `held`: it never answers."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CHILD, kind, stdout=subprocess.PIPE
+    )
+    assert process.stdout
+    try:
+        endpoint = Endpoint.of(json.loads(await process.stdout.readline()))
+        assert endpoint
+        yield process, endpoint
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def test_a_killed_replica_is_told_from_one_that_was_dead_before(near: bool) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(60), child("held") as (process, endpoint):
+            channel = ReplicaChannel(endpoint, NODE if near else "")
+            call = asyncio.create_task(encode(channel))
+            assert process.stdout
+            assert await process.stdout.readline() == b"began\n"
+            process.kill()
+            with pytest.raises(ReplicaDied):
+                await call
+            with pytest.raises(ReplicaUnreachable):
+                await encode(channel)
+            channel.retire()
+
+    run(test)
+
+
+def test_a_replica_that_hangs_answers_again_when_it_goes_on(near: bool) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(60), child("well") as (process, endpoint):
+            channel = ReplicaChannel(endpoint, NODE if near else "")
+            await encode(channel)
+            os.kill(process.pid, signal.SIGSTOP)
+            with pytest.raises(DeadlineExceeded):
+                await encode(channel, seconds=0.3)
+            os.kill(process.pid, signal.SIGCONT)
+            assert len((await encode(channel)).answers) == 2
+            channel.retire()
+
+    run(test)
+
+
+def test_a_channel_that_broke_is_opened_again() -> None:
+    async def test() -> None:
+        async with asyncio.timeout(60), child("well") as (_, endpoint):
+            open_: list[asyncio.StreamWriter] = []
+
+            async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                host, port = endpoint.tcp.split(":")
+                there, back = await asyncio.open_connection(host, port)
+                open_.extend([writer, back])
+
+                async def copy(one: asyncio.StreamReader, other: asyncio.StreamWriter) -> None:
+                    with suppress(ConnectionError):
+                        while data := await one.read(65536):
+                            other.write(data)
+
+                await asyncio.gather(copy(reader, back), copy(there, writer))
+
+            proxy = await asyncio.start_server(forward, "127.0.0.1", 0)
+            port = proxy.sockets[0].getsockname()[1]
+            channel = ReplicaChannel(replace(endpoint, tcp=f"127.0.0.1:{port}"), "")
+            await encode(channel)
+            for writer in open_:
+                writer.transport.abort()
+            async with asyncio.timeout(20):
+                while True:
+                    try:
+                        await encode(channel)
+                        break
+                    except ShardLost:
+                        await asyncio.sleep(0.05)
+            channel.retire()
+            proxy.close()
+            for writer in open_:
+                writer.transport.abort()
+            await asyncio.sleep(0.05)
+
+    run(test)
+
+
+def test_sockets_of_replicas_that_were_killed_are_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+
+    async def test() -> None:
+        async with child("well") as (process, left), opened() as (_, _, channel):
+            process.kill()
+            await process.wait()
+            alive = Path(channel.endpoint.unix)
+            dead = make_directory() / rpc_server.SOCKET_NAME
+            os.rename(left.unix, dead)
+            make_directory()
+            assert dead.exists(), "it is new: perhaps nobody listens yet"
+            for path in (alive, dead):
+                os.utime(path, (0, 0))
+            make_directory()
+            assert alive.exists()
+            assert not dead.parent.exists()
+
+    run(test)
+
+
+def test_a_long_temporary_directory_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/tmp/" + "x" * 90)
+    directory = make_directory()
+    assert directory.parent == Path("/tmp")
+    directory.rmdir()
+
+
+def test_inline_rows_are_read_only() -> None:
+    async def test() -> None:
+        async with opened() as (_, _, channel):
+            first, _ = (await encode(channel)).answers
+            data: Any = first.data  # type: ignore[union-attr]
+            assert isinstance(data, np.ndarray)
+            assert not data.flags.writeable
+
+    run(test)

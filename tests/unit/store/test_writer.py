@@ -1,0 +1,99 @@
+"""Rows that left the engine: written together, pruned, cached, left on the device."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from actors.options import ModelOptions
+from actors.spec.model_spec import read
+from actors.store import writer
+from actors.store.cache import EmbeddingCache
+from actors.store.writer import Batch, RowWriter
+from actors.telemetry.metrics import EncoderMetrics
+from actors.types import Bytes, Item, SharedBytes
+from tests.unit.fleet import item
+
+SPEC = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"))
+ROWS = torch.arange(4096.0).reshape(32, 128)
+
+
+def row_writer(cache_max_bytes: int = 0) -> RowWriter:
+    return RowWriter(SPEC, EmbeddingCache(cache_max_bytes, EncoderMetrics()), None, 0, "one")
+
+
+def encoded(rows: Tensor = ROWS) -> Item:
+    return Item(item(1).plan, np.empty(0, np.uint8), rows=rows)
+
+
+def test_rows_that_arrive_while_others_are_written_are_written_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, writes = threading.Event(), []
+
+    def put(arrays: Sequence[Bytes], most_bytes: int = 0) -> list[Bytes | SharedBytes]:
+        writes.append(len(arrays))
+        assert gate.wait(10)
+        return list(arrays)
+
+    monkeypatch.setattr(writer, "share_together", put)
+    one = row_writer()
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        blocked = [loop.run_in_executor(one.threads, gate.wait, 10) for _ in range(writer.WRITERS)]
+        batch = Batch(one, "float32")
+        items = [encoded(ROWS + number) for number in range(5)]
+        waiting = [asyncio.create_task(batch.write(item(n), i)) for n, i in enumerate(items)]
+        await asyncio.sleep(0)
+        waiting[1].cancel()  # the others get theirs nevertheless
+        gate.set()
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        assert writes == [5]
+        assert isinstance(found[1], asyncio.CancelledError)
+        for number in (0, 2, 3, 4):
+            made: Any = found[number]
+            assert (made.dtype, made.replica) == ("float32", "one")
+            assert made.data.tobytes() == (ROWS + number).numpy().tobytes()
+        assert (await batch.write(item(9), encoded())).shape[0] == 32, "a second write"
+        assert writes == [5, 1]
+        await asyncio.gather(*blocked)
+
+    asyncio.run(run())
+    one.close()
+
+
+def test_what_cannot_be_written_fails_its_own_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(arrays: Sequence[Bytes], most_bytes: int = 0) -> Any:
+        raise MemoryError("full")
+
+    one = row_writer()
+
+    async def run() -> None:
+        batch = Batch(one, "float32")
+        with monkeypatch.context() as broken:
+            broken.setattr(writer, "share_together", full)
+            with pytest.raises(MemoryError):
+                await batch.write(item(1), encoded())
+        assert (await batch.write(item(1), encoded())).shape[0] == 32
+
+    asyncio.run(run())
+    one.close()
+
+
+def test_the_cache_has_rows_in_the_models_dtype() -> None:
+    one = row_writer(10**6)
+    (made,) = one.write("float16", [(item(1), encoded())])
+    cached = one.cache.get(one.key(item(1)), 32)
+    assert cached
+    assert (made.dtype, cached.dtype) == ("float16", "float32")
+    assert isinstance(cached.data, np.ndarray)
+    assert cached.data.tobytes() == ROWS.numpy().tobytes()
+    one.close()
