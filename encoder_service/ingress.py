@@ -144,20 +144,14 @@ class RouterBackend:
         return len(status.replicas)
 
     async def scrape(self) -> Scrape:
-        names = [handle.deployment_name for handle in self.scraped]
         found = await asyncio.gather(*(ask_all(handle, "scrape") for handle in self.scraped))
-        return Scrape(
-            pages=tuple(
-                Page(name, *page)
-                for name, pages in zip(names, found, strict=True)
-                for page in pages
-                if page is not None
-            ),
-            missing={
-                name: sum(page is None for page in pages)
-                for name, pages in zip(names, found, strict=True)
-            },
-        )
+        pages: list[Page] = []
+        missing: dict[str, int] = {}
+        for handle, results in zip(self.scraped, found, strict=True):
+            name = handle.deployment_name
+            pages += [Page(name, *one) for one in results if one is not None]
+            missing[name] = results.count(None)
+        return Scrape(tuple(pages), missing)
 
     async def glance(self) -> Glance:
         scrape, status, told = await asyncio.gather(

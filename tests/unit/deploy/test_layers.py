@@ -35,13 +35,22 @@ MAY_IMPORT_RAY = (
     "encoder_service/ingress.py",
     "encoder_service/cli.py",
     "encoder_service/commands/check.py",
-    "encoder_service/llm",
+    "encoder_service/llm/chat.py",
     "encoder_service/bench",
     "router/router.py",
     "router/replicas",
     "actors/encoder.py",
     "actors/store",
 )
+FRONT_DOOR = (
+    ("wire",),
+    ("config.py",),
+    ("intake", "ops"),
+    ("api", "service.py"),
+    ("llm",),
+    ("ingress.py",),
+)
+"""Floors of encoder_service from the ground up: what answers a request imports nothing above it."""
 MOST_FILES = 20
 """Side by side in one folder, actors/families excepted: it has one folder per model family."""
 
@@ -117,6 +126,16 @@ def test_a_file_keeps_to_its_layer(path: Path) -> None:
     layer = LAYERS.index(name_of(path).split("/")[0])
     assert not roots(path) & set(LAYERS[layer + 1 :])
     assert "ray" not in roots(path) or within(path, MAY_IMPORT_RAY)
+
+
+@pytest.mark.parametrize("height", range(len(FRONT_DOOR)))
+def test_a_floor_of_the_front_door_imports_nothing_above_it(height: int) -> None:
+    floors = [tuple(f"encoder_service/{one}" for one in floor) for floor in FRONT_DOOR]
+    own = files_of(floors[height])
+    above = {file for floor in floors[height + 1 :] for file in files_of(floor)}
+    assert own
+    for file in own:
+        assert not needs(file) & above, file
 
 
 @pytest.mark.parametrize("path", files_of(STANDALONE), ids=name_of)
