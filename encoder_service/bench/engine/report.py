@@ -13,7 +13,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 DEFAULT_MODES = MODES[:4]
 MODE_HELP = (
     "transformers: its own tower; eager: ours without graphs; exact: a graph of exactly the "
-    "workload's tokens; budget: the service's default graphs and packing; reference, compile: the "
+    "workload's tokens; budget: the service's own graphs and packing; reference, compile: the "
     "same with blocks in plain torch, or through torch.compile (needs a C++ compiler)"
 )
 
