@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Name = TypeVar("Name", bound=str)
 
 ALL = "all"
-ENGINE_WIDTH, PREPROCESS_WIDTH = 118, 104
+ENGINE_WIDTH, PREPROCESS_WIDTH = 118, 112
 """Characters that the tables need; a pipe has 80."""
 DATAPLANE_CPUS = 8
 """As Ray counts them: its replicas ask for a tenth."""
@@ -338,7 +338,7 @@ def preprocess_table(figures: Sequence[DecodeFigures], model: str) -> Table:
         "engine",
     )
     for name in ("size", "way", *names):
-        shown.add_column(name, justify="right" if name in names else "left")
+        shown.add_column(name, justify="right" if name in names else "left", no_wrap=True)
     for each in figures:
         shown.add_row(
             *(each.size, each.way, str(each.patches), f"{each.images_per_second:.0f}"),

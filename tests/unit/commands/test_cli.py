@@ -230,9 +230,12 @@ def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str]) ->
         assert ended.value.code == 0
         shown = capsys.readouterr().out
         assert command in shown
+        assert "default: None" not in shown
+        assert "default: False" not in shown
         # Every option says what it is for.
         options = re.findall(r"^  (-.*)$", shown, re.MULTILINE)
         assert options
+        assert kind != "engine" or "timed calls (default: 50)" in shown
         bare = [line for line in options if re.fullmatch(r"-\S+( [A-Z{][^ ]*)?", line)]
         following = shown.splitlines()
         for line in bare:
