@@ -29,10 +29,11 @@ from actors.errors import (
 )
 from actors.line import Lines
 from actors.line_messages import Call
+from actors.media.decoder import Decoder
 from actors.options import ActorOptions
 from actors.pipeline import Made, Stages, Work
 from actors.spec.evs import retained_tokens
-from actors.startup import open_beside, open_decoding, open_engine
+from actors.startup import open_engine
 from actors.store.cache import EmbeddingCache, Entry
 from actors.store.entries import all_converted
 from actors.store.nixl import DeviceMemory
@@ -71,7 +72,7 @@ class Encoder:
         self.spans = open_spans(options.tracing, "encoder")
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.series = EncoderMetrics()
-        beside = open_beside(options, self.series)
+        decoder = Decoder(options, self.series)  # its processes start while graphs are captured
         self.engine = open_engine(options, self.series)
         self.tower = self.engine.tower
         spec = self.tower.spec
@@ -82,8 +83,8 @@ class Encoder:
             size = options.encoder.nixl_bytes
             memory = DeviceMemory(size, self.engine.device.device, self.series)
         self.sharing = Sharing(spec, self.cache, memory, self.references.largest_bytes)
-        decoding = open_decoding(options, self.engine, self.series, beside)
-        self.stages = Stages(self.engine, decoding, self.series)
+        decoder.wait_until_started()
+        self.stages = Stages(self.engine, decoder, self.series)
         self.outstanding_patches = 0
         self.lines = Lines(self._called)
         start_mirror(options.metrics, self.series.text)

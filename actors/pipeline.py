@@ -21,7 +21,7 @@ from torch import Tensor
 from actors.engine.encoded import Encoded
 from actors.engine.engine import Engine
 from actors.errors import Unavailable
-from actors.media.decoding import Decoding
+from actors.media.decoder import Decoder
 from actors.store.cache import Entry
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media, Source
@@ -50,9 +50,9 @@ class Work:
 
     media: Media
     since: float
-    answer: Future[Encoded] | None = None
-    """The engine's, while it has the item and no longer: a future and what it calls would hold each
-    other, and a pack's rows wait for the garbage collector."""
+    answer: Future[Item] | Future[Encoded] | None = None
+    """The decoder's or the engine's, while it has the item and no longer: a future and what it
+    calls would hold each other, and a pack's rows wait for the garbage collector."""
     given_up: bool = False
     """Nobody waits for it any more."""
     queue_seconds: float = 0.0
@@ -118,10 +118,10 @@ class Call:
 class Stages:
     """The threads of one actor."""
 
-    def __init__(self, engine: Engine, decoding: Decoding, series: EncoderMetrics) -> None:
+    def __init__(self, engine: Engine, decoder: Decoder, series: EncoderMetrics) -> None:
         self.engine = engine
         self.series = series
-        self._decoding = decoding
+        self._decoder = decoder
         self._sharers = ThreadPoolExecutor(SHARERS, "share")
         self._closed = False
 
@@ -134,31 +134,39 @@ class Stages:
             raise Unavailable("this encoder is stopping: try again")
         call = Call(media, share)
         for work in call.works:
-            self._decoding.begin(work, partial(self._decoded, call, work))
+            try:
+                work.answer = answer = self._decoder.submit(work.media)
+            except Unavailable as error:
+                work.outcome = error
+                call.settle([work])
+            else:
+                answer.add_done_callback(partial(self._decoded, call, work))
         return call
 
     def alive(self) -> bool:
         """Whether items are decoded."""
-        return self._decoding.alive()
+        return self._decoder.alive()
 
     def close(self) -> None:
         """What is in the engine is answered; what is not yet decoded is refused by it."""
         self._closed = True
         self.engine.close()
-        self._decoding.close()
+        self._decoder.close()
         self._sharers.shutdown()
 
-    def _decoded(self, call: Call, work: Work, started: float, made: Item | Exception) -> None:
+    def _decoded(self, call: Call, work: Work, decoded: Future[Item]) -> None:
+        work.answer = None
+        if decoded.cancelled():
+            return
         try:
-            if isinstance(made, Exception):
-                raise made
+            item = decoded.result()
             work.decoded = monotonic()
-            work.queue_seconds = started - work.since
-            work.preprocess_seconds = work.decoded - started
+            work.queue_seconds = item.decode_queue_seconds
+            work.preprocess_seconds = item.preprocess_seconds
             self.series.decode_queue_seconds.observe(work.queue_seconds)
             self.series.preprocess_seconds.observe(work.preprocess_seconds)
             on_device = work.media.on_device
-            work.answer = answer = self.engine.submit(made, on_device=on_device)
+            work.answer = answer = self.engine.submit(item, on_device=on_device)
         except Exception as error:
             work.outcome = error
             call.settle([work])

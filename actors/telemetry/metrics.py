@@ -53,7 +53,7 @@ class EncoderMetrics:
             SECONDS,
         )
         self.preprocessed = self._counter(
-            "preprocessed_items_total", "Items cut into patches, by where.", "device"
+            "preprocessed_items_total", "Items decoded and cut into patches."
         )
         self.decode_restarts = self._counter(
             "decode_restarts_total", "Decoding processes replaced, that ended or hung."

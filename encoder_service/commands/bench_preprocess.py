@@ -44,7 +44,7 @@ def add(kinds: Any) -> None:
     """The subcommand of `bench`."""
     parser = kinds.add_parser(
         "preprocess",
-        help="JPEGs to patches, on the CPU and on the GPU, ahead of an engine",
+        help="JPEGs to patches, in threads and in processes, ahead of an engine",
         epilog=COLUMNS,
     )
     parser.add_argument("--model", default="qwen3vl-2b", metavar="PRESET", help="(%(default)s)")
@@ -54,7 +54,7 @@ def add(kinds: Any) -> None:
         "--threads",
         type=positive,
         default=os.cpu_count(),
-        help="that decode on the CPU (%(default)s)",
+        help="that decode (%(default)s)",
     )
     parser.add_argument(
         "--processes",
@@ -70,7 +70,7 @@ def add(kinds: Any) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Prints a table. Raises StartError where the device or torchvision is missing."""
+    """Prints a table. Raises StartError where the device is missing."""
     from encoder_service.bench.engine.machine import open_device  # torch takes seconds to import
     from encoder_service.bench.engine.preprocess import measure
 
@@ -85,8 +85,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
     )
     ways = [PreprocessOptions(threads=options.threads)]
     ways += [PreprocessOptions(processes=count) for count in options.processes]
-    if on_gpu:
-        ways.append(PreprocessOptions(threads=options.threads, device="cuda"))
     pictures = {
         name: [picture(*parse_mix(name)[0][0], seed) for seed in range(VARIANTS)]
         for name in options.size

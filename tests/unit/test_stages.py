@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actors.engine.encoded import Encoded
 from actors.errors import InvalidMedia, Unavailable
-from actors.media.decoding import Decoding
+from actors.media.decoder import Decoder
 from actors.media.image import prepare
 from actors.media.patchify import cutter_of
 from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
@@ -53,7 +53,7 @@ class Rig:
             return rows
 
         monkeypatch.setattr(self.tower, "forward", held)
-        self.stages = Stages(self.engine, Decoding(cutter_of(self.tower.spec), 2, series), series)
+        self.stages = Stages(self.engine, Decoder(options, series), series)
         self.shared: list[list[Media]] = []
         self.rows: list[weakref.ref[Tensor]] = []
 

@@ -16,11 +16,11 @@ from time import perf_counter
 from typing import Any
 
 from actors.engine.engine import Engine
-from actors.media.decoding import Decoding
+from actors.media.decoder import Decoder
 from actors.media.image import decode, prepare
 from actors.media.patchify import Cutter, cutter_of
 from actors.options import ActorOptions
-from actors.startup import open_beside, open_decoding, open_engine
+from actors.startup import open_engine
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media
 
@@ -47,24 +47,16 @@ def measure(
 ) -> Throughput:
     """Each for so many seconds, with so many items under way at a time."""
     series = EncoderMetrics()
-    beside = open_beside(options, series)
+    decoder = Decoder(options, series)
     engine = open_engine(options, series)
-    decoding = open_decoding(options, engine, series, beside)
+    decoder.wait_until_started()
     cutter = cutter_of(engine.tower.spec)
     files = [media(cutter, picture) for picture in pictures]
-    begins = encoding(engine, files), decoding_ahead(decoding, files, engine.submit)
+    begins = encoding(engine, files), decoding_ahead(decoder, files, engine.submit)
     found = [rate(begin, in_flight, seconds) for begin in begins]
-    decoding.close()
+    decoder.close()
     engine.close()
     return Throughput(*found)
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """See Asked."""
-
-    media: Media
-    given_up: bool = False
 
 
 def media(cutter: Cutter, picture: bytes) -> Media:
@@ -84,31 +76,26 @@ def encoding(engine: Engine, files: Sequence[Media]) -> Begin:
 
 
 def decoding_ahead(
-    decoding: Decoding, files: Sequence[Media], submit: Callable[[Item], Future[Any]]
+    decoder: Decoder, files: Sequence[Media], submit: Callable[[Item], Future[Any]]
 ) -> Begin:
     """Files that are decoded, in turn, and what becomes of their items."""
-    wanted = cycle(map(Wanted, files))
+    media = cycle(files)
 
     def begin(done: Done) -> None:
-        decoding.begin(next(wanted), partial(decoded, done))
+        decoder.submit(next(media)).add_done_callback(partial(decoded, done))
 
-    def decoded(done: Done, started: float, made: Item | Exception) -> None:
-        answer = failed(made) if isinstance(made, Exception) else submit(made)
-        answer.add_done_callback(done)
+    def decoded(done: Done, item: Future[Item]) -> None:
+        if item.exception():
+            done(item)
+        else:
+            submit(item.result()).add_done_callback(done)
 
     return begin
 
 
-def failed(error: Exception) -> Future[Any]:
-    """Of what could not be decoded."""
-    answer: Future[Any] = Future()
-    answer.set_exception(error)
-    return answer
-
-
-def dropped(item: Item) -> Future[Any]:
-    """Of an item that nobody encodes."""
-    answer: Future[Any] = Future()
+def dropped(item: Item) -> Future[None]:
+    """In the place of an engine's `submit`."""
+    answer: Future[None] = Future()
     answer.set_result(None)
     return answer
 

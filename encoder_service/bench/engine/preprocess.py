@@ -1,4 +1,4 @@
-"""JPEGs to patches, on the CPU and on the GPU: by itself, and ahead of an engine that encodes them.
+"""JPEGs to patches, in threads and in processes: alone, and ahead of an engine that encodes them.
 
 Everything in one process, as in the encoder actor; rows end in host memory and are dropped there.
 """
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from resource import RUSAGE_SELF, getrusage
 from time import perf_counter, process_time
 
+from actors.media.decoder import Decoder
 from actors.media.patchify import cutter_of
 from actors.options import ActorOptions, PreprocessOptions
-from actors.startup import open_beside, open_decoding, open_engine
+from actors.startup import open_engine
 from actors.telemetry.metrics import EncoderMetrics
 from encoder_service.bench.engine.pipeline import decoding_ahead, dropped, encoding, media, rate
 
@@ -66,11 +67,7 @@ class Spent:
 
 def named(way: PreprocessOptions) -> str:
     """As the table says it."""
-    if way.device == "cuda":
-        return "GPU"
-    if way.processes:
-        return f"CPU, {way.processes} processes"
-    return f"CPU, {way.threads} threads"
+    return f"{way.processes} processes" if way.processes else f"{way.threads} threads"
 
 
 def measure(
@@ -93,13 +90,14 @@ def measure(
         alone = rate(encoding(engine, sent), in_flight, seconds)
         for way in ways:
             chosen = options.model_copy(update={"preprocess": way})
-            decoding = open_decoding(chosen, engine, series, open_beside(chosen, series))
+            decoder = Decoder(chosen, series)
+            decoder.wait_until_started()
             before = Spent.now()
-            images = rate(decoding_ahead(decoding, sent, dropped), in_flight, seconds)
+            images = rate(decoding_ahead(decoder, sent, dropped), in_flight, seconds)
             spent = before.since(images)
-            one_by_one = rate(decoding_ahead(decoding, sent, dropped), 1, seconds)
-            encoded = rate(decoding_ahead(decoding, sent, engine.submit), in_flight, seconds)
-            decoding.close()
+            one_by_one = rate(decoding_ahead(decoder, sent, dropped), 1, seconds)
+            encoded = rate(decoding_ahead(decoder, sent, engine.submit), in_flight, seconds)
+            decoder.close()
             found.append(
                 Figure(
                     size=size,
