@@ -137,17 +137,14 @@ class PreprocessOptions(Options):
     """From bytes to patches."""
 
     threads: PositiveInt = 2
-    """Images decoded at the same time on the CPU, ahead of the device, by the replica itself."""
+    """Threads of the replica that decode: each works on one image or video at a time."""
     processes: int = Field(0, ge=0, le=256)
-    """Processes of a replica that decode in the place of its threads, on Linux: the replica's own
-    interpreter has the rest to do, for which threads that decode leave it too little. Each takes
-    some 200 MB, one core when busy, and seconds at the start. 0: none."""
+    """Decoding processes per replica, used instead of the threads; Linux only. Threads that decode
+    slow down the GPU thread, because they share the interpreter with it. Each process takes about
+    200 MB, one core when busy, and seconds to start. 0: decode in the threads."""
     shared_bytes: int = Field(2**30, ge=2**20)
-    """Of the memory in which they find files and leave patches, taken as it is needed. What is too
-    large for it is for the threads."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """`cuda`: plain JPEGs are decoded and cut up on the GPU, all that wait together, by nvJPEG; the
-    rest on the CPU as before. Takes torchvision. nvJPEG's pixels are near libjpeg's, not equal."""
+    """Shared memory that holds the files and patches of decoding processes, allocated as it is
+    needed. Items that are too large for it are decoded by the threads."""
 
 
 class DeviceOptions(Options):
@@ -279,16 +276,6 @@ class ActorOptions(Options):
             raise ValueError(
                 "model.dtype is float32, for which there is no attention that a CUDA graph can "
                 "hold: set it to bfloat16 or float16, or graphs.mode to off"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def preprocessed_where_it_is_encoded(self) -> Self:
-        """The GPU of the tower is the only one that a replica has."""
-        if self.preprocess.device == "cuda" and self.encoder.device == "cpu":
-            raise ValueError(
-                "preprocess.device is cuda, but encoder.device is cpu: set encoder.device to cuda "
-                "too, or preprocess.device to cpu"
             )
         return self
 

@@ -5,8 +5,6 @@ Knows nothing of Ray Serve: the encoder actor and the engine's benchmarks start 
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import simplejpeg
 import torch
@@ -16,9 +14,7 @@ from actors.engine.capture import capture, choose_packing
 from actors.engine.device import CpuDevice, Device
 from actors.engine.engine import Engine
 from actors.errors import StartError
-from actors.media.decode_processes import DecodeProcesses
 from actors.media.decoder import Decoder
-from actors.media.decoding import Decoding
 from actors.media.image import decode
 from actors.media.patchify import cutter_of
 from actors.models.load import load
@@ -37,7 +33,7 @@ def open_pipeline(
     options: ActorOptions, series: EncoderMetrics, spans: Spans, replica: str
 ) -> Pipeline:
     """Everything of one replica, every graph captured. Raises StartError."""
-    beside = open_beside(options, series)  # starts while the engine captures
+    decoder = Decoder(options, series)  # its processes start while the engine captures
     engine = open_engine(options, series)
     references = References(options.references, series)
     memory = None
@@ -46,7 +42,7 @@ def open_pipeline(
     cache = EmbeddingCache(options.cache.max_bytes, series)
     spec = engine.tower.spec
     writer = RowWriter(spec, cache, memory, references.largest_bytes, replica)
-    decoder = Decoder(open_decoding(options, engine, series, beside))
+    decoder.wait_until_started()
     return Pipeline(decoder, engine, writer, references, series, spans)
 
 
@@ -63,42 +59,11 @@ def open_engine(options: ActorOptions, series: EncoderMetrics) -> Engine:
     return Engine(tower, graphs, capacity, device, series, packing)
 
 
-def open_beside(options: ActorOptions, series: EncoderMetrics) -> DecodeProcesses | None:
-    """Starts the processes that decode, if there are to be any: before the engine, which takes long
-    as well. Raises CheckpointError, or StartError where there can be none."""
-    if not options.preprocess.processes:
-        return None
-    if not hasattr(os, "memfd_create"):
-        raise StartError("preprocess.processes takes Linux: set it to 0")
-    stuck_seconds = options.encoder.max_stall_seconds
-    return DecodeProcesses(options.model, options.preprocess, stuck_seconds, series)
-
-
-def open_decoding(
-    options: ActorOptions,
-    engine: Engine,
-    series: EncoderMetrics,
-    beside: DecodeProcesses | None,
-) -> Decoding:
-    """What makes items for an engine, on the device of the options. Raises StartError.
-
-    `beside`: as open_beside gave it for these options.
-    """
-    cutter, together = cutter_of(engine.tower.spec), None
-    if options.preprocess.device == "cuda":
-        from actors.media.nvjpeg import open_nvjpeg
-
-        together = open_nvjpeg(cutter, engine.device.device)
-    if beside:
-        beside.wait_until_started()
-    return Decoding(cutter, options.preprocess.threads, series, together, beside)
-
-
 def warm(engine: Engine) -> None:
     """One small image all the way, then closes: what loads at first use is loaded afterwards."""
     grey = simplejpeg.encode_jpeg(np.full((64, 64, 3), 128, np.uint8))
     plan, patches = cutter_of(engine.tower.spec).patchify(decode(grey))
-    engine.submit(Item(plan, patches)).result()
+    engine.submit(Item(plan, patches.numpy())).result()
     engine.close()
 
 

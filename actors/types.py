@@ -8,7 +8,7 @@ Knows nothing of Ray, torch, HTTP or gRPC.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -124,25 +124,15 @@ class Shard:
     patches: int
 
 
-class DeviceBytes(Protocol):
-    """uint8 in a device's memory, written already: torch's Tensor, which is not known here."""
-
-    def __len__(self) -> int:
-        """Rows."""
-
-    def __getitem__(self, rows: slice, /) -> Any:
-        """Some of the rows."""
-
-
 @dataclass(slots=True, eq=False)
 class Item:
     """One item on its way through the actor. Each stage fills in its part."""
 
     plan: ItemPlan
-    patches: Bytes | DeviceBytes
+    patches: Bytes
     """uint8 [plan.patches, channels * patch_size ** 2], one frame, not normalised. Tile families:
     tile after tile. Models of several paths: path after path. Videos: group after group."""
-    later: Bytes | DeviceBytes | None = None
+    later: Bytes | None = None
     """The same patches in the second frame of each group of a video, where groups have two."""
     on_device: bool = False
     """Its rows stay on the device."""

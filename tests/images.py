@@ -10,6 +10,10 @@ from pathlib import Path
 
 import skimage
 from PIL import ExifTags, Image
+from torch import Tensor
+
+from actors.media.patchify import Cutter
+from actors.types import Item
 
 FOLDER = Path(skimage.__file__).parent / "data"
 
@@ -66,6 +70,12 @@ def exif_with(entries: Sequence[tuple[int, int, int, int]]) -> bytes:
     """An EXIF block of (tag, type, count, value) entries."""
     table = b"".join(struct.pack("<HHII", *entry) for entry in entries)
     return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + table + bytes(4)
+
+
+def item_of(cutter: Cutter, image: Tensor) -> Item:
+    """The item of a decoded image."""
+    plan, patches = cutter.patchify(image)
+    return Item(plan, patches.numpy())
 
 
 def jpeg_segments(data: bytes, *segments: tuple[int, bytes]) -> bytes:

@@ -1,98 +1,172 @@
-"""A decoding process: `python -m actors.media.decode_worker SOCKET MEMORY`.
+"""A decoding process, and the messages between it and the replica.
 
-It is told the model by its input, answers with its fingerprint, and makes items until the socket
-ends, which is when the actor does, however that came; the kernel ends one that does not listen, as
-it hangs in a file. It has no device and no weights.
+`python -m actors.media.decode_worker SOCKET MEMORY` reads the model from stdin, sends the
+fingerprint of its spec, and decodes what it is sent until the socket closes. It loads no weights
+and sees no device.
+
+Files and patches stay in shared memory (slab.py). Messages carry offsets, plans and errors, packed
+by msgpack: a process that parses untrusted files must not send anything that runs code when read.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import mmap
-import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from time import monotonic
+from typing import Any
 
+import msgpack
 import numpy as np
 import torch
 
-from actors.errors import ServiceError
-from actors.media.decode_messages import (
-    MOST_BYTES,
-    Answer,
-    Order,
-    answer,
-    media_of,
-    model_of,
-    packed,
-    unpacked,
-)
+from actors.errors import EncodeFailed, InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
 from actors.media.image import prepare
 from actors.media.patchify import Cutter, cutter_of
+from actors.media.slab import BEGUN, MARK_BYTES, files_of
+from actors.options import ModelOptions
+from actors.spec.checkpoint import Json, Notes
+from actors.spec.model_spec import ModelSpec, read
+from actors.types import Clip, ItemPlan, Media, Size
 
-MOST_SILENT_SECONDS = 0.002
-"""What is made waits no longer than that for what is made after it, and for that."""
+MAX_MESSAGE_BYTES = 2**17
+MAX_UNSENT_SECONDS = 0.002
+"""Finished items are reported together, but never later than the first item that ends after this
+time."""
 
 PR_SET_PDEATHSIG = 1
-"""Of <sys/prctl.h>: which signal comes when the thread ends that started this process."""
+"""<sys/prctl.h>: the signal to send when the thread that started this process ends."""
+
+PLAN = [field.name for field in fields(ItemPlan)]
+
+ITEM_ERRORS: dict[str, type[ServiceError]] = {
+    error.__name__: error for error in (InvalidMedia, TooLarge, UnsupportedMedia)
+}
+"""Errors that the client caused. All others become EncodeFailed."""
+
+Order = tuple[Any, ...]
+"""One item to decode: offset and size of its block, kind, sizes of its files, plan, clip."""
+
+Answer = tuple[float, str, str]
+"""When the item was begun (time.monotonic, which processes of one machine share), and the name and
+message of its error, both empty if there was none."""
 
 log = logging.getLogger(__name__)
 
 
+def model_message(options: ModelOptions, files: dict[str, Json | None]) -> bytes:
+    """What a process reads from stdin. `files`: those that the spec is read from."""
+    return json.dumps({"options": options.model_dump(), "files": files}).encode()
+
+
+def spec_of(message: bytes) -> ModelSpec:
+    """The replica's spec, without reading the model's files: they may have changed since."""
+    told = json.loads(message)
+    return read(ModelOptions.model_validate(told["options"]), Notes(told["files"]))
+
+
+def order_of(media: Media, offset: int, size_bytes: int) -> Order:
+    plan, clip = [getattr(media.plan, name) for name in PLAN], media.clip
+    shown = clip and (clip.size.width, clip.size.height, clip.frames, clip.fps, clip.chosen)
+    return offset, size_bytes, media.kind, [len(data) for data in files_of(media)], plan, shown
+
+
+def media_of(order: Order, memory: memoryview) -> Media:
+    """Copies an item's files out of its block, and marks it as begun."""
+    offset, size_bytes, kind, sizes, plan, shown = order
+    memory[offset + size_bytes - MARK_BYTES] = BEGUN
+    files, clip = [], None
+    for size in sizes:
+        files.append(bytes(memory[offset : offset + size]))
+        offset += size
+    if shown is not None:
+        width, height, *rest = shown
+        clip = Clip(Size(width, height), *rest)
+    data, *frames = files
+    return Media(kind, data, ItemPlan(*plan), digest="", clip=clip, frames=tuple(frames))
+
+
+def answer_of(began: float, error: Exception | None) -> Answer:
+    if error is None:
+        return began, "", ""
+    text = error.message if isinstance(error, ServiceError) else repr(error)
+    return began, type(error).__name__, text[:1000]
+
+
+def error_of(name: str, text: str) -> ServiceError | None:
+    """The error that an answer tells of."""
+    if not name:
+        return None
+    known = ITEM_ERRORS.get(name)
+    return known(text) if known else EncodeFailed(f"the encoder failed on this item: {text}")
+
+
+def packed(values: Sequence[Any]) -> bytes:
+    """A message. Characters of an error that are not valid Unicode become question marks."""
+    message: bytes = msgpack.packb(values, unicode_errors="replace")
+    return message
+
+
+def unpacked(message: bytes) -> tuple[Any, ...]:
+    """The values of a message, lists as tuples. Raises ValueError if it is not valid msgpack."""
+    values: tuple[Any, ...] = msgpack.unpackb(message, use_list=False)
+    return values
+
+
 def main() -> None:
-    """Ends when the socket does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the actor's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the replica
+    # Closing the socket does not end a process that hangs in a file; this does.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         memory = memoryview(mmap.mmap(int(sys.argv[2]), 0))
-        # From the start of the file, wherever another process has read to.
-        cutter = cutter_of(model_of(os.pread(0, os.fstat(0).st_size, 0)))
+        cutter = cutter_of(spec_of(sys.stdin.buffer.read()))
         channel.send(packed([cutter.spec.fingerprint]))
-        while message := channel.recv(MOST_BYTES):
-            work(cutter, unpacked(message), memory, channel)
+        while message := channel.recv(MAX_MESSAGE_BYTES):
+            serve(cutter, unpacked(message), memory, channel)
 
 
-def work(
-    cutter: Cutter, orders: tuple[Order, ...], memory: memoryview, channel: socket.socket
+def serve(
+    cutter: Cutter, orders: Sequence[Order], memory: memoryview, channel: socket.socket
 ) -> None:
-    """Makes these in turn, and answers in as few messages as latency allows."""
+    """Decodes these in order. Answers in as few messages as MAX_UNSENT_SECONDS allows."""
     answers: list[Answer] = []
-    told = monotonic()
-    for one in orders:
-        answers.append(made(cutter, one, memory))
-        if (now := monotonic()) - told > MOST_SILENT_SECONDS:
+    sent = monotonic()
+    for order in orders:
+        answers.append(decode_in_place(cutter, order, memory))
+        if (now := monotonic()) - sent > MAX_UNSENT_SECONDS:
             channel.send(packed(answers))
-            answers, told = [], now
+            answers, sent = [], now
     if answers:
         channel.send(packed(answers))
 
 
-def made(cutter: Cutter, order: Order, memory: memoryview) -> Answer:
-    """Writes the patches of an item over its bytes."""
+def decode_in_place(cutter: Cutter, order: Order, memory: memoryview) -> Answer:
+    """Decodes an item and writes its patches over its files."""
     began = monotonic()
     try:
-        place, media = media_of(order, memory)
+        media = media_of(order, memory)
         item = prepare(cutter, media)
-        shape = frames, *_ = cutter.shape(media.plan)
+        target = np.frombuffer(memory, np.uint8, order[1], order[0])
+        frames, *_ = shape = cutter.shape(media.plan)
         parts = [item.patches] if item.later is None else [item.patches, item.later]
-        whole = np.frombuffer(memory[place.start : place.end], np.uint8)
-        target = whole[: np.prod(shape)].reshape(shape)
         assert len(parts) == frames, "not as many frames as were expected. This is a bug."
-        for part, into in zip(parts, target, strict=True):
-            into[:] = torch.as_tensor(part).numpy()
+        np.stack(parts, out=target[: np.prod(shape)].reshape(shape))
     except ServiceError as error:
-        return answer(began, error)
+        return answer_of(began, error)
     except Exception as error:
-        log.exception("an item of grid %s could not be cut up", order)
-        return answer(began, error)
-    return answer(began, None)
+        log.exception("an item could not be decoded: %s", order)
+        return answer_of(began, error)
+    return answer_of(began, None)
 
 
 if __name__ == "__main__":
-    with suppress(BrokenPipeError, ConnectionResetError):  # the actor is gone
+    with suppress(BrokenPipeError, ConnectionResetError):  # the replica has ended
         main()

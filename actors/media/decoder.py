@@ -1,47 +1,392 @@
-"""Shim until the decode pool lands."""
+"""Decodes media into items: in processes beside the replica or, without any, in its own threads.
+
+Threads that decode take the interpreter's lock several times per image, and the GPU thread waits
+for it. So a replica of a large model decodes in processes: it only hands out files and takes
+patches back, through shared memory. Each process has a thread here, which feeds it, hears it, and
+replaces it when it exits or hangs.
+
+`concurrent.futures` and `pebble` cost 240 to 370 us of the replica's CPU per call, in addition to
+the work on shared memory; all of this costs 120 to 160 us per item under load.
+"""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from math import ceil
+from threading import Condition, Thread
 from time import monotonic
+from typing import Any
 
-from actors.media.decoding import Decoding
+from actors.errors import EncodeFailed, InvalidMedia, ServiceError, StartError, Unavailable
+from actors.media import decode_worker
+from actors.media.image import prepare
+from actors.media.patchify import cutter_of
+from actors.media.slab import Slab, size_of
+from actors.options import ActorOptions
+from actors.spec.checkpoint import Noted, find
+from actors.spec.model_spec import read
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media
 
+log = logging.getLogger("ray.serve")
 
-@dataclass(eq=False)
-class _Asked:
-    media: Media
-    answer: Future[Item] = field(default_factory=Future)
+CHUNK_ITEMS = 8
+CHUNK_PATCHES = 4096
+"""The most that one message asks for, unless one item is larger: some milliseconds of work."""
+AHEAD_PATCHES = 4 * CHUNK_PATCHES
+"""A process that has more than this still to do is sent nothing else: others may be free sooner."""
+
+MAX_FRAMES = 8192
+"""Of a video that came as images. A message holds the size of each."""
+
+START_SECONDS = 120
+MAX_FAILED_STARTS = 3
+
+ROOM_SECONDS = 0.01
+"""How often a thread looks for room in a full slab. Nothing tells it, because blocks are given back
+by finalizers, which may take no lock. The slab is full only while the GPU is far behind."""
+
+STOPPING = "this encoder is stopping: try again"
+FATAL = (
+    "the file ended, or held up, the process that decodes it, twice: it is damaged, or takes more "
+    "memory or time than there is"
+)
+
+
+class Job(Future[Item]):
+    """An item on its way through a decoding process."""
+
+    def __init__(self, media: Media, size_bytes: int) -> None:
+        super().__init__()
+        self.media = media
+        self.size_bytes = size_bytes
+        self.submitted = monotonic()
+        self.offset = 0
+        """Of its block in the slab, while a process has it."""
+        self.suspected = False
+        """Its process ended after it was begun: it is tried once more, alone in a process."""
+        self.patches = media.plan.patches + len(media.frames)
+        """A measure of the work: frames that came as images are decoded one by one."""
+
+    def begin(self) -> bool:
+        """False: cancelled. A job that is tried again has begun before."""
+        return self.running() or self.set_running_or_notify_cancel()
+
+
+class DecodeProcess:
+    """A decoding process, and the jobs that it has not answered yet, in order."""
+
+    def __init__(self, model: bytes, slab: int, stall_seconds: float) -> None:
+        """Returns when it has started: see `fingerprint`. `slab`: the file that it maps."""
+        self.jobs: deque[Job] = deque()
+        self.process, self.channel = launch(model, slab)
+        self._wait_at_most(START_SECONDS)
+        self.fingerprint = "".join(map(str, self.receive()))
+        """Of the spec, as the process read it. Empty: it did not start."""
+        self._wait_at_most(stall_seconds)
 
     @property
-    def given_up(self) -> bool:
-        return self.answer.cancelled()
+    def wants_more(self) -> bool:
+        """Whether it is to be sent more, so that it has something to go on with."""
+        if not self.jobs:
+            return True
+        if len(self.jobs) > CHUNK_ITEMS // 2 or self.jobs[0].suspected:
+            return False
+        return sum(job.patches for job in self.jobs) < AHEAD_PATCHES
+
+    def send(self, jobs: list[Job], slab: Slab) -> None:
+        """Jobs that have blocks. Messages are small and few: it does not block."""
+        self.jobs += jobs
+        for job in jobs:
+            slab.write(job.offset, job.size_bytes, job.media)
+        orders = [decode_worker.order_of(job.media, job.offset, job.size_bytes) for job in jobs]
+        with suppress(OSError):  # it has ended, which `receive` tells
+            self.channel.send(decode_worker.packed(orders))
+
+    def receive(self) -> tuple[Any, ...]:
+        """The values of its next message. Empty: it ended, hangs, or sent what is no message."""
+        try:
+            return decode_worker.unpacked(self.channel.recv(decode_worker.MAX_MESSAGE_BYTES))
+        except (OSError, ValueError, TypeError):
+            return ()
+
+    def end(self) -> None:
+        """Kills it. Afterwards it neither reads nor writes the slab."""
+        self.process.kill()
+        self.process.wait()
+        self.channel.close()
+
+    def _wait_at_most(self, seconds: float) -> None:
+        # Not settimeout, which polls before it reads: that gives the interpreter's lock away twice.
+        whole, part = divmod(seconds, 1)
+        timeout = struct.pack("ll", int(whole), int(part * 1e6))
+        self.channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+
+
+def launch(model: bytes, slab: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Starts decode_worker, and returns it with our end of its socket."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        files = its.fileno(), slab
+        # A program of its own. Not a fork: the replica has CUDA, Ray and threads. Nor one of
+        # multiprocessing's, which would import Ray, as the replica's main module does.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", decode_worker.__name__, *map(str, files)],
+            stdin=subprocess.PIPE,
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+            },
+            pass_fds=files,
+        )
+    assert process.stdin
+    with suppress(OSError), process.stdin as stdin:  # it may have ended
+        stdin.write(model)
+    return process, ours
 
 
 class Decoder:
-    def __init__(self, decoding: Decoding) -> None:
-        self.decoding = decoding
+    """Decodes media for one replica. `submit` may be called from any thread."""
+
+    def __init__(self, options: ActorOptions, series: EncoderMetrics) -> None:
+        """Starts processes if there are to be any, but does not wait for them.
+
+        Raises CheckpointError; StartError where the system has no memfd_create.
+        """
+        files = Noted(find(options.model))
+        self.cutter = cutter_of(read(options.model, files))
+        self._model = decode_worker.model_message(options.model, files.contents)
+        self._series = series
+        self._stall_seconds = options.encoder.max_stall_seconds
+        self._executor = ThreadPoolExecutor(options.preprocess.threads, "decode")
+        self._changed = Condition()
+        """Guards what follows, and the slab's `take`."""
+        self._waiting: deque[Job] = deque()
+        self._idle = 0
+        """Threads that wait for jobs."""
+        self._started = 0
+        self._closing = False
+        self._failure: ServiceError | None = None
+        """Why nothing is decoded in processes any more."""
+        self._slab: Slab | None = None
+        self._threads: list[Thread] = []
+        if options.preprocess.processes:
+            if not hasattr(os, "memfd_create"):
+                raise StartError("preprocess.processes needs Linux: set it to 0")
+            self._slab = slab = Slab(options.preprocess.shared_bytes)
+            # The kernel ends a process when the thread that started it ends.
+            self._threads = [
+                Thread(target=self._run, args=(slab,), name=f"decode-{index}", daemon=True)
+                for index in range(options.preprocess.processes)
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    def wait_until_started(self) -> None:
+        """Waits for all processes. Raises StartError, and closes, if one does not start."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or self._started == len(self._threads), START_SECONDS
+            )
+            if self._started == len(self._threads):
+                return
+        self.close()
+        raise StartError(
+            "the processes that decode do not start: see what they wrote to stderr, or set "
+            f"preprocess.processes to 0 ({self._failure})"
+        )
 
     def submit(self, media: Media) -> Future[Item]:
-        asked, since = _Asked(media), monotonic()
+        """Fails with a ServiceError. Cancelling drops an item that has not been begun.
 
-        def done(started: float, made: Item | Exception) -> None:
-            if not asked.answer.set_running_or_notify_cancel():
-                return
-            if isinstance(made, Exception):
-                asked.answer.set_exception(made)
-                return
-            made.decode_queue_seconds = started - since
-            made.preprocess_seconds = monotonic() - started
-            asked.answer.set_result(made)
-
-        self.decoding.begin(asked, done)
-        return asked.answer
+        The item's decode_queue_seconds and preprocess_seconds are filled in. Raises Unavailable
+        once this decoder is closed, or cannot start its processes any more.
+        """
+        size_bytes = size_of(media, self.cutter.shape(media.plan))
+        slab = self._slab
+        with self._changed:
+            if self._failure or self._closing:
+                raise self._failure or Unavailable(STOPPING)
+            if slab is None or not slab.fits(size_bytes) or len(media.frames) > MAX_FRAMES:
+                return self._executor.submit(self._decode_here, media, monotonic())
+            job = Job(media, size_bytes)
+            self._waiting.append(job)
+            self._changed.notify()
+        return job
 
     def alive(self) -> bool:
-        return self.decoding.alive()
+        """False: its processes do not start any more, or it is closed."""
+        return self._failure is None
 
     def close(self) -> None:
-        self.decoding.close()
+        """Returns when everything that was submitted is done."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._executor.shutdown()
+        self._fail(Unavailable(STOPPING))
+        slab, self._slab = self._slab, None
+        if slab:
+            slab.close()
+
+    def _decode_here(self, media: Media, submitted: float) -> Item:
+        began = monotonic()
+        try:
+            item = prepare(self.cutter, media)
+        except ServiceError:
+            raise
+        except Exception as error:
+            log.exception("an item of grid %s could not be decoded", media.plan.grid_thw)
+            raise EncodeFailed(f"the encoder failed on this item: {error!r}") from error
+        return self._timed(item, submitted, began)
+
+    def _timed(self, item: Item, submitted: float, began: float) -> Item:
+        item.decode_queue_seconds = began - submitted
+        item.preprocess_seconds = monotonic() - began
+        self._series.preprocessed.inc()
+        return item
+
+    def _run(self, slab: Slab) -> None:
+        """The thread of one process."""
+        process = None
+        try:
+            process = self._start(slab)
+            while self._feed(process, slab):
+                if not self._hear(process, slab):
+                    self._take_back(process, slab)
+                    process = self._start(slab)
+        except ServiceError as error:
+            self._fail(error)
+        except Exception as error:  # a bug; nobody may wait for ever because of it
+            log.critical("a thread of the decoding processes ended", exc_info=error)
+            self._fail(Unavailable(f"this encoder cannot decode any more: {error!r}"))
+        finally:
+            if process:
+                process.end()
+                for job in process.jobs:
+                    job.set_exception(self._failure or Unavailable(STOPPING))
+
+    def _start(self, slab: Slab) -> DecodeProcess:
+        """Raises Unavailable if it does not start, StartError if it has another model."""
+        expected = self.cutter.spec.fingerprint
+        for _ in range(MAX_FAILED_STARTS):
+            process = DecodeProcess(self._model, slab.file, self._stall_seconds)
+            if process.fingerprint == expected:
+                with self._changed:
+                    self._started += 1
+                    self._changed.notify_all()
+                return process
+            process.end()
+            if process.fingerprint:
+                raise StartError(
+                    f"a process that decodes knows the model as {process.fingerprint}, not as "
+                    f"{expected}: does it run other code?"
+                )
+            log.error("a process that decodes did not start")
+        raise Unavailable(f"processes that decode ended {MAX_FAILED_STARTS} times at start")
+
+    def _feed(self, process: DecodeProcess, slab: Slab) -> bool:
+        """Sends it jobs. Waits while there is nothing to do. False: closed, and all is done."""
+        while process.wants_more and (chunk := self._next(process, slab)):
+            process.send(chunk, slab)
+        return bool(process.jobs)
+
+    def _next(self, process: DecodeProcess, slab: Slab) -> list[Job]:
+        """What to send to a process. Empty: it has enough, or it has nothing and all is done."""
+        with self._changed:
+            while True:
+                if process.jobs and self._idle:
+                    return []  # others have nothing to do
+                chunk = self._take(process, slab)
+                done = not self._waiting and (self._closing or self._failure)
+                if chunk or process.jobs or done:
+                    return chunk
+                self._idle += 1
+                self._changed.wait(ROOM_SECONDS if self._waiting else None)
+                self._idle -= 1
+
+    def _take(self, process: DecodeProcess, slab: Slab) -> list[Job]:
+        """Jobs for one message, each with a block of the slab. Empty: none waits, or no room."""
+        chunk: list[Job] = []
+        patches = 0
+        share = min(CHUNK_ITEMS, ceil(len(self._waiting) / len(self._threads)))
+        while self._waiting and len(chunk) < share and patches < CHUNK_PATCHES:
+            job = self._waiting[0]
+            if not job.cancelled():
+                if job.suspected and (chunk or process.jobs):
+                    break  # a process without jobs takes it
+                offset = slab.take(job.size_bytes)
+                if offset is None:
+                    break
+                if job.begin():
+                    job.offset = offset
+                    chunk.append(job)
+                    patches += job.patches
+                else:
+                    slab.give_back(offset)
+            self._waiting.popleft()
+            if job.suspected:
+                break
+        return chunk
+
+    def _hear(self, process: DecodeProcess, slab: Slab) -> bool:
+        """Finishes the jobs that it answers. False: it ended, hangs, or is not to be trusted."""
+        answers = process.receive()
+        now = monotonic()
+        for answer in answers:
+            match answer:
+                case (float() as began, str() as name, str() as text) if process.jobs:
+                    if not process.jobs[0].submitted <= began <= now:
+                        return False  # it would spoil the metrics
+                    job = process.jobs.popleft()
+                    if error := decode_worker.error_of(name, text):
+                        slab.give_back(job.offset)
+                        job.set_exception(error)
+                    else:
+                        plan = job.media.plan
+                        item = slab.item(job.offset, plan, self.cutter.shape(plan))
+                        job.set_result(self._timed(item, job.submitted, began))
+                case _:
+                    return False
+        return bool(answers)
+
+    def _take_back(self, process: DecodeProcess, slab: Slab) -> None:
+        """Ends it. Its jobs wait again, in front; those that it had begun are suspected."""
+        process.end()
+        log.error("a process that decodes has ended, or does nothing any more: it is replaced")
+        self._series.decode_restarts.inc()
+        again: list[Job] = []
+        while process.jobs:
+            job = process.jobs.popleft()
+            begun = slab.begun(job.offset, job.size_bytes)
+            slab.give_back(job.offset)
+            if begun and job.suspected:
+                job.set_exception(InvalidMedia(FATAL))
+            else:
+                job.suspected |= begun
+                again.append(job)
+        with self._changed:
+            self._waiting.extendleft(reversed(again))
+            self._changed.notify_all()
+
+    def _fail(self, error: ServiceError) -> None:
+        """Takes no more jobs, and refuses those that wait."""
+        with self._changed:
+            self._failure = self._failure or error
+            refused, self._waiting = self._waiting, deque()
+            self._changed.notify_all()
+        for job in refused:
+            if job.begin():
+                job.set_exception(self._failure)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from actors.errors import CheckpointError
-from actors.media.resample import Resample
 from actors.models import llava_onevision, packed, packed_tower, qwen25vl, step_tower, tiled, views
 from actors.models.deepseek_ocr_config import crop_sizing
 from actors.models.step_config import window_sizing
@@ -33,7 +32,7 @@ class Cutter(Protocol):
     spec: ModelSpec
 
     def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
-        """A decoded image, uint8 [3, height, width], to its plan and its patches, where it lies."""
+        """A decoded image, uint8 [3, height, width], to its plan and its patches."""
 
     def shape(self, plan: ItemPlan) -> Shape:
         """Of all that an item has: its patches, and where there are two frames those of `later`."""
@@ -99,7 +98,7 @@ class WindowedCutter(PackedCutter):
         patches = super().cut(image, resized)
         patch = self.sizing.patch_size
         order, _ = self.windows(resized.height // patch, resized.width // patch)
-        return patches.view(len(order), -1)[order.to(patches.device)].view(patches.shape)
+        return patches.view(len(order), -1)[order].view(patches.shape)
 
 
 class FrameCutter(PackedCutter):
@@ -119,7 +118,7 @@ class FrameCutter(PackedCutter):
 class TileCutter:
     """Tiles in raster order, the one that shows the whole image last; of a video a tile a frame."""
 
-    def __init__(self, spec: ModelSpec, mode: Resample = "bicubic") -> None:
+    def __init__(self, spec: ModelSpec, mode: packed.Resample = "bicubic") -> None:
         self.spec = spec
         self.sizing = tiled.tile_sizing(spec)
         self.mode = mode

@@ -7,6 +7,7 @@ of one token follow each other. Knows no family, no budget and no device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.kernels.gemm.gemm import Gemm
-from actors.media.resample import Resample
 from actors.models.layers.block import NORMS, Affine, Norm
 from actors.types import Size
 
 Rgb = tuple[float, float, float]
+
+Resample = Literal["bicubic", "bilinear"]
 
 PositionTaps = Callable[[Tensor, int, int, int], tuple[Tensor, Tensor]]
 """How a learned table of positions is resampled, such as bilinear_taps."""
@@ -42,14 +44,10 @@ def patchify(image: Tensor, resized: Size, patch: int, merge: int) -> Tensor:
 def resize(image: Tensor, size: Size, mode: Resample = "bicubic") -> Tensor:
     """uint8 [3, height, width] to another height and width, with antialiasing.
 
-    As transformers' torchvision backend does on CPU, bit for bit, wherever the image lies.
+    As transformers' torchvision backend does on CPU, bit for bit.
     """
     if image.shape[1:] == (size.height, size.width):
         return image
-    if image.is_cuda:
-        from actors.kernels.resize import resize as resize_there  # Triton needs CUDA
-
-        return resize_there(image, size, mode)
     # A batch of one in true channels-last strides takes torch's vectorised uint8 kernel.
     batch = image.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
     return F.interpolate(batch, size=(size.height, size.width), mode=mode, antialias=True)[0]
@@ -61,10 +59,8 @@ def padded(image: Tensor, right: int, below: int) -> Tensor:
 
 
 def in_one_piece(pixels: Tensor) -> Tensor:
-    """The same, contiguous. On the host by numpy: it takes half of torch's time, and this thread
-    alone, where torch would start threads of its own under each that decodes."""
-    if pixels.is_cuda:
-        return pixels.contiguous()
+    """The same, contiguous. By numpy: it takes half of torch's time, and this thread alone, where
+    torch would start threads of its own under each that decodes."""
     return torch.from_numpy(np.ascontiguousarray(pixels.numpy()))
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from actors.errors import CheckpointError, ConfigError
 from actors.kernels.attention import Attention, Shapes, Values
-from actors.media.resample import Resample
 from actors.models import packed
 from actors.models.layers.block import BlocksForm, BlockWeights, Style
 from actors.spec.model_spec import ModelSpec
@@ -103,7 +102,7 @@ class TileTower:
         return outputs[0][: sum(plan.tokens for plan in plans)]
 
 
-def patchify(image: Tensor, sizing: TileSizing, mode: Resample) -> Tensor:
+def patchify(image: Tensor, sizing: TileSizing, mode: packed.Resample) -> Tensor:
     """uint8 [3, height, width] to uint8 [patches of all tiles, 3 x patch x patch]."""
     size = Size(width=image.shape[2], height=image.shape[1])
     rows, columns = sizing.layout(size)

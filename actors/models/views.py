@@ -41,7 +41,7 @@ def whole(image: Tensor, sizing: CropSizing, mean: packed.Rgb) -> Tensor:
     """The view of the whole image: uint8 [3, side, side]. Equal to PIL.ImageOps.pad."""
     size = sizing.whole(Size(width=image.shape[2], height=image.shape[1]))
     side = sizing.image_pixels
-    ground = torch.tensor([int(value * 255) for value in mean], dtype=torch.uint8).to(image.device)
+    ground = torch.tensor([int(value * 255) for value in mean], dtype=torch.uint8)
     canvas = ground[:, None, None].repeat(1, side, side)
     left, top = round((side - size.width) * 0.5), round((side - size.height) * 0.5)
     resized = packed.resize(image, size)

@@ -65,12 +65,7 @@ class ModelSpec:
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits, the same in every process; of another model they are others.
-
-        `preprocess.device` is not in them, though its two decoders' pixels differ a little: a cache
-        ends with its replica, so rows of both are never kept under one key, and a rollout from one
-        to the other may answer with either.
-        """
+        """16 hexadecimal digits that identify the model, the same in every process."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

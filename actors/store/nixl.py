@@ -26,8 +26,8 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayDirectTransportE
 from ray.experimental import register_nixl_memory, set_nixl_cuda_stream, set_target_for_ref
 from torch import Tensor
 
+from actors.allocator import Allocator
 from actors.errors import ConfigError, EmbeddingLost, StartError
-from actors.media.blocks import Blocks
 from actors.options import Transport
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
@@ -57,7 +57,7 @@ class DeviceMemory:
         if self._stream:
             set_nixl_cuda_stream(self._stream)  # otherwise each put waits for the whole device
         self._metrics = metrics
-        self._blocks = Blocks(size_bytes)
+        self._allocator = Allocator(size_bytes)
         self._lock = Lock()
         # Filled by finalizers, which may run anywhere: also in a thread that has the lock.
         self._given: deque[int] = deque()
@@ -71,7 +71,7 @@ class DeviceMemory:
         size = rows.numel() * dtype.itemsize
         with self._lock, torch.cuda.stream(self._stream) if self._stream else nullcontext():
             self._take_back()
-            offset = self._blocks.take(size)
+            offset = self._allocator.take(size)
             if offset is None:
                 self._metrics.nixl_full.inc()
                 return None
@@ -88,11 +88,11 @@ class DeviceMemory:
     def _taken_bytes(self) -> float:
         with self._lock:
             self._take_back()
-            return self._blocks.taken_bytes
+            return self._allocator.taken_bytes
 
     def _take_back(self) -> None:
         while self._given:
-            self._blocks.give(self._given.popleft())
+            self._allocator.give_back(self._given.popleft())
 
 
 def total(block: Tensor) -> int:

@@ -59,7 +59,7 @@ class EncoderMetrics:
             SECONDS,
         )
         self.preprocessed = self._counter(
-            "preprocessed_items_total", "Items decoded and patchified, by device.", "device"
+            "preprocessed_items_total", "Items decoded and patchified."
         )
         self.decode_restarts = self._counter(
             "decode_restarts_total", "Decoder processes replaced because they exited or hung."

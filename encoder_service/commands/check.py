@@ -61,10 +61,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 def missing(service: ServiceOptions) -> Iterator[str]:
     """Packages not installed here; a warning only, as this may not be a node of the cluster."""
-    needed = (
-        ("encoder.transport is nixl", service.encoder.transport == "nixl", "nixl", "nixl"),
-        ("preprocess.device is cuda", service.preprocess.device == "cuda", "torchvision", "gpu"),
-    )
+    needed = (("encoder.transport is nixl", service.encoder.transport == "nixl", "nixl", "nixl"),)
     for key, asked, package, extra in needed:
         if asked and find_spec(package) is None:
             yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any, cast
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_packs_of_items_from_host_and_device(device: Device) -> None:
     engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
     items = [toy_item(random.randint(1, 200), seed) for seed in range(400)]
     placed = [
-        replace(item, patches=torch.as_tensor(item.patches).to(device.device))
+        replace(item, patches=cast(Any, torch.from_numpy(item.patches).to(device.device)))
         if random.random() < 0.5
         else item
         for item in items

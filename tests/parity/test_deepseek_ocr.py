@@ -31,7 +31,7 @@ from actors.spec.tiling import StretchedTiles
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Size
 from tests.checkpoints_ocr import write_deepseek_ocr
-from tests.images import PHOTOGRAPHS, jpeg, opened, photograph
+from tests.images import PHOTOGRAPHS, item_of, jpeg, opened, photograph
 from tests.parity.table import check
 
 PACKS = {
@@ -98,7 +98,7 @@ def test_photographs_through_the_engine(pair: Pair) -> None:
     limits = two_path_capacity(GraphOptions(token_budgets=(162,)), tower.sizing.view_tokens)
     engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
     files = [*map(photograph, PHOTOGRAPHS), jpeg(180, 100)]
-    items = [Item(*cutter_of(tower.spec).patchify(decode(file))) for file in files]
+    items = [item_of(cutter_of(tower.spec), decode(file)) for file in files]
     answers = [engine.submit(one) for one in items]
     for one, answer in zip(items, answers, strict=True):
         encoded = answer.result(60)

@@ -33,7 +33,7 @@ from actors.spec.model_spec import read
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, Item, Size
 from tests.checkpoints_clip import PICTURE, TOWER, write_llava_qwen, write_onevision
-from tests.images import opened
+from tests.images import item_of, opened
 from tests.parity.table import check
 from tests.parity.test_published import onevision
 from tests.parity.test_tiled import pixels
@@ -76,11 +76,8 @@ def image_of(tower: OnevisionTower, size: Size) -> Item:
     """Random pixels."""
     generator = torch.Generator().manual_seed(size.width)
     shape = (3, size.height, size.width)
-    return Item(
-        *cutter_of(tower.spec).patchify(
-            torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-        )
-    )
+    image = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+    return item_of(cutter_of(tower.spec), image)
 
 
 def video_of(tower: OnevisionTower, frames: int) -> Item:

@@ -31,7 +31,7 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Size
 from tests import step3
 from tests.checkpoints_step import write_step3, write_step3p7, write_step3vl10b
-from tests.images import PHOTOGRAPHS, opened, photograph
+from tests.images import PHOTOGRAPHS, item_of, opened, photograph
 from tests.parity.table import check
 from tests.step3p7 import Processor
 
@@ -105,9 +105,7 @@ def test_photographs_through_the_engine(pair: Pair) -> None:
     tower, device, metrics = pair.tower, CpuDevice(), EncoderMetrics()
     limits = model_capacity(GraphOptions(token_budgets=(128,)), tower.spec)
     engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
-    items = [
-        Item(*cutter_of(tower.spec).patchify(decode(photograph(name)))) for name in PHOTOGRAPHS
-    ]
+    items = [item_of(cutter_of(tower.spec), decode(photograph(name))) for name in PHOTOGRAPHS]
     answers = [engine.submit(item) for item in items]
     for item, answer in zip(items, answers, strict=True):
         encoded = answer.result(60)

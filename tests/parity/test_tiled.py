@@ -26,10 +26,10 @@ from actors.models.load import load
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import Clip, Item, ItemPlan, Size
+from actors.types import Clip, ItemPlan, Size
 from tests.checkpoints_clip import write_clip, write_llava, write_siglip
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_internvl_chat, write_llama4
-from tests.images import PHOTOGRAPHS, photograph
+from tests.images import PHOTOGRAPHS, item_of, photograph
 from tests.parity.table import check
 from tests.videos import cut_video
 
@@ -158,9 +158,7 @@ def test_names_that_begin_with_model(tmp_path: Path) -> None:
 def test_photographs_through_the_engine(pair: Pair) -> None:
     tower = pair.tower
     engine, _ = running(tower, capacity(GraphOptions(), tower.spec.sizing.token_range(), 0))
-    items = [
-        Item(*cutter_of(tower.spec).patchify(decode(photograph(name)))) for name in PHOTOGRAPHS
-    ]
+    items = [item_of(cutter_of(tower.spec), decode(photograph(name))) for name in PHOTOGRAPHS]
     answers = [engine.submit(item) for item in items]
     for item, answer in zip(items, answers, strict=True):
         encoded = answer.result(60)
@@ -184,7 +182,7 @@ def test_a_frame_of_a_video_is_a_tile(pair: Pair) -> None:
     mean, std = (torch.tensor(each)[:, None, None] for each in (tower.spec.mean, tower.spec.std))
     with torch.no_grad():
         exact = pair.features(pair.model, (tiles / 255 - mean) / std)
-    image = Item(*cutter_of(tower.spec).patchify(torch.zeros(3, 90, 120, dtype=torch.uint8)))
+    image = item_of(cutter_of(tower.spec), torch.zeros(3, 90, 120, dtype=torch.uint8))
     for budget in (None, item.plan.tokens + image.plan.tokens):
         plans, patches = [item.plan, image.plan], [item.patches, image.patches]
         rows = encode(tower, plans, [torch.as_tensor(each) for each in patches], budget)

@@ -25,7 +25,7 @@ from encoder_service.app import build
 from encoder_service.client import Source
 from tests.checkpoints import KIMI_K25, write
 from tests.checkpoints_clip import write_onevision
-from tests.images import jpeg
+from tests.images import item_of, jpeg
 from tests.parity import conftest, test_video
 from tests.parity.table import TOLERANCE
 from tests.parity.test_llava_onevision import Pair, image_rows, video_rows
@@ -73,7 +73,7 @@ def test_llava_onevision(cluster: Cluster, tmp_path: Path) -> None:
     with served(tmp_path, cluster, (tile, 3 * tile, 10 * tile)) as client:
         image, film = client.encode(sources, dtype="float32")
         _, pruned = client.encode(sources, dtype="float32", evs_rate=0.5)
-    item = Item(*cutter_of(tower.spec).patchify(decode(IMAGES[0])))
+    item = item_of(cutter_of(tower.spec), decode(IMAGES[0]))
     assert (image.torch() - image_rows(pair, item, SIZE)).abs().max() < TOLERANCE
     item = video_of(tower, 4)
     assert film.tokens == item.plan.tokens == 4 * 9 + 1

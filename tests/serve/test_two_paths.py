@@ -13,11 +13,10 @@ from ray import serve
 
 from actors.media.image import decode
 from actors.media.patchify import cutter_of
-from actors.types import Item
 from encoder_service import Client
 from encoder_service.app import build
 from tests.checkpoints_ocr import write_deepseek_ocr
-from tests.images import PHOTOGRAPHS, jpeg, photograph
+from tests.images import PHOTOGRAPHS, item_of, jpeg, photograph
 from tests.parity.table import TOLERANCE
 from tests.parity.test_deepseek_ocr import Pair, loaded, theirs
 from tests.serve.conftest import Cluster
@@ -44,7 +43,7 @@ def test_rows_of_photographs(cluster: Cluster, tmp_path: Path) -> None:
     finally:
         serve.delete("ocr")
     for embedding, file in zip(embeddings, files, strict=True):
-        item = Item(*cutter_of(pair.tower.spec).patchify(decode(file)))
+        item = item_of(cutter_of(pair.tower.spec), decode(file))
         assert (embedding.grid_thw, embedding.source) == (item.plan.grid_thw, "graph")
         assert (embedding.torch() - theirs(pair, [item])).abs().max() < TOLERANCE
     assert budgets["token_budgets"] == {"global": [20, 60], "local": [0, 36, 81]}

@@ -1,57 +1,75 @@
-"""Threads in the place of processes that decode: they end, hang and wait when told to."""
+"""Threads in the place of decoding processes: they end, hang and wait when told to."""
 
 from __future__ import annotations
 
 import mmap
 import socket
 import threading
-from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
-from actors.media.decode_messages import MOST_BYTES, Order, media_of, packed, unpacked
-from actors.media.decode_process import DecodeProcess
-from actors.media.decode_processes import DecodeProcesses
-from actors.media.decode_worker import work
+from actors.media import decoder
+from actors.media.decode_worker import (
+    MAX_MESSAGE_BYTES,
+    Order,
+    media_of,
+    packed,
+    serve,
+    spec_of,
+    unpacked,
+)
+from actors.media.decoder import Decoder
 from actors.media.image import prepare
 from actors.media.patchify import Cutter, cutter_of
-from actors.options import ModelOptions, PreprocessOptions
-from actors.spec import model_spec as spec
+from actors.options import ActorOptions, EncoderOptions, ModelOptions, PreprocessOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media, Size
 from tests.images import jpeg
 
-MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
+MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
 ENDS, HANGS = b"the process ends", b"the process hangs"
 """Files that do it."""
+
+
+def open_decoder(
+    stall_seconds: float = 60, series: EncoderMetrics | None = None, **preprocess: Any
+) -> Decoder:
+    """Of a small model; its processes have started."""
+    options = ActorOptions(
+        model=MODEL,
+        encoder=EncoderOptions(device="cpu", num_gpus=0, max_stall_seconds=stall_seconds),
+        preprocess=PreprocessOptions(**preprocess),
+    )
+    opened = Decoder(options, series or EncoderMetrics())
+    opened.wait_until_started()
+    return opened
 
 
 class StandIn:
     """A thread that decodes as a process would, with its own end of the socket."""
 
-    def __init__(self, cutter: Cutter, memory: int, gate: threading.Event, greeting: str) -> None:
+    def __init__(self, cutter: Cutter, slab: int, gate: threading.Event, greeting: str) -> None:
         self.ours, self.its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.ours.setblocking(False)
         self.cutter, self.gate, self.greeting = cutter, gate, greeting
-        self.memory = memoryview(mmap.mmap(memory, 0))
+        self.memory = memoryview(mmap.mmap(slab, 0))
         self.seen: list[int] = []
         """Items of each message."""
         self.killed = threading.Event()
         self.dying = False
         """It ends before it begins what it is sent."""
-        self.thread = threading.Thread(target=self.serve)
+        self.thread = threading.Thread(target=self.run)
         self.thread.start()
 
-    def serve(self) -> None:
+    def run(self) -> None:
         with self.its:
             if not self.greeting:
                 return
             self.its.send(packed([self.greeting]))
-            while message := self.its.recv(MOST_BYTES):
+            while message := self.its.recv(MAX_MESSAGE_BYTES):
                 if self.dying:
                     return
                 orders = unpacked(message)
@@ -61,7 +79,7 @@ class StandIn:
 
     def one(self, order: Order) -> bool:
         """False: it ends."""
-        _, media = media_of(order, self.memory)
+        media = media_of(order, self.memory)
         while not self.gate.wait(0.01):
             if self.killed.is_set():
                 return False
@@ -69,7 +87,7 @@ class StandIn:
             assert self.killed.wait(60)
         if media.data == ENDS or self.killed.is_set():
             return False
-        work(self.cutter, (order,), self.memory, self.its)
+        serve(self.cutter, (order,), self.memory, self.its)
         return True
 
     def kill(self) -> None:
@@ -81,61 +99,46 @@ class StandIn:
         self.thread.join()
 
 
-@dataclass
-class Waiting:
-    media: Media
-    given_up: bool = False
-    made: Item | Exception | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-
-
 class Rig:
     """Two stand-ins, a gate that holds what they do, and what they are greeted with."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cutter = cutter_of(spec.read(MODEL))
         self.series = EncoderMetrics()
         self.gate = threading.Event()
         self.gate.set()
-        self.greeting = self.cutter.spec.fingerprint
+        self.greeting: str | None = None
+        """In the place of the model's fingerprint. Empty: they do not start."""
         self.started: list[StandIn] = []
-        self.processes: DecodeProcesses | None = None
-        monkeypatch.setattr(DecodeProcess, "start", self.start)
+        self.decoder: Decoder | None = None
+        monkeypatch.setattr(decoder, "launch", self.launch)
 
-    def start(self, model: int, memory: int) -> DecodeProcess:
-        one: Any = StandIn(self.cutter, memory, self.gate, self.greeting)
+    def launch(self, model: bytes, slab: int) -> tuple[StandIn, socket.socket]:
+        cutter = cutter_of(spec_of(model))
+        greeting = cutter.spec.fingerprint if self.greeting is None else self.greeting
+        one = StandIn(cutter, slab, self.gate, greeting)
         self.started.append(one)
-        return DecodeProcess(one, one.ours)
+        return one, one.ours
 
-    def open(self, stuck_seconds: float = 60, **options: Any) -> DecodeProcesses:
-        chosen = PreprocessOptions(**({"processes": 2} | options))
-        self.processes = DecodeProcesses(MODEL, chosen, stuck_seconds, self.series)
-        self.processes.wait_until_started()
-        return self.processes
+    def open(self, stall_seconds: float = 60, **preprocess: Any) -> Decoder:
+        chosen = {"processes": 2} | preprocess
+        self.decoder = open_decoder(stall_seconds, self.series, **chosen)
+        return self.decoder
 
-    def begin(self, data: bytes | None = None, size: tuple[int, int] = (64, 64)) -> Waiting:
-        plan = self.cutter.spec.sizing.plan(Size(*size))
-        one = Waiting(Media("image", data or jpeg(*size), plan, digest=""))
-        assert self.processes
-        self.processes.begin(one, ended(one))
-        return one
+    def media(self, data: bytes | None = None, size: tuple[int, int] = (64, 64)) -> Media:
+        assert self.decoder
+        plan = self.decoder.cutter.spec.sizing.plan(Size(*size))
+        return Media("image", data or jpeg(*size), plan, digest="")
 
-    def restarts(self) -> float:
-        found = self.series.registry.get_sample_value("encoder_decode_restarts_total")
+    def submit(self, data: bytes | None = None, size: tuple[int, int] = (64, 64)) -> Future[Item]:
+        assert self.decoder
+        return self.decoder.submit(self.media(data, size))
+
+    def count(self, name: str) -> float:
+        found = self.series.registry.get_sample_value(f"encoder_{name}_total")
         assert found is not None
         return found
 
-    def good(self, one: Waiting) -> bool:
-        assert one.done.wait(60)
-        assert isinstance(one.made, Item), one.made
-        made: Any = one.made.patches
-        expected: Any = prepare(self.cutter, one.media).patches
-        return np.array_equal(made, expected)
-
-
-def ended(one: Waiting) -> Callable[[float, Item | Exception], None]:
-    def done(began: float, made: Item | Exception) -> None:
-        one.made = made
-        one.done.set()
-
-    return done
+    def good(self, future: Future[Item], size: tuple[int, int] = (64, 64)) -> bool:
+        assert self.decoder
+        expected = prepare(self.decoder.cutter, self.media(size=size))
+        return np.array_equal(future.result(60).patches, expected.patches)

@@ -17,11 +17,11 @@ from time import perf_counter, process_time
 from typing import Any
 
 from actors.engine.engine import Engine
-from actors.media.decoding import Decoding
+from actors.media.decoder import Decoder
 from actors.media.image import decode, prepare
 from actors.media.patchify import Cutter, cutter_of
 from actors.options import ActorOptions, PreprocessOptions
-from actors.startup import open_beside, open_decoding, open_engine
+from actors.startup import open_engine
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media
 
@@ -73,14 +73,14 @@ def measure(
 ) -> Throughput:
     """Each figure for this many seconds, with this many items in flight. Raises StartError."""
     series = EncoderMetrics()
-    beside = open_beside(options, series)
+    decoder = Decoder(options, series)
     engine = open_engine(options, series)
-    decoding = open_decoding(options, engine, series, beside)
+    decoder.wait_until_started()
     cutter = cutter_of(engine.tower.spec)
     files = [media(cutter, picture) for picture in pictures]
-    begins = encoding(engine, files), decoding_ahead(decoding, files, engine.submit)
+    begins = encoding(engine, files), decoding_ahead(decoder, files, engine.submit)
     found = [rate(begin, in_flight, seconds) for begin in begins]
-    decoding.close()
+    decoder.close()
     engine.close()
     return Throughput(*found)
 
@@ -105,14 +105,15 @@ def preprocess(
         alone = rate(encoding(engine, sent), in_flight, seconds)
         for way in ways:
             chosen = options.model_copy(update={"preprocess": way})
-            decoding = open_decoding(chosen, engine, series, open_beside(chosen, series))
+            decoder = Decoder(chosen, series)
+            decoder.wait_until_started()
             started, before = perf_counter(), spent()
-            images = rate(decoding_ahead(decoding, sent, dropped), in_flight, seconds)
+            images = rate(decoding_ahead(decoder, sent, dropped), in_flight, seconds)
             decoded = images * (perf_counter() - started)
             cpu_seconds, switches = (now - then for now, then in zip(spent(), before, strict=True))
-            one_by_one = rate(decoding_ahead(decoding, sent, dropped), 1, seconds)
-            encoded = rate(decoding_ahead(decoding, sent, engine.submit), in_flight, seconds)
-            decoding.close()
+            one_by_one = rate(decoding_ahead(decoder, sent, dropped), 1, seconds)
+            encoded = rate(decoding_ahead(decoder, sent, engine.submit), in_flight, seconds)
+            decoder.close()
             found.append(
                 DecodeFigures(
                     size=size,
@@ -137,14 +138,6 @@ def spent() -> tuple[float, int]:
     return process_time(), getrusage(RUSAGE_SELF).ru_nvcsw
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What decoding is asked for."""
-
-    media: Media
-    given_up: bool = False
-
-
 def media(cutter: Cutter, picture: bytes) -> Media:
     """What the ingress would make of a file."""
     return Media("image", picture, cutter.patchify(decode(picture))[0], digest="")
@@ -162,30 +155,26 @@ def encoding(engine: Engine, files: Sequence[Media]) -> Begin:
 
 
 def decoding_ahead(
-    decoding: Decoding, files: Sequence[Media], submit: Callable[[Item], Future[Any]]
+    decoder: Decoder, files: Sequence[Media], submit: Callable[[Item], Future[Any]]
 ) -> Begin:
     """Decodes files, in turn, and submits their items."""
-    wanted = cycle(map(Wanted, files))
+    media = cycle(files)
 
     def begin(done: Done) -> None:
-        decoding.begin(next(wanted), partial(decoded, done))
+        decoder.submit(next(media)).add_done_callback(partial(decoded, done))
 
-    def decoded(done: Done, started: float, made: Item | Exception) -> None:
-        answer = failed(made) if isinstance(made, Exception) else submit(made)
-        answer.add_done_callback(done)
+    def decoded(done: Done, item: Future[Item]) -> None:
+        if item.exception():
+            done(item)
+        else:
+            submit(item.result()).add_done_callback(done)
 
     return begin
 
 
-def failed(error: Exception) -> Future[Any]:
-    answer: Future[Any] = Future()
-    answer.set_exception(error)
-    return answer
-
-
-def dropped(item: Item) -> Future[Any]:
+def dropped(item: Item) -> Future[None]:
     """In place of Engine.submit: the item is not encoded."""
-    answer: Future[Any] = Future()
+    answer: Future[None] = Future()
     answer.set_result(None)
     return answer
 

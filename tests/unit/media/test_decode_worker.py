@@ -4,47 +4,38 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
+from pathlib import Path
 from time import monotonic, sleep
 
 import numpy as np
 import pytest
 
 from actors.errors import ServiceError
-from actors.media.decode_processes import DecodeProcesses
+from actors.media.decoder import Decoder
 from actors.media.image import prepare
 from actors.media.patchify import Cutter
-from actors.options import ModelOptions, PreprocessOptions
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import Item, Media
-from encoder_service.bench.engine.pipeline import Wanted, media
+from actors.types import Media
+from encoder_service.bench.engine.pipeline import media
 from tests.images import PHOTOGRAPHS, encoded, jpeg, opened, photograph
-
-MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
-
-
-def opened_processes(count: int) -> DecodeProcesses:
-    options = PreprocessOptions(processes=count)
-    processes = DecodeProcesses(MODEL, options, 60, EncoderMetrics())
-    processes.wait_until_started()
-    return processes
+from tests.unit.decode_rig import open_decoder
 
 
-def decoded(processes: DecodeProcesses, sent: Sequence[Media]) -> list[Item | Exception]:
-    found: dict[int, Item | Exception] = {}
-    ended = threading.Semaphore(0)
-
-    def keep(index: int, made: Item | Exception) -> None:
-        found[index] = made
-        ended.release()
-
-    for index, one in enumerate(sent):
-        processes.begin(Wanted(one), lambda began, made, index=index: keep(index, made))  # type: ignore[misc]
-    assert all(ended.acquire(timeout=60) for _ in sent)
-    return [found[index] for index in range(len(sent))]
+def children() -> list[int]:
+    """Of this process: those that decode."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            parent = int((folder / "stat").read_text().rsplit(") ", 1)[1].split()[1])
+        except OSError:
+            continue  # it has ended meanwhile
+        if parent == os.getpid() and b"actors.media.decode_worker" in words:
+            found.append(int(folder.name))
+    return found
 
 
 def files(cutter: Cutter) -> list[Media]:
@@ -55,41 +46,57 @@ def files(cutter: Cutter) -> list[Media]:
     return [media(cutter, image) for image in images]
 
 
-def check(processes: DecodeProcesses) -> None:
-    sent = files(processes.cutter)
+def check(decoder: Decoder) -> None:
+    sent = files(decoder.cutter)
     bad = Media("image", sent[0].data[:-500], sent[0].plan, digest="")
-    *made, refused = decoded(processes, [*sent, bad])
+    *made, refused = [decoder.submit(one) for one in [*sent, bad]]
     for one, item in zip(sent, made, strict=True):
-        assert isinstance(item, Item)
-        assert np.array_equal(item.patches, prepare(processes.cutter, one).patches)  # type: ignore[arg-type]
+        assert np.array_equal(item.result(60).patches, prepare(decoder.cutter, one).patches)
     with pytest.raises(ServiceError) as expected:
-        prepare(processes.cutter, bad)
-    assert (type(refused), str(refused)) == (expected.type, str(expected.value))
+        prepare(decoder.cutter, bad)
+    error = refused.exception(60)
+    assert (type(error), str(error)) == (expected.type, str(expected.value))
 
 
 def test_a_process_makes_what_threads_make_and_ends_with_its_owner() -> None:
-    processes = opened_processes(1)
-    check(processes)
-    (one,) = processes._processes
-    processes.close()
-    assert one.process.returncode == -signal.SIGKILL
+    decoder = open_decoder(processes=1)
+    (one,) = children()
+    check(decoder)
+    assert children() == [one]
+    decoder.close()
+    assert not alive(one)
+
+
+def test_a_process_has_no_files_but_its_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.set_inheritable(True)
+        decoder = open_decoder(processes=1)
+        (one,) = children()
+        names = [os.readlink(file) for file in Path(f"/proc/{one}/fd").iterdir()]
+        decoder.close()
+    sockets = [name for name in names if name.startswith("socket:")]
+    assert len(sockets) == 1, names
 
 
 @pytest.mark.extended
 def test_killed_processes_come_again() -> None:
-    processes = opened_processes(2)
-    for each in list(processes._processes):
-        os.kill(each.process.pid, signal.SIGKILL)
-    check(processes)
-    restarts = processes.series.registry.get_sample_value("encoder_decode_restarts_total")
-    assert restarts == 2
-    processes.close()
+    series = EncoderMetrics()
+    decoder = open_decoder(series=series, processes=2)
+    for each in children():
+        os.kill(each, signal.SIGKILL)
+    check(decoder)
+    end = monotonic() + 30
+    while series.registry.get_sample_value("encoder_decode_restarts_total") != 2:
+        decoder.submit(files(decoder.cutter)[0]).result(60)
+        assert monotonic() < end
+    decoder.close()
 
 
 OWNER = """
-from tests.unit.media.test_decode_worker import opened_processes
-processes = opened_processes(2)
-print(*(each.process.pid for each in processes._processes), flush=True)
+from tests.unit.decode_rig import open_decoder
+from tests.unit.media.test_decode_worker import children
+decoder = open_decoder(processes=2)
+print(*children(), flush=True)
 input()
 """
 

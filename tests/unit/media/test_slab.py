@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from actors.errors import EncodeFailed, InvalidMedia
-from actors.media.decode_messages import (
-    answer,
+from actors.media.decode_worker import (
+    answer_of,
+    decode_in_place,
     error_of,
-    model_of,
-    model_told,
-    order,
+    model_message,
+    order_of,
     packed,
+    spec_of,
     unpacked,
 )
-from actors.media.decode_worker import made
 from actors.media.image import prepare
-from actors.media.patch_memory import PatchMemory
 from actors.media.patchify import Cutter, cutter_of
+from actors.media.slab import Slab, size_of
 from actors.options import ModelOptions
 from actors.spec import model_spec as spec
 from actors.spec.checkpoint import Noted, find, preset_names
@@ -33,7 +34,7 @@ from tests.images import encoded, jpeg, opened
 from tests.videos import video
 
 LIMITS = LimitOptions()
-MEMORY_BYTES = 2**26
+SLAB_BYTES = 2**26
 
 
 def cutter(preset: str) -> Cutter:
@@ -41,22 +42,25 @@ def cutter(preset: str) -> Cutter:
     options = ModelOptions(id=preset, load_format="dummy")
     files = Noted(find(options))
     here = spec.read(options, files)
-    told = model_of(model_told(options, files.contents))
-    assert told.fingerprint == here.fingerprint
-    return cutter_of(told)
+    there = spec_of(model_message(options, files.contents))
+    assert there.fingerprint == here.fingerprint
+    return cutter_of(there)
 
 
-def travelled(cutter: Cutter, media: Media, memory: PatchMemory) -> Item | Exception:
+def travelled(cutter: Cutter, media: Media, slab: Slab) -> Item | Exception:
     """There and back, as between processes."""
-    place = memory.take(MEMORY_BYTES // 2)
-    assert place
-    memory.write(place, media)
-    (sent,) = unpacked(packed([order(place, media)]))
-    _, name, text = made(cutter, sent, memory._bytes)
+    size = size_of(media, cutter.shape(media.plan))
+    offset = slab.take(size)
+    assert offset is not None
+    slab.write(offset, size, media)
+    assert not slab.begun(offset, size)
+    (sent,) = unpacked(packed([order_of(media, offset, size)]))
+    _, name, text = decode_in_place(cutter, sent, slab.bytes)
+    assert slab.begun(offset, size)
     if error := error_of(name, text):
-        memory.give_back(place)
+        slab.give_back(offset)
         return error
-    return memory.item(place, media.plan, cutter.shape(media.plan))
+    return slab.item(offset, media.plan, cutter.shape(media.plan))
 
 
 def check(found: Item | Exception, expected: Item) -> None:
@@ -70,61 +74,56 @@ def check(found: Item | Exception, expected: Item) -> None:
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_patches_of_every_family(preset: str) -> None:
-    family, memory = cutter(preset), PatchMemory(MEMORY_BYTES, lambda: None)
+    family, slab = cutter(preset), Slab(SLAB_BYTES)
     files = [jpeg(301, 207), encoded(opened().resize((64, 900)), "PNG")]
     sent = [probe(data, "image", family.spec, LIMITS) for data in files]
     if family.spec.video:
         sent.append(probe(video(9), "video", family.spec, LIMITS))
         sent.append(probe_frames([jpeg(64, 48)] * 3, 2.0, family.spec, LIMITS))
     for media in sent:
-        check(travelled(family, media, memory), prepare(family, media))
-    memory.close()
+        check(travelled(family, media, slab), prepare(family, media))
+    slab.close()
 
 
 @pytest.fixture
-def memory() -> Any:
-    made = PatchMemory(MEMORY_BYTES, lambda: None)
-    yield made
-    made.close()
+def slab() -> Iterator[Slab]:
+    slab = Slab(SLAB_BYTES)
+    yield slab
+    slab.close()
 
 
-def test_errors_come_back_as_themselves(memory: PatchMemory) -> None:
+def test_errors_come_back_as_themselves(slab: Slab) -> None:
     family = cutter("qwen3vl-tiny")
     good = probe(jpeg(64, 64), "image", family.spec, LIMITS)
     bad = Media("image", good.data[:-300], good.plan, digest="")
-    found, expected = travelled(family, bad, memory), None
+    found, expected = travelled(family, bad, slab), None
     with pytest.raises(InvalidMedia) as raised:
         prepare(family, bad)
     expected = raised.value
     assert (type(found), str(found)) == (InvalidMedia, str(expected))
     assert isinstance(error_of("MemoryError", "no more"), EncodeFailed)
-    assert memory.take(MEMORY_BYTES), "its place came back"
+    assert slab.take(SLAB_BYTES) == 0, "its block came back"
 
 
-def test_a_place_is_free_when_no_view_of_it_is_left(memory: PatchMemory) -> None:
-    family, woken = cutter("qwen3vl-tiny"), []
-    memory = PatchMemory(2**20, lambda: woken.append(1))
+def test_a_block_is_free_when_no_view_of_it_is_left(slab: Slab) -> None:
+    family = cutter("qwen3vl-tiny")
     media = probe(jpeg(64, 64), "image", family.spec, LIMITS)
-    place = memory.take(2**20)
-    assert place
-    memory.write(place, media)
-    item = memory.item(place, media.plan, family.shape(media.plan))
+    assert slab.take(SLAB_BYTES) == 0
+    slab.write(0, SLAB_BYTES, media)
+    item = slab.item(0, media.plan, family.shape(media.plan))
     part: Any = item.patches[1:3]
     del item
     gc.collect()
-    assert memory.take(1) is None
-    assert not woken
+    assert slab.take(1) is None
     del part
-    assert woken, "who found no room is told"
-    assert memory.take(2**20)
-    memory.close()
+    assert slab.take(SLAB_BYTES) == 0
 
 
-def test_nobody_cuts_the_memory_off(memory: PatchMemory) -> None:
+def test_nobody_truncates_the_slab(slab: Slab) -> None:
     with pytest.raises(PermissionError):
-        os.truncate(memory.file, 0)
+        os.truncate(slab.file, 0)
 
 
 def test_words_that_are_no_unicode_are_said_as_far_as_they_are() -> None:
-    said = unpacked(packed([answer(1.0, InvalidMedia("no \udcff"))]))
+    said = unpacked(packed([answer_of(1.0, InvalidMedia("no \udcff"))]))
     assert said == ((1.0, "InvalidMedia", "no ?"),)

@@ -1,0 +1,55 @@
+"""A first-fit allocator of offsets into a fixed piece of memory, of the host or of a device.
+
+Pure arithmetic: it never touches the memory. One thread at a time may call it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+ALIGNMENT_BYTES = 256
+"""Of offsets and sizes: a multiple of cache lines, and what a GPU reads fastest."""
+
+
+class Allocator:
+    """Takes the lowest gap that is large enough, so that memory is only touched when needed."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self._gaps = [(0, self.size_bytes)]
+        """Offset and size of each, ascending; no two touch."""
+        self._taken: dict[int, int] = {}
+
+    @property
+    def taken_bytes(self) -> int:
+        return sum(self._taken.values())
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether so many bytes could be taken if all were free."""
+        return aligned(size_bytes) <= self.size_bytes
+
+    def take(self, size_bytes: int) -> int | None:
+        """The offset of a free block of at least so many bytes; None if there is none now."""
+        size = aligned(size_bytes)
+        for index, (offset, room) in enumerate(self._gaps):
+            if room >= size:
+                self._gaps[index : index + 1] = [(offset + size, room - size)] * (room > size)
+                self._taken[offset] = size
+                return offset
+        return None
+
+    def give_back(self, offset: int) -> None:
+        """Frees the block that `take` returned, and merges it with the gaps beside it."""
+        size = self._taken.pop(offset)
+        after = bisect_left(self._gaps, (offset, 0))
+        if after < len(self._gaps) and self._gaps[after][0] == offset + size:
+            size += self._gaps.pop(after)[1]
+        if after and sum(self._gaps[after - 1]) == offset:
+            offset, before = self._gaps.pop(after - 1)
+            size += before
+        insort(self._gaps, (offset, size))
+
+
+def aligned(size_bytes: int) -> int:
+    """The size of a block for so many bytes; at least one unit, so that no two share an offset."""
+    return max(1, -(-size_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES

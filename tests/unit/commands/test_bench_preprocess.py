@@ -1,0 +1,28 @@
+"""`encoder-service bench preprocess`, on a small model."""
+
+from __future__ import annotations
+
+from actors.options import (
+    ActorOptions,
+    EncoderOptions,
+    GraphOptions,
+    ModelOptions,
+    PreprocessOptions,
+)
+from encoder_service.bench.engine.preprocess import measure
+from tests.images import jpeg
+
+MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
+
+
+def test_it_measures_threads_and_processes() -> None:
+    cpu = EncoderOptions(device="cpu", num_gpus=0)
+    graphs = GraphOptions(token_budgets=(64, 256), max_frames_per_batch=0)
+    options = ActorOptions(model=MODEL, encoder=cpu, graphs=graphs)
+    ways = [PreprocessOptions(threads=1), PreprocessOptions(processes=1)]
+    found = measure(options, {"64x64": [jpeg(64, 64)]}, ways, 0.05, print)
+    assert [each.way for each in found] == ["1 threads", "1 processes"]
+    for figure in found:
+        assert (figure.size, figure.patches) == ("64x64", 16)
+        rates = figure.images_per_second, figure.encoded_images_per_second
+        assert min(*rates, figure.cpu_ms, figure.alone_ms, figure.switches) > 0
