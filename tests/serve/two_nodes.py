@@ -16,7 +16,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from actors.store.shared_memory import here
-from actors.types import Embedding, SharedBytes
+from actors.types import Answer, Embedding, SharedBytes
 from router.options import RouterOptions
 from tests.serve.stand_in import BIG, encoders, item, right, routed
 from tests.serve.test_kill import status
@@ -50,7 +50,7 @@ def main() -> None:
         for answer in answers:
             assert isinstance(answer, Embedding)
             assert isinstance(answer.data, SharedBytes) == (kind == BIG)
-        found = [asyncio.run(here(answer)) for answer in answers]
+        found: list[Answer] = [asyncio.run(here(answer)) for answer in answers]
         assert right(media, found)
     serve.shutdown()
     ray.shutdown()

@@ -9,7 +9,7 @@ from actors.options import (
     ModelOptions,
     PreprocessOptions,
 )
-from encoder_service.bench.engine.preprocess import measure
+from encoder_service.bench.engine.pipeline import preprocess
 from tests.images import jpeg
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
@@ -20,7 +20,7 @@ def test_it_measures_threads_and_processes() -> None:
     graphs = GraphOptions(token_budgets=(64, 256), max_frames_per_batch=0)
     options = ActorOptions(model=MODEL, encoder=cpu, graphs=graphs)
     ways = [PreprocessOptions(threads=1), PreprocessOptions(processes=1)]
-    found = measure(options, {"64x64": [jpeg(64, 64)]}, ways, 0.05, print)
+    found = preprocess(options, {"64x64": [jpeg(64, 64)]}, ways, 0.05, print)
     assert [each.way for each in found] == ["1 threads", "1 processes"]
     for figure in found:
         assert (figure.size, figure.patches) == ("64x64", 16)
