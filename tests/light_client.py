@@ -54,7 +54,7 @@ def item(index: int, sent: RequestItem) -> dict[str, Any]:
     }
 
 
-MODEL = {"model": "m", "family": "qwen3_vl", "weights": "dummy"}
+MODEL: dict[str, Any] = {"model": "m", "family": "qwen3_vl", "weights": "dummy"}
 
 
 async def encode(request: web.Request) -> web.Response:
@@ -155,8 +155,8 @@ def main() -> None:
     found = [name for name in ABSENT if find_spec(name)]
     assert not found, f"{found} came with the client"
     assert "site-packages" in encoder_service.__file__, encoder_service.__file__
-    assert vllm.content_part
-    assert sglang.processor_output
+    assert callable(vllm.content_part)
+    assert callable(sglang.processor_output)
     with service() as urls:
         for url in urls:
             check(url)
