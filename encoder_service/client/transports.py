@@ -24,10 +24,7 @@ from encoder_service.wire.formats import MSGPACK, Document, WireError
 IDLE_SECONDS = 5.0
 """Connections idle for longer are closed: the server may have closed its end by then."""
 HEAD_BYTES = 64 * 1024
-"""Longest line, header value and buffer of a response's head."""
-READ_AHEAD_BYTES = 2**22
-"""Of a body, before reading from the socket pauses. At 64 KB, aiohttp's default, a body of 3.3 MB
-pauses fifty times."""
+"""Longest line and header value of a response."""
 PIECE_BYTES = 256 * 1024
 """Larger request bodies are sent in pieces: asyncio copies what the socket cannot take at once."""
 
@@ -170,7 +167,6 @@ class HttpTransport:
             # `connect` and `sock_read` each; AsyncClient bounds the call as a whole.
             timeout=aiohttp.ClientTimeout(None, connect=limit, sock_read=limit, ceil_threshold=1e9),
             proxy=self.proxy,
-            read_bufsize=READ_AHEAD_BYTES,
             max_line_size=HEAD_BYTES,
             max_field_size=HEAD_BYTES,
         )
