@@ -33,7 +33,7 @@ def main() -> None:
         resources={"front": 1},
         include_dashboard=False,
         object_store_memory=STORE_BYTES,
-        _temp_dir=home,
+        temp_dir=home,
     )
     cluster.add_node(num_cpus=4, resources={"encoders": 1}, object_store_memory=STORE_BYTES)
     ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
@@ -50,8 +50,7 @@ def main() -> None:
         for answer in answers:
             assert isinstance(answer, Embedding)
             assert isinstance(answer.data, SharedBytes) == (kind == BIG)
-        found = [asyncio.run(here(answer)) for answer in answers]
-        assert right(media, found)
+        assert right(media, [asyncio.run(here(answer)) for answer in answers])
     serve.shutdown()
     ray.shutdown()
     cluster.shutdown()
