@@ -23,6 +23,8 @@ from shutil import rmtree
 from typing import Any, Protocol
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 from actors.errors import ServiceError, Unavailable
 from actors.rpc import replica_pb2 as pb
@@ -34,7 +36,6 @@ from actors.rpc.codec import (
     kept_message,
     reply_message,
 )
-from actors.rpc.service import Method, generic_handler
 from actors.store.references import Kept
 from actors.telemetry.request_context import Origin
 from actors.types import Dtype, Media, Reply, SharedBytes
@@ -56,6 +57,10 @@ STALE_SECONDS = 60.0
 """Age from which a socket that nobody listens on was left by a replica that was killed."""
 DIRECTORY_PREFIX = "encoder-rpc-"
 SOCKET_NAME = "replica.sock"
+
+SERVICE: ServiceDescriptor = pb.DESCRIPTOR.services_by_name["Replica"]
+Method = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+"""Request and context to reply."""
 
 COMMON_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -98,17 +103,13 @@ class ServedEncoder(Protocol):
         timeout_seconds: float,
         origin: Origin,
         keep: bool,
-    ) -> Reply:
-        """An embedding or an error for each item."""
+    ) -> Reply: ...
 
-    async def fetch(self, name: str) -> Kept | None:
-        """What is kept under a name."""
+    async def fetch(self, name: str) -> Kept | None: ...
 
-    async def release(self, name: str) -> bool:
-        """Whether something was kept under the name."""
+    async def release(self, name: str) -> bool: ...
 
-    async def check_health(self) -> None:
-        """Raises if the replica is unhealthy."""
+    async def check_health(self) -> None: ...
 
 
 class ReplicaServer:
@@ -130,7 +131,7 @@ class ReplicaServer:
         if self._endpoint:
             return self._endpoint
         token = token_hex(32)
-        options = [*COMMON_OPTIONS, ("grpc.so_reuseport", 0)]
+        options = [*COMMON_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
         server = grpc.aio.server(interceptors=[TokenCheck(token)], options=options)
         methods = {
             "Encode": self._encode,
@@ -138,9 +139,8 @@ class ReplicaServer:
             "Fetch": self._fetch,
             "Release": self._release,
         }
-        service = pb.DESCRIPTOR.services_by_name["Replica"]
         handled = {name: _method(method) for name, method in methods.items()}
-        server.add_generic_rpc_handlers([generic_handler(service, handled)])
+        server.add_generic_rpc_handlers([generic_handler(SERVICE, handled)])
         host = f"[{host}]" if ":" in host else host
         port = server.add_insecure_port(f"{host}:0")
         directory = await asyncio.to_thread(make_directory)
@@ -243,6 +243,38 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if key == TOKEN_KEY and compare_digest(value.encode(), self._token):
                 return await continuation(handler_call_details)
         return self._refuse
+
+
+def generic_handler(
+    service: ServiceDescriptor, methods: Mapping[str, Method]
+) -> grpc.GenericRpcHandler:
+    """What a server registers. `methods`: every method of the service, all of them unary."""
+    return grpc.method_handlers_generic_handler(
+        service.full_name,
+        {
+            method.name: grpc.unary_unary_rpc_method_handler(
+                methods[method.name],
+                request_deserializer=GetMessageClass(method.input_type).FromString,
+                response_serializer=GetMessageClass(method.output_type).SerializeToString,
+            )
+            for method in service.methods
+        },
+    )
+
+
+def stubs(
+    service: ServiceDescriptor, channel: grpc.aio.Channel
+) -> dict[str, grpc.aio.UnaryUnaryMultiCallable]:
+    """What a client calls, by the method's name."""
+    return {method.name: _stub(method, channel) for method in service.methods}
+
+
+def _stub(method: MethodDescriptor, channel: grpc.aio.Channel) -> grpc.aio.UnaryUnaryMultiCallable:
+    return channel.unary_unary(
+        f"/{method.containing_service.full_name}/{method.name}",
+        request_serializer=GetMessageClass(method.input_type).SerializeToString,
+        response_deserializer=GetMessageClass(method.output_type).FromString,
+    )
 
 
 def make_directory() -> Path:

@@ -16,8 +16,15 @@ from grpc import StatusCode
 from actors.errors import DeadlineExceeded, TooLarge
 from actors.rpc import replica_pb2 as pb
 from actors.rpc.codec import error_of
-from actors.rpc.server import BEGUN_KEY, COMMON_OPTIONS, ERROR_KEY, TOKEN_KEY, Endpoint
-from actors.rpc.service import stubs
+from actors.rpc.server import (
+    BEGUN_KEY,
+    COMMON_OPTIONS,
+    ERROR_KEY,
+    SERVICE,
+    TOKEN_KEY,
+    Endpoint,
+    stubs,
+)
 from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost
 
 CHANNEL_OPTIONS = [
@@ -27,6 +34,9 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # While there are calls: a node that vanishes never closes its connections.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
 ]
 
 
@@ -39,7 +49,7 @@ class ReplicaChannel:
         near = endpoint.node == node and Path(endpoint.unix).exists()
         target = f"unix:{endpoint.unix}" if near else endpoint.tcp
         self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
-        self._stubs = stubs(pb.DESCRIPTOR.services_by_name["Replica"], self._channel)
+        self._stubs = stubs(SERVICE, self._channel)
         self._metadata = ((TOKEN_KEY, endpoint.token),)
         self._calls = 0
         self._retired = False

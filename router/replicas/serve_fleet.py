@@ -41,8 +41,8 @@ LOST = (
 
 GRACE_SECONDS = 1.0
 """How much later than its items a call ends as a whole."""
-RELEASE_SECONDS = 10.0
-"""For a fetch or a release, which take no longer than a health check."""
+FETCH_SECONDS = 10.0
+"""For a fetch or a release. A fetch may wait until rows are written to shared memory."""
 CONFIRM_SECONDS, CONFIRMATIONS = 0.5, 10
 """Between two questions to Serve whether an unreachable replica is dead, and how many."""
 ANYWHERE = "any"
@@ -106,7 +106,7 @@ class ServeFleet:
 
     async def fetch(self, replica: str, name: str) -> Kept | None:
         """See references.Keepers."""
-        reply = await self._call(replica, "Fetch", pb.FetchRequest(name=name), RELEASE_SECONDS)
+        reply = await self._call(replica, "Fetch", pb.FetchRequest(name=name), FETCH_SECONDS)
         if not reply.HasField("kept"):
             return None
         return kept_of(reply.kept, await self._rows(replica, reply.ticket))
@@ -114,7 +114,7 @@ class ServeFleet:
     async def release(self, replica: str, name: str) -> bool:
         """See references.Keepers."""
         request = pb.ReleaseRequest(name=name)
-        reply = await self._call(replica, "Release", request, RELEASE_SECONDS)
+        reply = await self._call(replica, "Release", request, FETCH_SECONDS)
         return bool(reply.released)
 
     async def _call(

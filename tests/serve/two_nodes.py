@@ -6,17 +6,13 @@ Run by test_two_nodes.py in a process of its own: a process is in one Ray cluste
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
-
-os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
 
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
 from actors.store.shared_memory import here
-from actors.types import Answer, Embedding, SharedBytes
+from actors.types import Embedding, SharedBytes
 from router.options import RouterOptions
 from tests.serve.stand_in import BIG, encoders, item, right, routed
 from tests.serve.test_kill import status
@@ -27,13 +23,11 @@ STORE_BYTES = 100_000_000
 def main() -> None:
     """Fails unless small and large rows come from the other node."""
     cluster = Cluster()
-    home = tempfile.mkdtemp(prefix="es")
     cluster.add_node(
         num_cpus=4,
         resources={"front": 1},
         include_dashboard=False,
         object_store_memory=STORE_BYTES,
-        _temp_dir=home,
     )
     cluster.add_node(num_cpus=4, resources={"encoders": 1}, object_store_memory=STORE_BYTES)
     ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
@@ -50,8 +44,7 @@ def main() -> None:
         for answer in answers:
             assert isinstance(answer, Embedding)
             assert isinstance(answer.data, SharedBytes) == (kind == BIG)
-        found: list[Answer] = [asyncio.run(here(answer)) for answer in answers]
-        assert right(media, found)
+        assert right(media, [asyncio.run(here(answer)) for answer in answers])
     serve.shutdown()
     ray.shutdown()
     cluster.shutdown()

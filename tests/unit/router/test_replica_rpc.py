@@ -257,6 +257,20 @@ def test_a_drained_replica_answers_what_it_has_and_takes_no_more(near: bool) -> 
     run(test)
 
 
+def test_a_call_that_outlasts_the_drain_is_lost() -> None:
+    async def test() -> None:
+        async with opened() as (encoder, server, channel):
+            encoder.gate.clear()
+            call = asyncio.create_task(encode(channel))
+            await encoder.began.wait()
+            await server.stop(0.05)
+            with pytest.raises((ShardLost, Unavailable)):
+                await call
+            await encoder.ended.wait()
+
+    run(test)
+
+
 def test_rows_in_shared_memory_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with opened() as (encoder, server, channel):
