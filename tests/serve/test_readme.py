@@ -95,8 +95,7 @@ def anchors(page: str) -> list[str]:
 
 
 def test_every_series_in_the_pages_exists() -> None:
-    code = "".join(
-        path.read_text() for p in ("actors", "router") for path in (ROOT / p).glob("*.py")
-    )
+    packages = ("actors", "router", "encoder_service")
+    code = "".join(path.read_text() for p in packages for path in (ROOT / p).rglob("*.py"))
     for name in re.findall(r"`encoder_(\w+)`", "".join(PAGES.values())):
         assert name in code
