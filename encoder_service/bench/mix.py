@@ -1,4 +1,4 @@
-"""What is sent: so many requests with JPEGs of given sizes, no two alike, so no cache helps."""
+"""What is sent: JPEGs of given sizes, all different so that no cache helps, and how many."""
 
 from __future__ import annotations
 

@@ -156,20 +156,20 @@ def run_protocol(
     alone = callers.send(single, SMALL)
     before = scrape(where.http)
     result = callers.send(plan.load, plan.kinds)
-    told = figures(result, work_between(before, scrape(where.http)), alone)
+    found = figures(result, work_between(before, scrape(where.http)), alone)
     by_handle = plan.load.protocol == "handle"
     routers = (options.router if by_handle else options.ingress).replicas
     traffic = Traffic(
-        options, plan.kinds, policy, plan.callers, routers, most or told["requests_per_second"]
+        options, plan.kinds, policy, plan.callers, routers, most or found["requests_per_second"]
     )
     if plan.steady_part:
-        told |= steady(callers, plan.load, plan.steady_part, where.http, traffic)
+        found |= steady(callers, plan.load, plan.steady_part, where.http, traffic)
     if plan.burst:
-        told |= burst(callers, plan.load, plan.burst, where.http, traffic)
-    errors = Counter(told["errors"])
+        found |= burst(callers, plan.load, plan.burst, where.http, traffic)
+    errors = Counter(found["errors"])
     for name in ("steady_errors", "burst_errors"):
-        errors += Counter(told.pop(name, {}))
-    return told | {"errors": dict(errors)}
+        errors += Counter(found.pop(name, {}))
+    return found | {"errors": dict(errors)}
 
 
 def figures(result: Result, work: WorkDone, alone: Result) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import math
 import re
 from argparse import (
     Action,
-    ArgumentDefaultsHelpFormatter,
     ArgumentParser,
     ArgumentTypeError,
+    HelpFormatter,
     Namespace,
 )
 from collections.abc import Callable
@@ -20,12 +20,15 @@ from rich.console import Console
 from rich.markup import escape
 
 
-class HelpFormatter(ArgumentDefaultsHelpFormatter):
+class DefaultsFormatter(HelpFormatter):
     """Appends the default to an option's help, unless there is none or the help tells it."""
 
     def _get_help_string(self, action: Action) -> str | None:
-        told = "default" in (action.help or "")
-        return action.help if told or not action.default else super()._get_help_string(action)
+        if "default" in (action.help or "") or not action.default:
+            return action.help
+        several = isinstance(action.default, list | tuple)
+        default = " ".join(map(str, action.default)) if several else action.default
+        return f"{action.help} (default: {default})"
 
 
 def add_command(
@@ -37,7 +40,11 @@ def add_command(
 ) -> ArgumentParser:
     """A subcommand's parser. `run` gets the parsed options and returns the exit status."""
     parser: ArgumentParser = subcommands.add_parser(
-        name, help=help_text, description=help_text, epilog=epilog, formatter_class=HelpFormatter
+        name,
+        help=help_text,
+        description=help_text,
+        epilog=epilog,
+        formatter_class=DefaultsFormatter,
     )
     parser.set_defaults(run=run)
     return parser

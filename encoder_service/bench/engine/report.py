@@ -13,7 +13,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 DEFAULT_MODES = MODES[:4]
 MODE_HELP = (
     "transformers: its own tower; eager: ours without graphs; exact: a graph of exactly the "
-    "workload's tokens; budget: the service's default graphs and packing; fast, compile, "
+    "workload's tokens; budget: the service's own graphs and packing; fast, compile, "
     "reference: the same with graphs.blocks set to it (compile needs a C++ compiler)"
 )
 
