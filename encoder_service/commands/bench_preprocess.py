@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 SIZES = ("336x336", "1920x1080")
 
 COLUMNS = (
-    "patches: of one image. preprocessed: images a second, and dropped. CPU ms: of all threads "
-    "of the actor's process, for one image; switches: how often they gave the processor away to "
-    "wait, for one. alone ms: from bytes to patches, one image at a time. encoded: images a "
-    "second, preprocessed and encoded; patches/s: of these. engine: images a second that were "
-    "preprocessed before."
+    "patches: per image. decoded: images per second, decoded and dropped. CPU ms, switches: CPU "
+    "time and voluntary context switches of the replica's process per image, decoding processes "
+    "not included. alone ms: latency with one image in flight. encoded: images per second, decoded "
+    "and encoded; patches/s: of these. engine: images per second, decoded before."
 )
 """Of the table."""
 
@@ -54,7 +53,7 @@ def add(kinds: Any) -> None:
         "--threads",
         type=positive,
         default=os.cpu_count(),
-        help="that decode (%(default)s)",
+        help="threads that decode (%(default)s)",
     )
     parser.add_argument(
         "--processes",
@@ -62,7 +61,7 @@ def add(kinds: Any) -> None:
         nargs="*",
         default=(),
         metavar="N",
-        help="as well: decoding in so many processes",
+        help="also measure decoding in so many processes",
     )
     parser.add_argument("--seconds", type=above_zero, default=0.5, help="a figure (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
@@ -103,7 +102,7 @@ def table(figures: list[Figure], model: str) -> Table:
         shown.add_column(name)
     for name in (
         "patches",
-        "preprocessed",
+        "decoded",
         "CPU ms",
         "switches",
         "alone ms",

@@ -19,34 +19,34 @@ from encoder_service.bench.engine.pipeline import decoding_ahead, dropped, encod
 
 PATCHES_IN_FLIGHT = 2**17
 MOST_IN_FLIGHT = 64
-"""Images under way at a time, fewer of large ones."""
+"""Images in flight at a time; fewer if they are large."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Of images of one size, preprocessed in one way."""
+    """The result for images of one size, decoded in one way."""
 
     size: str
     patches: int
     """Of one image."""
     way: str
     images_per_second: float
-    """Preprocessed, and dropped."""
+    """Decoded and dropped."""
     cpu_ms: float
-    """Of the processor, all threads of this process, for one of these."""
+    """CPU time of this process per image, all its threads together."""
     switches: float
-    """How often these gave the processor away to wait, for one of these."""
+    """Voluntary context switches of this process per image."""
     alone_ms: float
-    """From bytes to patches, one image at a time."""
+    """Latency with one image in flight."""
     encoded_images_per_second: float
-    """Preprocessed and encoded."""
+    """Decoded and encoded."""
     engine_images_per_second: float
-    """Of the engine alone, its items preprocessed before."""
+    """Encoded only: the items were decoded before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """By this process."""
+    """Time and resources used by this process."""
 
     at: float
     cpu_seconds: float
@@ -54,11 +54,10 @@ class Spent:
 
     @classmethod
     def now(cls) -> Spent:
-        """Since it began."""
         return cls(perf_counter(), process_time(), getrusage(RUSAGE_SELF).ru_nvcsw)
 
     def since(self, images_per_second: float) -> Spent:
-        """From then to now, on each of so many images."""
+        """From then to now, per image."""
         now = Spent.now()
         images = images_per_second * (now.at - self.at)
         cpu, switches = now.cpu_seconds - self.cpu_seconds, now.switches - self.switches
@@ -66,7 +65,6 @@ class Spent:
 
 
 def named(way: PreprocessOptions) -> str:
-    """As the table says it."""
     return f"{way.processes} processes" if way.processes else f"{way.threads} threads"
 
 
@@ -77,7 +75,7 @@ def measure(
     seconds: float,
     report: Callable[[str], None],
 ) -> list[Figure]:
-    """Each way for each size; each figure takes so many seconds. Raises StartError."""
+    """Measures each way for each size, `seconds` per figure. Raises StartError."""
     series, found = EncoderMetrics(), []
     report(f"starting the engine of {options.model.id} ...")
     engine = open_engine(options, series)
