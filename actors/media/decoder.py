@@ -134,13 +134,15 @@ class DecodeProcess:
 def launch(model: bytes, slab: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Starts decode_worker, and returns it with our end of its socket."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with its:
+    with its, os.fdopen(os.memfd_create("model"), "w+b") as stdin:
+        stdin.write(model)
+        stdin.seek(0)
         files = its.fileno(), slab
         # A program of its own. Not a fork: the replica has CUDA, Ray and threads. Nor one of
         # multiprocessing's, which would import Ray, as the replica's main module does.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", decode_worker.__name__, *map(str, files)],
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             env=os.environ
             | {
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -149,9 +151,6 @@ def launch(model: bytes, slab: int) -> tuple[subprocess.Popen[bytes], socket.soc
             },
             pass_fds=files,
         )
-    assert process.stdin
-    with suppress(OSError), process.stdin as stdin:  # it may have ended
-        stdin.write(model)
     return process, ours
 
 
@@ -295,6 +294,8 @@ class Decoder:
                     f"{expected}: does it run other code?"
                 )
             log.error("a process that decodes did not start")
+            if self._closing:
+                raise Unavailable(STOPPING)
         raise Unavailable(f"processes that decode ended {MAX_FAILED_STARTS} times at start")
 
     def _feed(self, process: DecodeProcess, slab: Slab) -> bool:

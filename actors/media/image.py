@@ -1,7 +1,7 @@
-"""From compressed bytes to an Item: decode upright RGB, then the patches of the model's family.
+"""Compressed bytes to an Item: decode to upright RGB, then cut into the patches of the family.
 
-Decodes to what transformers' load_image gives, bit for bit. Limits on bytes and pixels were checked
-on the header before (encoder_service/intake/media.py). Knows nothing of packs, devices or models.
+Pixels equal those of transformers' load_image, bit for bit. Limits on bytes and pixels have been
+checked on the header before (encoder_service/intake/media.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 from actors.errors import InvalidMedia, TooLarge
-from actors.media import video_file as container
+from actors.media import video_file
 from actors.media.patchify import Cutter, VideoCutter
 from actors.types import Clip, Item, Media
 
@@ -26,11 +26,11 @@ Pixels = npt.NDArray[np.uint8]
 """[height, width, 3]."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-"""What Pillow may open here (JPEG: MPO as well): bitmaps, nothing that runs an interpreter."""
+"""What Pillow may open (as JPEG also MPO): bitmaps, and no format that runs an interpreter."""
 
 
 def prepare(cutter: Cutter, media: Media) -> Item:
-    """Decodes and cuts up one item. Raises InvalidMedia, or TooLarge."""
+    """Decodes one item and cuts it into patches. Raises InvalidMedia, TooLarge."""
     if media.clip:
         assert isinstance(cutter, VideoCutter), "a video for a family of images. This is a bug."
         return cutter.cut_video(media.clip, decoded_frames(cutter, media, media.clip))
@@ -44,10 +44,10 @@ def prepare(cutter: Cutter, media: Media) -> Item:
 
 
 def decoded_frames(cutter: Cutter, media: Media, clip: Clip) -> Iterator[Tensor]:
-    """The frames that are encoded, one by one: see decode."""
+    """The frames to encode, one at a time, each as `decode` returns an image."""
     assert cutter.spec.video, "a video for a family of images. This is a bug."
     if not media.frames:
-        for pixels in container.frames(media.data, clip, cutter.spec.video.indices(clip)):
+        for pixels in video_file.frames(media.data, clip, cutter.spec.video.indices(clip)):
             yield torch.from_numpy(pixels).permute(2, 0, 1)
     for place, data in enumerate(media.frames):
         frame = decode(data)
@@ -57,15 +57,15 @@ def decoded_frames(cutter: Cutter, media: Media, clip: Clip) -> Iterator[Tensor]
 
 
 def decode(data: bytes) -> Tensor:
-    """Upright RGB, uint8 [3, height, width]: a view of [height, width, 3]. First frame only.
+    """Upright RGB of the first frame: uint8 [3, height, width], a view of [height, width, 3].
 
-    Raises InvalidMedia where the bytes are truncated, corrupt or no image.
+    Raises InvalidMedia if the bytes are truncated, corrupt or no image.
     """
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
-            pixels = jpeg(data, image)
+            pixels = plain_jpeg(data, image)
             if pixels is None:
-                pixels = anything(image)
+                pixels = with_pillow(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise TooLarge(f"the image is too large to be decoded: {error}") from error
     except Exception as error:  # Pillow's decoders raise nearly everything
@@ -75,8 +75,8 @@ def decode(data: bytes) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def jpeg(data: bytes, image: Image.Image) -> Pixels | None:
-    """A plain JPEG, faster than Pillow decodes it. None: not plain, or not without fault."""
+def plain_jpeg(data: bytes, image: Image.Image) -> Pixels | None:
+    """Decodes faster than Pillow. None: not an RGB or grey JPEG, or damaged."""
     if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
         return None
     try:
@@ -97,9 +97,8 @@ def upright(pixels: Pixels, orientation: Any) -> Pixels:
     return np.ascontiguousarray(pixels)
 
 
-def anything(image: Image.Image) -> Pixels:
-    """Whatever Pillow opens."""
+def with_pillow(image: Image.Image) -> Pixels:
     upright = ImageOps.exif_transpose(image)
-    # The colour that stands for transparent changes no RGB value, but makes `convert` warn.
+    # The transparent colour of a palette changes no RGB value, but makes `convert` warn.
     upright.info.pop("transparency", None)
     return np.array(upright.convert("RGB"))

@@ -1,8 +1,7 @@
-"""Video files: what the container says, and the frames that are wanted of it. FFmpeg, by PyAV.
+"""Video files: reads their headers, and decodes chosen frames, with FFmpeg through PyAV.
 
-Only containers and codecs of this list are opened, and none that names other files. Frames come as
-transformers' own PyAV reader gives them: without the rotation that some cameras write. Knows
-nothing of models; neither torch nor Ray.
+Only the containers and codecs listed here are opened, and none that can name other files. Frames
+equal those of transformers' PyAV reader: the rotation that some cameras record is not applied.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from actors.types import Clip, Size
 CODECS = frozenset({"h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mjpeg"})
 CONTAINERS = "MP4, MOV, WebM, Matroska, AVI or MPEG-TS"
 LEAST_SHARE = 0.9
-"""Of the frames that a header declares, how many must be there: editing leaves some out."""
+"""The share of the declared frames that must exist. Edited videos lack some."""
 MARGIN_PIXELS = 128
-"""That a codec may add to a side of the declared frame, to fill its blocks."""
+"""What a codec may add to each side of the declared frame, to fill its blocks."""
 FREE_PIXELS = 2**20
-"""That a decoder may always have: MPEG-4's takes more than it shows."""
+"""What a decoder may always allocate: MPEG-4's takes more than it shows."""
 SYNC, PACKET_BYTES = 0x47, 188
-"""Of MPEG-TS, which has no signature but this byte in this distance."""
+"""MPEG-TS has no signature but this byte, repeated at this distance."""
 
 av.logging.set_level(None)
 
 
 def demuxer(data: bytes) -> str | None:
-    """FFmpeg's name of the container, by its first bytes; None: not one that is read here."""
+    """FFmpeg's name of the container, from the first bytes; None: not supported."""
     if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"):
         return "mov"
     if data.startswith(b"\x1a\x45\xdf\xa3"):
@@ -52,8 +51,7 @@ def demuxer(data: bytes) -> str | None:
 def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream.
 
-    Raises UnsupportedMedia for what is not read here; FFmpeg's errors, also those of the block that
-    uses it, as InvalidMedia.
+    Raises UnsupportedMedia; errors of FFmpeg, also within the `with` block, become InvalidMedia.
     """
     name = demuxer(data)
     if name is None:
@@ -69,8 +67,8 @@ def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
                 raise UnsupportedMedia(
                     f"the codec {codec} is not supported: use {', '.join(sorted(CODECS))}"
                 )
-            context.thread_count = 1  # the threads are for many videos
-            # A frame may be far larger than the header that was admitted says.
+            context.thread_count = 1  # one thread per video: several are decoded at a time
+            # The frames may be far larger than the header, which admission went by.
             width, height = stream.width + MARGIN_PIXELS, stream.height + MARGIN_PIXELS
             context.options = {"max_pixels": str(max(width * height, FREE_PIXELS))}
             yield container, stream
@@ -80,10 +78,10 @@ def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
 
 
 def read_clip(data: bytes, most_frames: int) -> Clip:
-    """Size, frames and rate, as the header has them. No frame is asked for.
+    """Size, frame count and rate from the header, without decoding any frame.
 
-    Containers that do not say how many frames there are have their packets counted, up to one over
-    `most_frames`. Raises UnsupportedMedia, InvalidMedia.
+    If the container does not declare a frame count, its packets are counted, but no more than
+    `most_frames` + 1. Raises UnsupportedMedia, InvalidMedia.
     """
     with opened(data) as (container, stream):
         size = Size(stream.width, stream.height)
@@ -101,19 +99,19 @@ def read_clip(data: bytes, most_frames: int) -> Clip:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """When each frame of a stream is shown, and where decoding can begin, both ascending."""
+    """The presentation time of each frame, and of those that decoding can start from; ascending."""
 
     shown: Sequence[int]
     starts: Sequence[int]
     timed: bool
-    """False: the packets do not say when; frames are numbered as they come."""
+    """False: packets carry no usable times, and frames are numbered in order of arrival."""
 
 
 def index(container: Any, stream: Any) -> Index:
-    """From the packets alone. Leaves the container at its end."""
-    jumps = container.format.name != "mpegts"  # which has no index: seeking in it is a guess
+    """Reads the packets to the end of the container, without decoding them."""
+    jumps = container.format.name != "mpegts"  # it has no index: seeking in it is a guess
     packets = []
-    # What is cut off in the middle ends here; whether enough is left is for the caller to see.
+    # A truncated file ends here. The caller checks whether enough frames are left.
     with suppress(av.error.InvalidDataError, av.error.EOFError):
         for packet in container.demux(stream):
             if packet.size and not packet.is_discard:
@@ -126,10 +124,10 @@ def index(container: Any, stream: Any) -> Index:
 
 
 def frames(data: bytes, clip: Clip, wanted: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-    """The wanted frames, ascending: uint8 [height, width, 3]. Holds one at a time.
+    """Decodes the wanted frames, which ascend: uint8 [height, width, 3], one at a time.
 
-    Between two of them it skips to the nearest frame where decoding can begin. Raises InvalidMedia
-    where the file is not what its header says.
+    Seeks between them where that saves decoding. Raises InvalidMedia if the file is not what its
+    header says.
     """
     with opened(data) as (container, stream):
         found = index(container, stream)
@@ -151,9 +149,7 @@ def frames(data: bytes, clip: Clip, wanted: Sequence[int]) -> Iterator[npt.NDArr
 
 
 def at(container: Any, stream: Any, found: Index, times: Sequence[int]) -> Iterator[Any]:
-    """The frame shown at each of these times, ascending; where there is none, the next, or else the
-    last.
-    """
+    """The frame shown at each of these ascending times, or else the next one, or the last."""
     frame, now = None, found.shown[0] - 1
     coming = decoded(container, stream, timed=found.timed)
     for time in times:
@@ -170,7 +166,7 @@ def at(container: Any, stream: Any, found: Index, times: Sequence[int]) -> Itera
 
 
 def decoded(container: Any, stream: Any, *, timed: bool) -> Iterator[tuple[int, Any]]:
-    """Frames from where the container is, with their times or numbers."""
+    """The frames from the current position, each with its time or number."""
     for number, frame in enumerate(container.decode(stream)):
         if not timed:
             yield number, frame

@@ -61,13 +61,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 def missing(service: ServiceOptions) -> Iterator[str]:
     """Packages not installed here; a warning only, as this may not be a node of the cluster."""
-    needed = (("encoder.transport is nixl", service.encoder.transport == "nixl", "nixl", "nixl"),)
-    for key, asked, package, extra in needed:
-        if asked and find_spec(package) is None:
-            yield (
-                f"{key}: {package} is not installed here; every node of an encoder needs it: "
-                f"pip install 'encoder-service[{extra}]'"
-            )
+    if service.encoder.transport == "nixl" and find_spec("nixl") is None:
+        yield (
+            "encoder.transport is nixl: nixl is not installed here; every node of an encoder needs "
+            "it: pip install 'encoder-service[nixl]'"
+        )
 
 
 def eager(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Iterator[str]:

@@ -97,7 +97,6 @@ def test_check_names_what_is_wrong(
     ("old", "new", "message"),
     [
         ("num_gpus: 0, ", "num_gpus: 0, transport: nixl, ", "nixl is not installed here; every"),
-        ("dtype: float32}", "dtype: bfloat16}\n      preprocess: {device: cuda}", "service[gpu]'"),
         (
             "router: {",
             "graphs: {token_budgets: [512, 1023]}\n      router: {",
