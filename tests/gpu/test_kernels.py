@@ -13,8 +13,8 @@ from tests.gpu.compared import difference
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
 pytest.importorskip("triton")
 
-from actors.kernels.gemm.gemm import CHOICES, Gemm, tuning  # noqa: E402
 from actors.kernels.gemm.cublaslt import Epilogue  # noqa: E402
+from actors.kernels.gemm.gemm import CHOICES, Gemm, tuning  # noqa: E402
 from actors.kernels.triton.elementwise import (  # noqa: E402
     add_positions_,
     norm,

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from actors.engine import video_chunks
 from actors.engine.budgets import Capacity, Segments, capacity
 from actors.engine.capture import capture
 from actors.engine.device import CpuDevice
@@ -194,9 +195,9 @@ def test_a_frame_of_a_video_is_a_tile(pair: Pair) -> None:
     engine, metrics = running(tower, room)
     encoded = engine.submit(item).result(60)
     engine.close()
-    assert (len(encoded.parts), encoded.source) == (3, "graph")
+    assert (len(encoded.rows), encoded.source) == (3, "graph")
     assert metrics.registry.get_sample_value("encoder_video_runs_total") == 3
-    check(tower.spec.family, encoded.rows, exact)
+    check(tower.spec.family, video_chunks.rows_of(encoded), exact)
 
 
 def running(tower: TileTower, room: Capacity) -> tuple[Engine, EncoderMetrics]:

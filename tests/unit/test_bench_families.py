@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from actors.engine import two_paths
+from actors.engine import budgets
 from actors.models.load import tensors
 from actors.options import ModelOptions
 from actors.spec.model_spec import ModelSpec, read
@@ -83,7 +83,7 @@ def test_every_family_in_every_mode(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(two_paths, "MOST_TOKENS", 200)  # a CPU computes the padding too
+    monkeypatch.setattr(budgets, "MOST_TOKENS", 200)  # a CPU computes the padding too
     file = tmp_path / "figures.json"
     model = str(write_small(tmp_path, preset)) if preset in SMALL else preset
     what = ["--model", model, "--workload", "300x200*2", "--json", str(file)]
