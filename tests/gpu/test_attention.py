@@ -62,7 +62,7 @@ def hopper_tiles(size: int, dtype: torch.dtype) -> HopperAttention:
     if torch.cuda.get_device_capability() != CAPABILITY:
         pytest.skip("not compute capability 9.0")
     kernels = hopper.kernels_for(torch.device("cuda"), dtype, size)
-    assert kernels, "hopper.cu does not compile"
+    assert kernels, "attention.cu does not compile"
     return HopperAttention(kernels, size)
 
 

@@ -16,6 +16,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
     LlavaOnevisionImageProcessorPil,
 )
 
+from actors.engine import video_chunks
 from actors.engine.budgets import Capacity, Segments
 from actors.engine.capture import capture
 from actors.engine.device import CpuDevice
@@ -151,8 +152,8 @@ def test_a_video_in_runs_ends_in_one_newline(pair: Pair, tiles: int) -> None:
     for answer, expected in zip(answers, exact, strict=True):
         encoded = answer.result(60)
         assert encoded.source == "graph"
-        assert encoded.rows.shape == expected.shape
-        check(tower.spec.family, encoded.rows, expected)
+        assert video_chunks.rows_of(encoded).shape == expected.shape
+        check(tower.spec.family, video_chunks.rows_of(encoded), expected)
     runs = metrics.registry.get_sample_value("encoder_video_runs_total")
     assert runs == (0 if tiles == 40 else -(-9 // tiles))
     engine.close()

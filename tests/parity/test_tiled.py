@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from actors.engine import video_chunks
 from actors.engine.budgets import Capacity, Segments, capacity
 from actors.engine.capture import capture
 from actors.engine.device import CpuDevice

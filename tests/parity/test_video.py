@@ -163,7 +163,7 @@ def test_beyond_a_pack_in_runs(pair: Pair, videos: list[tuple[Item, Tensor]]) ->
         assert answer.result(60).source == "graph"
         check(pair.model_type, video_chunks.rows_of(answer.result()), expected)
     engine.close()
-    assert max(len(answer.result().rows) for answer in answers) > 1
+    assert any(isinstance(item.rows, tuple) for item, _ in items)
 
 
 def test_images_alone_have_no_inputs_of_videos(pair: Pair) -> None:

@@ -18,12 +18,14 @@ pytestmark = [
 WIDTH, HEADS, MLP, LAYERS = 32, 2, 48, 4
 
 STYLES = (
+    Style(HEADS, "gelu_tanh"),
+    Style(HEADS, "gelu", norm="rms"),
     Style(HEADS, "swiglu", norm="rms", windowed=frozenset({0, 2})),
     Style(HEADS, "quick_gelu", post_norm=True),
 )
 
 
-def layer(style: Style, generator: torch.Generator) -> BlockWeights:
+def layer(style: Style, generator: torch.Generator, *, qk_norm: bool) -> BlockWeights:
     def affine(rows: int, *columns: int) -> Affine:
         weight = torch.randn(rows, *columns, generator=generator) / WIDTH**0.5
         return Affine(weight, torch.randn(rows, generator=generator))
@@ -35,13 +37,16 @@ def layer(style: Style, generator: torch.Generator) -> BlockWeights:
         norm2=affine(WIDTH),
         up=affine(MLP * (1 + (style.activation == "swiglu")), WIDTH),
         down=affine(WIDTH, MLP),
+        qk_norm=torch.rand(2, WIDTH, generator=generator) if qk_norm else None,
     )
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.norm)
-def test_compiled_blocks_give_the_same_rows(style: Style) -> None:
+@pytest.mark.parametrize("rotary", [True, False])
+@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: f"{style.norm}-{style.activation}")
+def test_compiled_blocks_give_the_same_rows(style: Style, qk_norm: bool, rotary: bool) -> None:
     generator = torch.Generator().manual_seed(1)
-    weights = [layer(style, generator) for _ in range(LAYERS)]
+    weights = [layer(style, generator, qk_norm=qk_norm) for _ in range(LAYERS)]
     attention = SegmentAttention()
     plain, compiled = (
         form(weights, style, attention, (1,)) for form in (ReferenceBlocks, CompiledBlocks)
@@ -50,14 +55,17 @@ def test_compiled_blocks_give_the_same_rows(style: Style) -> None:
     counters.clear()
     with torch.inference_mode():
         for rows in (24, 40, 96):
-            assert_equal(plain, compiled, attention, rows)
+            assert_equal(plain, compiled, attention, rows, rotary=rotary)
             assert counters["stats"]["unique_graphs"] == 2, "the two halves of a block, once each"
 
 
-def assert_equal(plain: Blocks, compiled: Blocks, attention: SegmentAttention, rows: int) -> None:
+def assert_equal(
+    plain: Blocks, compiled: Blocks, attention: SegmentAttention, rows: int, *, rotary: bool
+) -> None:
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, WIDTH, generator=generator)
-    cos, sin = torch.randn(2, rows, WIDTH // HEADS // 2, generator=generator)
+    angles = torch.randn(2, rows, WIDTH // HEADS // 2, generator=generator)
+    cos, sin = angles if rotary else (None, None)
     whole = attention.metadata([rows - 8, 8], rows, 3)
     windows = attention.metadata([8] * (rows // 8), rows, rows // 8)
     values = whole | {WINDOW + name: value for name, value in windows.items()}

@@ -1,0 +1,81 @@
+"""On a GPU: Qwen3-VL with few layers and its blocks in each form, captured, against float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.engine.budgets import Segments
+from actors.engine.device import Device
+from actors.engine.graphs import GraphSet
+from actors.models.load import build, form_of_blocks, tensors
+from actors.models.packed_tower import PackedTower
+from actors.options import BlockChoice, BlockForm, ModelOptions
+from actors.spec.model_spec import ModelSpec
+from tests.gpu.test_graphs import items_within
+from tests.gpu.test_tiled_graphs import poison
+from tests.gpu.towers import cuda, finished, published, relative_error
+
+pytestmark = pytest.mark.gpu
+
+BUDGETS = (64, 104, 256, 1000)
+LAYERS = {"depth": 4, "deepstack_visual_indexes": [0, 1, 2]}
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return cuda()
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelSpec:
+    whole = published("qwen3vl-2b")
+    return replace(whole, vision={**whole.vision, **LAYERS})
+
+
+@pytest.fixture(scope="module")
+def weights(model: ModelSpec, device: Device) -> Mapping[str, Tensor]:
+    return tensors(ModelOptions(id=model.id, load_format="dummy"), model, device.device)
+
+
+@pytest.fixture(autouse=True)
+def _forget_compilations() -> Iterator[None]:
+    """Those of other towers in this process count against torch.compile's limit."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, by itself
+@pytest.mark.parametrize(
+    ("asked", "form"),
+    [("auto", "fast"), ("fast", "fast"), ("compile", "compile"), ("reference", "reference")],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_each_form_is_captured_and_equals_the_reference(
+    asked: BlockChoice,
+    form: BlockForm,
+    dtype: str,
+    model: ModelSpec,
+    weights: Mapping[str, Tensor],
+    device: Device,
+) -> None:
+    model = replace(model, dtype=dtype)  # type: ignore[arg-type]
+    tower = build(model, weights, device.device, form_of_blocks(model, device.device, asked))
+    assert isinstance(tower, PackedTower)
+    assert tower.blocks.form == form
+    reference = build(replace(model, dtype="float32"), weights, device.device)
+    graphs = GraphSet(tower, "default", BUDGETS, Segments(8), device)
+    graphs.capture(lambda budget, seconds: None)
+    exact = GraphSet(reference, "default", (), Segments(0), device)
+    for budget in (*BUDGETS, *reversed(BUDGETS)):  # graphs replay in any order
+        poison(graphs)
+        items = items_within(budget, 5, seed=budget)
+        rows = finished(graphs.run(budget, items))
+        assert relative_error(rows, finished(exact.run(None, items))) < 2e-2, budget
+    eager = finished(graphs.run(None, items))
+    assert relative_error(eager, finished(exact.run(None, items))) < 2e-2
