@@ -19,7 +19,7 @@ from actors.errors import StartError
 from actors.media.decode_processes import DecodeProcesses
 from actors.media.decoding import Decoding
 from actors.media.image import decode
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.options import ActorOptions
 from actors.telemetry.metrics import EncoderMetrics
@@ -60,20 +60,20 @@ def open_decoding(
 
     `beside`: as open_beside gave it for these options.
     """
-    cutter, together = cutter_of(engine.tower.spec), None
+    patchifier, together = patchifier_of(engine.tower.spec), None
     if options.preprocess.device == "cuda":
         from actors.media.nvjpeg import open_nvjpeg
 
-        together = open_nvjpeg(cutter, engine.device.device)
+        together = open_nvjpeg(patchifier, engine.device.device)
     if beside:
         beside.wait_until_started()
-    return Decoding(cutter, options.preprocess.threads, series, together, beside)
+    return Decoding(patchifier, options.preprocess.threads, series, together, beside)
 
 
 def warm(engine: Engine) -> None:
     """One small image all the way, then closes: what loads at first use is loaded afterwards."""
     grey = simplejpeg.encode_jpeg(np.full((64, 64, 3), 128, np.uint8))
-    plan, patches = cutter_of(engine.tower.spec).patchify(decode(grey))
+    plan, patches = patchifier_of(engine.tower.spec).patchify(decode(grey))
     engine.submit(Item(plan, patches)).result()
     engine.close()
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.engine.two_paths import PATHS
 from actors.kernels.attention import Values
+from actors.spec.sizing import PATHS
 from actors.types import Item, ItemPlan
 from tests.toy_tower import ToyTower
 

@@ -14,8 +14,6 @@ from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, ViewSizing
 
-PATHS = ("global", "local")
-
 MOST_TOKENS = 13824
 """The maximum of both paths unless the options name another, or the model asks for less."""
 

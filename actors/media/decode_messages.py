@@ -14,10 +14,11 @@ from typing import Any
 import msgpack
 
 from actors.errors import EncodeFailed, InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
+from actors.families.registry import read
 from actors.media.arena import Place
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Json, Notes
-from actors.spec.model_spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec
 from actors.types import Clip, ItemPlan, Media, Size
 
 MOST_BYTES = 2**17

@@ -18,14 +18,14 @@ from threading import Event, Thread
 from time import monotonic
 
 from actors.errors import InvalidMedia, ServiceError, StartError, Unavailable
+from actors.families.registry import read
 from actors.media.decode_messages import MARK_BYTES, error_of, files_of, model_told, order
 from actors.media.decode_process import DecodeProcess, Job
 from actors.media.decoding import Asked, Done
 from actors.media.patch_memory import PatchMemory
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of
 from actors.options import ModelOptions, PreprocessOptions
 from actors.spec.checkpoint import Noted, find
-from actors.spec.model_spec import read
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media
 
@@ -66,7 +66,7 @@ class DecodeProcesses:
         `stuck_seconds`: how long an item may take before its process is replaced.
         """
         files = Noted(find(model))
-        self.cutter = cutter_of(read(model, files))
+        self.patchifier = patchifier_of(read(model, files))
         self._told = os.memfd_create("model")
         os.write(self._told, model_told(model, files.contents))
         self.processes = options.processes
@@ -222,7 +222,7 @@ class DecodeProcesses:
             self._replace(process)
 
     def _greeted(self, process: DecodeProcess) -> None:
-        expected = self.cutter.spec.fingerprint
+        expected = self.patchifier.spec.fingerprint
         if process.fingerprint != expected:
             raise StartError(
                 f"a process that decodes knows the model as {process.fingerprint}, not as "
@@ -239,7 +239,7 @@ class DecodeProcesses:
             return
         plan = job.asked.media.plan
         self.series.preprocessed.labels("cpu").inc()
-        done(job, began, self._memory.item(job.place, plan, self.cutter.shape(plan)))
+        done(job, began, self._memory.item(job.place, plan, self.patchifier.shape(plan)))
 
     def _replace(self, process: DecodeProcess) -> None:
         """What it had begun is tried once more, one by one; what it had not, as if it were new."""
@@ -269,7 +269,7 @@ class DecodeProcesses:
 
     def _size(self, media: Media) -> int:
         """What it takes: its bytes, and then its patches in the same place."""
-        size = max(sum(map(len, files_of(media))), prod(self.cutter.shape(media.plan)))
+        size = max(sum(map(len, files_of(media))), prod(self.patchifier.shape(media.plan)))
         return size + MARK_BYTES
 
 

@@ -32,7 +32,7 @@ from actors.media.decode_messages import (
     unpacked,
 )
 from actors.media.image import prepare
-from actors.media.patchify import Cutter, cutter_of
+from actors.media.patchify import Patchifier, patchifier_of
 
 MOST_SILENT_SECONDS = 0.002
 """What is made waits no longer than that for what is made after it, and for that."""
@@ -51,20 +51,20 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         memory = memoryview(mmap.mmap(int(sys.argv[2]), 0))
         # From the start of the file, wherever another process has read to.
-        cutter = cutter_of(model_of(os.pread(0, os.fstat(0).st_size, 0)))
-        channel.send(packed([cutter.spec.fingerprint]))
+        patchifier = patchifier_of(model_of(os.pread(0, os.fstat(0).st_size, 0)))
+        channel.send(packed([patchifier.spec.fingerprint]))
         while message := channel.recv(MOST_BYTES):
-            work(cutter, unpacked(message), memory, channel)
+            work(patchifier, unpacked(message), memory, channel)
 
 
 def work(
-    cutter: Cutter, orders: tuple[Order, ...], memory: memoryview, channel: socket.socket
+    patchifier: Patchifier, orders: tuple[Order, ...], memory: memoryview, channel: socket.socket
 ) -> None:
     """Makes these in turn, and answers in as few messages as latency allows."""
     answers: list[Answer] = []
     told = monotonic()
     for one in orders:
-        answers.append(made(cutter, one, memory))
+        answers.append(made(patchifier, one, memory))
         if (now := monotonic()) - told > MOST_SILENT_SECONDS:
             channel.send(packed(answers))
             answers, told = [], now
@@ -72,13 +72,13 @@ def work(
         channel.send(packed(answers))
 
 
-def made(cutter: Cutter, order: Order, memory: memoryview) -> Answer:
+def made(patchifier: Patchifier, order: Order, memory: memoryview) -> Answer:
     """Writes the patches of an item over its bytes."""
     began = monotonic()
     try:
         place, media = media_of(order, memory)
-        item = prepare(cutter, media)
-        shape = frames, *_ = cutter.shape(media.plan)
+        item = prepare(patchifier, media)
+        shape = frames, *_ = patchifier.shape(media.plan)
         parts = [item.patches] if item.later is None else [item.patches, item.later]
         whole = np.frombuffer(memory[place.start : place.end], np.uint8)
         target = whole[: np.prod(shape)].reshape(shape)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from actors.media.image import prepare
 from actors.media.nvjpeg import MOST_PIXELS
-from actors.media.patchify import Cutter
+from actors.media.patchify import Patchifier
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media
 
@@ -78,13 +78,13 @@ class Decoding:
 
     def __init__(
         self,
-        cutter: Cutter,
+        patchifier: Patchifier,
         threads: int,
         series: EncoderMetrics,
         together: Together | None = None,
         beside: Beside | None = None,
     ) -> None:
-        self.cutter = cutter
+        self.patchifier = patchifier
         self.series = series
         self.together = together
         self.beside = beside
@@ -127,7 +127,7 @@ class Decoding:
             return
         started = monotonic()
         try:
-            made: Item | Exception = prepare(self.cutter, asked.media)
+            made: Item | Exception = prepare(self.patchifier, asked.media)
         except Exception as error:
             made = error
         else:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from actors.errors import InvalidMedia, ServiceError, StartError
 from actors.media.image import decode
-from actors.media.patchify import Cutter
-from actors.models.packed import resize
+from actors.media.patchify import Patchifier, resize
 from actors.types import Item, Media, Size
 
 MOST_PIXELS = 2**26
@@ -49,8 +48,8 @@ class Decoder(Protocol):
 class Nvjpeg:
     """One thread's, with a stream of its own."""
 
-    def __init__(self, cutter: Cutter, decoder: Decoder, device: torch.device) -> None:
-        self.cutter = cutter
+    def __init__(self, patchifier: Patchifier, decoder: Decoder, device: torch.device) -> None:
+        self.patchifier = patchifier
         self.decoder = decoder
         self.stream = torch.cuda.Stream(device)
 
@@ -58,7 +57,7 @@ class Nvjpeg:
         """See Together."""
         size = plain(media.data)
         with suppress(ServiceError):  # no plan for a size that is not the one that was admitted
-            if size and self.cutter.spec.sizing.plan(size) == media.plan:
+            if size and self.patchifier.spec.sizing.plan(size) == media.plan:
                 count = size.width * size.height
                 return count if count <= MOST_PIXELS else 0
         return 0
@@ -68,7 +67,7 @@ class Nvjpeg:
         try:
             with torch.cuda.stream(self.stream):
                 images = self.decode([one.data for one in media])
-                made = [self.cutter.patchify(image) for image in images]
+                made = [self.patchifier.patchify(image) for image in images]
             # So that the engine may read at once, and the next batch write where this one was:
             # torchvision decodes on a stream that the allocator does not know of.
             self.stream.synchronize()
@@ -116,7 +115,7 @@ def chroma_rows(data: bytes) -> int:
     return CHROMA_ROWS[subsampling]
 
 
-def open_nvjpeg(cutter: Cutter, device: torch.device) -> Nvjpeg:
+def open_nvjpeg(patchifier: Patchifier, device: torch.device) -> Nvjpeg:
     """Decodes an image, so that nothing is loaded later. Raises StartError."""
     try:
         from torchvision.io import ImageReadMode, decode_jpeg
@@ -133,7 +132,7 @@ def open_nvjpeg(cutter: Cutter, device: torch.device) -> Nvjpeg:
         return images
 
     try:
-        nvjpeg = Nvjpeg(cutter, decoder, device)
+        nvjpeg = Nvjpeg(patchifier, decoder, device)
         check(nvjpeg)
         # Not every family resizes every image.
         resize(torch.zeros(3, 8, 8, dtype=torch.uint8, device=device), Size(6, 6))
@@ -153,9 +152,9 @@ def check(nvjpeg: Nvjpeg) -> None:
     colours = np.stack([across, 255 - across, 2 * down], -1).astype(np.uint8)
     for subsampling in CHROMA_ROWS:
         file = simplejpeg.encode_jpeg(colours, quality=95, colorsubsampling=subsampling)
-        media = Media("image", file, nvjpeg.cutter.spec.sizing.plan(Size(160, 96)), digest="")
+        media = Media("image", file, nvjpeg.patchifier.spec.sizing.plan(Size(160, 96)), digest="")
         (item,) = nvjpeg.prepare([media])
-        exact = nvjpeg.cutter.patchify(decode(file))[1]
+        exact = nvjpeg.patchifier.patchify(decode(file))[1]
         found = torch.as_tensor(item.patches).cpu()
         difference = float((found.int() - exact.int()).abs().float().mean())
         if not difference < MOST_MEAN_DIFFERENCE:

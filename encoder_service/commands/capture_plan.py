@@ -26,7 +26,8 @@ from actors.engine.ladder import (
 )
 from actors.engine.two_paths import model_capacity
 from actors.errors import ConfigError
-from actors.spec.model_spec import ModelSpec, read
+from actors.families.registry import read
+from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing
 from actors.types import ItemPlan, Size
 from encoder_service.commands.numbers import at_least_one, positive

@@ -18,8 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from actors.engine.budgets import Capacity
+from actors.families.registry import read
 from actors.options import EncoderOptions
-from actors.spec.model_spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec
 from actors.types import Size
 from encoder_service.config import ServiceOptions, fit, load_all, read_document
 from encoder_service.llm import spec as llm_spec

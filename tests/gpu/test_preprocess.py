@@ -20,10 +20,9 @@ from actors.engine.engine import Engine
 from actors.errors import InvalidMedia
 from actors.media.image import decode
 from actors.media.nvjpeg import Nvjpeg, open_nvjpeg
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of, resize
 from actors.media.resample import Resample
 from actors.models.load import build, tensors
-from actors.models.packed import resize
 from actors.options import (
     ActorOptions,
     EncoderOptions,
@@ -80,8 +79,8 @@ def test_patches_are_equal(preset: str) -> None:
     tower = build(model, weights, device.device)
     for size in SIZES[:3]:
         image = noise(*size)
-        plan, exact = cutter_of(tower.spec).patchify(image)
-        found_plan, found = cutter_of(tower.spec).patchify(image.to(device.device))
+        plan, exact = patchifier_of(tower.spec).patchify(image)
+        found_plan, found = patchifier_of(tower.spec).patchify(image.to(device.device))
         assert found.is_cuda
         assert found_plan == plan
         assert torch.equal(found.cpu(), exact)
@@ -116,7 +115,7 @@ def options(device: Any) -> ActorOptions:
 
 @pytest.fixture(scope="module")
 def nvjpeg(engine: Engine) -> Nvjpeg:
-    return open_nvjpeg(cutter_of(engine.tower.spec), engine.device.device)
+    return open_nvjpeg(patchifier_of(engine.tower.spec), engine.device.device)
 
 
 def media(engine: Engine, data: bytes, size: tuple[int, int]) -> Media:
@@ -144,7 +143,7 @@ def test_a_batch_is_cut_up_on_the_device(engine: Engine, nvjpeg: Nvjpeg) -> None
         assert item.plan == one.plan
         found = torch.as_tensor(item.patches)
         assert found.is_cuda
-        exact = cutter_of(engine.tower.spec).patchify(decode(one.data))[1]
+        exact = patchifier_of(engine.tower.spec).patchify(decode(one.data))[1]
         assert float((found.cpu().int() - exact.int()).abs().float().mean()) < MEAN_DIFFERENCE
 
 

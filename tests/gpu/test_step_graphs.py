@@ -12,11 +12,12 @@ from actors.engine.budgets import Segments
 from actors.engine.capture import capture
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
-from actors.engine.two_paths import PATHS, model_capacity
-from actors.models.step_tower import StepTower
+from actors.engine.two_paths import model_capacity
+from actors.families.step3_vl.tower import StepTower
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec
-from actors.spec.windows import WindowSizing
+from actors.spec.sizing import PATHS
+from actors.spec.views import WindowSizing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Size
 from tests.gpu.test_tiled_graphs import poison

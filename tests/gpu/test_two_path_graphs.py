@@ -16,7 +16,7 @@ from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet
 from actors.engine.two_paths import model_capacity
-from actors.models.deepseek_ocr import DeepseekOcrTower
+from actors.families.deepseek_ocr.tower import DeepseekOcrTower
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec
 from actors.telemetry.metrics import EncoderMetrics

@@ -19,6 +19,7 @@ from actors.engine.budgets import Segments
 from actors.engine.device import CpuDevice
 from actors.engine.graphs import GraphSet
 from actors.errors import CheckpointError
+from actors.families.registry import video_styles
 from actors.options import ModelOptions
 from actors.types import Clip, ItemPlan, Media, Size
 from encoder_service.llm import model as language_model
@@ -26,7 +27,7 @@ from encoder_service.llm.generate import Generator
 from encoder_service.llm.options import LlmOptions
 from encoder_service.llm.placeholders import Placed, place
 from encoder_service.llm.prompt import Prompt, expand
-from encoder_service.llm.spec import FAMILIES, LlmSpec, read
+from encoder_service.llm.spec import LlmSpec, read
 from encoder_service.llm.tokenizer import CHATML, Language, byte_tokenizer
 from encoder_service.llm.types import Finish, Sampling
 from tests.checkpoints import write
@@ -62,7 +63,7 @@ class Chat:
     model: Any
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=sorted(video_styles()))
 def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chat:
     pair = made(request.param, tmp_path_factory)
     options = ModelOptions(id=str(pair.folder), dtype="float32")

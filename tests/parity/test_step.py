@@ -20,19 +20,21 @@ from actors.engine.capture import capture
 from actors.engine.device import CpuDevice
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet
-from actors.engine.two_paths import PATHS, model_capacity
+from actors.engine.two_paths import model_capacity
+from actors.families.step3_vl.tower import StepTower
 from actors.media.image import decode
-from actors.media.patchify import cutter_of
+from actors.media.patchify import cut_blocks, patchifier_of
 from actors.models.load import load
-from actors.models.step_tower import StepTower, cut, patchify
 from actors.options import GraphOptions, ModelOptions
-from actors.spec.windows import PaddedWindows, WindowSizing
+from actors.spec.sizing import PATHS
+from actors.spec.views import PaddedWindows, WindowSizing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Size
 from tests import step3
 from tests.checkpoints_step import write_step3, write_step3p7, write_step3vl10b
 from tests.images import PHOTOGRAPHS, opened, photograph
 from tests.parity.table import check
+from tests.patches import patches_of
 from tests.step3p7 import Processor
 
 PACKS = [
@@ -106,7 +108,7 @@ def test_photographs_through_the_engine(pair: Pair) -> None:
     limits = model_capacity(GraphOptions(token_budgets=(128,)), tower.spec)
     engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
     items = [
-        Item(*cutter_of(tower.spec).patchify(decode(photograph(name)))) for name in PHOTOGRAPHS
+        Item(*patchifier_of(tower.spec).patchify(decode(photograph(name)))) for name in PHOTOGRAPHS
     ]
     answers = [engine.submit(item) for item in items]
     for item, answer in zip(items, answers, strict=True):
@@ -126,16 +128,16 @@ LIMITS = (182, 126, 756)
 def test_views_are_those_of_transformers(size: tuple[int, int]) -> None:
     image = pixels_of(opened().resize(size))
     whole, crops = Processor(*LIMITS).views(image)
-    exact = torch.cat([cut(view[None], 14) for view in (whole, *crops)])
-    assert torch.equal(patchify(image, WindowSizing(*LIMITS, 14, 1)), exact)
+    exact = torch.cat([cut_blocks(view, 14, 1) for view in (whole, *crops)])
+    assert torch.equal(patches_of(image, WindowSizing(*LIMITS, 14, 1), "bilinear"), exact)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_views_are_those_of_the_first_models_own_code(size: tuple[int, int]) -> None:
     image = opened().resize(size)
     whole, crops = step3.views(image, *LIMITS)
-    exact = torch.cat([cut(pixels_of(view)[None], 14) for view in (whole, *crops)])
-    ours = patchify(pixels_of(image), PaddedWindows(*LIMITS, 14, 1))
+    exact = torch.cat([cut_blocks(pixels_of(view), 14, 1) for view in (whole, *crops)])
+    ours = patches_of(pixels_of(image), PaddedWindows(*LIMITS, 14, 1), "bilinear")
     assert ours.shape == exact.shape
     difference = (ours.int() - exact.int()).abs()
     assert difference.float().mean() < 0.2  # Pillow rounds between its two passes

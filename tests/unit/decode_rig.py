@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.families import registry
 from actors.media.decode_messages import MOST_BYTES, Order, media_of, packed, unpacked
 from actors.media.decode_process import DecodeProcess
 from actors.media.decode_processes import DecodeProcesses
 from actors.media.decode_worker import work
 from actors.media.image import prepare
-from actors.media.patchify import Cutter, cutter_of
+from actors.media.patchify import Patchifier, patchifier_of
 from actors.options import ModelOptions, PreprocessOptions
-from actors.spec import model_spec as spec
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media, Size
 from tests.images import jpeg
@@ -33,10 +33,12 @@ ENDS, HANGS = b"the process ends", b"the process hangs"
 class StandIn:
     """A thread that decodes as a process would, with its own end of the socket."""
 
-    def __init__(self, cutter: Cutter, memory: int, gate: threading.Event, greeting: str) -> None:
+    def __init__(
+        self, patchifier: Patchifier, memory: int, gate: threading.Event, greeting: str
+    ) -> None:
         self.ours, self.its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ours.setblocking(False)
-        self.cutter, self.gate, self.greeting = cutter, gate, greeting
+        self.patchifier, self.gate, self.greeting = patchifier, gate, greeting
         self.memory = memoryview(mmap.mmap(memory, 0))
         self.seen: list[int] = []
         """Items of each message."""
@@ -69,7 +71,7 @@ class StandIn:
             assert self.killed.wait(60)
         if media.data == ENDS or self.killed.is_set():
             return False
-        work(self.cutter, (order,), self.memory, self.its)
+        work(self.patchifier, (order,), self.memory, self.its)
         return True
 
     def kill(self) -> None:
@@ -93,17 +95,17 @@ class Rig:
     """Two stand-ins, a gate that holds what they do, and what they are greeted with."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cutter = cutter_of(spec.read(MODEL))
+        self.patchifier = patchifier_of(registry.read(MODEL))
         self.series = EncoderMetrics()
         self.gate = threading.Event()
         self.gate.set()
-        self.greeting = self.cutter.spec.fingerprint
+        self.greeting = self.patchifier.spec.fingerprint
         self.started: list[StandIn] = []
         self.processes: DecodeProcesses | None = None
         monkeypatch.setattr(DecodeProcess, "start", self.start)
 
     def start(self, model: int, memory: int) -> DecodeProcess:
-        one: Any = StandIn(self.cutter, memory, self.gate, self.greeting)
+        one: Any = StandIn(self.patchifier, memory, self.gate, self.greeting)
         self.started.append(one)
         return DecodeProcess(one, one.ours)
 
@@ -114,7 +116,7 @@ class Rig:
         return self.processes
 
     def begin(self, data: bytes | None = None, size: tuple[int, int] = (64, 64)) -> Waiting:
-        plan = self.cutter.spec.sizing.plan(Size(*size))
+        plan = self.patchifier.spec.sizing.plan(Size(*size))
         one = Waiting(Media("image", data or jpeg(*size), plan, digest=""))
         assert self.processes
         self.processes.begin(one, ended(one))
@@ -129,7 +131,7 @@ class Rig:
         assert one.done.wait(60)
         assert isinstance(one.made, Item), one.made
         made: Any = one.made.patches
-        expected: Any = prepare(self.cutter, one.media).patches
+        expected: Any = prepare(self.patchifier, one.media).patches
         return np.array_equal(made, expected)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from starlette.testclient import TestClient
 
 from actors.errors import Overloaded
+from actors.families.registry import read
 from actors.options import ModelOptions
-from actors.spec.model_spec import read
 from actors.store.references import Kept
 from actors.telemetry.tracing import Silent
 from actors.types import Answer, Dtype, Embedding, Media, Timings

@@ -139,7 +139,7 @@ def test_without_room_items_wait_until_others_are_dropped(rig: Rig) -> None:
         sleep(0.02)
         assert sum(each.done.is_set() for each in begun) == count, "no more than there is room for"
         begun[count - 1].made = None
-    large = rig.cutter.spec.sizing.plan(Size(1024, 1024))
+    large = rig.patchifier.spec.sizing.plan(Size(1024, 1024))
     assert processes.takes(begun[0].media)
     assert not processes.takes(Media("image", b"", large, digest=""))
 

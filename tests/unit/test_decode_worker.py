@@ -16,7 +16,7 @@ import pytest
 from actors.errors import ServiceError
 from actors.media.decode_processes import DecodeProcesses
 from actors.media.image import prepare
-from actors.media.patchify import Cutter
+from actors.media.patchify import Patchifier
 from actors.options import ModelOptions, PreprocessOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media
@@ -47,23 +47,23 @@ def decoded(processes: DecodeProcesses, sent: Sequence[Media]) -> list[Item | Ex
     return [found[index] for index in range(len(sent))]
 
 
-def files(cutter: Cutter) -> list[Media]:
+def files(patchifier: Patchifier) -> list[Media]:
     """Photographs, a PNG with transparency, a file that is turned, one that is cut short."""
     images = [*map(photograph, PHOTOGRAPHS), jpeg(64, 64)]
     images.append(encoded(opened().convert("RGBA"), "PNG"))
     images.append(encoded(opened().resize((90, 60)), "JPEG", orientation=6))
-    return [media(cutter, image) for image in images]
+    return [media(patchifier, image) for image in images]
 
 
 def check(processes: DecodeProcesses) -> None:
-    sent = files(processes.cutter)
+    sent = files(processes.patchifier)
     bad = Media("image", sent[0].data[:-500], sent[0].plan, digest="")
     *made, refused = decoded(processes, [*sent, bad])
     for one, item in zip(sent, made, strict=True):
         assert isinstance(item, Item)
-        assert np.array_equal(item.patches, prepare(processes.cutter, one).patches)  # type: ignore[arg-type]
+        assert np.array_equal(item.patches, prepare(processes.patchifier, one).patches)  # type: ignore[arg-type]
     with pytest.raises(ServiceError) as expected:
-        prepare(processes.cutter, bad)
+        prepare(processes.patchifier, bad)
     assert (type(refused), str(refused)) == (expected.type, str(expected.value))
 
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from actors.errors import InvalidMedia
+from actors.families import registry
 from actors.media.decoding import MOST_TOGETHER, Decoding, Done
 from actors.media.image import decode, prepare
 from actors.media.nvjpeg import MOST_PIXELS, Nvjpeg, plain
-from actors.media.patchify import Cutter, cutter_of
+from actors.media.patchify import Patchifier, patchifier_of
 from actors.options import (
     ActorOptions,
     EncoderOptions,
@@ -24,7 +25,6 @@ from actors.options import (
     ModelOptions,
     PreprocessOptions,
 )
-from actors.spec import model_spec as spec
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media, Size
 from encoder_service.bench.engine.preprocess import measure
@@ -36,8 +36,8 @@ MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
 class HostTogether:
     """Takes plain JPEGs, as nvJPEG; a gate holds its batches."""
 
-    def __init__(self, cutter: Cutter) -> None:
-        self.cutter = cutter
+    def __init__(self, patchifier: Patchifier) -> None:
+        self.patchifier = patchifier
         self.gate = threading.Event()
         self.batches: list[int] = []
         self.refused: bytes | None = None
@@ -53,7 +53,7 @@ class HostTogether:
         self.batches.append(len(media))
         if any(one.data == self.refused for one in media):
             raise RuntimeError("nvJPEG: bad file")
-        return [Item(*self.cutter.patchify(decode(one.data))) for one in media]
+        return [Item(*self.patchifier.patchify(decode(one.data))) for one in media]
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Rig:
     series: EncoderMetrics
 
     def waiting(self, data: bytes, size: tuple[int, int]) -> tuple[Waiting, Done]:
-        plan = self.decoding.cutter.spec.sizing.plan(Size(*size))
+        plan = self.decoding.patchifier.spec.sizing.plan(Size(*size))
         waiting = Waiting(Media("image", data, plan, digest=""))
 
         def done(started: float, made: Item | Exception) -> None:
@@ -96,14 +96,14 @@ class Rig:
 
 
 @pytest.fixture(scope="module")
-def cutter() -> Cutter:
-    return cutter_of(spec.read(MODEL))
+def patchifier() -> Patchifier:
+    return patchifier_of(registry.read(MODEL))
 
 
 @pytest.fixture
-def rig(cutter: Cutter) -> Iterator[Rig]:
-    together, series = HostTogether(cutter), EncoderMetrics()
-    rig = Rig(Decoding(cutter, 2, series, together), together, series)
+def rig(patchifier: Patchifier) -> Iterator[Rig]:
+    together, series = HostTogether(patchifier), EncoderMetrics()
+    rig = Rig(Decoding(patchifier, 2, series, together), together, series)
     yield rig
     together.gate.set()
     rig.decoding.close()
@@ -131,7 +131,7 @@ def test_a_batch_is_bounded_by_its_pixels(rig: Rig) -> None:
     assert max(rig.together.batches) == 3
 
 
-def test_other_files_go_one_by_one(rig: Rig, cutter: Cutter) -> None:
+def test_other_files_go_one_by_one(rig: Rig, patchifier: Patchifier) -> None:
     image = opened().resize((96, 64))
     files = {
         "plain": jpeg(96, 64),
@@ -146,12 +146,14 @@ def test_other_files_go_one_by_one(rig: Rig, cutter: Cutter) -> None:
         if name == "cut short":
             assert isinstance(waiting.made, InvalidMedia)
         else:
-            assert same(waiting.made, prepare(cutter, waiting.media)), name
+            assert same(waiting.made, prepare(patchifier, waiting.media)), name
     assert rig.ways() == {"cpu": 3, "cuda": 1}
 
 
 @pytest.mark.parametrize("place", [0, 4, 6])
-def test_what_fails_takes_no_other_of_its_batch_along(rig: Rig, cutter: Cutter, place: int) -> None:
+def test_what_fails_takes_no_other_of_its_batch_along(
+    rig: Rig, patchifier: Patchifier, place: int
+) -> None:
     rig.together.refused = refused = jpeg(64, 64)
     blocker = rig.begin(jpeg(32, 64), (32, 64))
     while rig.decoding._waiting.qsize():
@@ -160,7 +162,7 @@ def test_what_fails_takes_no_other_of_its_batch_along(rig: Rig, cutter: Cutter, 
     sizes.insert(place, (64, 64))
     begun = [rig.begin(refused if size == (64, 64) else jpeg(*size), size) for size in sizes]
     rig.finish([blocker, *begun])
-    assert all(same(each.made, prepare(cutter, each.media)) for each in begun)
+    assert all(same(each.made, prepare(patchifier, each.media)) for each in begun)
     assert rig.ways() == {"cpu": 1, "cuda": 7}
     assert len(rig.together.batches) <= 2 + 2 * 3, "halved three times at most"
 
@@ -199,18 +201,18 @@ def test_other_files_wait_for_no_batch_and_what_is_given_up_for_none(rig: Rig) -
     assert list(batches) == [begun[3:]]
 
 
-def test_a_header_of_another_size_is_not_taken(cutter: Cutter) -> None:
+def test_a_header_of_another_size_is_not_taken(patchifier: Patchifier) -> None:
     nvjpeg = object.__new__(Nvjpeg)  # without a stream of the device
-    nvjpeg.cutter = cutter
-    plan = cutter.spec.sizing.plan(Size(64, 32))
+    nvjpeg.patchifier = patchifier
+    plan = patchifier.spec.sizing.plan(Size(64, 32))
     sizes = {(64, 32): 64 * 32, (128, 128): 0, (3000, 8): 0}  # the last has no plan at all
     for size, pixels in sizes.items():
         assert nvjpeg.pixels(Media("image", jpeg(*size), plan, digest="")) == pixels
 
 
-def test_closing_does_what_was_begun(cutter: Cutter) -> None:
-    together, series = HostTogether(cutter), EncoderMetrics()
-    rig = Rig(Decoding(cutter, 2, series, together), together, series)
+def test_closing_does_what_was_begun(patchifier: Patchifier) -> None:
+    together, series = HostTogether(patchifier), EncoderMetrics()
+    rig = Rig(Decoding(patchifier, 2, series, together), together, series)
     begun = [rig.begin(jpeg(64, 32), (64, 32)), rig.begin(encoded(opened(), "PNG"), (600, 400))]
     together.gate.set()
     rig.decoding.close()

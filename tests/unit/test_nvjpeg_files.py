@@ -13,16 +13,16 @@ import torch
 from pydantic import ValidationError
 
 from actors.errors import StartError
+from actors.families import registry
 from actors.media import nvjpeg
 from actors.media.nvjpeg import open_nvjpeg, plain
-from actors.media.patchify import Cutter, cutter_of
+from actors.media.patchify import Patchifier, patchifier_of
 from actors.options import (
     ActorOptions,
     EncoderOptions,
     ModelOptions,
     PreprocessOptions,
 )
-from actors.spec import model_spec as spec
 from actors.types import Size
 from tests.images import encoded, opened
 
@@ -30,8 +30,8 @@ MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def cutter() -> Cutter:
-    return cutter_of(spec.read(MODEL))
+def patchifier() -> Patchifier:
+    return patchifier_of(registry.read(MODEL))
 
 
 def rgb(**options: Any) -> bytes:
@@ -72,14 +72,14 @@ def test_an_mpo_is_not_plain() -> None:
 
 
 def test_the_gpu_is_asked_for_where_there_is_none(
-    cutter: Cutter, monkeypatch: pytest.MonkeyPatch
+    patchifier: Patchifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = EncoderOptions(device="cpu", num_gpus=0)
     with pytest.raises(ValidationError, match=r"preprocess\.device is cuda"):
         ActorOptions(model=MODEL, encoder=cpu, preprocess=PreprocessOptions(device="cuda"))
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
     with pytest.raises(StartError, match="needs torchvision"):
-        open_nvjpeg(cutter, torch.device("cuda", 0))
+        open_nvjpeg(patchifier, torch.device("cuda", 0))
 
 
 class CompilationError(Exception):
@@ -90,7 +90,7 @@ class CompilationError(Exception):
     "error", [RuntimeError("no nvJPEG"), CompilationError("no ptxas"), ImportError("no triton")]
 )
 def test_whatever_is_wrong_with_the_gpus_way_is_said_at_start(
-    cutter: Cutter, monkeypatch: pytest.MonkeyPatch, error: Exception
+    patchifier: Patchifier, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def broken(*_: object) -> None:
         raise error
@@ -98,11 +98,11 @@ def test_whatever_is_wrong_with_the_gpus_way_is_said_at_start(
     monkeypatch.setitem(sys.modules, "torchvision.io", Mock())
     monkeypatch.setattr(nvjpeg, "Nvjpeg", broken)
     with pytest.raises(StartError, match=rf"set preprocess\.device to cpu \({error}\)"):
-        open_nvjpeg(cutter, torch.device("cuda", 0))
+        open_nvjpeg(patchifier, torch.device("cuda", 0))
 
 
 def test_what_the_check_at_start_finds_is_said_as_it_is(
-    cutter: Cutter, monkeypatch: pytest.MonkeyPatch
+    patchifier: Patchifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = StartError("its pixels are others")
 
@@ -113,5 +113,5 @@ def test_what_the_check_at_start_finds_is_said_as_it_is(
     monkeypatch.setattr(nvjpeg, "Nvjpeg", Mock())
     monkeypatch.setattr(nvjpeg, "check", differing)
     with pytest.raises(StartError) as raised:
-        open_nvjpeg(cutter, torch.device("cuda", 0))
+        open_nvjpeg(patchifier, torch.device("cuda", 0))
     assert raised.value is found

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from actors.errors import EncodeFailed, InvalidMedia
+from actors.families import registry
 from actors.media.decode_messages import (
     answer,
     error_of,
@@ -22,9 +23,8 @@ from actors.media.decode_messages import (
 from actors.media.decode_worker import made
 from actors.media.image import prepare
 from actors.media.patch_memory import PatchMemory
-from actors.media.patchify import Cutter, cutter_of
+from actors.media.patchify import Patchifier, patchifier_of
 from actors.options import ModelOptions
-from actors.spec import model_spec as spec
 from actors.spec.checkpoint import Noted, find, preset_names
 from actors.types import Item, Media
 from encoder_service.config import LimitOptions
@@ -36,27 +36,27 @@ LIMITS = LimitOptions()
 MEMORY_BYTES = 2**26
 
 
-def cutter(preset: str) -> Cutter:
+def patchifier(preset: str) -> Patchifier:
     """As another process knows it: by what is told."""
     options = ModelOptions(id=preset, load_format="dummy")
     files = Noted(find(options))
-    here = spec.read(options, files)
+    here = registry.read(options, files)
     told = model_of(model_told(options, files.contents))
     assert told.fingerprint == here.fingerprint
-    return cutter_of(told)
+    return patchifier_of(told)
 
 
-def travelled(cutter: Cutter, media: Media, memory: PatchMemory) -> Item | Exception:
+def travelled(patchifier: Patchifier, media: Media, memory: PatchMemory) -> Item | Exception:
     """There and back, as between processes."""
     place = memory.take(MEMORY_BYTES // 2)
     assert place
     memory.write(place, media)
     (sent,) = unpacked(packed([order(place, media)]))
-    _, name, text = made(cutter, sent, memory._bytes)
+    _, name, text = made(patchifier, sent, memory._bytes)
     if error := error_of(name, text):
         memory.give_back(place)
         return error
-    return memory.item(place, media.plan, cutter.shape(media.plan))
+    return memory.item(place, media.plan, patchifier.shape(media.plan))
 
 
 def check(found: Item | Exception, expected: Item) -> None:
@@ -70,7 +70,7 @@ def check(found: Item | Exception, expected: Item) -> None:
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_patches_of_every_family(preset: str) -> None:
-    family, memory = cutter(preset), PatchMemory(MEMORY_BYTES, lambda: None)
+    family, memory = patchifier(preset), PatchMemory(MEMORY_BYTES, lambda: None)
     files = [jpeg(301, 207), encoded(opened().resize((64, 900)), "PNG")]
     sent = [probe(data, "image", family.spec, LIMITS) for data in files]
     if family.spec.video:
@@ -89,7 +89,7 @@ def memory() -> Any:
 
 
 def test_errors_come_back_as_themselves(memory: PatchMemory) -> None:
-    family = cutter("qwen3vl-tiny")
+    family = patchifier("qwen3vl-tiny")
     good = probe(jpeg(64, 64), "image", family.spec, LIMITS)
     bad = Media("image", good.data[:-300], good.plan, digest="")
     found, expected = travelled(family, bad, memory), None
@@ -102,7 +102,7 @@ def test_errors_come_back_as_themselves(memory: PatchMemory) -> None:
 
 
 def test_a_place_is_free_when_no_view_of_it_is_left(memory: PatchMemory) -> None:
-    family, woken = cutter("qwen3vl-tiny"), []
+    family, woken = patchifier("qwen3vl-tiny"), []
     memory = PatchMemory(2**20, lambda: woken.append(1))
     media = probe(jpeg(64, 64), "image", family.spec, LIMITS)
     place = memory.take(2**20)

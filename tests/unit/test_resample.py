@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.media.patchify import resize
 from actors.media.resample import Resample, Taps, taps
-from actors.models.packed import resize
 from actors.types import Bytes, Size
 
 

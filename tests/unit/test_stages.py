@@ -19,7 +19,7 @@ from actors.engine.encoded import Encoded
 from actors.errors import InvalidMedia, Unavailable
 from actors.media.decoding import Decoding
 from actors.media.image import prepare
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of
 from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
 from actors.pipeline import Call, Made, Stages
 from actors.startup import open_engine
@@ -53,7 +53,9 @@ class Rig:
             return rows
 
         monkeypatch.setattr(self.tower, "forward", held)
-        self.stages = Stages(self.engine, Decoding(cutter_of(self.tower.spec), 2, series), series)
+        self.stages = Stages(
+            self.engine, Decoding(patchifier_of(self.tower.spec), 2, series), series
+        )
         self.shared: list[list[Media]] = []
         self.rows: list[weakref.ref[Tensor]] = []
 
@@ -135,7 +137,7 @@ def test_the_loop_hears_of_a_call_once(rig: Rig, monkeypatch: pytest.MonkeyPatch
             assert work.outcome.entry.shape == (one.plan.tokens, rig.tower.spec.width)
             assert work.outcome.source == "graph"
             assert 0 < work.decoded <= work.landed
-            alone = rig.engine.submit(prepare(cutter_of(rig.tower.spec), one)).result().rows
+            alone = rig.engine.submit(prepare(patchifier_of(rig.tower.spec), one)).result().rows
             found = torch.from_numpy(work.outcome.entry.data).view(torch.float32)
             torch.testing.assert_close(found.view(alone.shape), alone, rtol=1e-3, atol=1e-3)
 

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from actors.errors import CheckpointError
+from actors.families.registry import read
 from actors.models import load as towers
-from actors.models.weights import INDEX, POOL, SINGLE, Dummy, load
+from actors.models.tensors import INDEX, POOL, SINGLE, Dummy, load
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Folder
-from actors.spec.model_spec import read
 from tests.small_presets import SMALL, write_small
 
 CPU = torch.device("cpu")

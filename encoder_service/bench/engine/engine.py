@@ -18,11 +18,12 @@ from actors.engine.graphs import GraphSet, Report
 from actors.engine.packing import Packing, smallest_first
 from actors.engine.two_paths import model_capacity
 from actors.errors import ConfigError
+from actors.families.registry import read
 from actors.models.compiled import CompiledBlocks
 from actors.models.load import build, tensors
 from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions, PackingOptions
-from actors.spec.model_spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec
 from actors.types import Size
 from encoder_service.bench.engine.calls import Batch, Call, EngineCall, ReferenceCall
 from encoder_service.bench.engine.machine import device_name

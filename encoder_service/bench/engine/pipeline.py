@@ -18,7 +18,7 @@ from typing import Any
 from actors.engine.engine import Engine
 from actors.media.decoding import Decoding
 from actors.media.image import decode, prepare
-from actors.media.patchify import Cutter, cutter_of
+from actors.media.patchify import Patchifier, patchifier_of
 from actors.options import ActorOptions
 from actors.startup import open_beside, open_decoding, open_engine
 from actors.telemetry.metrics import EncoderMetrics
@@ -50,8 +50,8 @@ def measure(
     beside = open_beside(options, series)
     engine = open_engine(options, series)
     decoding = open_decoding(options, engine, series, beside)
-    cutter = cutter_of(engine.tower.spec)
-    files = [media(cutter, picture) for picture in pictures]
+    patchifier = patchifier_of(engine.tower.spec)
+    files = [media(patchifier, picture) for picture in pictures]
     begins = encoding(engine, files), decoding_ahead(decoding, files, engine.submit)
     found = [rate(begin, in_flight, seconds) for begin in begins]
     decoding.close()
@@ -67,15 +67,15 @@ class Wanted:
     given_up: bool = False
 
 
-def media(cutter: Cutter, picture: bytes) -> Media:
+def media(patchifier: Patchifier, picture: bytes) -> Media:
     """What ingress would make of a file."""
-    return Media("image", picture, cutter.patchify(decode(picture))[0], digest="")
+    return Media("image", picture, patchifier.patchify(decode(picture))[0], digest="")
 
 
 def encoding(engine: Engine, files: Sequence[Media]) -> Begin:
     """Items that were decoded before, in turn."""
-    cutter = cutter_of(engine.tower.spec)
-    items = cycle([prepare(cutter, one) for one in files])
+    patchifier = patchifier_of(engine.tower.spec)
+    items = cycle([prepare(patchifier, one) for one in files])
 
     def begin(done: Done) -> None:
         engine.submit(next(items)).add_done_callback(done)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from resource import RUSAGE_SELF, getrusage
 from time import perf_counter, process_time
 
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of
 from actors.options import ActorOptions, PreprocessOptions
 from actors.startup import open_beside, open_decoding, open_engine
 from actors.telemetry.metrics import EncoderMetrics
@@ -84,9 +84,9 @@ def measure(
     series, found = EncoderMetrics(), []
     report(f"starting the engine of {options.model.id} ...")
     engine = open_engine(options, series)
-    cutter = cutter_of(engine.tower.spec)
+    patchifier = patchifier_of(engine.tower.spec)
     for size, files in pictures.items():
-        sent = [media(cutter, file) for file in files]
+        sent = [media(patchifier, file) for file in files]
         report(f"{size} ...")
         patches = sent[0].plan.patches
         in_flight = max(1, min(MOST_IN_FLIGHT, PATCHES_IN_FLIGHT // patches))

@@ -1,0 +1,1 @@
+"""What towers are built of: the transformer block, positions, patches and mergers, weights."""
