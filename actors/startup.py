@@ -16,7 +16,7 @@ from actors.engine.engine import Engine
 from actors.errors import StartError
 from actors.media.decoder import Decoder
 from actors.media.image import decode
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.options import ActorOptions
 from actors.pipeline import Pipeline
@@ -62,7 +62,7 @@ def open_engine(options: ActorOptions, series: EncoderMetrics) -> Engine:
 def warm(engine: Engine) -> None:
     """One small image all the way, then closes: what loads at first use is loaded afterwards."""
     grey = simplejpeg.encode_jpeg(np.full((64, 64, 3), 128, np.uint8))
-    plan, patches = cutter_of(engine.tower.spec).patchify(decode(grey))
+    plan, patches = patchifier_of(engine.tower.spec).patchify(decode(grey))
     engine.submit(Item(plan, patches.numpy())).result()
     engine.close()
 

@@ -15,8 +15,9 @@ from ray.serve.schema import LoggingConfig
 
 from actors.encoder import Encoder
 from actors.errors import ConfigError, StartError
+from actors.families.registry import read
 from actors.options import ActorOptions, EncoderOptions
-from actors.spec.model_spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import check_transport
 from actors.telemetry.tracing import check_tracing
 from encoder_service.config import ServiceOptions, fit, parse, resources

@@ -93,7 +93,7 @@ def write_onevision(folder: Path) -> Any:
 def write_llava_qwen(folder: Path) -> Any:
     """The same weights as lmms-lab published them, with a config.json as those repositories.
 
-    Its `mm_vision_tower` is in clip_spec.QWEN_TOWERS only where a test puts it there.
+    Its `mm_vision_tower` is in llava_onevision.spec.QWEN_TOWERS only where a test puts it there.
     """
     with tempfile.TemporaryDirectory() as native:
         model = write_onevision(Path(native))

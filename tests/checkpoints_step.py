@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.models.weights import Dummy
+from actors.models.tensors import Dummy
 from tests.checkpoints_tiles import scatter
 
 PERCEPTION = {

@@ -12,7 +12,7 @@ import skimage
 from PIL import ExifTags, Image
 from torch import Tensor
 
-from actors.media.patchify import Cutter
+from actors.media.patchify import Patchifier
 from actors.types import Item
 
 FOLDER = Path(skimage.__file__).parent / "data"
@@ -72,9 +72,9 @@ def exif_with(entries: Sequence[tuple[int, int, int, int]]) -> bytes:
     return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + table + bytes(4)
 
 
-def item_of(cutter: Cutter, image: Tensor) -> Item:
+def item_of(patchifier: Patchifier, image: Tensor) -> Item:
     """The item of a decoded image."""
-    plan, patches = cutter.patchify(image)
+    plan, patches = patchifier.patchify(image)
     return Item(plan, patches.numpy())
 
 

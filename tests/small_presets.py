@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from actors.spec.checkpoint import PRESETS
+from actors.spec.checkpoint import Preset
 
 LAYERS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
 SMALL: dict[str, dict[str, Any]] = {
@@ -56,11 +56,11 @@ SIZES = {
 
 def write_small(folder: Path, preset: str) -> Path:
     """A folder with the JSON files of a preset whose tower is small."""
-    files = json.loads((PRESETS / f"{preset}.json").read_bytes())
+    files = Preset(preset).files
     config = files["config.json"]
     config["vision_config"] |= SMALL[preset]
     config |= TOKENS.get(preset, {})
-    processor = files.get("preprocessor_config.json")
+    processor: Any = files.get("preprocessor_config.json")
     if side := SIZES.get(preset):
         processor["size"] = {"height": side, "width": side}
         if "crop_size" in processor:

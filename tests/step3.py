@@ -1,4 +1,4 @@
-"""Step3's vision tower (321B) as published, written for whole batches of views; and its cutter.
+"""Step3's vision tower (321B) as published, written for whole batches of views; and its patchifier.
 
 From stepfun-ai/step3: modeling_step3.py and processing_step3.py, which transformers does not have.
 """

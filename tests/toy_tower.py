@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.families.qwen3_vl.spec import qwen3vl
 from actors.kernels.attention import Shapes, Values
 from actors.options import ModelOptions
 from actors.spec.checkpoint import find
 from actors.spec.model_spec import ModelSpec
-from actors.spec.packed_spec import qwen3vl
 from actors.types import Item, ItemPlan
 
 POISON = 255

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from actors.media.patchify import VideoCutter, cutter_of
+from actors.media.patchify import patchifier_of
 from actors.spec.model_spec import ModelSpec
 from actors.types import Clip, Item
 from tests.images import opened
@@ -19,11 +19,9 @@ from tests.images import opened
 Pixels = npt.NDArray[np.uint8]
 
 
-def cut_video(spec: ModelSpec, clip: Clip, frames: Iterable[Tensor]) -> Item:
+def patchify_video(spec: ModelSpec, clip: Clip, frames: Iterable[Tensor]) -> Item:
     """Decoded frames, cut as the family does it."""
-    cutter = cutter_of(spec)
-    assert isinstance(cutter, VideoCutter)
-    return cutter.cut_video(clip, frames)
+    return patchifier_of(spec).patchify_video(clip, frames)
 
 
 def picture(index: int, width: int, height: int) -> Pixels:

@@ -28,12 +28,13 @@ import numpy as np
 import torch
 
 from actors.errors import EncodeFailed, InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
+from actors.families.registry import read
 from actors.media.image import prepare
-from actors.media.patchify import Cutter, cutter_of
+from actors.media.patchify import Patchifier, patchifier_of
 from actors.media.slab import BEGUN, MARK_BYTES, files_of
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Json, Notes
-from actors.spec.model_spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec
 from actors.types import Clip, ItemPlan, Media, Size
 
 MAX_MESSAGE_BYTES = 2**17
@@ -127,20 +128,20 @@ def main() -> None:
     torch.set_num_threads(1)
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         memory = memoryview(mmap.mmap(int(sys.argv[2]), 0))
-        cutter = cutter_of(spec_of(sys.stdin.buffer.read()))
-        channel.send(packed([cutter.spec.fingerprint]))
+        patchifier = patchifier_of(spec_of(sys.stdin.buffer.read()))
+        channel.send(packed([patchifier.spec.fingerprint]))
         while message := channel.recv(MAX_MESSAGE_BYTES):
-            serve(cutter, unpacked(message), memory, channel)
+            serve(patchifier, unpacked(message), memory, channel)
 
 
 def serve(
-    cutter: Cutter, orders: Sequence[Order], memory: memoryview, channel: socket.socket
+    patchifier: Patchifier, orders: Sequence[Order], memory: memoryview, channel: socket.socket
 ) -> None:
     """Decodes these in order. Answers in as few messages as MAX_UNSENT_SECONDS allows."""
     answers: list[Answer] = []
     sent = monotonic()
     for order in orders:
-        answers.append(decode_in_place(cutter, order, memory))
+        answers.append(decode_in_place(patchifier, order, memory))
         if (now := monotonic()) - sent > MAX_UNSENT_SECONDS:
             channel.send(packed(answers))
             answers, sent = [], now
@@ -148,14 +149,14 @@ def serve(
         channel.send(packed(answers))
 
 
-def decode_in_place(cutter: Cutter, order: Order, memory: memoryview) -> Answer:
+def decode_in_place(patchifier: Patchifier, order: Order, memory: memoryview) -> Answer:
     """Decodes an item and writes its patches over its files."""
     began = monotonic()
     try:
         media = media_of(order, memory)
-        item = prepare(cutter, media)
+        item = prepare(patchifier, media)
         target = np.frombuffer(memory, np.uint8, order[1], order[0])
-        frames, *_ = shape = cutter.shape(media.plan)
+        frames, *_ = shape = patchifier.shape(media.plan)
         parts = [item.patches] if item.later is None else [item.patches, item.later]
         assert len(parts) == frames, "not as many frames as were expected. This is a bug."
         np.stack(parts, out=target[: np.prod(shape)].reshape(shape))

@@ -26,13 +26,13 @@ from time import monotonic
 from typing import Any
 
 from actors.errors import EncodeFailed, InvalidMedia, ServiceError, StartError, Unavailable
+from actors.families.registry import read
 from actors.media import decode_worker
 from actors.media.image import prepare
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of
 from actors.media.slab import Slab, size_of
 from actors.options import ActorOptions
 from actors.spec.checkpoint import Noted, find
-from actors.spec.model_spec import read
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media
 
@@ -163,7 +163,7 @@ class Decoder:
         Raises CheckpointError; StartError where the system has no memfd_create.
         """
         files = Noted(find(options.model))
-        self.cutter = cutter_of(read(options.model, files))
+        self.patchifier = patchifier_of(read(options.model, files))
         self._model = decode_worker.model_message(options.model, files.contents)
         self._series = series
         self._stall_seconds = options.encoder.max_stall_seconds
@@ -211,7 +211,7 @@ class Decoder:
         The item's decode_queue_seconds and preprocess_seconds are filled in. Raises Unavailable
         once this decoder is closed, or cannot start its processes any more.
         """
-        size_bytes = size_of(media, self.cutter.shape(media.plan))
+        size_bytes = size_of(media, self.patchifier.shape(media.plan))
         slab = self._slab
         with self._changed:
             if self._failure or self._closing:
@@ -243,7 +243,7 @@ class Decoder:
     def _decode_here(self, media: Media, submitted: float) -> Item:
         began = monotonic()
         try:
-            item = prepare(self.cutter, media)
+            item = prepare(self.patchifier, media)
         except ServiceError:
             raise
         except Exception as error:
@@ -279,7 +279,7 @@ class Decoder:
 
     def _start(self, slab: Slab) -> DecodeProcess:
         """Raises Unavailable if it does not start, StartError if it has another model."""
-        expected = self.cutter.spec.fingerprint
+        expected = self.patchifier.spec.fingerprint
         for _ in range(MAX_FAILED_STARTS):
             process = DecodeProcess(self._model, slab.file, self._stall_seconds)
             if process.fingerprint == expected:
@@ -357,7 +357,7 @@ class Decoder:
                         job.set_exception(error)
                     else:
                         plan = job.media.plan
-                        item = slab.item(job.offset, plan, self.cutter.shape(plan))
+                        item = slab.item(job.offset, plan, self.patchifier.shape(plan))
                         job.set_result(self._timed(item, job.submitted, began))
                 case _:
                     return False

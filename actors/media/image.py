@@ -19,7 +19,7 @@ from torch import Tensor
 
 from actors.errors import InvalidMedia, TooLarge
 from actors.media import video_file
-from actors.media.patchify import Cutter, VideoCutter
+from actors.media.patchify import Patchifier
 from actors.types import Clip, Item, Media
 
 Pixels = npt.NDArray[np.uint8]
@@ -29,12 +29,12 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What Pillow may open (as JPEG also MPO): bitmaps, and no format that runs an interpreter."""
 
 
-def prepare(cutter: Cutter, media: Media) -> Item:
+def prepare(patchifier: Patchifier, media: Media) -> Item:
     """Decodes one item and cuts it into patches. Raises InvalidMedia, TooLarge."""
     if media.clip:
-        assert isinstance(cutter, VideoCutter), "a video for a family of images. This is a bug."
-        return cutter.cut_video(media.clip, decoded_frames(cutter, media, media.clip))
-    plan, patches = cutter.patchify(decode(media.data))
+        assert isinstance(patchifier, Patchifier), "a video for a family of images. This is a bug."
+        return patchifier.patchify_video(media.clip, decoded_frames(patchifier, media, media.clip))
+    plan, patches = patchifier.patchify(decode(media.data))
     if plan != media.plan:
         raise InvalidMedia(
             f"the image is not of the size that its header says: it gives a grid of {plan.grid_thw}"
@@ -43,11 +43,11 @@ def prepare(cutter: Cutter, media: Media) -> Item:
     return Item(plan, patches.numpy())
 
 
-def decoded_frames(cutter: Cutter, media: Media, clip: Clip) -> Iterator[Tensor]:
+def decoded_frames(patchifier: Patchifier, media: Media, clip: Clip) -> Iterator[Tensor]:
     """The frames to encode, one at a time, each as `decode` returns an image."""
-    assert cutter.spec.video, "a video for a family of images. This is a bug."
+    assert patchifier.spec.video, "a video for a family of images. This is a bug."
     if not media.frames:
-        for pixels in video_file.frames(media.data, clip, cutter.spec.video.indices(clip)):
+        for pixels in video_file.frames(media.data, clip, patchifier.spec.video.indices(clip)):
             yield torch.from_numpy(pixels).permute(2, 0, 1)
     for place, data in enumerate(media.frames):
         frame = decode(data)

@@ -1,197 +1,239 @@
-"""From decoded pixels to the patches of an item: how each family cuts, by its spec alone.
+"""From decoded pixels to the patches of an item: one patchifier per kind of sizing.
 
-Whoever has the spec cuts, without weights and without a tower: so do processes beside the actor.
+Needs the spec alone, no weights and no tower, so that decoder processes can run it. Patches are
+uint8 [patches, 3 x patch x patch], resized but not normalised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, partial
-from typing import Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from actors.errors import CheckpointError
-from actors.models import llava_onevision, packed, packed_tower, qwen25vl, step_tower, tiled, views
-from actors.models.deepseek_ocr_config import crop_sizing
-from actors.models.step_config import window_sizing
-from actors.spec.anyres import AnyresSizing
 from actors.spec.model_spec import ModelSpec
-from actors.spec.sizing import BlockSizing
+from actors.spec.sizing import BlockSizing, Resample, WindowedSizing
+from actors.spec.tiles import AnyresSizing, TileSizing, with_overview
+from actors.spec.video import PooledGroups
+from actors.spec.views import CropSizing, WindowSizing
 from actors.types import Clip, Item, ItemPlan, Size
 
+CACHED_GRIDS = 256
+
 Shape = tuple[int, int, int]
-"""Frames of a patch, patches, bytes: a video whose groups have two frames has two of each patch."""
+"""Frames of a patch, patches, bytes. Videos whose groups have two frames have two of each patch."""
 
 
-class Cutter(Protocol):
-    """Cuts images of one family. Any thread may."""
-
-    spec: ModelSpec
-
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
-        """A decoded image, uint8 [3, height, width], to its plan and its patches."""
-
-    def shape(self, plan: ItemPlan) -> Shape:
-        """Of all that an item has: its patches, and where there are two frames those of `later`."""
-
-
-@runtime_checkable
-class VideoCutter(Cutter, Protocol):
-    """Of a family that takes videos."""
-
-    def cut_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
-        """Decoded frames, uint8 [3, height, width], as `spec.video.indices` chose them.
-
-        They are taken one by one: no more than one is held as it was decoded.
-        """
-
-
-class PackedCutter:
-    """One grid of merge blocks an image; groups of two frames a video."""
+class Patchifier(ABC):
+    """Patchifies the images and videos of one model, from any thread."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        if not isinstance(spec.sizing, BlockSizing):
-            raise CheckpointError(f"model.id {spec.id!r}: this family needs a sizing in blocks")
         self.spec = spec
-        self.sizing = spec.sizing
 
     def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
-        """See Cutter; transformers: Qwen2VLImageProcessor, before normalisation."""
-        size = size_of(image)
-        return self.sizing.plan(size), self.cut(image, self.sizing.resized(size))
+        """The plan and the patches of a decoded image, uint8 [3, height, width]."""
+        return self.spec.sizing.plan(size_of(image)), self.patches(image)
 
-    def cut_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
-        """See VideoCutter."""
-        assert self.spec.video, "a video for a family that takes none. This is a bug."
+    @abstractmethod
+    def patches(self, image: Tensor) -> Tensor:
+        """The patches of an image."""
+
+    def patchify_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
+        """An item from decoded frames, uint8 [3, height, width], as `video.indices` chose them.
+
+        Takes them one by one: at most one is held as it was decoded.
+        """
+        assert self.spec.video, "a video for a model that takes none. This is a bug."
+        size = self.spec.video.resized(clip.size, clip.frames)
+        patches = torch.cat([self.frame(frame, size) for frame in frames])
+        return Item(self.spec.video.plan(clip), patches.numpy())
+
+    def frame(self, frame: Tensor, size: Size) -> Tensor:
+        """The patches of one frame of a video, resized to `size`."""
+        raise AssertionError("a video for a family that takes none. This is a bug.")
+
+    def shape(self, plan: ItemPlan) -> Shape:
+        """Of all patches of an item, including those of `Item.later`."""
+        return 1, plan.patches, 3 * self.spec.sizing.patch_size**2
+
+
+class BlockPatchifier(Patchifier):
+    """One grid of merge blocks per image or frame; transformers: Qwen2VLImageProcessor."""
+
+    def __init__(self, spec: ModelSpec, sizing: BlockSizing) -> None:
+        super().__init__(spec)
+        self.sizing = sizing
+
+    def patches(self, image: Tensor) -> Tensor:
+        return self.frame(image, self.sizing.resized(size_of(image)))
+
+    def frame(self, frame: Tensor, size: Size) -> Tensor:
+        resized = resize(frame, size, self.spec.resample)
+        return cut_blocks(resized, self.sizing.patch_size, self.sizing.merge_size)
+
+
+class PairPatchifier(BlockPatchifier):
+    """As BlockPatchifier, for videos whose groups have two frames, which are embedded together."""
+
+    def patchify_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
+        assert self.spec.video, "a video for a model that takes none. This is a bug."
         plan = self.spec.video.plan(clip)
         resized = Size(*(side * self.sizing.patch_size for side in reversed(plan.grid_thw[1:])))
         shape = both, patches, patch_bytes = self.shape(plan)
         groups = np.empty((both, plan.frames, patches // plan.frames, patch_bytes), np.uint8)
         for index, frame in enumerate(frames):
-            groups[index % both, index // both] = self.cut(frame, resized).numpy()
+            groups[index % both, index // both] = self.frame(frame, resized).numpy()
         if not index % both:
             groups[1, -1] = groups[0, -1]
         first, later = groups.reshape(shape)
         return Item(plan, first, later)
 
     def shape(self, plan: ItemPlan) -> Shape:
-        """See Cutter."""
-        return 2 if plan.frames else 1, plan.patches, 3 * self.sizing.patch_size**2
-
-    def cut(self, image: Tensor, resized: Size) -> Tensor:
-        """uint8 [3, height, width] to uint8 patches of a size, in the tower's order."""
-        return packed.patchify(image, resized, self.sizing.patch_size, self.sizing.merge_size)
+        frames, patches, size = super().shape(plan)
+        return 2 if plan.frames else frames, patches, size
 
 
-class WindowedCutter(PackedCutter):
-    """Window after window within each grid (Qwen2.5-VL)."""
+class WindowedPatchifier(PairPatchifier):
+    """As PairPatchifier, window by window within each grid (Qwen2.5-VL)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, sizing: WindowedSizing) -> None:
+        super().__init__(spec, sizing)
+        self.order = lru_cache(CACHED_GRIDS)(sizing.order)
+
+    def frame(self, frame: Tensor, size: Size) -> Tensor:
+        patches, patch = super().frame(frame, size), self.sizing.patch_size
+        order, _ = self.order(size.height // patch, size.width // patch)
+        return patches.view(len(order), -1)[torch.from_numpy(order)].view(patches.shape)
+
+
+class TilePatchifier(Patchifier):
+    """Tiles in raster order, then the overview; of a video one tile per frame."""
+
+    def __init__(self, spec: ModelSpec, sizing: TileSizing) -> None:
         super().__init__(spec)
-        self.windows = lru_cache(packed_tower.CACHED_GRIDS)(partial(qwen25vl.windows_of_grid, spec))
+        self.sizing = sizing
 
-    def cut(self, image: Tensor, resized: Size) -> Tensor:
-        """See PackedCutter."""
-        patches = super().cut(image, resized)
-        patch = self.sizing.patch_size
-        order, _ = self.windows(resized.height // patch, resized.width // patch)
-        return patches.view(len(order), -1)[order].view(patches.shape)
+    def patches(self, image: Tensor) -> Tensor:
+        sizing, size = self.sizing, size_of(image)
+        rows, columns = sizing.layout(size)
+        left, above = sizing.corner(size)
+        picture = resize(image, sizing.resized(size), self.spec.resample)[:, above:, left:]
+        right = columns * sizing.tile_pixels - picture.shape[2]
+        below = rows * sizing.tile_pixels - picture.shape[1]
+        patches = cut_tiles(padded(picture, right, below), sizing)
+        if with_overview(rows * columns) > 1:
+            overview = self.frame(image, Size(sizing.tile_pixels, sizing.tile_pixels))
+            patches = torch.cat([patches, overview])
+        return patches
 
-
-class FrameCutter(PackedCutter):
-    """Videos frame after frame (Kimi-K2.5)."""
-
-    def cut_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
-        """See VideoCutter."""
-        assert self.spec.video, "a video for a checkpoint that takes none. This is a bug."
-        plan, resized = self.spec.video.plan(clip), self.spec.video.resized(clip.size, clip.frames)
-        return Item(plan, torch.cat([self.cut(frame, resized) for frame in frames]).numpy())
-
-    def shape(self, plan: ItemPlan) -> Shape:
-        """See Cutter."""
-        return 1, *super().shape(plan)[1:]
+    def frame(self, frame: Tensor, size: Size) -> Tensor:
+        return cut_tiles(resize(frame, size, self.spec.resample), self.sizing)
 
 
-class TileCutter:
-    """Tiles in raster order, the one that shows the whole image last; of a video a tile a frame."""
+class AnyresPatchifier(Patchifier):
+    """The overview, then the tiles of the canvas (LLaVA-OneVision)."""
 
-    def __init__(self, spec: ModelSpec, mode: packed.Resample = "bicubic") -> None:
-        self.spec = spec
-        self.sizing = tiled.tile_sizing(spec)
-        self.mode = mode
-
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
-        """See Cutter."""
-        return self.sizing.plan(size_of(image)), tiled.patchify(image, self.sizing, self.mode)
-
-    def cut_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
-        """See VideoCutter."""
-        assert self.spec.video, "a video for a family that takes none. This is a bug."
-        tiles = [self.frame(frame) for frame in frames]
-        return Item(self.spec.video.plan(clip), torch.cat(tiles).numpy())
-
-    def shape(self, plan: ItemPlan) -> Shape:
-        """See Cutter."""
-        return 1, plan.patches, 3 * self.sizing.patch_size**2
-
-    def frame(self, frame: Tensor) -> Tensor:
-        """The patches of a frame of a video."""
-        side = Size(self.sizing.tile_pixels, self.sizing.tile_pixels)
-        return tiled.cut(packed.resize(frame, side, self.mode), self.sizing)
-
-
-class AnyresCutter(TileCutter):
-    """The tile that shows the whole image, then those of the canvas (LLaVA-OneVision)."""
-
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, sizing: AnyresSizing) -> None:
         super().__init__(spec)
-        if not isinstance(spec.sizing, AnyresSizing):
-            raise CheckpointError(f"model.id {spec.id!r}: this family needs an AnyresSizing")
-        self.anyres = spec.sizing
+        self.sizing = sizing
 
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
-        """See Cutter."""
-        return self.anyres.plan(size_of(image)), llava_onevision.patchify(image, self.anyres)
+    def patches(self, image: Tensor) -> Tensor:
+        size, side = size_of(image), self.sizing.picture_pixels
+        rows, columns = self.sizing.layout(size)
+        left, above = self.sizing.corner(size)
+        shown = resize(image, self.sizing.resized(size), self.spec.resample)
+        canvas = image.new_zeros(3, rows * side, columns * side)
+        canvas[:, above : above + shown.shape[1], left : left + shown.shape[2]] = shown
+        tiles = canvas.view(3, rows, side, columns, side).permute(1, 3, 0, 2, 4).flatten(0, 1)
+        return torch.cat([self.frame(tile, Size(side, side)) for tile in (image, *tiles)])
 
-    def frame(self, frame: Tensor) -> Tensor:
-        """See TileCutter."""
-        return llava_onevision.tile_of(frame, self.anyres)
+    def frame(self, frame: Tensor, size: Size) -> Tensor:
+        whole = self.sizing.tile_pixels
+        tile = resize(frame, size, self.spec.resample)[:, :whole, :whole]
+        return cut_tiles(tile, self.sizing)
 
 
-class CropCutter:
+class CropPatchifier(Patchifier):
     """The whole image, then its crops in raster order; patches row by row (DeepSeek-OCR)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
-        self.sizing = crop_sizing(spec)
+    def __init__(self, spec: ModelSpec, sizing: CropSizing) -> None:
+        super().__init__(spec)
+        self.sizing = sizing
 
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
-        """See Cutter."""
-        patches = views.patchify(image, self.sizing, self.spec.mean)
-        return self.sizing.plan(size_of(image)), patches
+    def patches(self, image: Tensor) -> Tensor:
+        crops, size = self.sizing.crops, size_of(image)
+        parts = [cut_blocks(self.whole(image), crops.patch_size, merge=1)]
+        if self.sizing.layout(size):
+            canvas = resize(image, crops.resized(size), self.spec.resample)
+            parts.append(cut_tiles(canvas, replace(crops, merge_size=1)))
+        return torch.cat(parts)
 
-    def shape(self, plan: ItemPlan) -> Shape:
-        """See Cutter."""
-        return 1, plan.patches, 3 * self.sizing.crops.patch_size**2
+    def whole(self, image: Tensor) -> Tensor:
+        """Padded to a square with the mean's colour: uint8 [3, side, side]. As PIL.ImageOps.pad."""
+        size, side = self.sizing.whole(size_of(image)), self.sizing.image_pixels
+        ground = torch.tensor([int(value * 255) for value in self.spec.mean], dtype=torch.uint8)
+        canvas = ground[:, None, None].repeat(1, side, side)
+        left, top = round((side - size.width) * 0.5), round((side - size.height) * 0.5)
+        resized = resize(image, size, self.spec.resample)
+        canvas[:, top : top + size.height, left : left + size.width] = resized
+        return canvas
 
 
-class WindowCutter:
-    """The whole view, then the crops, row by row (Step3)."""
+class WindowPatchifier(Patchifier):
+    """The whole image, then its crops in raster order; patches row by row (Step3)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
-        self.sizing = window_sizing(spec)
+    def __init__(self, spec: ModelSpec, sizing: WindowSizing) -> None:
+        super().__init__(spec)
+        self.sizing = sizing
 
-    def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
-        """See Cutter."""
-        return self.sizing.plan(size_of(image)), step_tower.patchify(image, self.sizing)
+    def patches(self, image: Tensor) -> Tensor:
+        sizing, mode = self.sizing, self.spec.resample
+        windows = sizing.windows(size_of(image))
+        if windows.shown.width == windows.shown.height:  # pads nothing unless it is thin
+            longer = max(image.shape[1:])
+            image = padded(image, longer - image.shape[2], longer - image.shape[1])
+        shown = resize(image, windows.shown, mode)
+        whole = resize(shown, Size(sizing.image_pixels, sizing.image_pixels), mode)
+        patches = cut_blocks(whole, sizing.patch_size, merge=1)
+        if windows.side:
+            canvas = resize(image if sizing.stretches else shown, windows.canvas, mode)
+            if not sizing.stretches:
+                right = windows.columns * windows.side - windows.canvas.width
+                below = windows.rows * windows.side - windows.canvas.height
+                canvas = padded(canvas, right, below)
+            grid = canvas.unflatten(2, (windows.columns, -1)).unflatten(1, (windows.rows, -1))
+            square = Size(sizing.crop_pixels, sizing.crop_pixels)
+            views = grid.permute(1, 3, 0, 2, 4).flatten(0, 1)
+            crops = [resize(view, square, mode) for view in views]
+            patches = torch.cat([patches, *(cut_blocks(c, sizing.patch_size, 1) for c in crops)])
+        return patches
 
-    def shape(self, plan: ItemPlan) -> Shape:
-        """See Cutter."""
-        return 1, plan.patches, 3 * self.sizing.patch_size**2
+
+def patchifier_of(spec: ModelSpec) -> Patchifier:
+    """By the kind of the spec's sizing, which is the most specific that matches."""
+    match spec.sizing:
+        case WindowedSizing() as windowed:
+            return WindowedPatchifier(spec, windowed)
+        case BlockSizing() as blocks if isinstance(spec.video, PooledGroups):
+            return BlockPatchifier(spec, blocks)
+        case BlockSizing() as blocks:
+            return PairPatchifier(spec, blocks)
+        case AnyresSizing() as anyres:
+            return AnyresPatchifier(spec, anyres)
+        case TileSizing() as tiles:
+            return TilePatchifier(spec, tiles)
+        case CropSizing() as crops:
+            return CropPatchifier(spec, crops)
+        case WindowSizing() as windows:
+            return WindowPatchifier(spec, windows)
+    kind = type(spec.sizing).__name__
+    raise CheckpointError(f"model.id {spec.id!r}: there is no patchifier for a {kind}")
 
 
 def size_of(image: Tensor) -> Size:
@@ -199,23 +241,45 @@ def size_of(image: Tensor) -> Size:
     return Size(width=image.shape[2], height=image.shape[1])
 
 
-BILINEAR_TILES = partial(TileCutter, mode="bilinear")
+def resize(image: Tensor, size: Size, mode: Resample = "bicubic") -> Tensor:
+    """uint8 [3, height, width] to another height and width, with antialiasing.
 
-OTHERS: Mapping[str, Callable[[ModelSpec], Cutter]] = {
-    "qwen2_5_vl": WindowedCutter,
-    "kimi_k25": FrameCutter,
-    "gemma3": BILINEAR_TILES,
-    "llama4": BILINEAR_TILES,
-    "llava_onevision": AnyresCutter,
-    "llava_qwen": AnyresCutter,
-    "deepseek_ocr": CropCutter,
-    "step3p7": WindowCutter,
-    "step3_vl": WindowCutter,
-}
-"""By family; those of merge blocks have PackedCutter, those of tiles TileCutter."""
+    Equal to transformers' torchvision backend on the CPU, bit for bit.
+    """
+    if image.shape[1:] == (size.height, size.width):
+        return image
+    # A batch of one in true channels-last strides takes torch's vectorised uint8 kernel.
+    batch = image.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
+    return F.interpolate(batch, size=(size.height, size.width), mode=mode, antialias=True)[0]
 
 
-def cutter_of(spec: ModelSpec) -> Cutter:
-    """The family's. Raises CheckpointError for a sizing that it cannot have."""
-    packs = PackedCutter if isinstance(spec.sizing, BlockSizing) else TileCutter
-    return OTHERS.get(spec.family, packs)(spec)
+def padded(image: Tensor, right: int, below: int) -> Tensor:
+    """With zeros on the right and below; negative numbers crop."""
+    return F.pad(image, (0, right, 0, below)) if right or below else image
+
+
+def cut_blocks(image: Tensor, patch: int, merge: int) -> Tensor:
+    """uint8 [3, height, width] to patches, in the order of its merge blocks.
+
+    Zeros pad the image on the right and below to whole merge blocks.
+    """
+    block = patch * merge
+    whole = padded(image, -image.shape[2] % block, -image.shape[1] % block)
+    rows, columns = whole.shape[1] // block, whole.shape[2] // block
+    blocks = whole.reshape(3, rows, merge, patch, columns, merge, patch)
+    return contiguous(blocks.permute(1, 4, 2, 5, 0, 3, 6)).view(-1, 3 * patch**2)
+
+
+def cut_tiles(canvas: Tensor, sizing: TileSizing) -> Tensor:
+    """uint8 [3, height, width] of whole tiles to patches, tile by tile."""
+    patch, merge = sizing.patch_size, sizing.merge_size
+    side = (sizing.side_patches // merge, merge, patch)
+    parts = canvas.unflatten(2, (-1, *side)).unflatten(1, (-1, *side))
+    # Tile, block, patch of a block: each row, then column; then channel, row, column of pixels.
+    return contiguous(parts.permute(1, 5, 2, 6, 3, 7, 0, 4, 8)).view(-1, 3 * patch**2)
+
+
+def contiguous(pixels: Tensor) -> Tensor:
+    """By numpy, which takes half of torch's time and only this thread: torch would start threads of
+    its own in each thread that decodes."""
+    return torch.from_numpy(np.ascontiguousarray(pixels.numpy()))

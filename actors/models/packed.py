@@ -1,205 +1,154 @@
-"""What the packed families share beside their blocks: patches, positions, embedding, merger.
+"""Towers of the first kind: images of any size packed into one sequence, one segment each.
 
-Pure functions of grids and weights. Patches lie in merge-block order: the merge_size ** 2 patches
-of one token follow each other. Knows no family, no budget and no device.
+A family gives its `PackedParts`, which are mostly weights. Shapes are static: every layout is data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.kernels.gemm.gemm import Gemm
-from actors.models.layers.block import NORMS, Affine, Norm
-from actors.types import Size
+from actors.errors import CheckpointError
+from actors.kernels.attention import Attention, Shapes, Values
+from actors.models.layers.block import Affine, BlocksForm, BlockWeights, Style
+from actors.models.layers.patches import centred
+from actors.models.layers.positions import Positions, places, rotary_tables
+from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import BlockSizing
+from actors.types import ItemPlan
 
-Rgb = tuple[float, float, float]
-
-Resample = Literal["bicubic", "bilinear"]
-
-PositionTaps = Callable[[Tensor, int, int, int], tuple[Tensor, Tensor]]
-"""How a learned table of positions is resampled, such as bilinear_taps."""
-
-KEYS = -0.75
-"""The parameter of the bicubic kernel, as torch has it."""
+CACHED_GRIDS = 256
 
 
-def patchify(image: Tensor, resized: Size, patch: int, merge: int) -> Tensor:
-    """uint8 [3, height, width] to uint8 [patches, 3 x patch x patch], resized, not normalised.
+@dataclass(frozen=True, slots=True)
+class PackedParts:
+    """What differs between families, on the tower's device."""
 
-    Zeros on the right and below where the resized image is not of whole merge blocks.
-    """
-    block = patch * merge
-    whole = padded(resize(image, resized), -resized.width % block, -resized.height % block)
-    rows, columns = whole.shape[1] // block, whole.shape[2] // block
-    blocks = whole.reshape(3, rows, merge, patch, columns, merge, patch)
-    return in_one_piece(blocks.permute(1, 4, 2, 5, 0, 3, 6)).view(-1, 3 * patch**2)
-
-
-def resize(image: Tensor, size: Size, mode: Resample = "bicubic") -> Tensor:
-    """uint8 [3, height, width] to another height and width, with antialiasing.
-
-    As transformers' torchvision backend does on CPU, bit for bit.
-    """
-    if image.shape[1:] == (size.height, size.width):
-        return image
-    # A batch of one in true channels-last strides takes torch's vectorised uint8 kernel.
-    batch = image.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
-    return F.interpolate(batch, size=(size.height, size.width), mode=mode, antialias=True)[0]
+    embedding: Affine
+    """For `uint8 - 128`: see patches.folded_embedding."""
+    layers: Sequence[BlockWeights]
+    style: Style
+    head: Callable[[Tensor, Sequence[Tensor]], Tensor]
+    """The last hidden state [patches, width], and those of `taps`, to [tokens, width of a row]."""
+    later: Tensor | None = None
+    """[width, bytes of a patch]: the embedding of what changes, in uint8, from the first frame of a
+    temporal group to the second. None: the tower takes no videos."""
+    taps: Sequence[int] = ()
+    """Layers whose output the head needs, too."""
+    positions: Positions | None = None
+    stem: Callable[[Tensor], Tensor] | None = None
+    """Applied to embedded patches before positions are added."""
+    theta: float = 10000.0
 
 
-def padded(image: Tensor, right: int, below: int) -> Tensor:
-    """Zeros on the right and below; less than none cuts off."""
-    return F.pad(image, (0, right, 0, below)) if right or below else image
+class PackedTower:
+    """See Tower. One path; one attention segment per image, or per temporal group of a video."""
+
+    def __init__(
+        self, spec: ModelSpec, parts: PackedParts, attention: Attention, blocks: BlocksForm
+    ) -> None:
+        if not isinstance(spec.sizing, BlockSizing):
+            raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in blocks")
+        self.spec = spec
+        self.sizing = spec.sizing
+        self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
+        self.attention = attention
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        width, device = len(parts.embedding.weight), parts.embedding.weight.device
+        longest = self.sizing.longest_side_patches()
+        if spec.video:
+            longest = max(longest, spec.video.longest_side_patches())
+        cos, sin = rotary_tables(longest, width // parts.style.heads, parts.theta)
+        self.cos, self.sin = cos.to(device), sin.to(device)
+        self.blocks = blocks(parts.layers, parts.style, attention, parts.taps)
+        self.grid = lru_cache(CACHED_GRIDS)(self.rows_of_grid)
+
+    def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
+        patches = tokens * self.sizing.merge_size**2
+        shapes: Shapes = {
+            "patches": ((patches, 3 * self.sizing.patch_size**2), torch.uint8),
+            "places": ((patches, 2), torch.int32),
+            **self.attention.inputs(patches, segments),
+        }
+        if positions := self.parts.positions:
+            shapes["taps"] = ((patches, positions.taps), torch.int32)
+            shapes["tap_weights"] = ((patches, positions.taps), torch.float32)
+        return shapes
+
+    def video_inputs(self, path: str, tokens: int) -> Shapes:
+        if self.parts.later is None or not self.spec.video:
+            return {}
+        patches = tokens * self.sizing.merge_size**2
+        return {"later": ((patches, 3 * self.sizing.patch_size**2), torch.uint8)}
+
+    def metadata(
+        self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
+    ) -> dict[str, Tensor]:
+        lengths = list(chain.from_iterable(map(segments_of, plans)))
+        grids = [self.grid(rows, columns) for rows, columns in grids_of(plans)]
+        return {
+            **{name: torch.cat([grid[name] for grid in grids]) for name in grids[0]},
+            **self.attention.metadata(lengths, tokens * self.sizing.merge_size**2, segments),
+        }
+
+    def forward(self, path: str, values: Values) -> Tensor:
+        """See Tower. Rows beyond the last segment: finite, otherwise undefined."""
+        x = self.begin(values)
+        cos, sin = (F.embedding(values["places"], t).flatten(1) for t in (self.cos, self.sin))
+        x, tapped = self.blocks(x, cos, sin, values)  # frees the embedding's memory
+        return self.end(x, tapped, values)
+
+    def begin(self, values: Values) -> Tensor:
+        """The input of the blocks: [patches, width]."""
+        x = self.embedded(values)
+        if self.parts.stem:
+            x = self.parts.stem(x)
+        return self.parts.positions.add_to(x, values) if self.parts.positions else x
+
+    def end(self, x: Tensor, tapped: Sequence[Tensor], values: Values) -> Tensor:
+        """From the output of the blocks to [tokens, width of a row]."""
+        return self.parts.head(x, tapped)
+
+    def embedded(self, values: Values) -> Tensor:
+        """[patches, width]. A function of its own, so that the centred bytes are freed here."""
+        first = centred(values["patches"], self.dtype)
+        x = F.linear(first, self.parts.embedding.weight, self.parts.embedding.bias)
+        if self.parts.later is None or "later" not in values:
+            return x
+        # Bytes and their differences are exact in bfloat16; the differences of an image are zero.
+        later = centred(values["later"], self.dtype).sub_(first)
+        return torch.addmm(x, later, self.parts.later.t())
+
+    def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
+        return outputs[0][: sum(plan.tokens for plan in plans)]
+
+    def rows_of_grid(self, rows: int, columns: int) -> dict[str, Tensor]:
+        """The inputs with a row per patch, for one grid."""
+        on_grid = places(rows, columns, self.sizing.merge_size)
+        values = {"places": on_grid.int()}
+        if positions := self.parts.positions:
+            values |= positions.inputs_of(on_grid, rows, columns)
+        return values
 
 
-def in_one_piece(pixels: Tensor) -> Tensor:
-    """The same, contiguous. By numpy: it takes half of torch's time, and this thread alone, where
-    torch would start threads of its own under each that decodes."""
-    return torch.from_numpy(np.ascontiguousarray(pixels.numpy()))
-
-
-def places(rows: int, columns: int, merge: int) -> Tensor:
-    """Row and column of each patch of a grid: int64 [rows x columns, 2].
-
-    Equal to transformers.vision_utils.get_vision_position_ids.
-    """
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    raster = torch.stack([row, column], -1)
-    blocks = raster.view(rows // merge, merge, columns // merge, merge, 2)
-    return blocks.transpose(1, 2).reshape(-1, 2)
-
-
-def bilinear_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
-    """Where a learned table of side x side positions is read to be resampled to a grid.
-
-    Returns int64 [patches, 4] into the flat table and float32 [patches, 4] of weights: bilinear,
-    corners aligned, as transformers.vision_utils.get_vision_interpolation_indices_and_weights.
-    """
-    spans = torch.tensor([rows - 1, columns - 1]).clamp(min=1)
-    return linear_taps(places.float() * (side - 1) / spans, side)
-
-
-def centred_bilinear_taps(
-    places: Tensor, rows: int, columns: int, side: int
-) -> tuple[Tensor, Tensor]:
-    """As bilinear_taps, but with pixel centres aligned, borders repeated."""
-    source = (places.float() + 0.5) * side / torch.tensor([rows, columns]) - 0.5
-    return linear_taps(source, side)
-
-
-def linear_taps(source: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """Taps and weights of places [patches, 2] on a table of side x side: see bilinear_taps."""
-    floor = source.floor()
-    below = floor.long()
-    index = torch.stack([below, below + 1], -1).clamp(0, side - 1)
-    share = source - floor
-    weight = torch.stack([1 - share, share], -1)
-    taps = index[:, 0, :, None] * side + index[:, 1, None, :]
-    weights = weight[:, 0, :, None] * weight[:, 1, None, :]
-    return taps.flatten(1), weights.flatten(1)
-
-
-def bicubic_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
-    """As bilinear_taps, but bicubic with pixel centres aligned: [patches, 16].
-
-    Equal to torch's interpolate and grid_sample with align_corners=False, borders repeated.
-    """
-    source = (places.float() + 0.5) * side / torch.tensor([rows, columns]) - 0.5
-    floor = source.floor()
-    offsets = torch.arange(-1, 3)
-    index = (floor.long()[..., None] + offsets).clamp(0, side - 1)
-    distance = ((source - floor)[..., None] - offsets).abs()
-    near = ((KEYS + 2) * distance - (KEYS + 3)) * distance**2 + 1
-    far = ((KEYS * distance - 5 * KEYS) * distance + 8 * KEYS) * distance - 4 * KEYS
-    weight = torch.where(distance <= 1, near, far)
-    taps = index[:, 0, :, None] * side + index[:, 1, None, :]
-    weights = weight[:, 0, :, None] * weight[:, 1, None, :]
-    return taps.flatten(1), weights.flatten(1)
-
-
-def window_order(rows: int, columns: int, window: int) -> tuple[Tensor, list[int]]:
-    """The tokens of a grid of rows x columns tokens, window after window; tokens of each window.
-
-    Windows are window x window tokens, less at the right and below. Equal to
-    transformers.vision_utils.get_vision_window_index.
-    """
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    inside = (row // window * -(-columns // window) + column // window).flatten()
-    return inside.argsort(stable=True), inside.bincount().tolist()
-
-
-def rotary_tables(
-    length: int, head_size: int, theta: float, slower: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """cos and sin of one axis: float32 [length, head_size / 4]; rows and columns share them.
-
-    `slower`: what all frequencies are scaled by.
-    """
-    axis = head_size // 2
-    frequencies = slower / theta ** (torch.arange(0, axis, 2, dtype=torch.float32) / axis)
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
-def folded_embedding(weight: Tensor, bias: Tensor, mean: Rgb, std: Rgb) -> Affine:
-    """The patch embedding for `uint8 - 128` instead of normalised float pixels, in float32.
-
-    weight [width, 3, frames, patch, patch] takes the same picture in each frame, so the frames are
-    summed. Centred bytes are exact in bfloat16; bytes as they are would lose bits in the product.
-    """
-    means = torch.tensor(mean, dtype=torch.float64, device=weight.device)
-    shift = 128 - means[:, None, None] * 255
-    folded = scaled_to_bytes(weight.double().sum(2), std)
-    return Affine(
-        folded.flatten(1).float(), (bias.double() + (folded * shift).sum((1, 2, 3))).float()
+def grids_of(plans: Sequence[ItemPlan]) -> list[tuple[int, int]]:
+    """Rows and columns of each picture of each item."""
+    return list(
+        chain.from_iterable(
+            [(rows, columns)] * (plan.patches // (rows * columns))
+            for plan in plans
+            for _, rows, columns in [plan.grid_thw]
+        )
     )
 
 
-def centred(patches: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 less 128, exact in every dtype of 8 bits of precision or more, in one pass."""
-    return torch.sub(patches, 128.0, out=torch.empty_like(patches, dtype=dtype))
-
-
-def scaled_to_bytes(weight: Tensor, std: Rgb) -> Tensor:
-    """A patch embedding [width, 3, patch, patch] for bytes, not normalised pixels, in float64."""
-    stds = torch.tensor(std, dtype=torch.float64, device=weight.device)
-    return weight.double() / (stds[:, None, None] * 255)
-
-
-class Merger:
-    """One token from merge_size ** 2 patches: norm, linear, GELU, linear."""
-
-    def __init__(
-        self, norm: Affine, up: Affine, down: Affine, kind: Norm = "layer", epsilon: float = 1e-6
-    ) -> None:
-        """`norm`: over each patch, or over the patches of a token: its size says which."""
-        self.norm = norm
-        self.kind = kind
-        self.epsilon = epsilon
-        self.up = Gemm([up.weight], [up.bias], "bias")
-        self.down = Gemm([down.weight], [down.bias], "bias")
-        self.nothing = torch.zeros_like(norm.weight, dtype=torch.float32)
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[patches, width] to [tokens, out width]; transformers: Qwen3VLVisionPatchMerger.
-
-        `out`: where the rows shall lie, such as columns of wider rows.
-        """
-        x = self.normed(x.reshape(-1, len(self.norm.weight))).view(-1, self.up.weights[0].shape[1])
-        return self.down(0, F.gelu(self.up(0, x)), out)
-
-    def normed(self, x: Tensor) -> Tensor:
-        """Over the last dimension."""
-        if not x.is_cuda or x.dtype == torch.float32:
-            return NORMS[self.kind](x, self.norm, self.epsilon)
-        from actors.kernels.triton.elementwise import norm  # Triton needs CUDA
-
-        centred = self.kind == "layer"
-        by = self.norm
-        return norm(x, self.nothing, by.weight, by.bias, self.epsilon, centred=centred)
+def segments_of(plan: ItemPlan) -> list[int]:
+    """Patches of each attention segment."""
+    starts = range(0, plan.patches, plan.group_patches)
+    return [min(plan.group_patches, plan.patches - start) for start in starts]

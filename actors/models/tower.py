@@ -1,19 +1,24 @@
-"""What the engine asks of a model: so little that the engine never names one."""
+"""What the engine asks of a tower, and what a family says to have one built."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from actors.kernels.attention import Shapes, Values
+from actors.kernels.attention import Attention, Shapes, Values
+from actors.models.layers.block import BlocksForm
+from actors.models.layers.weights import Expected, Weights
 from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan
 
+Parts = TypeVar("Parts")
+
 
 class Tower(Protocol):
-    """One vision tower on one device."""
+    """One vision tower on one device. The engine knows towers by this protocol only."""
 
     spec: ModelSpec
 
@@ -25,7 +30,7 @@ class Tower(Protocol):
     ) -> dict[str, Tensor]:
         """Host values of the inputs other than the patches, for items packed in this order.
 
-        A value with fewer rows than its input leaves the rest as it is: no segment covers it.
+        A value with fewer rows than its input leaves the rest unchanged: no segment covers it.
         """
 
     def forward(self, path: str, values: Values) -> Tensor:
@@ -40,7 +45,34 @@ class VideoTower(Tower, Protocol):
     """A tower whose family takes videos."""
 
     def video_inputs(self, path: str, tokens: int) -> Shapes:
-        """Static inputs that a graph for packs with videos has beside `inputs`.
+        """Static inputs of a graph for packs with videos, besides `inputs`.
 
         Empty: the graph for images serves.
         """
+
+
+class Heads(Protocol):
+    """The sizes of a tower, as far as they are the same in every family."""
+
+    @property
+    def head_size(self) -> int:
+        """Decides which attention kernel is chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family(Generic[Parts]):
+    """How to build the tower of one spec. Each family's tower.py has `family(spec)`."""
+
+    prefixes: tuple[str, ...]
+    """Of the tower's tensors in a checkpoint."""
+    expected: Callable[[ModelSpec], Expected]
+    sizes: Callable[[ModelSpec], Heads]
+    parts: Callable[[ModelSpec, Weights], Parts]
+    """From tensors as `expected` names them."""
+    tower: Callable[[ModelSpec, Parts, Attention, BlocksForm], Tower]
+    unused: frozenset[str] = frozenset()
+    """Tensors that a checkpoint may have and that are not read, unless they are expected."""
+    last_norms: tuple[str, ...] = ()
+    """Parts of the names of norms that end a branch: random ones are a tenth as large. Otherwise
+    attention scores would grow from layer to layer, and a difference double in three layers: of 63
+    layers float32 was 6e-2 from float64 (256 wide; at a tenth 1e-6)."""

@@ -1,6 +1,6 @@
-"""Where the files of a model are: a folder, a preset in this package, or the Hugging Face hub.
+"""Where the files of a model are: a folder, a preset of this package, or the Hugging Face hub.
 
-Reads small JSON files and says where the weights lie. Knows nothing of torch or of towers.
+Reads small JSON files and locates the weights. No torch.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ Json = dict[str, Any]
 REACH_SECONDS = 5
 """How long the hub may take to answer before only its cache is used."""
 
-PRESETS = resources.files("actors") / "presets"
+FAMILIES = resources.files("actors") / "families"
 
 
 class Files(Protocol):
@@ -41,29 +42,25 @@ class Folder:
         self.folder = folder
 
     def path(self, name: str) -> Path | None:
-        """The file, if it is there."""
         path = self.folder / name
         return path if path.is_file() else None
 
     def read_json(self, name: str) -> Json | None:
-        """The file's content."""
         path = self.path(name)
         return parse(path.read_bytes(), str(path)) if path else None
 
 
 class Preset:
-    """Published sizes without weights, kept in this package: actors/presets/NAME.json."""
+    """Published sizes without weights, kept in this package: actors/families/*/NAME.json."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.files = parse((PRESETS / f"{name}.json").read_bytes(), f"preset {name}")
+        self.files = parse(presets()[name].read_bytes(), f"preset {name}")
 
     def path(self, name: str) -> Path | None:
-        """A preset has no weights."""
-        return None
+        return None  # a preset has no weights
 
     def read_json(self, name: str) -> Json | None:
-        """A section of the preset."""
         return self.files.get(name)
 
 
@@ -76,7 +73,7 @@ class Hub:
 
     @cached_property
     def offline(self) -> bool:
-        """Whether only the cache is there: one short question instead of the library's retries."""
+        """Whether only the cache is in reach. One short request replaces the library's retries."""
         import httpx
         from huggingface_hub import constants
 
@@ -113,50 +110,56 @@ class Hub:
             ) from error
 
     def read_json(self, name: str) -> Json | None:
-        """The file's content."""
         path = self.path(name)
         return parse(path.read_bytes(), f"{self.repository}/{name}") if path else None
 
 
 class Noted:
-    """Files of which is kept what was read, for who may not be able to read it again."""
+    """Files that remember what was read of them, for processes that cannot read it again."""
 
     def __init__(self, files: Files) -> None:
         self.files = files
         self.contents: dict[str, Json | None] = {}
 
     def path(self, name: str) -> Path | None:
-        """See Files."""
         return self.files.path(name)
 
     def read_json(self, name: str) -> Json | None:
-        """See Files."""
         self.contents[name] = content = self.files.read_json(name)
         return content
 
 
 class Notes:
-    """What Noted kept, in the place of the files."""
+    """What Noted remembered, in place of the files."""
 
     def __init__(self, contents: Mapping[str, Json | None]) -> None:
         self.contents = contents
 
     def path(self, name: str) -> Path | None:
-        """Only what was read is known, not where it was."""
-        return None
+        return None  # only the content is known
 
     def read_json(self, name: str) -> Json | None:
-        """See Files."""
         return self.contents[name]
 
 
+@cache
+def presets() -> Mapping[str, Traversable]:
+    """The presets of this package: the JSON files in the families' folders."""
+    return {
+        entry.name.removesuffix(".json"): entry
+        for family in FAMILIES.iterdir()
+        if family.is_dir()
+        for entry in family.iterdir()
+        if entry.name.endswith(".json")
+    }
+
+
 def preset_names() -> list[str]:
-    """The presets of this package."""
-    return sorted(entry.name[:-5] for entry in PRESETS.iterdir() if entry.name.endswith(".json"))
+    return sorted(presets())
 
 
 def near(name: str) -> str:
-    """A question, where it may be a preset's name that was meant."""
+    """A question, where the name resembles a preset's."""
     meant = get_close_matches(name.lower(), preset_names(), 1, 0.8)
     return f"did you mean {meant[0]}? Otherwise: " if meant else ""
 

@@ -1,7 +1,7 @@
-"""Efficient Video Sampling: of an encoded video, the rows that change least are left out.
+"""Efficient Video Sampling (arXiv 2510.14624): drops the rows of a video that change least.
 
-arXiv 2510.14624, with the exact semantics of SGLang's evs_core. Saves the language model's time,
-not the encoder's. Pure functions of rows: neither torch nor Ray.
+With the exact semantics of SGLang's evs_core. Saves the language model's time, not the encoder's.
+Pure functions of rows: neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from actors.types import ItemPlan
 ALWAYS = 255.0
 """The dissimilarity of the first group of frames, which has none before it."""
 TINY = 1e-8
-"""As torch's cosine_similarity has it: rows of zeros are like nothing."""
+"""As in torch's cosine_similarity: rows of zeros are similar to nothing."""
 
 
 def retained_tokens(plan: ItemPlan, rate: float) -> int:
-    """Rows that are kept of a video at a rate in [0, 1): whole numbers cut off, one group at least.
+    """Rows kept of a video at a rate in [0, 1), truncated to an integer; at least one group.
 
     All rows of an image, and of a video of one group.
     """
@@ -33,8 +33,8 @@ def retention_mask(
 ) -> npt.NDArray[np.bool_]:
     """Which rows [tokens, width] of a video are kept: bool [tokens].
 
-    Those that are least like the row of the same place in the group before, over the whole video;
-    of equal ones the earlier. What follows the last group is kept.
+    The rows that are least similar to the row at the same place in the previous group, over the
+    whole video; of equal ones the earlier. Rows after the last group are kept.
     """
     judged = plan.group_tokens * plan.frames
     groups = rows[:judged].reshape(plan.frames, -1, rows.shape[1])
@@ -50,6 +50,6 @@ def retention_mask(
 
 
 def group_tokens(mask: npt.NDArray[np.bool_], plan: ItemPlan) -> tuple[int, ...]:
-    """Rows that are kept of each group."""
+    """Rows kept of each group."""
     judged = mask[: plan.group_tokens * plan.frames]
     return tuple(judged.reshape(plan.frames, -1).sum(1).tolist())

@@ -1,7 +1,7 @@
-"""Which frames of a video are encoded: each family's own rule, on indices alone. Pure.
+"""Which frames of a video are encoded: one rule per family, on indices alone. Pure: no torch.
 
-Each equals the `sample_frames` of the family's video processor in transformers, file by file, but
-that of Kimi-K2.5 the code that it is published with.
+Each rule equals `sample_frames` of the family's video processor in transformers; that of Kimi-K2.5
+equals the code published with the model.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class Sampling(Protocol):
 
     @property
     def most(self) -> int:
-        """The most frames that it takes, whatever the video."""
+        """The most frames of any video."""
 
     @property
     def fps(self) -> float:
-        """Frames a second that it aims at; what a list of frames has unless it says otherwise."""
+        """Target frames per second; also the rate assumed for a list of frames."""
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        """The frames to take of so many, which are shown at `fps` a second. Ascending."""
+        """Which of `frames` frames, shown at `fps` per second, to take. Ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,6 @@ class Spread:
     most: int
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        """See Sampling."""
         count = min(max(int(frames / fps * self.fps), self.least), self.most, frames)
         return rounded(np.linspace(0, frames - 1, count).round())
 
@@ -52,14 +51,14 @@ class Strided:
     group: int
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        """See Sampling. None of fewer frames than a group."""
+        """See Sampling. Empty for fewer frames than a group."""
         most = min(self.most, frames) // self.group * self.group
         count = min(max(frames / fps * self.fps, self.least), most, frames)
         count = math.floor(count / self.group) * self.group
         if not count:
             return []
-        # As torch.arange has them: steps in float64, values in float32, then cut off. Beyond some
-        # 10,000 frames its vectors may round to a neighbour, by the width the machine has them in.
+        # As torch.arange: steps in float64, values in float32, then truncated. Beyond about 10,000
+        # frames torch may round to a neighbour, depending on the machine's vector width.
         return rounded((np.arange(count) * (frames / count)).astype(np.float32))
 
 
@@ -72,11 +71,10 @@ class Timed:
 
     @property
     def most(self) -> int:
-        """See Sampling."""
         return even(int(self.most_seconds * self.fps))
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        """See Sampling. An even number: the last one perhaps twice."""
+        """See Sampling. An even number of frames; the last may be repeated."""
         last, seconds = frames - 1, frames / fps
         if seconds <= self.most_seconds:
             count = max(int(seconds * self.fps), 1)
@@ -91,18 +89,18 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Thinning:
-    """Fewer a second the longer the video (Glm46VVideoProcessor, whose numbers are fixed)."""
+    """Fewer per second for longer videos (Glm46VVideoProcessor, whose numbers are fixed)."""
 
     group: int
     most: int = 640
 
     @property
     def fps(self) -> float:
-        """See Sampling. Of a video of half a minute."""
+        """See Sampling. The rate for a video of up to half a minute."""
         return 3.0 * self.group
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        """See Sampling. An even number: the last one perhaps twice."""
+        """See Sampling. An even number of frames; the last may be repeated."""
         seconds = frames / fps
         rate = (3 if seconds <= 30 else 1 if seconds <= 300 else 0.5) * self.group
         count = min(int(min(seconds, 2400) * rate), self.most)
@@ -119,39 +117,36 @@ class Thinning:
 
 @dataclass(frozen=True, slots=True)
 class Paced:
-    """Evenly from the first frame to the last, not more often than they are shown (Kimi-K2.5)."""
+    """Evenly from the first frame to the last, at most at the video's own rate (Kimi-K2.5)."""
 
     fps: float
     most: int
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        """See Sampling."""
         count = min(max(round(frames * min(self.fps, fps) / fps), 1), self.most)
         return rounded(np.linspace(0, frames - 1, count).round())
 
 
 @dataclass(frozen=True, slots=True)
 class Evenly:
-    """So many, in equal steps from the first frame on (transformers: default_sample_indices_fn)."""
+    """A fixed number, in equal steps from the first frame on (default_sample_indices_fn)."""
 
     most: int
     fps: float = 1.0
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        """See Sampling. `fps` does not matter."""
         count = min(self.most, frames)
         return [index * frames // count for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Middles:
-    """The middle frame of each of so many equal parts (InternVLVideoProcessor)."""
+    """The middle frame of each of a fixed number of equal parts (InternVLVideoProcessor)."""
 
     most: int
     fps: float = 2.0
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        """See Sampling. `fps` does not matter."""
         count = min(self.most, frames)
         step = frames / count
         return rounded((step / 2 + np.arange(count) * step).astype(np.float32))
@@ -170,17 +165,16 @@ def thinned(frames: int, fps: float, rate: float) -> list[int]:
 
 
 def paired(found: list[int]) -> list[int]:
-    """Without repeats, then an even number of them: the last one perhaps twice."""
+    """Without repeats, then an even number: the last may be repeated."""
     once = list(dict.fromkeys(found))
     return once + once[-1:] if len(once) % 2 else once
 
 
 def rounded(values: np.ndarray[tuple[int], np.dtype[np.floating]]) -> list[int]:
-    """Cut off to integers."""
+    """Truncated to integers."""
     indices: list[int] = values.astype(int).tolist()
     return indices
 
 
 def even(count: int) -> int:
-    """The next even number."""
     return count + count % 2

@@ -1,28 +1,48 @@
-"""What an item will cost, from its size in pixels alone. Pure arithmetic: no torch, no decoding.
+"""What an image costs, from its size in pixels alone: grid, patches, tokens. Pure: no torch.
 
-Ingress and router use it on image headers, the actor on decoded images: the same plan twice.
+The front door and the router plan with it from an image's header, the actor from the decoded image:
+both get the same plan. This module has the sizings of one grid of merge blocks per image; sizings
+in tiles are in tiles.py, those of a whole view and crops in views.py, those of videos in video.py.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from actors.errors import TooLarge
 from actors.types import ItemPlan, Size
 
+Resample = Literal["bicubic", "bilinear"]
+"""How a family's images are resized."""
+
+PATHS = ("global", "local")
+"""The paths of models that see an image as a whole and in crops: see ViewSizing."""
+
 MAX_ASPECT = 200
+"""Images with a larger aspect ratio are rejected."""
+
+SMALLEST_BUDGET_TOKENS = 64
+"""As in vLLM, unless the largest image has fewer tokens."""
 
 
 class Sizing(Protocol):
-    """How one family cuts images up."""
+    """How one family divides images into patches."""
+
+    @property
+    def patch_size(self) -> int:
+        """The side of a patch in pixels."""
 
     def plan(self, size: Size) -> ItemPlan:
-        """Grid, patches and tokens of an image of this size."""
+        """Grid, patches and tokens of an image of this size. Raises TooLarge."""
 
     def token_range(self) -> tuple[int, int]:
-        """The smallest useful budget and the tokens of the largest item."""
+        """The smallest useful token budget, and a bound on the tokens of any image."""
 
 
 PATHS = ("global", "local")
@@ -31,67 +51,95 @@ PATHS = ("global", "local")
 
 @runtime_checkable
 class ViewSizing(Sizing, Protocol):
-    """A sizing of two paths: every image as a whole (`global`), and crops of some (`local`)."""
+    """A sizing with two paths: each image as a whole (`global`), and crops of some (`local`)."""
+
+    @property
+    def side_patches(self) -> tuple[int, int]:
+        """Patches per side of the view of a whole image, and of a crop."""
 
     @property
     def view_tokens(self) -> tuple[int, int]:
-        """Tokens that a path computes of one whole image, and of one crop."""
+        """Tokens that a path computes per whole image, and per crop."""
 
     def largest_budget(self, most: int) -> int:
-        """Tokens that the largest budgets of both paths hold by default, at most so many."""
-
-
-@runtime_checkable
-class BlockSizing(Sizing, Protocol):
-    """A sizing that cuts each image into one grid of merge blocks."""
-
-    @property
-    def patch_size(self) -> int:
-        """Pixels of a patch's side."""
-
-    @property
-    def merge_size(self) -> int:
-        """Patches of a token's side."""
-
-    def resized(self, size: Size) -> Size:
-        """The size that an image is resized to, before it is padded to whole merge blocks."""
-
-    def longest_side_patches(self) -> int:
-        """A bound on the rows and columns of any plan."""
+        """The default largest token budget of both paths, at most `most`."""
 
 
 @dataclass(frozen=True, slots=True)
-class PackedSizing:
-    """Images resized to whole merge blocks within a range of pixels (Qwen-VL and its kin)."""
+class BlockSizing(ABC):
+    """Resizes an image to one grid of merge blocks, which is one attention segment."""
 
     patch_size: int
     merge_size: int
+    """merge_size ** 2 patches give one token."""
+
+    @abstractmethod
+    def resized(self, size: Size) -> Size:
+        """The size to resize an image to, before padding to whole merge blocks."""
+
+    @abstractmethod
+    def longest_side_patches(self) -> int:
+        """A bound on the rows and columns of any plan."""
+
+    @abstractmethod
+    def largest_tokens(self) -> int:
+        """A bound on the tokens of any plan."""
+
+    def token_range(self) -> tuple[int, int]:
+        """See Sizing."""
+        largest = self.largest_tokens()
+        return min(SMALLEST_BUDGET_TOKENS, largest), largest
+
+    def plan(self, size: Size) -> ItemPlan:
+        """See Sizing."""
+        resized, block = self.resized(size), self.patch_size * self.merge_size
+        down, across = math.ceil(resized.height / block), math.ceil(resized.width / block)
+        grid = (1, down * self.merge_size, across * self.merge_size)
+        return ItemPlan(grid, grid[1] * grid[2], down * across, (down * across,))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSizing(BlockSizing):
+    """Images resized to whole merge blocks within a range of pixels (Qwen-VL and its kin)."""
+
     min_pixels: int
     max_pixels: int
 
     def resized(self, size: Size) -> Size:
-        """The size that the image is resized to (transformers: `smart_resize`)."""
+        """See smart_resize."""
         return smart_resize(
             size, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels
         )
 
-    def plan(self, size: Size) -> ItemPlan:
-        """One attention segment of rows x columns patches; merge_size ** 2 patches a token."""
-        return block_plan(self.resized(size), self.patch_size, self.merge_size)
-
     def longest_side_patches(self) -> int:
-        """A bound on the rows and columns of any plan, at the longest aspect that is admitted."""
         return longest_side(self.max_pixels, self.patch_size, self.merge_size)
 
-    def token_range(self) -> tuple[int, int]:
-        """64 as in vLLM, unless the largest image is smaller."""
-        largest = self.max_pixels // (self.patch_size * self.merge_size) ** 2
-        return min(64, largest), largest
+    def largest_tokens(self) -> int:
+        return self.max_pixels // (self.patch_size * self.merge_size) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class WindowedSizing(PackedSizing):
+    """As PackedSizing, with the patches of each attention window adjacent (Qwen2.5-VL)."""
+
+    window: int
+    """The side of a window in tokens."""
+
+    def order(self, rows: int, columns: int) -> tuple[npt.NDArray[np.int64], list[int]]:
+        """The tokens of a grid of rows x columns patches, window by window; tokens per window.
+
+        Windows at the right and bottom edge may be smaller. Equal to
+        transformers.vision_utils.get_vision_window_index.
+        """
+        down, across = rows // self.merge_size, columns // self.merge_size
+        row, column = np.divmod(np.arange(down * across), across)
+        inside = row // self.window * -(-across // self.window) + column // self.window
+        return inside.argsort(kind="stable"), np.bincount(inside).tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class EnlargingSizing(PackedSizing):
-    """As PackedSizing, but a side shorter than a merge block is first enlarged to one (GLM-V)."""
+    """As PackedSizing, but first enlarges a side shorter than a merge block (GLM-V)."""
 
     def resized(self, size: Size) -> Size:
         """transformers.models.glm4v.image_processing_glm4v.smart_resize."""
@@ -101,7 +149,7 @@ class EnlargingSizing(PackedSizing):
 
 @dataclass(frozen=True, slots=True)
 class RoundingSizing(PackedSizing):
-    """As EnlargingSizing, but the other side is rounded, not cut off (PaddleOCR-VL)."""
+    """As EnlargingSizing, but rounds the other side instead of truncating it (PaddleOCR-VL)."""
 
     def resized(self, size: Size) -> Size:
         """transformers.models.paddleocr_vl.image_processing_paddleocr_vl.smart_resize."""
@@ -115,13 +163,11 @@ class RoundingSizing(PackedSizing):
 
 
 @dataclass(frozen=True, slots=True)
-class FittedSizing:
-    """Images shrunk until both sides fit, then stretched to whole merge blocks (Pixtral)."""
+class FittedSizing(BlockSizing):
+    """Shrinks images until both sides fit, then stretches them to whole merge blocks (Pixtral)."""
 
-    patch_size: int
-    merge_size: int
     max_side: int
-    """Pixels of the longer side."""
+    """Limit of the longer side in pixels."""
 
     def resized(self, size: Size) -> Size:
         """transformers.models.pixtral: get_resize_output_image_size. Raises TooLarge."""
@@ -135,30 +181,21 @@ class FittedSizing:
         block = self.patch_size * self.merge_size
         return Size(-(-width // block) * block, -(-height // block) * block)
 
-    def plan(self, size: Size) -> ItemPlan:
-        """One attention segment of rows x columns patches; merge_size ** 2 patches a token."""
-        return block_plan(self.resized(size), self.patch_size, self.merge_size)
-
     def longest_side_patches(self) -> int:
-        """A bound on the rows and columns of any plan."""
         return math.ceil(self.max_side / (self.patch_size * self.merge_size)) * self.merge_size
 
-    def token_range(self) -> tuple[int, int]:
-        """64 as in vLLM, unless the largest image is smaller."""
-        largest = (self.longest_side_patches() // self.merge_size) ** 2
-        return min(64, largest), largest
+    def largest_tokens(self) -> int:
+        return (self.longest_side_patches() // self.merge_size) ** 2
 
 
 @dataclass(frozen=True, slots=True)
-class CappedSizing:
-    """Images at their own size, padded to whole merge blocks; shrunk over a limit (Kimi-VL)."""
+class CappedSizing(BlockSizing):
+    """Keeps images at their own size, padded to whole merge blocks, up to a limit (Kimi-VL)."""
 
-    patch_size: int
-    merge_size: int
     max_patches: int
-    """Over it an image is shrunk. Padding may exceed it a little."""
+    """Images with more patches are shrunk. Padding may exceed it slightly."""
     max_side_patches: int
-    """A side of so many patches, after padding, is refused."""
+    """Images with this many patches on a side, after padding, are rejected."""
 
     def resized(self, size: Size) -> Size:
         """moonshotai/Kimi-VL: KimiVLImageProcessor.rescale. Raises TooLarge."""
@@ -172,20 +209,14 @@ class CappedSizing:
             )
         return resized
 
-    def plan(self, size: Size) -> ItemPlan:
-        """One attention segment of rows x columns patches; merge_size ** 2 patches a token."""
-        return block_plan(self.resized(size), self.patch_size, self.merge_size)
-
     def longest_side_patches(self) -> int:
-        """A bound on the rows and columns of any plan."""
         return self.most_blocks() * self.merge_size
 
-    def token_range(self) -> tuple[int, int]:
-        """64 as in vLLM, and a bound on the tokens of any plan."""
-        # A side of d + 1 blocks is longer than d blocks. Patches that are begun are not counted:
-        # before it is shrunk, a side of n counted patches is shorter than n + 1, so d blocks may
-        # be left of as little as d * merge_size counted ones, and shrinking then was less, by
-        # nearly one patch, than the limit asks for. The other side gains what this one gives.
+    def largest_tokens(self) -> int:
+        # A side of d + 1 blocks is longer than d blocks. The limit counts whole patches only: a
+        # side of n counted patches may be almost n + 1 long, so that d blocks can come from as few
+        # as d * merge_size counted patches, and the image was shrunk by almost one patch less than
+        # the limit demands. The other side may be longer by the same factor.
         most = self.most_blocks()
         largest = most
         for blocks in range(2, most + 1):
@@ -193,20 +224,20 @@ class CappedSizing:
             shrunk = counted**2 / (counted + 1)
             across = math.ceil((self.max_patches / shrunk + 1) / self.merge_size)
             largest = max(largest, blocks * min(most, across))
-        return min(64, largest), largest
+        return largest
 
     def blocks(self, pixels: int) -> int:
-        """Merge blocks of a side, the last one padded."""
+        """Merge blocks on a side, the last one padded."""
         return math.ceil(pixels / (self.patch_size * self.merge_size))
 
     def most_blocks(self) -> int:
-        """Merge blocks of the longest side that is admitted."""
+        """Merge blocks on the longest side that is accepted."""
         return (self.max_side_patches - 1) // self.merge_size
 
 
 @dataclass(frozen=True, slots=True)
 class ShrinkingSizing(CappedSizing):
-    """As CappedSizing, but a side that is too long is shrunk, not refused (Kimi-K2.5)."""
+    """As CappedSizing, but shrinks an image whose side is too long (Kimi-K2.5)."""
 
     def resized(self, size: Size) -> Size:
         """transformers.models.kimi_k25.image_processing_kimi_k25.navit_resize."""
@@ -222,20 +253,12 @@ class ShrinkingSizing(CappedSizing):
         return Size(min(width, longest), min(height, longest))
 
     def most_blocks(self) -> int:
-        """See CappedSizing: here a side may have all of its patches."""
+        """As CappedSizing, but a side may have all of `max_side_patches`."""
         return self.max_side_patches // self.merge_size
 
 
-def block_plan(size: Size, patch_size: int, merge_size: int) -> ItemPlan:
-    """The plan of an image of this size, padded to whole merge blocks."""
-    block = patch_size * merge_size
-    down, across = math.ceil(size.height / block), math.ceil(size.width / block)
-    grid = (1, down * merge_size, across * merge_size)
-    return ItemPlan(grid, grid[1] * grid[2], down * across, (down * across,))
-
-
 def longest_side(max_pixels: int, patch_size: int, merge_size: int) -> int:
-    """A bound on the patches of a side after `smart_resize`, at the longest aspect admitted."""
+    """A bound on the patches of a side after `smart_resize`, at the largest aspect ratio."""
     # A resized side s has area over s * (s / MAX_ASPECT - factor), which max_pixels bounds.
     factor = patch_size * merge_size
     half = MAX_ASPECT * factor / 2
@@ -244,7 +267,7 @@ def longest_side(max_pixels: int, patch_size: int, merge_size: int) -> int:
 
 
 def at_least(size: Size, side: int) -> Size:
-    """The size, enlarged if a side is shorter."""
+    """The size, enlarged until no side is shorter than `side`."""
     if min(size.width, size.height) >= side:
         return size
     scale = max(side / size.height, side / size.width)
@@ -254,11 +277,11 @@ def at_least(size: Size, side: int) -> Size:
 def smart_resize(
     size: Size, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, group: int = 1
 ) -> Size:
-    """Both sides to multiples of `factor`, the area into the range, the shape kept as it can be.
+    """Sides as multiples of `factor`, the area within the range, the aspect ratio nearly kept.
 
-    Equal to transformers.models.qwen2_vl.image_processing_qwen2_vl.smart_resize; with the pixels of
-    `frames` frames, in groups of so many, to that of video_processing_qwen3_vl.
-    Raises TooLarge for an aspect ratio over 200.
+    Equal to transformers.models.qwen2_vl.image_processing_qwen2_vl.smart_resize; with `frames` in
+    groups of `group`, equal to video_processing_qwen3_vl.smart_resize, where the range is that of
+    all frames together. Raises TooLarge for an aspect ratio over MAX_ASPECT.
     """
     width, height = size.width, size.height
     if max(width, height) > MAX_ASPECT * min(width, height):

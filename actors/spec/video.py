@@ -1,6 +1,7 @@
-"""What a video will cost, from its header alone: which frames, how large, in which groups. Pure.
+"""What a video costs, from its header alone: which frames, what size, which groups. No torch.
 
-Ingress and router use it on what the container says, the actor to decode no more than is encoded.
+The front door and the router plan with it from the container's header, the actor decodes only the
+frames that it names. Also how language models write videos in prompts (VideoStyle).
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from actors.spec.sampling import Sampling
 from actors.spec.sizing import BlockSizing, at_least, longest_side, smart_resize
 from actors.types import Clip, ItemPlan, Size
 
+POOLED = 2
+"""LLaVA-OneVision pools frames to this fraction of their rows and columns, rounded up."""
+
 
 @dataclass(frozen=True, slots=True)
 class VideoSizing(ABC):
-    """How one family cuts videos up. A group of frames is one attention segment."""
+    """How one family divides videos. A group of frames is one attention segment."""
 
     sampling: Sampling
     patch_size: int
     merge_size: int
     group: int
-    """Frames that are embedded together."""
+    """Frames per group, which are embedded together."""
 
     @abstractmethod
     def resized(self, size: Size, frames: int) -> Size:
-        """The size that each of so many frames is resized to. Raises TooLarge."""
+        """The size to resize each frame to, if there are this many. Raises TooLarge."""
 
     @abstractmethod
     def longest_side_patches(self) -> int:
@@ -34,18 +38,18 @@ class VideoSizing(ABC):
 
     @property
     def most_groups(self) -> int:
-        """Of any video."""
+        """The most groups of any video."""
         return -(-self.sampling.most // self.group)
 
     @property
     def least(self) -> int:
-        """Frames of a video, at least."""
+        """The fewest frames of a video."""
         return self.group
 
     def indices(self, clip: Clip) -> list[int]:
-        """The frames that are encoded, before the last group is filled up.
+        """The frames to encode, before the last group is padded.
 
-        Raises InvalidMedia for too few, TooLarge for a list of too many.
+        Raises InvalidMedia for too few frames, TooLarge for too many chosen ones.
         """
         if clip.chosen:
             found = list(range(clip.frames))
@@ -68,7 +72,7 @@ class VideoSizing(ABC):
         return found
 
     def groups(self, clip: Clip) -> list[tuple[int, ...]]:
-        """The frames of each group; the last frame fills up the last group."""
+        """The frames of each group; repeats of the last frame pad the last group."""
         found = self.indices(clip)
         found += found[-1:] * (-len(found) % self.group)
         return [tuple(found[i : i + self.group]) for i in range(0, len(found), self.group)]
@@ -86,7 +90,7 @@ class VideoSizing(ABC):
         return ItemPlan(grid, patches, tokens, (tokens,), frames=grid[0])
 
     def timestamps(self, clip: Clip) -> list[float]:
-        """Seconds into the video, one a group: of its first frame."""
+        """Seconds into the video, per group: the time of its first frame."""
         return [frames[0] / clip.fps for frames in self.groups(clip)]
 
     def seconds_per_group(self, clip: Clip) -> float:
@@ -101,7 +105,7 @@ class FramePixels(VideoSizing):
     min_pixels: int
     max_pixels: int
     most_tokens: int = 0
-    """Ninety per cent of so many bound all frames together; 0: nothing does."""
+    """Ninety per cent of this limits the tokens of all frames together; 0: no limit."""
 
     def resized(self, size: Size, frames: int) -> Size:
         """transformers: Qwen2VLVideoProcessor.resize."""
@@ -113,7 +117,6 @@ class FramePixels(VideoSizing):
         return smart_resize(size, factor, self.min_pixels, most)
 
     def longest_side_patches(self) -> int:
-        """See VideoSizing."""
         most = max(self.max_pixels, int(self.min_pixels * 1.05))
         return longest_side(most, self.patch_size, self.merge_size)
 
@@ -125,7 +128,7 @@ class TotalPixels(VideoSizing):
     min_pixels: int
     max_pixels: int
     most_frame_tokens: int = 0
-    """A bound on each frame beside that; 0: there is none."""
+    """A limit for each frame besides; 0: no limit."""
 
     def resized(self, size: Size, frames: int) -> Size:
         """transformers: Qwen3VLVideoProcessor.resize, Glm4vVideoProcessor.resize."""
@@ -137,14 +140,13 @@ class TotalPixels(VideoSizing):
         return smart_resize(enlarged, factor, self.min_pixels, most, frames, self.group)
 
     def longest_side_patches(self) -> int:
-        """See VideoSizing. Of the fewest frames."""
         most = max(self.max_pixels // self.group, int(self.min_pixels * 1.05))
         return longest_side(most, self.patch_size, self.merge_size)
 
 
 @dataclass(frozen=True, slots=True)
 class MeanTimes(TotalPixels):
-    """As TotalPixels, but a group's time is between its first frame and its last (Qwen3-VL)."""
+    """As TotalPixels, but a group's time is the mean of its first and last frame's (Qwen3-VL)."""
 
     def timestamps(self, clip: Clip) -> list[float]:
         """transformers: Qwen3VLProcessor._calculate_timestamps."""
@@ -158,41 +160,36 @@ class FrameTiles(VideoSizing):
     tile_pixels: int
 
     def resized(self, size: Size, frames: int) -> Size:
-        """The tile's."""
         return Size(self.tile_pixels, self.tile_pixels)
 
     def longest_side_patches(self) -> int:
-        """See VideoSizing."""
         return self.tile_pixels // self.patch_size
 
 
 @dataclass(frozen=True, slots=True)
 class PooledGroups(VideoSizing):
-    """Each frame is a picture; those of a group see each other and give one's rows (Kimi-K2.5)."""
+    """Frames attend to each other within a group and are pooled to one picture (Kimi-K2.5)."""
 
     pictures: BlockSizing
-    """How each frame is resized and cut up."""
+    """How each frame is resized and divided."""
 
     @property
     def least(self) -> int:
-        """See VideoSizing. The last group, or the only one, may have fewer frames."""
-        return 1
+        return 1  # the last group, or the only one, may have fewer frames
 
     def groups(self, clip: Clip) -> list[tuple[int, ...]]:
-        """See VideoSizing. Nothing fills up the last group."""
+        """As VideoSizing, but the last group is not padded."""
         found = self.indices(clip)
         return [tuple(found[i : i + self.group]) for i in range(0, len(found), self.group)]
 
     def resized(self, size: Size, frames: int) -> Size:
-        """See VideoSizing; before it is padded to whole merge blocks."""
+        """See VideoSizing; before padding to whole merge blocks."""
         return self.pictures.resized(size)
 
     def longest_side_patches(self) -> int:
-        """See VideoSizing."""
         return self.pictures.longest_side_patches()
 
     def plan(self, clip: Clip) -> ItemPlan:
-        """See VideoSizing."""
         frames, groups = len(self.indices(clip)), self.groups(clip)
         one = self.pictures.plan(clip.size)
         return ItemPlan(
@@ -203,3 +200,52 @@ class PooledGroups(VideoSizing):
             frames=len(groups),
             group_pictures=self.group,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PooledFrames(VideoSizing):
+    """Each frame fills one tile and is pooled; a newline ends the video (LLaVA-OneVision)."""
+
+    picture_pixels: int
+
+    @property
+    def side(self) -> int:
+        """Tokens per side of a frame before pooling."""
+        return self.picture_pixels // self.patch_size
+
+    @property
+    def frame_side(self) -> int:
+        """Tokens per side of a frame after pooling."""
+        return -(-self.side // POOLED)
+
+    def resized(self, size: Size, frames: int) -> Size:
+        return Size(self.picture_pixels, self.picture_pixels)
+
+    def longest_side_patches(self) -> int:
+        return self.side
+
+    def plan(self, clip: Clip) -> ItemPlan:
+        frames = len(self.indices(clip))
+        computed = frames * self.side**2
+        return ItemPlan(
+            grid_thw=(frames, self.side, self.side),
+            patches=computed,
+            tokens=frames * self.frame_side**2 + 1,
+            path_tokens=(computed,),
+            frames=frames,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VideoStyle:
+    """How the language models of one family write the groups of frames of a video."""
+
+    family: str
+    """The family whose embeddings they read."""
+    before: str = ""
+    """Text before each group: {seconds} is its time, {whole} the same truncated to an integer."""
+    after: str = ""
+    as_images: bool = False
+    """The image token stands for the rows of videos, too."""
+    timed: bool = False
+    """The positions of their rows depend on the time between groups."""

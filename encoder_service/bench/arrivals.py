@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.spec.model_spec import read
+from actors.families.registry import read
 from actors.types import Size
 from encoder_service.bench.load import ratio, scrape, work_between
 from encoder_service.bench.mix import Load, Shape

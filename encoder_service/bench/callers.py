@@ -15,7 +15,8 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.spec.model_spec import ModelSpec, read
+from actors.families.registry import read
+from actors.spec.model_spec import ModelSpec
 from actors.types import Embedding, SharedBytes
 from encoder_service.api.answer import timings
 from encoder_service.api.errors import fault

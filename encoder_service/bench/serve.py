@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from actors.spec.model_spec import read
+from actors.families.registry import read
 from actors.types import DTYPE_BYTES, Size
 from encoder_service.bench.arrivals import Traffic, burst, steady
 from encoder_service.bench.cluster import Cluster, cluster, logical_cpus, service

@@ -25,7 +25,8 @@ from actors.engine.ladder import (
     simulated_loads,
 )
 from actors.errors import ConfigError
-from actors.spec.model_spec import ModelSpec, read
+from actors.families.registry import read
+from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing
 from actors.types import ItemPlan, Size
 from encoder_service.commands import add_command, at_least_one, positive

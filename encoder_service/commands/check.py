@@ -21,8 +21,9 @@ from rich.table import Table
 
 from actors.engine.budgets import Capacity
 from actors.errors import ConfigError
+from actors.families.registry import read
 from actors.options import EncoderOptions
-from actors.spec.model_spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec
 from actors.types import Size
 from encoder_service.commands import add_command
 from encoder_service.config import LlmOptions, ServiceOptions, fit, load_all, read_document

@@ -5,26 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.errors import CheckpointError, ConfigError
+from actors.families.registry import video_styles
 from actors.options import ModelOptions
 from actors.spec.checkpoint import find
 from actors.spec.model_spec import ModelSpec
-from actors.spec.video import VideoSizing
+from actors.spec.video import VideoSizing, VideoStyle
 from actors.types import Dtype
 from encoder_service.config import LlmOptions
-from encoder_service.llm.placeholders import STYLES, VideoStyle
-
-FAMILIES = {
-    "qwen2_vl": "qwen2_vl",
-    "qwen2_5_vl": "qwen2_5_vl",
-    "qwen3_vl": "qwen3_vl",
-    "qwen3_vl_moe": "qwen3_vl",
-    "qwen3_5": "qwen3_5",
-    "qwen3_5_moe": "qwen3_5",
-    "glm4v": "glm4v",
-    "glm4v_moe": "glm4v",
-    "glm46v": "glm4v",
-}
-"""`model_type` in config.json -> the family of the vision tower whose embeddings it reads."""
 
 COMMON_LENGTH = 32768
 """Context length in tokens if config.json does not say."""
@@ -58,10 +45,12 @@ def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
     own = options.model or model
     config = find(own).read_json("config.json") or {}
     kind = str(config.get("model_type"))
-    if FAMILIES.get(kind) != tower.family:
+    styles = video_styles()
+    if kind not in styles or styles[kind].family != tower.family:
+        families = sorted({style.family for style in styles.values()})
         raise ConfigError(
             f"llm: a language model of the architecture {kind!r} does not read embeddings of "
-            f"{tower.family}; there is one for {', '.join(sorted(set(FAMILIES.values())))}"
+            f"{tower.family}; there is one for {', '.join(families)}"
         )
     text = config.get("text_config", config)  # Qwen2-VL's is flat
     try:
@@ -93,6 +82,6 @@ def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
         image_token_id=image_token_id,
         video_token_id=video_token_id,
         video=tower.video,
-        video_style=STYLES[kind],
+        video_style=styles[kind],
         max_model_len=options.max_model_len or longest,
     )

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from actors import errors
-from actors.spec.model_spec import read
+from actors.families.registry import read
 from actors.store.rows import tensor
 from actors.types import Embedding
 from encoder_service.bench.cluster import Cluster

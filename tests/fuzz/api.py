@@ -15,7 +15,7 @@ from time import sleep
 
 import uvicorn
 
-from actors.spec.model_spec import read
+from actors.families.registry import read
 from encoder_service.api.http import build
 from encoder_service.config import AuthOptions, ServiceOptions
 from encoder_service.service import Service

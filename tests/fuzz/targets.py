@@ -13,9 +13,9 @@ import httpx
 from google.protobuf.message import DecodeError
 
 from actors.errors import InvalidMedia, InvalidRequest, ServiceError, Unauthorized
+from actors.families import registry
 from actors.media.image import decode, prepare
-from actors.media.patchify import cutter_of
-from actors.spec import model_spec as spec
+from actors.media.patchify import patchifier_of
 from encoder_service.api.auth import Tokens
 from encoder_service.api.http import ENCODE_PATH, build
 from encoder_service.config import AuthOptions, FetchOptions, LimitOptions
@@ -127,7 +127,7 @@ def authorize(data: bytes) -> None:
     assert header.split()[-1:] == ["open"]
 
 
-CUTTER = cutter_of(spec.read(MODEL))
+CUTTER = patchifier_of(registry.read(MODEL))
 APP = build(service(Fleet(), max_body_bytes=LIMITS.max_body_bytes))
 CALLS = Calls(Fleet(), max_body_bytes=LIMITS.max_body_bytes)
 FETCHER = Fetcher(FetchOptions(allow_hosts=("images.example",)))

@@ -13,7 +13,7 @@ from actors.engine.budgets import Segments
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
 from actors.models.load import build, form_of_blocks, tensors
-from actors.models.packed_tower import PackedTower
+from actors.models.packed import PackedTower
 from actors.options import BlockChoice, BlockForm, ModelOptions
 from actors.spec.model_spec import ModelSpec
 from tests.gpu.test_graphs import items_within

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from actors.families.registry import read as read_tower
 from actors.options import ModelOptions
-from actors.spec.model_spec import read as read_tower
 from encoder_service.config import LlmOptions
 from encoder_service.llm import model as language_model
 from encoder_service.llm.model import Generator

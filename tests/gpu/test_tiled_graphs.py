@@ -11,7 +11,7 @@ from actors.engine.budgets import MOST_ITEMS_A_BUDGET, Segments, capacity
 from actors.engine.capture import capture
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
-from actors.models.packed_tower import PackedTower
+from actors.models.packed import PackedTower
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec

@@ -15,7 +15,7 @@ from actors.engine.capture import capture
 from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet
-from actors.models.deepseek_ocr import DeepseekOcrTower
+from actors.families.deepseek_ocr.tower import DeepseekOcrTower
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec
 from actors.telemetry.metrics import EncoderMetrics

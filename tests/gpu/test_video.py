@@ -9,7 +9,7 @@ from actors.engine.budgets import Segments, model_capacity
 from actors.engine.capture import capture
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
-from actors.models.kimik25 import KimiK25Tower
+from actors.families.kimi_k25.tower import KimiK25Tower
 from actors.options import GraphOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from actors.engine.device import Device
+from actors.families import registry
 from actors.models import load
 from actors.models.tower import Tower
 from actors.options import ModelOptions
-from actors.spec import model_spec as spec
 from actors.spec.model_spec import ModelSpec
 
 FEWER: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def cuda() -> Device:
 
 def published(preset: str) -> ModelSpec:
     """A preset in bfloat16, with random weights."""
-    return spec.read(ModelOptions(id=preset, load_format="dummy", dtype="bfloat16"))
+    return registry.read(ModelOptions(id=preset, load_format="dummy", dtype="bfloat16"))
 
 
 def shallow(preset: str) -> ModelSpec:

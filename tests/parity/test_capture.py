@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actors.families import registry
 from actors.kernels.attention import SegmentAttention, Values
 from actors.models import load
 from actors.models.layers.block import ReferenceBlocks
-from actors.models.packed_weights import Weights
+from actors.models.layers.weights import Weights
 from actors.models.tower import VideoTower
 from actors.options import ModelOptions
-from actors.spec import model_spec as spec
 from tests import checkpoints
 from tests.checkpoints_clip import write_clip, write_llava, write_onevision, write_siglip
 from tests.checkpoints_ocr import write_deepseek_ocr
@@ -94,9 +94,9 @@ class Pixels(TorchDispatchMode):
 
 def forwards(folder: Path, *, reference: bool = False) -> Sequence[Tensor]:
     """Each path once, and once more with videos where those have inputs of their own."""
-    model = spec.read(ModelOptions(id=str(folder)))
+    model = registry.read(ModelOptions(id=str(folder)))
     weights = load.tensors(ModelOptions(id=str(folder)), model, META)
-    family = load.FAMILIES[model.family]
+    family = load.family_of(model)
     parts = family.parts(model, Weights(weights, META, torch.bfloat16))
     rows = []
     for path in model.paths:

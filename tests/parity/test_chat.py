@@ -19,6 +19,7 @@ from actors.engine.budgets import Segments
 from actors.engine.device import CpuDevice
 from actors.engine.graphs import GraphSet
 from actors.errors import CheckpointError
+from actors.families.registry import video_styles
 from actors.options import ModelOptions
 from actors.types import Clip, ItemPlan, Media, Size
 from encoder_service.config import LlmOptions
@@ -27,7 +28,7 @@ from encoder_service.llm.model import Generator
 from encoder_service.llm.placeholders import Placed, place
 from encoder_service.llm.prompt import CHATML, Language, Prompt, byte_tokenizer, expand
 from encoder_service.llm.schema import Finish, SamplingParams
-from encoder_service.llm.spec import FAMILIES, LlmSpec, read
+from encoder_service.llm.spec import LlmSpec, read
 from tests.checkpoints import write
 from tests.parity.conftest import Pair, made
 from tests.parity.test_tower import encode, pixel_values, random_patches
@@ -61,7 +62,7 @@ class Chat:
     model: Any
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=sorted(video_styles()))
 def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chat:
     pair = made(request.param, tmp_path_factory)
     options = ModelOptions(id=str(pair.folder), dtype="float32")

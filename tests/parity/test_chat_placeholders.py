@@ -15,14 +15,14 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
+from actors.families.registry import read, video_styles
 from actors.options import ModelOptions
-from actors.spec.model_spec import read
 from actors.spec.sampling import Spread
 from actors.spec.video import MeanTimes, TotalPixels, VideoSizing
 from actors.types import Clip, Media, Size
 from encoder_service.config import LlmOptions
 from encoder_service.llm import spec as llm_spec
-from encoder_service.llm.placeholders import STYLES, place
+from encoder_service.llm.placeholders import place
 from encoder_service.llm.prompt import CHATML, VIDEO, Language, byte_tokenizer, expand
 
 GLM = ["<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"]
@@ -68,7 +68,7 @@ def test_equals_the_processor(model_type: str, frames: int) -> None:
         llm_spec.read(LlmOptions(num_gpus=0, device="cpu"), tiny, read(tiny)),
         image_token_id=tokenizer.convert_tokens_to_ids(processor.image_token),
         video_token_id=tokenizer.convert_tokens_to_ids(processor.video_token),
-        video_style=STYLES[model_type],
+        video_style=video_styles()[model_type],
     )
     placed = place(Media("video", b"", plan, "", clip=clip), video)
     ids, kinds = expand(tokenizer.encode(text), [placed], spec, Language(tokenizer, CHATML))

@@ -19,20 +19,20 @@ from actors.engine.capture import capture
 from actors.engine.device import CpuDevice
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet
+from actors.families.deepseek_ocr.tower import DeepseekOcrTower
 from actors.media.image import decode
-from actors.media.patchify import cutter_of
-from actors.models import views
-from actors.models.deepseek_ocr import DeepseekOcrTower
+from actors.media.patchify import CropPatchifier, patchifier_of
 from actors.models.load import load
 from actors.options import GraphOptions, ModelOptions
-from actors.spec.crops import CropSizing
 from actors.spec.sizing import PATHS
-from actors.spec.tiling import StretchedTiles
+from actors.spec.tiles import StretchedTiles
+from actors.spec.views import CropSizing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Size
 from tests.checkpoints_ocr import write_deepseek_ocr
 from tests.images import PHOTOGRAPHS, item_of, jpeg, opened, photograph
 from tests.parity.table import check
+from tests.patches import SPEC, patches_of
 
 PACKS = {
     "small": [(150, 192)],
@@ -98,7 +98,7 @@ def test_photographs_through_the_engine(pair: Pair) -> None:
     limits = two_path_capacity(GraphOptions(token_budgets=(162,)), tower.sizing.view_tokens)
     engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
     files = [*map(photograph, PHOTOGRAPHS), jpeg(180, 100)]
-    items = [item_of(cutter_of(tower.spec), decode(file)) for file in files]
+    items = [item_of(patchifier_of(tower.spec), decode(file)) for file in files]
     answers = [engine.submit(one) for one in items]
     for one, answer in zip(items, answers, strict=True):
         encoded = answer.result(60)
@@ -167,7 +167,7 @@ def test_views_are_those_of_pillow(size: tuple[int, int]) -> None:
         assert canvas
         x, y = index % columns * 640, index // columns * 640
         seen.append(np.asarray(canvas.crop((x, y, x + 640, y + 640))))
-    ours = views.patchify(torch.from_numpy(np.array(image)).permute(2, 0, 1), OCR, (0.5, 0.5, 0.5))
+    ours = patches_of(torch.from_numpy(np.array(image)).permute(2, 0, 1), OCR)
     assert len(ours) == OCR.plan(Size(*size)).patches
     exact = np.concatenate([patches(view) for view in seen])
     difference = np.abs(ours.numpy().astype(np.int64) - exact.astype(np.int64))
@@ -211,6 +211,6 @@ def closest(width: int, height: int) -> tuple[int, int]:
 
 def test_an_image_that_pillow_padded_looks_centred() -> None:
     image = Image.new("RGB", (300, 101), (255, 0, 0))
-    view = views.whole(torch.from_numpy(np.array(image)).permute(2, 0, 1), OCR, (0.5, 0.5, 0.5))
+    view = CropPatchifier(SPEC, OCR).whole(torch.from_numpy(np.array(image)).permute(2, 0, 1))
     exact = np.asarray(ImageOps.pad(image, (1024, 1024), color=(127, 127, 127)))
     assert np.array_equal(view.permute(1, 2, 0).numpy(), exact)

@@ -23,14 +23,13 @@ from actors.engine.device import CpuDevice
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet
 from actors.errors import TooLarge
-from actors.media.patchify import cutter_of
-from actors.models.llava_onevision import OnevisionTower, patchify
+from actors.families.llava_onevision import spec as onevision_spec
+from actors.families.llava_onevision.tower import OnevisionTower
+from actors.families.registry import read
+from actors.media.patchify import cut_tiles, patchifier_of
 from actors.models.load import load
-from actors.models.tiled import cut
 from actors.options import ModelOptions
-from actors.spec import clip_spec
-from actors.spec.anyres import AnyresSizing
-from actors.spec.model_spec import read
+from actors.spec.tiles import AnyresSizing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, Item, Size
 from tests.checkpoints_clip import PICTURE, TOWER, write_llava_qwen, write_onevision
@@ -38,7 +37,8 @@ from tests.images import item_of, opened
 from tests.parity.table import check
 from tests.parity.test_published import onevision
 from tests.parity.test_tiled import pixels
-from tests.videos import cut_video
+from tests.patches import patches_of
+from tests.videos import patchify_video
 
 PUBLISHED = read(ModelOptions(id="llava-onevision-7b", load_format="dummy"))
 
@@ -65,8 +65,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(request.param)
     model = CHECKPOINTS[request.param](folder)
     with pytest.MonkeyPatch.context() as patch:
-        small = clip_spec.ONEVISION | TOWER | {"image_size": PICTURE}
-        patch.setitem(clip_spec.QWEN_TOWERS, "small", small)
+        small = onevision_spec.ONEVISION | TOWER | {"image_size": PICTURE}
+        patch.setitem(onevision_spec.QWEN_TOWERS, "small", small)
         tower = load(ModelOptions(id=str(folder), dtype="float32"), torch.device("cpu"))
     assert isinstance(tower, OnevisionTower)
     assert tower.spec.family == request.param
@@ -77,8 +77,9 @@ def image_of(tower: OnevisionTower, size: Size) -> Item:
     """Random pixels."""
     generator = torch.Generator().manual_seed(size.width)
     shape = (3, size.height, size.width)
-    image = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-    return item_of(cutter_of(tower.spec), image)
+    return item_of(
+        patchifier_of(tower.spec), torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+    )
 
 
 def video_of(tower: OnevisionTower, frames: int) -> Item:
@@ -86,7 +87,7 @@ def video_of(tower: OnevisionTower, frames: int) -> Item:
     generator = torch.Generator().manual_seed(frames)
     shape = (frames, 3, 50, 70)
     shown = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-    return cut_video(tower.spec, Clip(Size(70, 50), frames, 1.0, chosen=True), shown)
+    return patchify_video(tower.spec, Clip(Size(70, 50), frames, 1.0, chosen=True), shown)
 
 
 @torch.no_grad()
@@ -179,8 +180,8 @@ def test_tiles_are_those_of_the_processor(size: tuple[int, int]) -> None:
     assert isinstance(sizing, AnyresSizing)
     theirs = LlavaOnevisionImageProcessorPil(do_normalize=False)(image, return_tensors="np")
     tiles = torch.from_numpy((theirs["pixel_values"][0] * 255).round().astype(np.uint8))
-    expected = torch.cat([cut(tile[:, :378, :378], sizing) for tile in tiles])
-    ours = patchify(torch.from_numpy(np.array(image)).permute(2, 0, 1), sizing)
+    expected = torch.cat([cut_tiles(tile[:, :378, :378], sizing) for tile in tiles])
+    ours = patches_of(torch.from_numpy(np.array(image)).permute(2, 0, 1), sizing)
     difference = np.abs(ours.numpy().astype(np.int64) - expected.numpy().astype(np.int64))
     assert len(ours) == sizing.plan(Size(*size)).patches
     # To single pixels that Pillow rounds otherwise.

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from actors.errors import CheckpointError
-from actors.media.patchify import cutter_of
-from actors.models.load import FAMILIES, load
-from actors.models.weights import INDEX, SINGLE
+from actors.media.patchify import patchifier_of
+from actors.models.load import family_of, load
+from actors.models.tensors import INDEX, SINGLE
 from actors.options import ModelOptions
 from tests.checkpoints import write
 from tests.parity.conftest import Pair
@@ -25,7 +25,7 @@ from tests.parity.test_tower import encode, random_patches, theirs
 def same_rows(pair: Pair, folder: Path) -> bool:
     """Whether the tower in a folder computes what the pair's reference does."""
     tower = load(ModelOptions(id=str(folder), dtype="float32"), torch.device("cpu"))
-    plan = cutter_of(pair.tower.spec).patchify(torch.zeros(3, 96, 64, dtype=torch.uint8))[0]
+    plan = patchifier_of(pair.tower.spec).patchify(torch.zeros(3, 96, 64, dtype=torch.uint8))[0]
     patches = random_patches(pair.tower, [plan])
     ours = encode(tower, [plan], patches, plan.tokens, segments=1)
     return bool((ours - theirs(pair, [plan], patches)).abs().max() < 1e-4)
@@ -51,7 +51,7 @@ def test_a_checkpoint_of_one_file(qwen3vl: Pair, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["missing", "left over", "misshapen", "quantised"])
 def test_a_fault_of_any_family_is_named(pair: Pair, tmp_path: Path, fault: str) -> None:
     folder = Path(shutil.copytree(pair.folder, tmp_path / "copy"))
-    prefix = FAMILIES[pair.tower.spec.family].prefixes[0]
+    prefix = family_of(pair.tower.spec).prefixes[0]
     (folder / INDEX).unlink(missing_ok=True)
     weights: dict[str, Tensor] = {}
     for shard in folder.glob("*.safetensors"):

@@ -18,10 +18,10 @@ from torch import Tensor
 from actors.engine.budgets import Segments
 from actors.engine.device import CpuDevice
 from actors.engine.graphs import GraphSet
+from actors.families.pixtral.tower import PixtralTower
 from actors.media.image import decode
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of
 from actors.models.load import load
-from actors.models.pixtral import PixtralTower
 from actors.options import ModelOptions
 from actors.types import ItemPlan, Size
 from tests.checkpoints_pixtral import write_mistral3, write_pixtral
@@ -77,7 +77,7 @@ def test_patches_of_photographs(pair: Pair, name: str) -> None:
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
     spec, merge = pair.tower.spec, pair.tower.sizing.merge_size
-    plan, patches = cutter_of(pair.tower.spec).patchify(decode(photograph(name)))
+    plan, patches = patchifier_of(pair.tower.spec).patchify(decode(photograph(name)))
     processor = PixtralImageProcessorPil(
         size={"longest_edge": 280}, patch_size=14 * merge, do_normalize=False
     )

@@ -20,7 +20,7 @@ from PIL import Image
 
 from actors.errors import TooLarge
 from actors.media.image import decode
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of
 from actors.spec.sizing import (
     EnlargingSizing,
     FittedSizing,
@@ -135,7 +135,7 @@ def test_sizes_are_as_pixtral_gives_them(
 @pytest.mark.parametrize("name", PHOTOGRAPHS)
 def test_patches_of_photographs(pair: Pair, name: str) -> None:
     data = photograph(name)
-    plan, patches = cutter_of(pair.tower.spec).patchify(decode(data))
+    plan, patches = patchifier_of(pair.tower.spec).patchify(decode(data))
     theirs = processor(pair.model_type)(Image.open(BytesIO(data)), return_tensors="pt")
     assert theirs["image_grid_thw"].tolist() == [list(plan.grid_thw)]
     frames = (
@@ -156,7 +156,7 @@ def test_patches_of_photographs(pair: Pair, name: str) -> None:
 @pytest.mark.parametrize("name", PHOTOGRAPHS)
 def test_embeddings_of_photographs(pair: Pair, name: str) -> None:
     data = photograph(name)
-    plan, patches = cutter_of(pair.tower.spec).patchify(decode(data))
+    plan, patches = patchifier_of(pair.tower.spec).patchify(decode(data))
     ours = encode(pair.tower, [plan], patches, plan.tokens + 40, segments=4)
     inputs = processor(pair.model_type)(Image.open(BytesIO(data)), return_tensors="pt")
     with torch.no_grad():

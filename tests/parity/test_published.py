@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.models.load import FAMILIES
+from actors.families.registry import read, readers
+from actors.models.load import family_of
 from actors.options import ModelOptions
-from actors.spec import clip_spec, packed_spec, tile_spec, view_spec
-from actors.spec.model_spec import read
 from actors.types import Size
 from tests import llama4
 from tests.parity.table import FAMILIES as IN_TABLE
@@ -175,9 +174,7 @@ def test_tokens_are_the_processors_and_the_readmes(published: Published) -> None
 
 
 def test_every_model_type_has_its_row_and_every_row_its_proof() -> None:
-    specs = (clip_spec, packed_spec, tile_spec, view_spec)
-    kinds = {kind for one in specs for kind in one.FAMILIES}
-    assert set(IN_TABLE) == {"pixtral", "llava_qwen", *kinds}
+    assert set(IN_TABLE) == {"pixtral", "llava_qwen", *readers()}
     assert set(IN_TABLE.values()) == set(rows()) == {published.row for published in PUBLISHED}
     assert all(0 < row.error <= TOLERANCE for row in rows().values())
 
@@ -185,7 +182,7 @@ def test_every_model_type_has_its_row_and_every_row_its_proof() -> None:
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.preset)
 def test_parameters(published: Published) -> None:
     model = read(ModelOptions(id=published.preset, load_format="dummy"))
-    shapes = FAMILIES[model.family].expected(model).values()
+    shapes = family_of(model).expected(model).values()
     assert round(sum(prod(shape) for shape in shapes) / 1e6) == published.million_parameters
 
 

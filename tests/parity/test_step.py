@@ -20,19 +20,20 @@ from actors.engine.capture import capture
 from actors.engine.device import CpuDevice
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet
+from actors.families.step3_vl.tower import StepTower, window_sizing
 from actors.media.image import decode
-from actors.media.patchify import cutter_of
+from actors.media.patchify import cut_blocks, patchifier_of
 from actors.models.load import load
-from actors.models.step_tower import StepTower, cut, patchify
 from actors.options import GraphOptions, ModelOptions
 from actors.spec.sizing import PATHS
-from actors.spec.windows import PaddedWindows, WindowSizing
+from actors.spec.views import PaddedWindows, WindowSizing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Size
 from tests import step3
 from tests.checkpoints_step import write_step3, write_step3p7, write_step3vl10b
 from tests.images import PHOTOGRAPHS, item_of, opened, photograph
 from tests.parity.table import check
+from tests.patches import patches_of
 from tests.step3p7 import Processor
 
 PACKS = [
@@ -92,7 +93,7 @@ def test_equals_the_reference(pair: Pair, sizes: Sequence[Size], spare: int | No
     outputs = []
     for index, path in enumerate(PATHS):
         tokens = sum(plan.path_tokens[index] for plan in plans)
-        view = pair.tower.sizing.view_tokens[index]
+        view = window_sizing(pair.tower.spec).view_tokens[index]
         budget = None if spare is None else tokens + spare * view
         outputs.append(encode(pair.tower, path, budget, items))
     ours = pair.tower.postprocess(outputs, plans)
@@ -105,7 +106,7 @@ def test_photographs_through_the_engine(pair: Pair) -> None:
     tower, device, metrics = pair.tower, CpuDevice(), EncoderMetrics()
     limits = model_capacity(GraphOptions(token_budgets=(128,)), tower.spec)
     engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
-    items = [item_of(cutter_of(tower.spec), decode(photograph(name))) for name in PHOTOGRAPHS]
+    items = [item_of(patchifier_of(tower.spec), decode(photograph(name))) for name in PHOTOGRAPHS]
     answers = [engine.submit(item) for item in items]
     for item, answer in zip(items, answers, strict=True):
         encoded = answer.result(60)
@@ -124,16 +125,16 @@ LIMITS = (182, 126, 756)
 def test_views_are_those_of_transformers(size: tuple[int, int]) -> None:
     image = pixels_of(opened().resize(size))
     whole, crops = Processor(*LIMITS).views(image)
-    exact = torch.cat([cut(view[None], 14) for view in (whole, *crops)])
-    assert torch.equal(patchify(image, WindowSizing(*LIMITS, 14, 1)), exact)
+    exact = torch.cat([cut_blocks(view, 14, 1) for view in (whole, *crops)])
+    assert torch.equal(patches_of(image, WindowSizing(*LIMITS, 14, 1), "bilinear"), exact)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_views_are_those_of_the_first_models_own_code(size: tuple[int, int]) -> None:
     image = opened().resize(size)
     whole, crops = step3.views(image, *LIMITS)
-    exact = torch.cat([cut(pixels_of(view)[None], 14) for view in (whole, *crops)])
-    ours = patchify(pixels_of(image), PaddedWindows(*LIMITS, 14, 1))
+    exact = torch.cat([cut_blocks(pixels_of(view), 14, 1) for view in (whole, *crops)])
+    ours = patches_of(pixels_of(image), PaddedWindows(*LIMITS, 14, 1), "bilinear")
     assert ours.shape == exact.shape
     difference = (ours.int() - exact.int()).abs()
     assert difference.float().mean() < 0.2  # Pillow rounds between its two passes
@@ -151,8 +152,8 @@ def encode(tower: StepTower, path: str, budget: int | None, items: Sequence[Item
 
 
 def random_item(tower: StepTower, size: Size, seed: int) -> Item:
-    plan = tower.sizing.plan(size)
-    shape = (plan.patches, 3 * tower.sizing.patch_size**2)
+    plan = window_sizing(tower.spec).plan(size)
+    shape = (plan.patches, 3 * window_sizing(tower.spec).patch_size ** 2)
     return Item(plan, np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
 
 
@@ -160,10 +161,10 @@ def random_item(tower: StepTower, size: Size, seed: int) -> Item:
 def theirs(pair: Pair, item: Item) -> Tensor:
     """Rows of all crops of an item, then of the whole view."""
     tower, rows = pair.tower, []
-    patch = tower.sizing.patch_size
+    patch = window_sizing(tower.spec).patch_size
     mean, std = (torch.tensor(v)[:, None, None] for v in (tower.spec.mean, tower.spec.std))
     for index in (1, 0):
-        side = tower.sizing.side_patches[index]
+        side = window_sizing(tower.spec).side_patches[index]
         patches = torch.as_tensor(item.patches[item.plan.rows(index)])
         grid = patches.view(-1, side, side, 3, patch, patch)
         views = grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, side * patch, side * patch)

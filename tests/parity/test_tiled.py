@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.engine import video_chunks
 from actors.engine.budgets import Capacity, Segments, capacity
 from actors.engine.capture import capture
 from actors.engine.device import CpuDevice
@@ -23,7 +22,7 @@ from actors.engine.graphs import GraphSet
 from actors.engine.video_chunks import rows_of
 from actors.errors import ConfigError
 from actors.media.image import decode
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
@@ -33,7 +32,7 @@ from tests.checkpoints_clip import write_clip, write_llava, write_siglip
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_internvl_chat, write_llama4
 from tests.images import PHOTOGRAPHS, item_of, photograph
 from tests.parity.table import check
-from tests.videos import cut_video
+from tests.videos import patchify_video
 
 PACKS = [
     [Size(84, 84)],
@@ -128,7 +127,7 @@ def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | Non
 
 def test_the_tokens_of_a_plan_are_those_of_its_tiles(pair: Pair) -> None:
     image = torch.zeros(3, 200, 300, dtype=torch.uint8)
-    plan, patches = cutter_of(pair.tower.spec).patchify(image)
+    plan, patches = patchifier_of(pair.tower.spec).patchify(image)
     assert len(patches) == plan.patches
     assert len(theirs(pair, patches)) == plan.tokens
 
@@ -160,7 +159,7 @@ def test_names_that_begin_with_model(tmp_path: Path) -> None:
 def test_photographs_through_the_engine(pair: Pair) -> None:
     tower = pair.tower
     engine, _ = running(tower, capacity(GraphOptions(), tower.spec.sizing.token_range(), 0))
-    items = [item_of(cutter_of(tower.spec), decode(photograph(name))) for name in PHOTOGRAPHS]
+    items = [item_of(patchifier_of(tower.spec), decode(photograph(name))) for name in PHOTOGRAPHS]
     answers = [engine.submit(item) for item in items]
     for item, answer in zip(items, answers, strict=True):
         encoded = answer.result(60)
@@ -176,7 +175,7 @@ def test_a_frame_of_a_video_is_a_tile(pair: Pair) -> None:
         pytest.skip("this family takes no videos")
     generator = torch.Generator().manual_seed(0)
     frames = torch.randint(0, 256, (8, 3, 90, 120), dtype=torch.uint8, generator=generator)
-    item = cut_video(tower.spec, clip, frames)
+    item = patchify_video(tower.spec, clip, frames)
     assert item.plan.grid_thw == (8, 6, 6)
     assert item.plan.tokens == 8 * tower.sizing.tile_tokens
     side = (tower.sizing.tile_pixels,) * 2
@@ -184,7 +183,7 @@ def test_a_frame_of_a_video_is_a_tile(pair: Pair) -> None:
     mean, std = (torch.tensor(each)[:, None, None] for each in (tower.spec.mean, tower.spec.std))
     with torch.no_grad():
         exact = pair.features(pair.model, (tiles / 255 - mean) / std)
-    image = item_of(cutter_of(tower.spec), torch.zeros(3, 90, 120, dtype=torch.uint8))
+    image = item_of(patchifier_of(tower.spec), torch.zeros(3, 90, 120, dtype=torch.uint8))
     for budget in (None, item.plan.tokens + image.plan.tokens):
         plans, patches = [item.plan, image.plan], [item.patches, image.patches]
         rows = encode(tower, plans, [torch.as_tensor(each) for each in patches], budget)

@@ -15,10 +15,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from actors.models.tiled import cut, patchify
-from actors.spec.tiling import OneTile, PaddedTiles, StretchedTiles, TileSizing
+from actors.media.patchify import cut_tiles
+from actors.spec.tiles import OneTile, PaddedTiles, StretchedTiles, TileSizing
 from actors.types import Size
 from tests.images import opened
+from tests.patches import patches_of
 
 INTERNVL = StretchedTiles(tile_pixels=448, patch_size=14, merge_size=2, max_tiles=12, min_tiles=1)
 LLAMA4 = PaddedTiles(tile_pixels=336, patch_size=14, merge_size=2, max_tiles=16)
@@ -101,9 +102,9 @@ def bilinear(image: Image.Image, width: int, height: int) -> Image.Image:
 
 def compare(image: Image.Image, sizing: TileSizing, tiles: list[Pixels], mode: Any) -> None:
     """All patches, to single pixels that Pillow rounds otherwise."""
-    ours = patchify(torch.from_numpy(np.array(image)).permute(2, 0, 1), sizing, mode).numpy()
+    ours = patches_of(torch.from_numpy(np.array(image)).permute(2, 0, 1), sizing, mode).numpy()
     assert len(ours) == sizing.plan(Size(image.width, image.height)).patches
-    theirs = np.concatenate([cut(tensor(tile), sizing).numpy() for tile in tiles])
+    theirs = np.concatenate([cut_tiles(tensor(tile), sizing).numpy() for tile in tiles])
     difference = np.abs(ours.astype(np.int64) - theirs.astype(np.int64))
     assert difference.mean() < 0.2
     assert difference.max() <= 3
@@ -116,7 +117,7 @@ def tensor(tile: Pixels) -> Tensor:
 def test_patches_lie_tile_after_tile_in_merge_blocks() -> None:
     sizing = StretchedTiles(tile_pixels=8, patch_size=2, merge_size=2, max_tiles=4, min_tiles=1)
     canvas = torch.arange(3 * 8 * 16).view(3, 8, 16)
-    patches = cut(canvas, sizing)
+    patches = cut_tiles(canvas, sizing)
     assert patches.shape == (32, 12)
     for index, (x, y) in enumerate([(0, 0), (2, 0), (0, 2), (2, 2), (4, 0), (6, 0), (4, 2)]):
         assert patches[index].equal(canvas[:, y : y + 2, x : x + 2].flatten())

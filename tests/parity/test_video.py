@@ -19,15 +19,15 @@ from actors.engine.device import CpuDevice
 from actors.engine.engine import Engine
 from actors.engine.exact import ExactGraphSet
 from actors.engine.graphs import GraphSet
-from actors.models.kimik25 import KimiK25Tower
-from actors.models.packed_tower import PackedTower, segments_of
+from actors.families.kimi_k25.tower import KimiK25Tower
+from actors.models.packed import PackedTower, segments_of
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, Item, Size
 from tests.checkpoints import KIMI_K25
 from tests.parity.conftest import Pair
 from tests.parity.table import check
 from tests.parity.test_tower import pixel_values, rows_of, theirs
-from tests.videos import cut_video
+from tests.videos import patchify_video
 
 CLIPS = [
     Clip(Size(84, 56), frames=4, fps=2),
@@ -63,7 +63,7 @@ def in_groups(pair: Pair, clip: Clip) -> tuple[Item, Tensor]:
     generator = torch.Generator().manual_seed(clip.frames)
     shape = (len(video.indices(clip)), 3, clip.size.height, clip.size.width)
     frames = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-    item = cut_video(tower.spec, clip, frames)
+    item = patchify_video(tower.spec, clip, frames)
     picture = len(item.patches) // len(frames)
     groups = [length // picture for length in segments_of(item.plan)]
     assert groups == [len(group) for group in video.groups(clip)]
@@ -110,7 +110,7 @@ def cut(pair: Pair, clip: Clip) -> tuple[Item, Tensor]:
     pixels, *_ = Qwen3VLVideoProcessor.patchify(
         None, ((frames / 255 - mean) / std)[None], patch, tower.sizing.merge_size, video.group
     )
-    return cut_video(tower.spec, clip, frames), pixels[0]
+    return patchify_video(tower.spec, clip, frames), pixels[0]
 
 
 def image(pair: Pair, size: Size) -> tuple[Item, Tensor]:

@@ -19,8 +19,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost
+from actors.families.registry import read
 from actors.options import ModelOptions
-from actors.spec.model_spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import Receiver
 from actors.store.rows import tensor
 from actors.types import (

@@ -13,7 +13,7 @@ from PIL import Image
 from ray import serve
 
 from actors.media.image import decode
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.options import ModelOptions
 from encoder_service import Client
@@ -51,7 +51,7 @@ def served(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def expected(pair: Pair, files: list[bytes]) -> list[torch.Tensor]:
     """transformers' rows of each file, after our preprocessing."""
     plans, patches = zip(
-        *(cutter_of(pair.tower.spec).patchify(decode(file)) for file in files), strict=True
+        *(patchifier_of(pair.tower.spec).patchify(decode(file)) for file in files), strict=True
     )
     rows = theirs(pair, plans, torch.cat(patches))
     return list(rows.split([plan.tokens for plan in plans]))

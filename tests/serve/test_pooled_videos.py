@@ -12,9 +12,9 @@ import pytest
 import torch
 from ray import serve
 
+from actors.families.llava_onevision.tower import OnevisionTower
 from actors.media.image import decode
-from actors.media.patchify import cutter_of
-from actors.models.llava_onevision import OnevisionTower
+from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.models.tower import VideoTower
 from actors.options import ModelOptions
@@ -30,7 +30,7 @@ from tests.parity import conftest, test_video
 from tests.parity.table import TOLERANCE
 from tests.parity.test_llava_onevision import Pair, image_rows, video_rows
 from tests.serve.conftest import Cluster
-from tests.videos import cut_video
+from tests.videos import patchify_video
 
 pytestmark = pytest.mark.extended
 
@@ -61,7 +61,7 @@ def served(folder: Path, cluster: Cluster, budgets: Sequence[int]) -> Iterator[C
 def video_of(tower: VideoTower, count: int) -> Item:
     """The first images as the frames of a list."""
     frames = [decode(one) for one in IMAGES[:count]]
-    return cut_video(tower.spec, Clip(SIZE, count, 1.0, chosen=True), frames)
+    return patchify_video(tower.spec, Clip(SIZE, count, 1.0, chosen=True), frames)
 
 
 def test_llava_onevision(cluster: Cluster, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_llava_onevision(cluster: Cluster, tmp_path: Path) -> None:
     with served(tmp_path, cluster, (tile, 3 * tile, 10 * tile)) as client:
         image, film = client.encode(sources, dtype="float32")
         _, pruned = client.encode(sources, dtype="float32", evs_rate=0.5)
-    item = item_of(cutter_of(tower.spec), decode(IMAGES[0]))
+    item = item_of(patchifier_of(tower.spec), decode(IMAGES[0]))
     assert (image.torch() - image_rows(pair, item, SIZE)).abs().max() < TOLERANCE
     item = video_of(tower, 4)
     assert film.tokens == item.plan.tokens == 4 * 9 + 1

@@ -17,8 +17,8 @@ import pytest
 import ray
 from ray import serve
 
+from actors.families.registry import read
 from actors.options import ModelOptions
-from actors.spec.model_spec import read
 from encoder_service import Client
 from encoder_service.app import build
 from encoder_service.client import ServiceError

@@ -15,8 +15,9 @@ import torch
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from actors.families.registry import read
 from actors.options import ModelOptions
-from actors.spec.model_spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec
 from actors.types import Embedding, SharedBytes
 from encoder_service.app import build
 from encoder_service.client import AsyncClient, Client

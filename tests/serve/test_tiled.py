@@ -9,7 +9,7 @@ import pytest
 from ray import serve
 
 from actors.media.image import decode
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of
 from encoder_service import Client
 from encoder_service.app import build
 from tests.images import PHOTOGRAPHS, jpeg, photograph
@@ -38,7 +38,7 @@ def test_rows_of_photographs(cluster: Cluster, tmp_path: Path, name: str) -> Non
     finally:
         serve.delete("tiled")
     for embedding, file in zip(embeddings, files, strict=True):
-        plan, patches = cutter_of(pair.tower.spec).patchify(decode(file))
+        plan, patches = patchifier_of(pair.tower.spec).patchify(decode(file))
         assert (embedding.grid_thw, embedding.source) == (plan.grid_thw, "graph")
         exact = theirs(pair, patches)
         assert (embedding.torch() - exact).abs().max() < TOLERANCE

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from actors.media.image import decode
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of
 from encoder_service import Client
 from encoder_service.app import build
 from tests.checkpoints_ocr import write_deepseek_ocr
@@ -43,7 +43,7 @@ def test_rows_of_photographs(cluster: Cluster, tmp_path: Path) -> None:
     finally:
         serve.delete("ocr")
     for embedding, file in zip(embeddings, files, strict=True):
-        item = item_of(cutter_of(pair.tower.spec), decode(file))
+        item = item_of(patchifier_of(pair.tower.spec), decode(file))
         assert (embedding.grid_thw, embedding.source) == (item.plan.grid_thw, "graph")
         assert (embedding.torch() - theirs(pair, [item])).abs().max() < TOLERANCE
     assert budgets["token_budgets"] == {"global": [20, 60], "local": [0, 36, 81]}

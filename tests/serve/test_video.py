@@ -15,8 +15,8 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from actors.media import video_file as container
 from actors.media.image import decode
+from actors.media.patchify import resize
 from actors.models.load import load
-from actors.models.packed import resize
 from actors.options import ModelOptions
 from actors.spec.evs import retention_mask
 from actors.types import Clip, Size

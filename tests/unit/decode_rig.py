@@ -24,7 +24,7 @@ from actors.media.decode_worker import (
 )
 from actors.media.decoder import Decoder
 from actors.media.image import prepare
-from actors.media.patchify import Cutter, cutter_of
+from actors.media.patchify import Patchifier, patchifier_of
 from actors.options import ActorOptions, EncoderOptions, ModelOptions, PreprocessOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media, Size
@@ -52,9 +52,11 @@ def open_decoder(
 class StandIn:
     """A thread that decodes as a process would, with its own end of the socket."""
 
-    def __init__(self, cutter: Cutter, slab: int, gate: threading.Event, greeting: str) -> None:
+    def __init__(
+        self, patchifier: Patchifier, slab: int, gate: threading.Event, greeting: str
+    ) -> None:
         self.ours, self.its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.cutter, self.gate, self.greeting = cutter, gate, greeting
+        self.patchifier, self.gate, self.greeting = patchifier, gate, greeting
         self.memory = memoryview(mmap.mmap(slab, 0))
         self.seen: list[int] = []
         """Items of each message."""
@@ -87,7 +89,7 @@ class StandIn:
             assert self.killed.wait(60)
         if media.data == ENDS or self.killed.is_set():
             return False
-        serve(self.cutter, (order,), self.memory, self.its)
+        serve(self.patchifier, (order,), self.memory, self.its)
         return True
 
     def kill(self) -> None:
@@ -113,9 +115,9 @@ class Rig:
         monkeypatch.setattr(decoder, "launch", self.launch)
 
     def launch(self, model: bytes, slab: int) -> tuple[StandIn, socket.socket]:
-        cutter = cutter_of(spec_of(model))
-        greeting = cutter.spec.fingerprint if self.greeting is None else self.greeting
-        one = StandIn(cutter, slab, self.gate, greeting)
+        patchifier = patchifier_of(spec_of(model))
+        greeting = patchifier.spec.fingerprint if self.greeting is None else self.greeting
+        one = StandIn(patchifier, slab, self.gate, greeting)
         self.started.append(one)
         return one, one.ours
 
@@ -126,7 +128,7 @@ class Rig:
 
     def media(self, data: bytes | None = None, size: tuple[int, int] = (64, 64)) -> Media:
         assert self.decoder
-        plan = self.decoder.cutter.spec.sizing.plan(Size(*size))
+        plan = self.decoder.patchifier.spec.sizing.plan(Size(*size))
         return Media("image", data or jpeg(*size), plan, digest="")
 
     def submit(self, data: bytes | None = None, size: tuple[int, int] = (64, 64)) -> Future[Item]:
@@ -140,5 +142,5 @@ class Rig:
 
     def good(self, future: Future[Item], size: tuple[int, int] = (64, 64)) -> bool:
         assert self.decoder
-        expected = prepare(self.decoder.cutter, self.media(size=size))
+        expected = prepare(self.decoder.patchifier, self.media(size=size))
         return np.array_equal(future.result(60).patches, expected.patches)

@@ -11,8 +11,8 @@ from opentelemetry.trace import INVALID_SPAN
 from starlette.testclient import TestClient
 
 from actors.errors import Overloaded
+from actors.families.registry import read
 from actors.options import ModelOptions
-from actors.spec.model_spec import read
 from actors.store.references import Kept
 from actors.types import Answer, Dtype, Embedding, Media, Timings
 from encoder_service.api.http import build

@@ -15,11 +15,12 @@ from actors.engine.device import Device
 from actors.engine.graphs import GraphSet, Report
 from actors.engine.packing import Packing, smallest_first
 from actors.errors import ConfigError
+from actors.families.registry import read
 from actors.models.layers.forms import blocks_of
 from actors.models.load import build, tensors
 from actors.models.tower import Tower
 from actors.options import BlockForm, GraphOptions, ModelOptions, PackingOptions, block_form
-from actors.spec.model_spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec
 from actors.types import Size
 from encoder_service.bench.engine.calls import Batch, EngineCall, ReferenceCall, TowerCall
 from encoder_service.bench.engine.operations import operations

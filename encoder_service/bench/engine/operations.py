@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from actors.models.deepseek_ocr_config import WINDOW, Architecture, crop_sizing
-from actors.models.load import FAMILIES
-from actors.models.step3 import CLASS_TOKENS
+from actors.families.deepseek_ocr.tower import WINDOW, OcrSizes, crop_sizing
+from actors.families.step3_vl.tower import CLASS_TOKENS
+from actors.models.load import family_of
 from actors.spec.model_spec import ModelSpec
-from actors.spec.tiling import TileSizing
-from actors.spec.windows import WindowSizing
+from actors.spec.tiles import TileSizing
+from actors.spec.views import WindowSizing
 from actors.types import ItemPlan
 
 Unit = Literal["patch", "sam", "row", "quarter", "token"]
@@ -43,7 +43,7 @@ class Segment:
 
 def operations(spec: ModelSpec, plans: Sequence[ItemPlan]) -> int:
     """Floating-point operations for these images."""
-    shapes = FAMILIES[spec.family].expected(spec)
+    shapes = family_of(spec).expected(spec)
     views = Counter(view for plan in plans for view in views_of(spec, plan, shapes))
     weights = multiplied(spec, shapes)
     gemms = sum(count * linear(weights, view) for view, count in views.items())
@@ -98,7 +98,7 @@ def views_of(spec: ModelSpec, plan: ItemPlan, shapes: Mapping[str, Sequence[int]
     elif spec.family == "deepseek_ocr":
         # CLIP's rows: SAM's features, a fourth of the rows and columns of patches, and a class.
         crops = crop_sizing(spec)
-        sides = (crops.image_patches, crops.crops.side_patches)
+        sides = crops.side_patches
         counts = [all_ // side**2 for all_, side in zip(plan.path_patches, sides, strict=True)]
         ocr = [Segment(side**2, side**2 // 16 + 1, side**2 // 16) for side in sides]
         return [ocr[0]] * counts[0] + [ocr[1]] * counts[1]
@@ -123,15 +123,15 @@ def window_pairs(spec: ModelSpec, plan: ItemPlan) -> int:
 
 def ocr_attention(spec: ModelSpec, view: Segment) -> int:
     """Multiply-adds of both towers' attention and of the padding of SAM's windows."""
-    arch = Architecture.of(spec)
+    sizes = OcrSizes.of(spec)
     side = math.isqrt(view.patches)
     windows = math.ceil(side / WINDOW) ** 2
-    total = arch.clip.depth * 2 * arch.clip.width * view.rows**2
-    for layer in range(arch.sam.depth):
-        whole = layer in arch.whole_view
+    total = sizes.clip.depth * 2 * sizes.clip.width * view.rows**2
+    for layer in range(sizes.sam.depth):
+        whole = layer in sizes.whole_view
         count, square = (1, side) if whole else (windows, WINDOW)
         # Queries with keys, scores with values, and queries with both axes' relative positions.
-        total += count * arch.sam.width * (2 * square**4 + 2 * square**3)
+        total += count * sizes.sam.width * (2 * square**4 + 2 * square**3)
         # qkv and the projection of the padding.
-        total += (count * square**2 - view.patches) * 4 * arch.sam.width**2
+        total += (count * square**2 - view.patches) * 4 * sizes.sam.width**2
     return total

@@ -19,7 +19,7 @@ from typing import Any
 from actors.engine.engine import Engine
 from actors.media.decoder import Decoder
 from actors.media.image import decode, prepare
-from actors.media.patchify import Cutter, cutter_of
+from actors.media.patchify import Patchifier, patchifier_of
 from actors.options import ActorOptions, PreprocessOptions
 from actors.startup import open_engine
 from actors.telemetry.metrics import EncoderMetrics
@@ -76,8 +76,8 @@ def measure(
     decoder = Decoder(options, series)
     engine = open_engine(options, series)
     decoder.wait_until_started()
-    cutter = cutter_of(engine.tower.spec)
-    files = [media(cutter, picture) for picture in pictures]
+    patchifier = patchifier_of(engine.tower.spec)
+    files = [media(patchifier, picture) for picture in pictures]
     begins = encoding(engine, files), decoding_ahead(decoder, files, engine.submit)
     found = [rate(begin, in_flight, seconds) for begin in begins]
     decoder.close()
@@ -96,9 +96,9 @@ def preprocess(
     series, found = EncoderMetrics(), []
     report(f"starting the engine of {options.model.id} ...")
     engine = open_engine(options, series)
-    cutter = cutter_of(engine.tower.spec)
+    patchifier = patchifier_of(engine.tower.spec)
     for size, files in pictures.items():
-        sent = [media(cutter, file) for file in files]
+        sent = [media(patchifier, file) for file in files]
         report(f"{size} ...")
         patches = sent[0].plan.patches
         in_flight = max(1, min(MOST_IN_FLIGHT, PATCHES_IN_FLIGHT // patches))
@@ -138,15 +138,15 @@ def spent() -> tuple[float, int]:
     return process_time(), getrusage(RUSAGE_SELF).ru_nvcsw
 
 
-def media(cutter: Cutter, picture: bytes) -> Media:
+def media(patchifier: Patchifier, picture: bytes) -> Media:
     """What the ingress would make of a file."""
-    return Media("image", picture, cutter.patchify(decode(picture))[0], digest="")
+    return Media("image", picture, patchifier.patchify(decode(picture))[0], digest="")
 
 
 def encoding(engine: Engine, files: Sequence[Media]) -> Begin:
     """Encodes items that are decoded beforehand, in turn."""
-    cutter = cutter_of(engine.tower.spec)
-    items = cycle([prepare(cutter, one) for one in files])
+    patchifier = patchifier_of(engine.tower.spec)
+    items = cycle([prepare(patchifier, one) for one in files])
 
     def begin(done: Done) -> None:
         engine.submit(next(items)).add_done_callback(done)

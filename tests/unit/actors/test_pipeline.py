@@ -19,7 +19,7 @@ from torch import Tensor
 
 from actors.errors import DeadlineExceeded, EmbeddingLost, EncodeFailed, InvalidMedia, Unavailable
 from actors.media.image import prepare
-from actors.media.patchify import cutter_of
+from actors.media.patchify import patchifier_of
 from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
 from actors.pipeline import Pipeline, result_of
 from actors.startup import open_pipeline
@@ -124,7 +124,7 @@ def test_each_item_gets_its_own_rows(rig: Rig) -> None:
             assert (answer.source, answer.replica) == ("graph", "one")
             assert answer.timings.preprocess_seconds > 0
             assert answer.timings.encode_seconds > 0
-            item = prepare(cutter_of(rig.tower.spec), one)
+            item = prepare(patchifier_of(rig.tower.spec), one)
             alone = rig.engine.submit(item).result().rows
             found = torch.from_numpy(answer.data).view(torch.float32).view(alone.shape)
             torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-3)

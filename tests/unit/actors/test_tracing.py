@@ -19,8 +19,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from starlette.testclient import TestClient
 
 from actors.errors import Unavailable
+from actors.families.registry import read
 from actors.options import TracingOptions
-from actors.spec.model_spec import read
 from actors.telemetry.request_context import NOBODY, ORIGIN, Origin
 from actors.telemetry.tracing import check_tracing, named, open_spans, provider
 from encoder_service.api.http import build

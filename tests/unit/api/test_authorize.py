@@ -9,8 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from actors.errors import ConfigError, Unauthorized
+from actors.families.registry import read
 from actors.options import ModelOptions
-from actors.spec.model_spec import read
 from encoder_service.api.auth import Tokens
 from encoder_service.api.http import build
 from encoder_service.config import AuthOptions, ServiceOptions

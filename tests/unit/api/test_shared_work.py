@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from actors.errors import TooLarge
+from actors.families.registry import read
 from actors.options import ReferenceOptions
-from actors.spec.model_spec import read
 from encoder_service.api.schema import RequestOptions
 from encoder_service.config import ServiceOptions
 from encoder_service.ops.metrics import Scrape

@@ -11,9 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from actors.engine.device import CpuDevice
+from actors.families.registry import read
 from actors.models.load import tensors
 from actors.options import ModelOptions
-from actors.spec.model_spec import read
 from actors.types import ItemPlan, Size
 from encoder_service import cli
 from encoder_service.bench.engine import report

@@ -11,9 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from actors.engine import budgets
+from actors.families.registry import read
 from actors.models.load import tensors
 from actors.options import ModelOptions
-from actors.spec.model_spec import ModelSpec, read
+from actors.spec.model_spec import ModelSpec
 from actors.types import Size
 from encoder_service import cli
 from encoder_service.bench.engine import engine

@@ -53,7 +53,6 @@ def test_lists_and_digests_are_taken() -> None:
         ("preprocess: {processes: true}", "preprocess.processes"),
         ("preprocess: {shared_bytes: 1000}", "preprocess.shared_bytes"),
         ("graphs: {blocks: fastest}", "graphs.blocks"),
-        ("graphs: {compile: true}", "graphs.compile: no such key"),
         ("graphs: {path_streams: true}", "graphs.path_streams: no such key"),
         ("graphs: {steps_per_doubling: 3}", "graphs.steps_per_doubling"),
         ("limits: {timeout_seconds: .nan}", "limits.timeout_seconds"),

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from actors.errors import ConfigError
+from actors.families.registry import read
 from actors.options import ModelOptions
 from actors.spec.checkpoint import preset_names
-from actors.spec.model_spec import read
 from encoder_service.commands.check import check_serve, eager
 from encoder_service.config import ServiceOptions, fit, load
 

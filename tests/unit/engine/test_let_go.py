@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.families import registry
 from actors.kernels.attention import Attention
 from actors.models.layers.block import Blocks, BlockWeights, ReferenceBlocks, Style
 from actors.models.load import build, tensors
 from actors.options import ModelOptions
-from actors.spec import model_spec as spec
 from tests.small_presets import write_small
 
 
@@ -29,7 +29,7 @@ def test_the_weights_as_they_were_read_are_let_go(preset: str, tmp_path: Path) -
         return ReferenceBlocks(deepcopy(weights), style, attention, taps)
 
     options = ModelOptions(id=str(write_small(tmp_path, preset)), load_format="dummy")
-    model, cpu = spec.read(options), torch.device("cpu")
+    model, cpu = registry.read(options), torch.device("cpu")
     tower = build(model, tensors(options, model, cpu), cpu, of_another_form)
     assert len(read) == 3
     assert not any(weight() is not None for weight in read), tower

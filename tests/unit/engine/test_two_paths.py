@@ -16,8 +16,8 @@ from actors.engine.device import CpuDevice
 from actors.engine.engine import Engine
 from actors.engine.packing import Packing, graphs_hold, least_cost, smallest_first
 from actors.errors import ConfigError
+from actors.families.registry import read
 from actors.options import GraphOptions, ModelOptions, PackingOptions
-from actors.spec.model_spec import read
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Pack, Size
 from tests.toy_two_paths import TwoPathToy, two_path_item, two_path_rows

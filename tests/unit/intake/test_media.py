@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from actors.errors import InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
+from actors.families import registry
 from actors.options import ModelOptions
-from actors.spec import model_spec as spec
 from actors.spec.sampling import Thinning
 from actors.types import Clip, Media, Size
 from encoder_service.config import LimitOptions
@@ -27,7 +27,7 @@ from encoder_service.intake.media import probe, probe_frames
 from tests import images
 from tests.videos import video
 
-MODEL = spec.read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
+MODEL = registry.read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 
 
@@ -134,7 +134,7 @@ def test_other_formats_are_named(data: bytes, name: str) -> None:
 
 
 def test_models_without_video_refuse_it() -> None:
-    kimi = spec.read(ModelOptions(id="kimivl-a3b", load_format="dummy"))
+    kimi = registry.read(ModelOptions(id="kimivl-a3b", load_format="dummy"))
     with pytest.raises(UnsupportedMedia, match=r"\(kimi_vl\) takes images only"):
         probe(video(4), "video", kimi, LimitOptions())
     with pytest.raises(UnsupportedMedia, match="takes images only"):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from actors.errors import CheckpointError, ConfigError, InvalidRequest
+from actors.families.registry import read
 from actors.options import ModelOptions
-from actors.spec.model_spec import read
 from encoder_service.config import LlmOptions
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.placeholders import Placed

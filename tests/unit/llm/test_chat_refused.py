@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from actors.errors import InvalidRequest
+from actors.families.registry import read
 from actors.options import ModelOptions
-from actors.spec.model_spec import read
 from actors.telemetry.request_context import Origin
 from actors.types import Embedding, Media
 from encoder_service.config import LimitOptions, LlmOptions

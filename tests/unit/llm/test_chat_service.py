@@ -12,8 +12,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from actors.errors import EncodeFailed, InvalidMedia
+from actors.families.registry import read
 from actors.options import ModelOptions
-from actors.spec.model_spec import read
 from encoder_service.api.errors import AtItem
 from encoder_service.api.http import build
 from encoder_service.config import LimitOptions, LlmOptions, ServiceOptions

@@ -16,7 +16,7 @@ import pytest
 from actors.errors import ServiceError
 from actors.media.decoder import Decoder
 from actors.media.image import prepare
-from actors.media.patchify import Cutter
+from actors.media.patchify import Patchifier
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Media
 from encoder_service.bench.engine.pipeline import media
@@ -38,22 +38,22 @@ def children() -> list[int]:
     return found
 
 
-def files(cutter: Cutter) -> list[Media]:
+def files(patchifier: Patchifier) -> list[Media]:
     """Photographs, a PNG with transparency, a file that is turned, one that is cut short."""
     images = [*map(photograph, PHOTOGRAPHS), jpeg(64, 64)]
     images.append(encoded(opened().convert("RGBA"), "PNG"))
     images.append(encoded(opened().resize((90, 60)), "JPEG", orientation=6))
-    return [media(cutter, image) for image in images]
+    return [media(patchifier, image) for image in images]
 
 
 def check(decoder: Decoder) -> None:
-    sent = files(decoder.cutter)
+    sent = files(decoder.patchifier)
     bad = Media("image", sent[0].data[:-500], sent[0].plan, digest="")
     *made, refused = [decoder.submit(one) for one in [*sent, bad]]
     for one, item in zip(sent, made, strict=True):
-        assert np.array_equal(item.result(60).patches, prepare(decoder.cutter, one).patches)
+        assert np.array_equal(item.result(60).patches, prepare(decoder.patchifier, one).patches)
     with pytest.raises(ServiceError) as expected:
-        prepare(decoder.cutter, bad)
+        prepare(decoder.patchifier, bad)
     error = refused.exception(60)
     assert (type(error), str(error)) == (expected.type, str(expected.value))
 
@@ -87,7 +87,7 @@ def test_killed_processes_come_again() -> None:
     check(decoder)
     end = monotonic() + 30
     while series.registry.get_sample_value("encoder_decode_restarts_total") != 2:
-        decoder.submit(files(decoder.cutter)[0]).result(60)
+        decoder.submit(files(decoder.patchifier)[0]).result(60)
         assert monotonic() < end
     decoder.close()
 

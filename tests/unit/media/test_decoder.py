@@ -184,11 +184,11 @@ def test_what_is_cancelled_is_not_decoded_in_a_thread(
 ) -> None:
     seen, reached = [], threading.Event()
 
-    def held(cutter: Any, media: Media) -> Item:
+    def held(patchifier: Any, media: Media) -> Item:
         seen.append(media)
         reached.set()
         assert rig.gate.wait(60)
-        return prepare(cutter, media)
+        return prepare(patchifier, media)
 
     monkeypatch.setattr(decoder, "prepare", held)
     rig.open(processes=0, threads=1)
@@ -297,7 +297,7 @@ def test_no_file_is_left_open(rig: Rig) -> None:
 
 def test_a_size_that_is_not_the_headers_is_refused(rig: Rig) -> None:
     opened = rig.open()
-    plan = opened.cutter.spec.sizing.plan(Size(96, 96))
+    plan = opened.patchifier.spec.sizing.plan(Size(96, 96))
     wrong = opened.submit(Media("image", rig.media().data, plan, digest=""))
     with pytest.raises(InvalidMedia, match="size that its header says"):
         wrong.result(60)

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageDraw, ImageOps
 
 from actors.errors import InvalidMedia, TooLarge
+from actors.families import registry
 from actors.media.image import decode, prepare
-from actors.media.patchify import cutter_of
-from actors.models.packed import patchify
+from actors.media.patchify import cut_blocks, patchifier_of, resize
 from actors.options import ModelOptions
-from actors.spec import model_spec as spec
 from actors.types import Media, Size
 
 BICUBIC = Image.Resampling.BICUBIC
@@ -133,7 +132,7 @@ def test_too_many_pixels_for_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_patches_are_in_merge_block_order() -> None:
     height, width = 64, 96
     image = torch.arange(3 * height * width).view(3, height, width).remainder(251).byte()
-    patches = patchify(image, Size(width, height), patch=16, merge=2)
+    patches = cut_blocks(image, patch=16, merge=2)
     assert patches.shape == (24, 3 * 16 * 16)
     order = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3)]  # row, column: block after block
     for patch, (row, column) in zip(patches, order, strict=False):
@@ -146,7 +145,7 @@ def test_resizing_is_near_to_pillows(width: int, height: int) -> None:
     image = picture(width, height)
     # In two steps: which pass Pillow takes first depends on the shape, torch's first is over rows.
     theirs = image.resize((64, height), BICUBIC).resize((64, 64), BICUBIC)
-    patches = patchify(decode(encoded(image, "PNG")), Size(64, 64), patch=64, merge=1)
+    patches = cut_blocks(resize(decode(encoded(image, "PNG")), Size(64, 64)), patch=64, merge=1)
     ours = patches.view(3, 64, 64).permute(1, 2, 0).numpy()
     difference = np.abs(ours.astype(int) - np.asarray(theirs).astype(int))
     assert difference.max() <= 2
@@ -155,15 +154,15 @@ def test_resizing_is_near_to_pillows(width: int, height: int) -> None:
 
 def test_prepare_gives_the_plan_of_the_header_or_refuses() -> None:
     options = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
-    cutter = cutter_of(spec.read(options))
+    patchifier = patchifier_of(registry.read(options))
     data = encoded(picture(200, 100), "JPEG")
-    plan = cutter.spec.sizing.plan(Size(200, 100))
+    plan = patchifier.spec.sizing.plan(Size(200, 100))
     media = Media("image", data, plan, hashlib.sha256(data).hexdigest())
-    item = prepare(cutter, media)
+    item = prepare(patchifier, media)
     assert item.plan == plan
     assert isinstance(item.patches, np.ndarray)
     assert item.patches.shape == (plan.patches, 768)
     assert item.patches.dtype == np.uint8
-    other = cutter.spec.sizing.plan(Size(100, 200))
+    other = patchifier.spec.sizing.plan(Size(100, 200))
     with pytest.raises(InvalidMedia, match="header"):
-        prepare(cutter, replace(media, plan=other))
+        prepare(patchifier, replace(media, plan=other))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from actors.errors import EncodeFailed, InvalidMedia
+from actors.families import registry
 from actors.media.decode_worker import (
     answer_of,
     decode_in_place,
@@ -22,10 +23,9 @@ from actors.media.decode_worker import (
     unpacked,
 )
 from actors.media.image import prepare
-from actors.media.patchify import Cutter, cutter_of
+from actors.media.patchify import Patchifier, patchifier_of
 from actors.media.slab import Slab, size_of
 from actors.options import ModelOptions
-from actors.spec import model_spec as spec
 from actors.spec.checkpoint import Noted, find, preset_names
 from actors.types import Item, Media
 from encoder_service.config import LimitOptions
@@ -37,30 +37,30 @@ LIMITS = LimitOptions()
 SLAB_BYTES = 2**26
 
 
-def cutter(preset: str) -> Cutter:
+def patchifier(preset: str) -> Patchifier:
     """As another process knows it: by what is told."""
     options = ModelOptions(id=preset, load_format="dummy")
     files = Noted(find(options))
-    here = spec.read(options, files)
+    here = registry.read(options, files)
     there = spec_of(model_message(options, files.contents))
     assert there.fingerprint == here.fingerprint
-    return cutter_of(there)
+    return patchifier_of(there)
 
 
-def travelled(cutter: Cutter, media: Media, slab: Slab) -> Item | Exception:
+def travelled(patchifier: Patchifier, media: Media, slab: Slab) -> Item | Exception:
     """There and back, as between processes."""
-    size = size_of(media, cutter.shape(media.plan))
+    size = size_of(media, patchifier.shape(media.plan))
     offset = slab.take(size)
     assert offset is not None
     slab.write(offset, size, media)
     assert not slab.begun(offset, size)
     (sent,) = unpacked(packed([order_of(media, offset, size)]))
-    _, name, text = decode_in_place(cutter, sent, slab.bytes)
+    _, name, text = decode_in_place(patchifier, sent, slab.bytes)
     assert slab.begun(offset, size)
     if error := error_of(name, text):
         slab.give_back(offset)
         return error
-    return slab.item(offset, media.plan, cutter.shape(media.plan))
+    return slab.item(offset, media.plan, patchifier.shape(media.plan))
 
 
 def check(found: Item | Exception, expected: Item) -> None:
@@ -74,7 +74,7 @@ def check(found: Item | Exception, expected: Item) -> None:
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_patches_of_every_family(preset: str) -> None:
-    family, slab = cutter(preset), Slab(SLAB_BYTES)
+    family, slab = patchifier(preset), Slab(SLAB_BYTES)
     files = [jpeg(301, 207), encoded(opened().resize((64, 900)), "PNG")]
     sent = [probe(data, "image", family.spec, LIMITS) for data in files]
     if family.spec.video:
@@ -93,7 +93,7 @@ def slab() -> Iterator[Slab]:
 
 
 def test_errors_come_back_as_themselves(slab: Slab) -> None:
-    family = cutter("qwen3vl-tiny")
+    family = patchifier("qwen3vl-tiny")
     good = probe(jpeg(64, 64), "image", family.spec, LIMITS)
     bad = Media("image", good.data[:-300], good.plan, digest="")
     found, expected = travelled(family, bad, slab), None
@@ -106,7 +106,7 @@ def test_errors_come_back_as_themselves(slab: Slab) -> None:
 
 
 def test_a_block_is_free_when_no_view_of_it_is_left(slab: Slab) -> None:
-    family = cutter("qwen3vl-tiny")
+    family = patchifier("qwen3vl-tiny")
     media = probe(jpeg(64, 64), "image", family.spec, LIMITS)
     assert slab.take(SLAB_BYTES) == 0
     slab.write(0, SLAB_BYTES, media)

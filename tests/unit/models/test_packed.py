@@ -8,16 +8,18 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.models import packed
-from actors.types import Size
+from actors.media.patchify import cut_blocks
+from actors.models.layers.positions import bicubic_taps, places
+from actors.spec.sizing import WindowedSizing
 
 WINDOW = 4
+SIZING = WindowedSizing(14, 2, 0, 0, WINDOW)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (6, 10), (64, 64), (90, 34)])
 def test_bicubic_positions_are_torchs(rows: int, columns: int) -> None:
     table = torch.randn(24, 24, 8, generator=torch.Generator().manual_seed(0))
-    taps, weights = packed.bicubic_taps(packed.places(rows, columns, 1), rows, columns, 24)
+    taps, weights = bicubic_taps(places(rows, columns, 1), rows, columns, 24)
     ours = (table.flatten(0, 1)[taps] * weights[..., None]).sum(1)
     theirs = F.interpolate(table.permute(2, 0, 1)[None], size=(rows, columns), mode="bicubic")
     assert (ours - theirs[0].permute(1, 2, 0).flatten(0, 1)).abs().max() < 1e-4
@@ -27,7 +29,7 @@ def test_bicubic_positions_are_torchs(rows: int, columns: int) -> None:
 def test_there_are_never_more_windows_than_the_table_has_room_for(
     grids: list[tuple[int, int]],
 ) -> None:
-    windows = [packed.window_order(rows, columns, WINDOW)[1] for rows, columns in grids]
+    windows = [SIZING.order(2 * rows, 2 * columns)[1] for rows, columns in grids]
     tokens = sum(rows * columns for rows, columns in grids)
     assert sum(map(len, windows)) <= tokens // WINDOW + len(grids)
     assert sum(map(sum, windows)) == tokens
@@ -35,14 +37,14 @@ def test_there_are_never_more_windows_than_the_table_has_room_for(
 
 
 def test_windows_follow_each_other() -> None:
-    order, sizes = packed.window_order(3, 5, 2)
+    order, sizes = WindowedSizing(14, 2, 0, 0, window=2).order(6, 10)
     assert sizes == [4, 4, 2, 2, 2, 1]
     assert order.tolist() == [0, 1, 5, 6, 2, 3, 7, 8, 4, 9, 10, 11, 12, 13, 14]
 
 
 def test_padding_is_black_on_the_right_and_below() -> None:
     image = torch.full((3, 30, 29), 200, dtype=torch.uint8)
-    patches = packed.patchify(image, Size(width=29, height=30), patch=14, merge=2)
+    patches = cut_blocks(image, patch=14, merge=2)
     assert patches.shape == (16, 588)
     assert int((patches == 200).sum()) == 3 * 30 * 29
     assert patches[:4].min() == 200  # the first block is whole

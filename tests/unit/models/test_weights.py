@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from actors.errors import CheckpointError
+from actors.families.registry import read
 from actors.models import load as towers
-from actors.models.weights import INDEX, POOL, SINGLE, Dummy, load
+from actors.models.tensors import INDEX, POOL, SINGLE, Dummy, load
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Folder
-from actors.spec.model_spec import read
 from tests.small_presets import SMALL, write_small
 
 CPU = torch.device("cpu")
@@ -138,6 +138,7 @@ def test_dummy_weights_are_the_same_in_every_process() -> None:
 
 
 def test_dummy_weights_larger_than_their_pool_vary_and_no_two_are_equal() -> None:
+    shapes: dict[str, tuple[int, ...]]
     shapes = {f"{layer}.weight": (2, POOL - 7) for layer in range(3)}
     weights = Dummy(shapes, 0, CPU)
     rows = torch.cat(list(weights.values()))

@@ -8,7 +8,7 @@ from hashlib import sha256
 
 from starlette.testclient import TestClient
 
-from actors.spec.model_spec import read
+from actors.families.registry import read
 from actors.telemetry.metrics import EncoderMetrics
 from encoder_service.api.answer import model_card
 from encoder_service.api.http import build

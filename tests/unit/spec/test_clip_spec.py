@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from actors.errors import CheckpointError
+from actors.families import registry
 from actors.options import ModelOptions
-from actors.spec import model_spec as spec
-from actors.spec.anyres import AnyresSizing
 from actors.spec.checkpoint import Preset
 from actors.spec.sizing import FittedSizing, RoundingSizing, ShrinkingSizing
-from actors.spec.tiling import OneTile
+from actors.spec.tiles import AnyresSizing, OneTile
 from actors.types import Size
 from tests.unit.spec.test_tile_spec import CONFIGS, PROCESSOR, changed
 
@@ -36,7 +35,7 @@ LLAVA = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=0)
     ],
 )
 def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
-    model = spec.read(ModelOptions(id=preset, load_format="dummy"))
+    model = registry.read(ModelOptions(id=preset, load_format="dummy"))
     assert (model.family, model.sizing, model.width) == (family, sizing, width)
     assert (model.paths, model.deepstack) == (("default",), 0)
     assert model.kinds == (("image", "video") if family == "kimi_k25" else ("image",))
@@ -72,7 +71,7 @@ def test_what_is_not_supported_is_named(
     tmp_path: Path, preset: str, file: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        spec.read(changed(tmp_path, preset, file, change))
+        registry.read(changed(tmp_path, preset, file, change))
 
 
 ONEVISION, VIDEO_PROCESSOR = "llava-onevision-7b", "video_preprocessor_config.json"
@@ -101,25 +100,25 @@ def test_what_is_not_supported_of_llava_onevision_is_named(
     if file == VIDEO_PROCESSOR:
         (tmp_path / file).write_text(json.dumps(change))
     with pytest.raises(CheckpointError, match=message):
-        spec.read(options)
+        registry.read(options)
 
 
 def test_canvases_of_llava_onevision(tmp_path: Path) -> None:
     grid = {"image_grid_pinpoints": [[384, 384], [384, 1152]]}
     options = changed(tmp_path, ONEVISION, "config.json", grid)
-    sizing = spec.read(options).sizing
+    sizing = registry.read(options).sizing
     assert isinstance(sizing, AnyresSizing)
     assert (sizing.canvases, sizing.max_tiles, sizing.most_tiles) == (((1, 1), (1, 3)), 3, 9)
     (tmp_path / PROCESSOR).write_text(json.dumps({"image_grid_pinpoints": [[384, 384]]}))
     with pytest.raises(CheckpointError, match="and the image processor differ"):
-        spec.read(options)
+        registry.read(options)
 
 
 def test_frames_of_llava_onevision(tmp_path: Path) -> None:
     options = changed(tmp_path, ONEVISION, "config.json", {})
-    assert spec.read(options).max_frames_per_video == 32
+    assert registry.read(options).max_frames_per_video == 32
     (tmp_path / VIDEO_PROCESSOR).write_text(json.dumps({"num_frames": 8}))
-    assert spec.read(options).max_frames_per_video == 8
+    assert registry.read(options).max_frames_per_video == 8
 
 
 def test_a_siglip_tower_in_llava_stops_before_its_last_layer(tmp_path: Path) -> None:
@@ -127,19 +126,19 @@ def test_a_siglip_tower_in_llava_stops_before_its_last_layer(tmp_path: Path) -> 
     options = changed(tmp_path, "llava15-7b", "config.json", tower)
     square = Preset("siglip-so400m").files[PROCESSOR]
     (tmp_path / PROCESSOR).write_text(json.dumps(square))
-    model = spec.read(options)
+    model = registry.read(options)
     assert model.sizing == SIGLIP
     assert model.vision["used_layers"] == 26
     options = changed(tmp_path, "llava15-7b", "config.json", tower | {"vision_feature_layer": -1})
     (tmp_path / PROCESSOR).write_text(json.dumps(square))
     with pytest.raises(CheckpointError, match="only layers before the last"):
-        spec.read(options)
+        registry.read(options)
 
 
 def test_keys_that_published_files_leave_out(tmp_path: Path) -> None:
     options = changed(tmp_path, "clip-vit-l-336", "config.json", {"vision_config": {}})
     (tmp_path / PROCESSOR).write_text('{"size": 224, "crop_size": 224, "resample": 3}')
-    model = spec.read(options)
+    model = registry.read(options)
     assert model.sizing == OneTile(224, 32, 1, 1, 224, cropped=True, class_tokens=1)
     assert model.vision["num_hidden_layers"] == 12
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from actors.engine.budgets import model_capacity
 from actors.errors import CheckpointError
-from actors.models.views import order
+from actors.families import registry
+from actors.families.deepseek_ocr.tower import order
 from actors.options import GraphOptions, ModelOptions
-from actors.spec import model_spec as spec
-from actors.spec.crops import CropSizing
-from actors.spec.tiling import StretchedTiles
+from actors.spec.tiles import StretchedTiles
+from actors.spec.views import CropSizing
 from actors.types import Size
 from encoder_service import cli
 from tests.unit.spec.test_tile_spec import CONFIGS, changed
@@ -69,7 +69,7 @@ def test_rows_are_crops_in_one_grid_then_the_whole_then_the_separator() -> None:
 
 
 def test_the_preset_is_the_published_model() -> None:
-    model = spec.read(ModelOptions(id="deepseek-ocr", load_format="dummy"))
+    model = registry.read(ModelOptions(id="deepseek-ocr", load_format="dummy"))
     assert (model.family, model.sizing, model.width) == ("deepseek_ocr", OCR, 1280)
     assert (model.kinds, model.paths, model.deepstack) == (("image",), ("global", "local"), 0)
     assert model_capacity(GraphOptions(token_budgets=(13824,)), model).budgets == (
@@ -80,7 +80,7 @@ def test_the_preset_is_the_published_model() -> None:
 
 def test_the_processor_may_limit_crops(tmp_path: Path) -> None:
     limits = {"max_patches": 6, "image_mean": [0.4, 0.5, 0.6]}
-    model = spec.read(changed(tmp_path, "deepseek-ocr", "processor_config.json", limits))
+    model = registry.read(changed(tmp_path, "deepseek-ocr", "processor_config.json", limits))
     assert model.sizing == CropSizing(1024, StretchedTiles(640, 16, 4, max_tiles=6, min_tiles=2))
     assert (model.mean, model.std) == ((0.4, 0.5, 0.6), (0.5, 0.5, 0.5))
 
@@ -98,7 +98,7 @@ def test_other_models_of_the_same_type_are_refused(
     tmp_path: Path, file: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        spec.read(changed(tmp_path, "deepseek-ocr", file, change))
+        registry.read(changed(tmp_path, "deepseek-ocr", file, change))
 
 
 def test_the_config_can_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

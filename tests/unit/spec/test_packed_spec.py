@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from actors.errors import CheckpointError
+from actors.families import registry
 from actors.options import ModelOptions
-from actors.spec import model_spec as spec
 from actors.spec.checkpoint import Preset
 from actors.spec.sizing import CappedSizing, EnlargingSizing, PackedSizing
 
@@ -40,15 +40,15 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
     ],
 )
 def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
-    model = spec.read(ModelOptions(id=preset, load_format="dummy"))
+    model = registry.read(ModelOptions(id=preset, load_format="dummy"))
     assert (model.family, model.sizing, model.width, model.deepstack) == (family, sizing, width, 0)
 
 
 def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
     size = {"size": {"shortest_edge": 1, "longest_edge": 2}}
-    model = spec.read(changed(tmp_path, "qwen2vl-7b", PROCESSOR, size))
+    model = registry.read(changed(tmp_path, "qwen2vl-7b", PROCESSOR, size))
     assert model.sizing == PackedSizing(14, 2, 3136, 12845056)  # min_pixels and max_pixels win
-    model = spec.read(
+    model = registry.read(
         changed(tmp_path, "qwen2vl-7b", PROCESSOR, size | {"min_pixels": None, "max_pixels": None})
     )
     assert model.sizing == PackedSizing(14, 2, 1, 2)
@@ -70,4 +70,4 @@ def test_what_is_not_computed_is_refused(
     tmp_path: Path, preset: str, file: str, change: dict[str, Any]
 ) -> None:
     with pytest.raises(CheckpointError, match=f"{next(iter(change))}.*supported"):
-        spec.read(changed(tmp_path, preset, file, change))
+        registry.read(changed(tmp_path, preset, file, change))

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from actors.errors import CheckpointError
+from actors.families import registry
 from actors.options import ModelOptions
-from actors.spec import model_spec as spec
-from actors.spec import packed_spec, tile_spec, view_spec
 from actors.spec.checkpoint import Preset
 from actors.spec.sizing import PackedSizing
 
@@ -32,7 +31,7 @@ def write(
 
 
 def test_the_presets_are_the_published_models() -> None:
-    model = spec.read(ModelOptions(id="qwen3vl-8b", load_format="dummy"))
+    model = registry.read(ModelOptions(id="qwen3vl-8b", load_format="dummy"))
     assert (model.width, model.deepstack, model.weights) == (4096 * 4, 3, "dummy")
     assert model.sizing == PackedSizing(16, 2, 65536, 16777216)
     assert model.kinds == ("image", "video")
@@ -41,12 +40,12 @@ def test_the_presets_are_the_published_models() -> None:
 
 @pytest.mark.parametrize("architecture", ["qwen3_vl", "qwen3_vl_moe"])
 def test_dense_and_moe_are_one_family(tmp_path: Path, architecture: str) -> None:
-    model = spec.read(write(tmp_path, {"model_type": architecture}))
+    model = registry.read(write(tmp_path, {"model_type": architecture}))
     assert (model.family, model.weights) == ("qwen3_vl", "checkpoint")
 
 
 def test_defaults_without_a_processor(tmp_path: Path) -> None:
-    model = spec.read(write(tmp_path))
+    model = registry.read(write(tmp_path))
     assert (model.mean, model.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     assert model.sizing == PackedSizing(16, 2, 65536, 16777216)
 
@@ -63,7 +62,7 @@ def test_the_processors_settings_are_read(tmp_path: Path, nested: bool) -> None:
     }
     name = "processor_config.json" if nested else "preprocessor_config.json"
     processor = {"image_processor": settings} if nested else settings
-    model = spec.read(write(tmp_path, processor=processor, name=name))
+    model = registry.read(write(tmp_path, processor=processor, name=name))
     assert model.sizing == PackedSizing(16, 2, 1024, 2048)
     assert (model.mean, model.std) == ((0.1, 0.2, 0.3), (0.25, 0.25, 0.25))
 
@@ -74,24 +73,24 @@ def test_the_processors_settings_are_read(tmp_path: Path, nested: bool) -> None:
 )
 def test_other_preprocessing_is_refused(tmp_path: Path, setting: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=f"{next(iter(setting))} of the image processor"):
-        spec.read(write(tmp_path, processor=setting))
+        registry.read(write(tmp_path, processor=setting))
 
 
 def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="of the architecture 'llama'; supported are") as told:
-        spec.read(write(tmp_path, {"model_type": "llama"}))
-    for known in packed_spec.FAMILIES | tile_spec.FAMILIES | view_spec.FAMILIES:
+        registry.read(write(tmp_path, {"model_type": "llama"}))
+    for known in registry.readers():
         assert re.search(rf"\b{known}\b", str(told.value)), known
 
 
 def test_a_key_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="lacks or misstates 'patch_size'"):
-        spec.read(write(tmp_path, {"vision_config": {"deepstack_visual_indexes": []}}))
+        registry.read(write(tmp_path, {"vision_config": {"deepstack_visual_indexes": []}}))
 
 
 def test_no_config_at_all(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config.json"):
-        spec.read(ModelOptions(id=str(tmp_path)))
+        registry.read(ModelOptions(id=str(tmp_path)))
 
 
 def test_whatever_changes_the_embeddings_changes_the_fingerprint(tmp_path: Path) -> None:
@@ -103,9 +102,9 @@ def test_whatever_changes_the_embeddings_changes_the_fingerprint(tmp_path: Path)
         ModelOptions(id="qwen3vl-tiny", load_format="dummy"),
         ModelOptions(id="qwen3vl-8b", load_format="dummy"),
     ]
-    fingerprints = [spec.read(model).fingerprint for model in models]
+    fingerprints = [registry.read(model).fingerprint for model in models]
     fingerprints.append(
-        spec.read(write(tmp_path, processor={"image_mean": [0.4, 0.4, 0.4]})).fingerprint
+        registry.read(write(tmp_path, processor={"image_mean": [0.4, 0.4, 0.4]})).fingerprint
     )
     assert len(set(fingerprints)) == len(fingerprints)
-    assert spec.read(write(tmp_path)).fingerprint == fingerprints[0]
+    assert registry.read(write(tmp_path)).fingerprint == fingerprints[0]

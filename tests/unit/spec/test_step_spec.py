@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from actors.errors import CheckpointError
+from actors.families import registry
 from actors.options import ModelOptions
-from actors.spec import model_spec as spec
 from actors.spec.sizing import PATHS
-from actors.spec.windows import PaddedWindows, WindowSizing
+from actors.spec.views import PaddedWindows, WindowSizing
 from encoder_service import cli
 from tests.unit.spec.test_tile_spec import CONFIGS, PROCESSOR, changed
 
@@ -23,7 +23,7 @@ CUT = (728, 504, 3024, 14, 4)
     [("step3vl-10b", "step3p7", 4096), ("step3-321b", "step3_vl", 7168)],
 )
 def test_presets(preset: str, family: str, width: int) -> None:
-    model = spec.read(ModelOptions(id=preset, load_format="dummy"))
+    model = registry.read(ModelOptions(id=preset, load_format="dummy"))
     assert (model.family, model.width, model.paths) == (family, width, PATHS)
     assert model.sizing == PaddedWindows(*CUT)
     assert model.mean == (0.48145466, 0.4578275, 0.40821073)
@@ -31,14 +31,14 @@ def test_presets(preset: str, family: str, width: int) -> None:
 
 def test_step_3_7_is_cut_as_transformers_does_and_its_processor_says(tmp_path: Path) -> None:
     options = changed(tmp_path, "step3vl-10b", "config.json", {"model_type": "step3p7"})
-    assert spec.read(options).sizing == WindowSizing(*CUT)
+    assert registry.read(options).sizing == WindowSizing(*CUT)
     (tmp_path / PROCESSOR).write_text(
         '{"size": {"height": 448, "width": 448}, "patch_size": 336, "max_image_size": 2016}'
     )
-    assert spec.read(options).sizing == WindowSizing(448, 336, 2016, 14, 4)
+    assert registry.read(options).sizing == WindowSizing(448, 336, 2016, 14, 4)
     (tmp_path / PROCESSOR).write_text('{"patch_size": 14}')
     with pytest.raises(CheckpointError, match="a view of 14 pixels: only whole tokens"):
-        spec.read(options)
+        registry.read(options)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_the_tower_does_not_do_is_refused(
     tmp_path: Path, preset: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        spec.read(changed(tmp_path, preset, "config.json", change))
+        registry.read(changed(tmp_path, preset, "config.json", change))
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from actors.errors import CheckpointError
+from actors.families import registry
 from actors.options import ModelOptions
-from actors.spec import model_spec as spec
 from actors.spec.checkpoint import Preset
-from actors.spec.tiling import PaddedTiles, StretchedTiles
+from actors.spec.tiles import PaddedTiles, StretchedTiles
 from encoder_service import cli
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -39,7 +39,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
     ],
 )
 def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
-    model = spec.read(ModelOptions(id=preset, load_format="dummy"))
+    model = registry.read(ModelOptions(id=preset, load_format="dummy"))
     assert (model.family, model.sizing, model.width) == (family, sizing, width)
     assert (model.paths, model.deepstack) == (("default",), 0)
     videos = ("video",) if family.startswith("internvl") else ()
@@ -49,7 +49,7 @@ def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
 def test_without_a_processor_the_means_are_those_of_imagenet(tmp_path: Path) -> None:
     options = changed(tmp_path, "internvl3-8b", "", {})
     (tmp_path / "preprocessor_config.json").unlink()
-    model = spec.read(options)
+    model = registry.read(options)
     assert (model.mean, model.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert model.sizing == STRETCHED
 
@@ -59,11 +59,11 @@ def test_tiles_are_limited_by_the_processor_or_by_the_chat_models_own_config(
 ) -> None:
     limits = {"min_patches": 2, "max_patches": 6}
     options = changed(tmp_path, "internvl3-8b", "preprocessor_config.json", limits)
-    assert spec.read(options).sizing == StretchedTiles(448, 14, 2, 6, 2)
+    assert registry.read(options).sizing == StretchedTiles(448, 14, 2, 6, 2)
     options = changed(tmp_path, "internvl3-78b", "config.json", {"max_dynamic_patch": 24})
-    assert spec.read(options).sizing == StretchedTiles(448, 14, 2, 24, 1)
+    assert registry.read(options).sizing == StretchedTiles(448, 14, 2, 24, 1)
     options = changed(tmp_path, "internvl3-78b", "config.json", {"max_dynamic_patch": None})
-    assert spec.read(options).sizing == StretchedTiles(448, 14, 2, 6, 1)
+    assert registry.read(options).sizing == StretchedTiles(448, 14, 2, 6, 1)
 
 
 PROCESSOR = "preprocessor_config.json"
@@ -99,7 +99,7 @@ def test_what_the_tower_does_not_do_is_refused(
     tmp_path: Path, preset: str, file: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        spec.read(changed(tmp_path, preset, file, change))
+        registry.read(changed(tmp_path, preset, file, change))
 
 
 @pytest.mark.parametrize(

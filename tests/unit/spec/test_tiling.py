@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from actors.engine.budgets import graduated
 from actors.spec.sizing import Sizing
-from actors.spec.tiling import PaddedTiles, StretchedTiles
+from actors.spec.tiles import PaddedTiles, StretchedTiles
 from actors.types import Size
 from tests import llama4
 

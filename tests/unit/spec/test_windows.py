@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from actors.errors import TooLarge
 from actors.spec.sizing import MAX_ASPECT, ViewSizing
-from actors.spec.windows import PaddedWindows, WindowSizing
+from actors.spec.views import PaddedWindows, WindowSizing
 from actors.types import Size
 from tests.step3p7 import Processor
 

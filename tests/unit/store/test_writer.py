@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.families.registry import read
 from actors.options import ModelOptions
-from actors.spec.model_spec import read
 from actors.store import writer
 from actors.store.cache import EmbeddingCache
 from actors.store.writer import Batch, RowWriter

@@ -1,0 +1,1 @@
+"""DeepSeek-OCR: SAM, then CLIP, over the whole image and its crops."""

@@ -1,0 +1,292 @@
+"""DeepSeek-OCR's towers, SAM and then CLIP, and the linear layer to the language model's width.
+
+Computes what deepseek-ai/DeepSeek-OCR computes (in transformers: unlimited_ocr). Tensor names are
+the checkpoint's own (`seperator` and `layrnorm`, too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.errors import CheckpointError
+from actors.families.deepseek_ocr import sam
+from actors.kernels.attention import Attention, Values
+from actors.models.layers.block import Affine, BlocksForm, Style, layer_norm
+from actors.models.layers.patches import centred
+from actors.models.layers.weights import (
+    CLIP_NAMES,
+    BlockNames,
+    Expected,
+    Weights,
+    affine,
+    expected_blocks,
+    stated,
+)
+from actors.models.tower import Family
+from actors.models.views import ViewTower
+from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import PATHS
+from actors.spec.tiles import Layout
+from actors.spec.views import CropSizing
+from actors.types import ItemPlan
+
+PREFIXES = (
+    *("model.sam_model.", "model.vision_model.", "model.projector."),
+    *("model.image_", "model.view_"),
+)
+
+UNUSED = frozenset({"embeddings.patch_embedding.weight", "embeddings.position_ids"})
+"""CLIP's own patch embedding: its patches are SAM's features."""
+
+WINDOW = 14
+NECK_CHANNELS = 256
+MLP_RATIO = 4
+CLIP_EPSILON = 1e-5
+"""These four are constants of the published code."""
+
+SAM_BLOCKS = BlockNames(up=("mlp.lin1",), down="mlp.lin2")
+
+NEWLINE = -1
+"""Marks a newline in an order of rows."""
+
+
+def family(spec: ModelSpec) -> Family[Weights]:
+    return Family(PREFIXES, expected, OcrSizes.of, parts, DeepseekOcrTower, UNUSED)
+
+
+def parts(spec: ModelSpec, weights: Weights) -> Weights:
+    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerSizes:
+    """The sizes of one tower."""
+
+    depth: int
+    width: int
+    heads: int
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
+
+@dataclass(frozen=True, slots=True)
+class OcrSizes:
+    """`vision_config`, as far as the towers depend on it."""
+
+    sam: TransformerSizes
+    clip: TransformerSizes
+    whole_view: frozenset[int]
+    """SAM's layers without windows."""
+    halving: tuple[int, int]
+    """Channels after each of the convolutions that end SAM."""
+    clip_side: int
+    """Of CLIP's table of positions."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> OcrSizes:
+        """Raises CheckpointError for what these towers do not compute."""
+        with stated(spec):
+            towers = spec.vision["width"]
+            sam, clip = towers["sam_vit_b"], towers["clip-l-14-224"]
+            first, second = sam["downsample_channels"]
+            if second != clip["width"]:
+                raise ValueError(f"downsample_channels {second}: CLIP's width is {clip['width']}")
+            return cls(
+                sam=TransformerSizes(sam["layers"], sam["width"], sam["heads"]),
+                clip=TransformerSizes(clip["layers"], clip["width"], clip["heads"]),
+                whole_view=frozenset(sam["global_attn_indexes"]),
+                halving=(int(first), int(second)),
+                clip_side=clip["image_size"] // clip["patch_size"],
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Of CLIP; SAM has its own attention."""
+        return self.clip.head_size
+
+
+def expected(spec: ModelSpec) -> Expected:
+    sizes, sizing = OcrSizes.of(spec), crop_sizing(spec)
+    clip, channels = sizes.clip.width, NECK_CHANNELS
+    first, second = sizes.halving
+    return {
+        **expected_sam(sizes, sizing),
+        **affine("neck.0", (channels, sizes.sam.width, 1, 1), bias=False),
+        **affine("neck.1", (channels,)),
+        **affine("neck.2", (channels, channels, 3, 3), bias=False),
+        **affine("neck.3", (channels,)),
+        **affine("net_2", (first, channels, 3, 3), bias=False),
+        **affine("net_3", (second, first, 3, 3), bias=False),
+        "embeddings.class_embedding": (clip,),
+        "embeddings.position_embedding.weight": (sizes.clip_side**2 + 1, clip),
+        **affine("pre_layrnorm", (clip,)),
+        **expected_blocks(CLIP_NAMES, sizes.clip.depth, clip, MLP_RATIO * clip),
+        **affine("layers", (spec.width, clip + second)),
+        "newline": (spec.width,),
+        "seperator": (spec.width,),
+    }
+
+
+def expected_sam(sizes: OcrSizes, sizing: CropSizing) -> Expected:
+    """SAM's layers, and what is before them."""
+    width, side = sizes.sam.width, sizing.side_patches[0]
+    patch = sizing.crops.patch_size
+    shapes: Expected = {
+        **affine("patch_embed.proj", (width, 3, patch, patch)),
+        "pos_embed": (1, side, side, width),
+    }
+    shapes |= expected_blocks(SAM_BLOCKS, sizes.sam.depth, width, MLP_RATIO * width)
+    for layer in range(sizes.sam.depth):
+        trained = side if layer in sizes.whole_view else WINDOW
+        table = (2 * trained - 1, sizes.sam.head_size)
+        shapes |= {f"blocks.{layer}.attn.rel_pos_{axis}": table for axis in "hw"}
+    return shapes
+
+
+def crop_sizing(spec: ModelSpec) -> CropSizing:
+    """The spec's sizing. Raises CheckpointError if it is of another kind."""
+    if not isinstance(spec.sizing, CropSizing):
+        raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing with crops")
+    return spec.sizing
+
+
+@dataclass(frozen=True, slots=True)
+class ViewTables:
+    """What one path adds to its views, all of which have one size."""
+
+    side: int
+    """Patches per side."""
+    positions: Tensor
+    """[side, side, width of SAM], with the bias of the patch embedding."""
+    relatives: Sequence[sam.Relative]
+    """One per layer of SAM."""
+    start: Tensor
+    """[1 + tokens, width of CLIP]: the class token, then positions."""
+
+
+class DeepseekOcrTower(ViewTower):
+    """Both towers, one after the other."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        attention: Attention,
+        blocks: BlocksForm,
+    ) -> None:
+        super().__init__(spec, attention)
+        self.sizing = crop_sizing(spec)
+        self.sizes = sizes = OcrSizes.of(spec)
+        self.device = weights.device
+        self.embedding = weights.embedding("patch_embed.proj", spec.mean, spec.std)
+        self.sam = [
+            sam.SamLayer(layer, 0 if index in sizes.whole_view else WINDOW)
+            for index, layer in enumerate(weights.blocks(SAM_BLOCKS, sizes.sam.depth))
+        ]
+        self.neck = neck(weights)
+        self.before_clip = weights.affine("pre_layrnorm")
+        style = Style(sizes.clip.heads, "quick_gelu", CLIP_EPSILON)
+        self.clip = blocks(weights.blocks(CLIP_NAMES, sizes.clip.depth), style, attention, ())
+        self.projector = weights.affine("layers")
+        self.newline = weights.place(weights.tensors["newline"])[None]
+        self.separator = weights.place(weights.tensors["seperator"])[None]
+        self.tables = {
+            path: tables(weights, sizes, self.embedding, side)
+            for path, side in zip(PATHS, self.sizing.side_patches, strict=True)
+        }
+
+    def view_rows(self, path: str) -> int:
+        return len(self.tables[path].start)
+
+    def forward(self, path: str, values: Values) -> Tensor:
+        """See Tower. `global` ends each row of tokens in a newline."""
+        table = self.tables[path]
+        x = F.linear(centred(values["patches"], self.dtype), self.embedding.weight)
+        x = x.view(-1, table.side, table.side, x.shape[1]) + table.positions
+        for layer, relative in zip(self.sam, table.relatives, strict=True):
+            x = sam.forward(x, layer, relative, self.sizes.sam.heads)
+        features = self.neck(x)
+        y = F.pad(features, (0, 0, 1, 0)) + table.start
+        y = layer_norm(y, self.before_clip, CLIP_EPSILON)
+        y, _ = self.clip(y.flatten(0, 1), None, None, values)
+        y = y.view(-1, *table.start.shape)[:, 1:]
+        rows = F.linear(torch.cat([y, features], -1), self.projector.weight, self.projector.bias)
+        if path == "local":
+            return rows.flatten(0, 1)
+        side = self.sizing.image_side
+        newlines = self.newline.expand(len(rows), side, 1, -1)
+        return torch.cat([rows.unflatten(1, (side, side)), newlines], 2).flatten(0, 2)
+
+    def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
+        """See Tower. Per item its crops as one grid, then the whole, then the separator."""
+        whole, crops = outputs
+        places = order(plans, self.sizing, len(whole), len(crops))
+        if self.device.type == "cuda":  # so that the engine's thread does not wait for the copy
+            places = places.pin_memory().to(self.device, non_blocking=True)
+        return torch.cat([whole, crops, self.newline, self.separator]).index_select(0, places)
+
+
+def neck(weights: Weights) -> sam.Neck:
+    """What ends SAM."""
+    narrow, mix, *halving = (
+        weights.place(weights.tensors[f"{name}.weight"])
+        for name in ("neck.0", "neck.2", "net_2", "net_3")
+    )
+    return sam.Neck(narrow, weights.affine("neck.1"), mix, weights.affine("neck.3"), halving)
+
+
+def tables(weights: Weights, sizes: OcrSizes, embedding: Affine, side: int) -> ViewTables:
+    """For views of `side` x `side` patches."""
+    named = weights.tensors
+    positions = weights.place(sam.resampled(named["pos_embed"][0], side)) + embedding.bias
+    known = named["embeddings.position_embedding.weight"].float()
+    grid = known[1:].view(sizes.clip_side, sizes.clip_side, -1)
+    first = known[:1] + named["embeddings.class_embedding"].float()
+    relatives = []
+    for index in range(sizes.sam.depth):
+        rows, columns = (named[f"blocks.{index}.attn.rel_pos_{axis}"] for axis in "hw")
+        square = side if index in sizes.whole_view else WINDOW
+        relatives.append(sam.relative_positions(rows, columns, square, weights.place))
+    rest = sam.resampled(grid, side // sam.SHRINKING).flatten(0, 1)
+    return ViewTables(
+        side=side,
+        positions=positions,
+        relatives=relatives,
+        start=weights.place(torch.cat([first, rest])),
+    )
+
+
+def order(plans: Sequence[ItemPlan], sizing: CropSizing, whole: int, crops: int) -> Tensor:
+    """Where to find each row of the items: int64 [tokens of all items].
+
+    Indices into the `whole` rows of the global path, then the `crops` rows of the local path, then
+    the newline, then the separator.
+    """
+    image_tokens, crop_tokens = sizing.view_tokens
+    parts, before = [], whole
+    for index, plan in enumerate(plans):
+        if count := plan.path_tokens[1] // crop_tokens:
+            columns = plan.grid_thw[2] // sizing.crops.side_patches
+            grid = crop_grid((count // columns, columns), sizing.crop_side)
+            parts.append(torch.where(grid == NEWLINE, whole + crops, grid + before))
+            before += plan.path_tokens[1]
+        parts.append(torch.arange(index * image_tokens, (index + 1) * image_tokens))
+        parts.append(torch.tensor([whole + crops + 1]))
+    return torch.cat(parts)
+
+
+@lru_cache(maxsize=64)
+def crop_grid(layout: Layout, side: int) -> Tensor:
+    """Rows of an item's crops in the order of one grid, with a newline after each of its rows."""
+    rows, columns = layout
+    places = torch.arange(rows * columns * side**2).view(rows, columns, side, side)
+    grid = places.transpose(1, 2).reshape(rows * side, columns * side)
+    return F.pad(grid, (0, 1), value=NEWLINE).flatten()

@@ -1,0 +1,103 @@
+"""The vision tower of GLM-4.1V, GLM-4.5V and GLM-4.6V: RMS norms, SwiGLU, bicubic positions.
+
+Computes what transformers.models.glm4v computes in Glm4vVisionModel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.models.layers.block import Style, layer_norm, rms_norm, swiglu
+from actors.models.layers.positions import Positions, bicubic_taps
+from actors.models.layers.weights import (
+    BlockNames,
+    Dimensions,
+    Expected,
+    Weights,
+    affine,
+    expected_blocks,
+)
+from actors.models.packed import PackedParts, PackedTower
+from actors.models.tower import Family
+from actors.spec.model_spec import ModelSpec
+
+PREFIXES = ("model.visual.", "visual.")
+"""As published, and in older copies."""
+
+NAMES = BlockNames(
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    unbiased=frozenset(
+        {
+            *("norm1", "norm2", "attn.qkv", "attn.proj"),
+            *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        }
+    ),
+)
+
+MERGER_EPSILON = 1e-5
+"""torch's default for LayerNorm: the configuration does not say."""
+
+
+def family(spec: ModelSpec) -> Family[PackedParts]:
+    return Family(PREFIXES, expected, dimensions, parts, PackedTower)
+
+
+def dimensions(spec: ModelSpec) -> Dimensions:
+    # The blocks' MLP is as wide as the rows of the embedding; intermediate_size is the merger's.
+    return Dimensions.read(spec, mlp_width="out_hidden_size")
+
+
+def expected(spec: ModelSpec) -> Expected:
+    tower = dimensions(spec)
+    patch = (3, int(spec.vision["temporal_patch_size"]), tower.patch_size, tower.patch_size)
+    side = int(spec.vision["image_size"]) // tower.patch_size
+    inner = int(spec.vision["intermediate_size"])
+    return {
+        **affine("patch_embed.proj", (tower.width, *patch)),
+        **affine("post_conv_layernorm", (tower.width,), bias=False),
+        **affine("embeddings.position_embedding", (side**2, tower.width), bias=False),
+        **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width),
+        **affine("post_layernorm", (tower.width,), bias=False),
+        **affine("downsample", (spec.width, tower.width, tower.merge_size, tower.merge_size)),
+        **affine("merger.proj", (spec.width, spec.width), bias=False),
+        **affine("merger.post_projection_norm", (spec.width,)),
+        **affine("merger.gate_proj", (inner, spec.width), bias=False),
+        **affine("merger.up_proj", (inner, spec.width), bias=False),
+        **affine("merger.down_proj", (spec.width, inner), bias=False),
+    }
+
+
+def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
+    tower = dimensions(spec)
+    epsilon = float(spec.vision["rms_norm_eps"])
+    first, last = weights.affine("post_conv_layernorm"), weights.affine("post_layernorm")
+    # The patches of a token are adjacent, each with all its channels.
+    downsample = weights.place(weights.tensors["downsample.weight"].permute(0, 2, 3, 1).flatten(1))
+    downsample_bias = weights.place(weights.tensors["downsample.bias"])
+    proj, norm = weights.affine("merger.proj"), weights.affine("merger.post_projection_norm")
+    up = weights.affine("merger.gate_proj", "merger.up_proj")
+    down = weights.affine("merger.down_proj")
+
+    def stem(x: Tensor) -> Tensor:
+        return rms_norm(x, first, epsilon)
+
+    def head(x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        x = rms_norm(x, last, epsilon).view(-1, tower.merged)
+        x = F.linear(F.linear(x, downsample, downsample_bias), proj.weight)
+        x = F.gelu(layer_norm(x, norm, MERGER_EPSILON))
+        return F.linear(swiglu(F.linear(x, up.weight)), down.weight)
+
+    table = weights.place(weights.tensors["embeddings.position_embedding.weight"])
+    return PackedParts(
+        embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
+        later=weights.later_embedding("patch_embed.proj", spec.std),
+        layers=weights.blocks(NAMES, tower.depth),
+        style=Style(tower.heads, "swiglu", epsilon=epsilon, norm="rms"),
+        head=head,
+        stem=stem,
+        positions=Positions(table, bicubic_taps, taps=16),
+    )

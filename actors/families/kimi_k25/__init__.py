@@ -1,0 +1,1 @@
+"""Kimi-K2.5: Kimi-VL's tower, with videos."""

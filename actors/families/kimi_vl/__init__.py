@@ -1,0 +1,1 @@
+"""Kimi-VL, whose tower is MoonViT."""

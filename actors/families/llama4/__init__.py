@@ -1,0 +1,1 @@
+"""Llama 4, Scout and Maverick."""

@@ -1,0 +1,49 @@
+"""LLaVA 1.5 and its relatives over CLIP or SigLIP: transformers.models.llava.
+
+Of the same `model_type` are Pixtral, and LLaVA-OneVision under the names of its own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from actors.families.clip.spec import CLIP_TOWER, DEFAULTS, SIGLIP_TOWER, one_tile
+from actors.families.llava_onevision.spec import llava_qwen
+from actors.families.pixtral.spec import pixtral
+from actors.options import ModelOptions
+from actors.spec.checkpoint import Files, Json
+from actors.spec.model_spec import ModelSpec
+from actors.spec.settings import Reader, only
+
+LLAMA_WIDTH = 4096
+"""What transformers takes for the width of a language model that does not say."""
+
+
+def llava(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+    if "mm_vision_tower" in config:
+        return llava_qwen(options, files, config)
+    only(config, {"projector_hidden_act": "gelu"}, "config.json")
+    kind = config["vision_config"].get("model_type")
+    if kind == "pixtral":
+        return pixtral(options, files, config)
+    if kind not in DEFAULTS:
+        towers = ", ".join([*DEFAULTS, "pixtral"])
+        raise ValueError(f"model_type of vision_config: {kind!r} is none of {towers}")
+    vision = DEFAULTS[kind] | config["vision_config"]
+    layer, depth = config.get("vision_feature_layer", -2), int(vision["num_hidden_layers"])
+    used = layer + (depth + 1 if layer < 0 else 0)
+    strategy = config.get("vision_feature_select_strategy", "default")
+    if kind == SIGLIP_TOWER and strategy != "full":
+        raise ValueError("vision_feature_select_strategy: SigLIP has no class to drop, only full")
+    if kind == SIGLIP_TOWER and used == depth:
+        raise ValueError(
+            "vision_feature_layer: of SigLIP only layers before the last are supported"
+        )
+    bias = config.get("multimodal_projector_bias", True)
+    vision |= {"used_layers": used, "projector_bias": bias}
+    width = config["text_config"].get("hidden_size", LLAMA_WIDTH)
+    class_tokens = int(kind == CLIP_TOWER and strategy == "full")
+    return one_tile("llava", "llava", options, files, vision, width, class_tokens)
+
+
+MODEL_TYPES: Mapping[str, Reader] = {"llava": llava}

@@ -1,0 +1,46 @@
+"""The vision tower of LLaVA: CLIP's or SigLIP's, with a projector.
+
+Computes what transformers.models.llava computes in LlavaMultiModalProjector, too.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.families.clip import tower as clip
+from actors.models.layers.weights import Expected, Weights, affine
+from actors.models.tiled import TileParts, TileTower
+from actors.models.tower import Family
+from actors.spec.model_spec import ModelSpec
+
+PREFIXES = tuple(
+    model + part
+    for model in ("", "model.")
+    for part in ("vision_tower.vision_model.", "vision_tower.", "multi_modal_projector.")
+)
+"""As published, and as transformers saves them today."""
+
+PROJECTOR = ("linear_1", "linear_2")
+
+
+def family(spec: ModelSpec) -> Family[TileParts]:
+    return Family(PREFIXES, expected, clip.dimensions, parts, TileTower, clip.unused(spec))
+
+
+def expected(spec: ModelSpec, projector: tuple[str, str] = PROJECTOR) -> Expected:
+    (up, down), bias = projector, bool(spec.vision["projector_bias"])
+    return {
+        **clip.layer_shapes(spec),
+        **affine(up, (spec.width, clip.dimensions(spec).width), bias=bias),
+        **affine(down, (spec.width, spec.width), bias=bias),
+    }
+
+
+def parts(spec: ModelSpec, weights: Weights, projector: tuple[str, str] = PROJECTOR) -> TileParts:
+    up, down = (weights.affine(name) for name in projector)
+
+    def head(x: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, up.weight, up.bias)), down.weight, down.bias)
+
+    return clip.parts(spec, weights, head)

@@ -1,0 +1,1 @@
+"""LLaVA-OneVision, under both schemes of tensor names."""

@@ -1,0 +1,118 @@
+"""The vision tower of LLaVA-OneVision: LLaVA's over SigLIP, and the order of its rows.
+
+Computes what transformers.models.llava_onevision computes in get_image_features, of each image as
+if it were alone in its prompt, and in get_video_features. The graph ends with the projector;
+removing the padding, scaling and pooling follow it, as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.errors import CheckpointError
+from actors.families.clip import tower as clip
+from actors.families.llava import tower as llava
+from actors.kernels.attention import Attention
+from actors.models.layers.block import BlocksForm
+from actors.models.layers.weights import Expected, Weights
+from actors.models.tiled import TileParts, TileTower
+from actors.models.tower import Family
+from actors.spec.model_spec import ModelSpec
+from actors.spec.tiles import AnyresSizing, Layout
+from actors.spec.video import PooledFrames
+from actors.types import ItemPlan
+
+PREFIXES = (*llava.PREFIXES, "image_", "model.image_")
+QWEN_PREFIXES = (
+    "model.vision_tower.vision_tower.vision_model.",
+    *("model.mm_projector.", "model.image_"),
+)
+"""Under the names of its own code, whose projector is called otherwise, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnevisionParts:
+    """On the tower's device."""
+
+    tiles: TileParts
+    newline: Tensor
+    """[1, width of a row]."""
+
+
+def family(spec: ModelSpec) -> Family[OnevisionParts]:
+    prefixes = QWEN_PREFIXES if is_qwen(spec) else PREFIXES
+    unused = clip.unused(spec)
+    return Family(prefixes, expected, clip.dimensions, parts, OnevisionTower, unused)
+
+
+def is_qwen(spec: ModelSpec) -> bool:
+    return spec.family == "llava_qwen"
+
+
+def projector(spec: ModelSpec) -> tuple[str, str]:
+    return ("0", "2") if is_qwen(spec) else llava.PROJECTOR
+
+
+def expected(spec: ModelSpec) -> Expected:
+    return llava.expected(spec, projector(spec)) | {"newline": (spec.width,)}
+
+
+def parts(spec: ModelSpec, weights: Weights) -> OnevisionParts:
+    newline = weights.place(weights.tensors["newline"])
+    return OnevisionParts(llava.parts(spec, weights, projector(spec)), newline[None])
+
+
+class OnevisionTower(TileTower):
+    """A tile tower. Per item it computes the tokens of all tiles, the whole image first."""
+
+    def __init__(
+        self, spec: ModelSpec, parts: OnevisionParts, attention: Attention, blocks: BlocksForm
+    ) -> None:
+        super().__init__(spec, parts.tiles, attention, blocks)
+        if not isinstance(spec.sizing, AnyresSizing) or not isinstance(spec.video, PooledFrames):
+            raise CheckpointError(f"model.id {spec.id!r}: this tower needs an AnyresSizing")
+        self.anyres, self.frames = spec.sizing, spec.video
+        self.newline = parts.newline
+
+    def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
+        computed = outputs[0].split([plan.path_tokens[0] for plan in plans])
+        rows = [
+            self.video_rows(tokens, plan) if plan.frames else self.image_rows(tokens, plan)
+            for tokens, plan in zip(computed, plans, strict=True)
+        ]
+        return torch.cat(rows)
+
+    def image_rows(self, tokens: Tensor, plan: ItemPlan) -> Tensor:
+        """transformers: pack_image_features."""
+        tile, side = self.anyres.tile_tokens, self.anyres.side_patches
+        rows, columns = plan.grid_thw[1:]
+        grid = tokens[tile:].view(rows // side, columns // side, side, side, -1)
+        grid = grid.transpose(1, 2).reshape(rows, columns, -1)
+        down, across = plan.kept
+        above, left = (rows - down) // 2, (columns - across) // 2
+        shown = resampled(
+            grid[None, above : above + down, left : left + across],
+            self.anyres.scaled((down, across)),
+        )[0]
+        newlines = self.newline.expand(len(shown), 1, -1)
+        return torch.cat([tokens[:tile], torch.cat([shown, newlines], 1).flatten(0, 1)])
+
+    def video_rows(self, tokens: Tensor, plan: ItemPlan) -> Tensor:
+        """transformers: apply_pooling. The last chunk of a video ends in the newline."""
+        side, pooled = self.frames.side, self.frames.frame_side
+        frames = tokens.view(plan.frames, side, side, -1)
+        rows = resampled(frames, (pooled, pooled)).flatten(0, 2)
+        return torch.cat([rows, self.newline]) if plan.tokens > len(rows) else rows
+
+
+def resampled(grids: Tensor, to: Layout) -> Tensor:
+    """[grids, rows, columns, width] to other rows and columns, bilinear as in transformers."""
+    if grids.shape[1:3] == to:
+        return grids
+    scaled = F.interpolate(grids.permute(0, 3, 1, 2), to, mode="bilinear")
+    return scaled.permute(0, 2, 3, 1)

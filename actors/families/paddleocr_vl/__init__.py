@@ -1,0 +1,1 @@
+"""PaddleOCR-VL: SigLIP at any size."""

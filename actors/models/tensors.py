@@ -1,0 +1,179 @@
+"""A tower's tensors, from the shards of a safetensors checkpoint that hold it, or random."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from actors.errors import CheckpointError
+from actors.models.layers.weights import Expected
+from actors.spec.checkpoint import Files
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""safetensors' names for the types of weights that are not quantised."""
+
+POOL = 2**22 - 3
+"""Size of the pool of normals that random weights are cut from. A prime, so that no two rows of a
+matrix, or layers of a tower, start at the same number."""
+
+QUANTISED = ("_scale", "_scale_inv", "scales", "qweight", "qzeros", "g_idx", "absmax", "quant_map")
+"""Suffixes of the tensors that accompany quantised weights."""
+
+
+def load(
+    files: Files,
+    prefixes: Sequence[str],
+    expected: Expected,
+    unused: Collection[str] = (),
+) -> dict[str, Tensor]:
+    """The tensors whose names start with a prefix, keyed without it, on the CPU.
+
+    In the checkpoint's own precision. Raises CheckpointError that names tensors which are missing,
+    unexpected, misshapen or quantised. `unused` tensors may be present and are not read.
+    """
+    weights: dict[str, Tensor] = {}
+    for shard, names in located(files, prefixes, expected, unused).items():
+        try:
+            with safe_open(shard, framework="pt") as tensors:
+                check(tensors, names, expected, shard)
+                weights |= {name: tensors.get_tensor(stored) for name, stored in names.items()}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{shard} cannot be read: {error}. Fetch it again") from error
+    return weights
+
+
+def located(
+    files: Files, prefixes: Sequence[str], expected: Expected, unused: Collection[str]
+) -> dict[Path, dict[str, str]]:
+    """By shard: the tower's tensors that it holds, and their names in the shard."""
+    index = files.read_json(INDEX)
+    shards: dict[str, str] = index.get("weight_map", {}) if index else single(files)
+    found: dict[str, str] = {}
+    for stored in sorted(shards):
+        prefix = next((prefix for prefix in prefixes if stored.startswith(prefix)), None)
+        if prefix is None:
+            continue
+        name = stored.removeprefix(prefix)
+        if name in unused:
+            continue
+        if name in found:
+            raise CheckpointError(f"the checkpoint has {name} twice: {found[name]} and {stored}")
+        found[name] = stored
+    reconcile(found, expected, prefixes)
+    located: dict[Path, dict[str, str]] = {}
+    for shard in sorted({shards[stored] for stored in found.values()}):
+        path = files.path(shard)
+        if path is None:
+            raise CheckpointError(f"the checkpoint's index names {shard}, which is not there")
+        located[path] = {name: stored for name, stored in found.items() if shards[stored] == shard}
+    return located
+
+
+def single(files: Files) -> dict[str, str]:
+    """Names in a checkpoint with one file."""
+    path = files.path(SINGLE)
+    if path is None:
+        raise CheckpointError(
+            f"the model has neither {INDEX} nor {SINGLE}: only safetensors checkpoints are read"
+        )
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            return dict.fromkeys(tensors.keys(), SINGLE)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Fetch it again") from error
+
+
+def reconcile(found: Iterable[str], expected: Expected, prefixes: Sequence[str]) -> None:
+    """Raises CheckpointError unless exactly the expected tensors were found."""
+    left_over = set(found) - set(expected)
+    if scales := [name for name in left_over if name.endswith(QUANTISED)]:
+        raise CheckpointError(
+            f"the vision tower is quantised: it has {some(scales)}. Quantised towers are not "
+            "supported: take the checkpoint in bfloat16"
+        )
+    missing = set(expected) - set(found)
+    if missing or left_over:
+        raise CheckpointError(
+            f"the checkpoint does not fit its config.json: under {' or '.join(prefixes)} "
+            f"{len(missing)} tensors are missing ({some(missing)}) "
+            f"and {len(left_over)} are left over ({some(left_over)})"
+        )
+
+
+def check(tensors: Any, names: Mapping[str, str], expected: Expected, shard: Path) -> None:
+    """Raises CheckpointError for wrong shapes and types in a shard's header."""
+    if absent := set(names.values()) - set(tensors.keys()):
+        raise CheckpointError(f"{shard} lacks {some(absent)}, which the index says it holds")
+    headers = {name: tensors.get_slice(stored) for name, stored in names.items()}
+    quantised = [
+        f"{name} {header.get_dtype()}"
+        for name, header in headers.items()
+        if header.get_dtype() not in DTYPES
+    ]
+    if quantised:
+        raise CheckpointError(
+            f"the vision tower is quantised: {some(quantised)}. Quantised towers are not "
+            "supported: take the checkpoint in bfloat16"
+        )
+    misshapen = [
+        f"{name} {header.get_shape()} instead of {list(expected[name])}"
+        for name, header in headers.items()
+        if tuple(header.get_shape()) != expected[name]
+    ]
+    if misshapen:
+        raise CheckpointError(f"tensors do not fit config.json: {some(misshapen)}")
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few."""
+    ordered = sorted(names)
+    rest = f" and {len(ordered) - 4} more" if len(ordered) > 4 else ""
+    return (", ".join(ordered[:4]) or "none") + rest
+
+
+class Dummy(Mapping[str, Tensor]):
+    """Random float32 weights on a device: the same in every process, on any device.
+
+    Matrices keep the variance of what they multiply, scales are about 1, biases small, so that
+    outputs are finite and differ; `faint` ones, by a part of their names, are a tenth of that. A
+    tensor is made when it is asked for, anew each time, and not kept: billions of parameters take
+    neither the time to draw them nor the memory to hold them.
+    """
+
+    def __init__(
+        self, expected: Expected, seed: int, device: torch.device, faint: Sequence[str] = ()
+    ) -> None:
+        self.expected = expected
+        self.faint = faint
+        drawn = torch.randn(POOL, generator=torch.Generator().manual_seed(seed))
+        self.pool = drawn.to(device)
+        counts = (prod(expected[name]) for name in sorted(expected))
+        self.starts = dict(zip(sorted(expected), accumulate(counts, initial=0), strict=False))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The values after those of the previous tensor in the pool, wrapping around."""
+        shape = self.expected[name]
+        values = self.pool[self.starts[name] % POOL :][: prod(shape)]
+        rounds, rest = divmod(prod(shape) - len(values), POOL)
+        values = torch.cat([values, *[self.pool] * rounds, self.pool[:rest]]).view(shape)
+        if len(shape) > 1:
+            values.mul_(values[0].numel() ** -0.5)
+        else:
+            values.mul_(0.1).add_(float(name.endswith("weight")))
+        return values.mul_(0.1) if any(part in name for part in self.faint) else values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.expected)
+
+    def __len__(self) -> int:
+        return len(self.expected)

@@ -1,0 +1,179 @@
+"""What the families' spec.py share: reading processors' settings and keys of config.json.
+
+Settings that preprocessing does not support raise ValueError with the key. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from actors.options import ModelOptions
+from actors.spec.checkpoint import Files, Json
+from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import Resample, Sizing
+from actors.spec.video import VideoSizing
+
+Reader = Callable[[ModelOptions, Files, Json], ModelSpec]
+"""From a model's options, files and config.json to its spec."""
+
+PIL_RESAMPLING: dict[Resample, int] = {"bilinear": 2, "bicubic": 3}
+"""PIL.Image.Resampling, as processors' JSON has it."""
+
+CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
+CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
+CLIP_PIXELS: Json = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+HALVES: Json = {"image_mean": 0.5, "image_std": 0.5}
+IMAGENET_PIXELS: Json = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+"""The mean and standard deviation of pixels, where the image processor does not say."""
+
+FRAMES_PER_GROUP = 2
+"""Of the Qwen-VL and GLM-V families. A tower with other groups takes images only."""
+
+
+def image_processor(files: Files, resample: Resample = "bicubic") -> Json:
+    """The image processor's settings; transformers 5 saves them inside processor_config.json."""
+    settings = files.read_json("preprocessor_config.json")
+    if settings is None:
+        settings = (files.read_json("processor_config.json") or {}).get("image_processor", {})
+    only(settings, fixed_steps(resample), "the image processor")
+    if abs((settings.get("rescale_factor") or 1 / 255) * 255 - 1) > 1e-6:
+        raise ValueError("rescale_factor of the image processor: only 1/255 is supported")
+    return dict(settings)
+
+
+def video_processor(files: Files) -> Json:
+    """The video processor's settings, in transformers' order of precedence.
+
+    Checkpoints older than video processors have those of the image processor.
+    """
+    together = (files.read_json("processor_config.json") or {}).get("video_processor")
+    for settings in (
+        together,
+        files.read_json("video_preprocessor_config.json"),
+        files.read_json("preprocessor_config.json"),
+    ):
+        if settings is not None:
+            return dict(settings)
+    return {}
+
+
+def fixed_steps(resample: Resample) -> Json:
+    """Settings of a processor that may be absent but not otherwise."""
+    steps = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
+    return {**steps, "resample": PIL_RESAMPLING[resample]}
+
+
+def only(settings: Json, fixed: Json, whose: str) -> None:
+    """Raises ValueError for a setting that is present and different."""
+    for key, value in fixed.items():
+        if settings.get(key) not in (None, value):
+            raise ValueError(f"{key} of {whose}: only {value} is supported")
+
+
+def image_spec(
+    family: str,
+    options: ModelOptions,
+    processor: Json,
+    vision: Json,
+    sizing: Sizing,
+    width: int,
+    *,
+    folder: str = "",
+    resample: Resample = "bicubic",
+    paths: tuple[str, ...] = ("default",),
+) -> ModelSpec:
+    """The spec of a family that takes images. `folder`: empty, if it is called as the family."""
+    return ModelSpec(
+        id=options.id,
+        revision=options.revision,
+        family=family,
+        folder=folder or family,
+        dtype=options.dtype,
+        dummy=options.load_format == "dummy",
+        sizing=sizing,
+        resample=resample,
+        width=int(width),
+        mean=rgb(processor["image_mean"]),
+        std=rgb(processor["image_std"]),
+        vision=vision,
+        paths=paths,
+    )
+
+
+def with_video(model: ModelSpec, settings: Json, video: VideoSizing) -> ModelSpec:
+    """The spec with videos, as far as the video processor's settings allow."""
+    only(settings, fixed_steps("bicubic"), "the video processor")
+    for key, value in (("image_mean", model.mean), ("image_std", model.std)):
+        if settings.get(key) is not None and rgb(settings[key]) != value:
+            raise ValueError(f"{key} of the video processor: only the image processor's {value}")
+    groups = int(model.vision.get("temporal_patch_size", video.group))
+    return replace(model, video=video) if groups == video.group else model
+
+
+def group_sizes(vision: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Patch size, merge size and frames per group."""
+    return int(vision["patch_size"]), int(vision["spatial_merge_size"]), FRAMES_PER_GROUP
+
+
+def frame_settings(settings: Json) -> tuple[float, int, int]:
+    """Frames per second, the fewest and the most frames."""
+    return (
+        float(settings.get("fps") or 2),
+        int(settings.get("min_frames") or 4),
+        int(settings.get("max_frames") or 768),
+    )
+
+
+def total_pixels(settings: Json, smallest: int, largest: int) -> tuple[int, int]:
+    """A range of pixels; transformers calls it `size`."""
+    size = {"shortest_edge": smallest, "longest_edge": largest} | (settings.get("size") or {})
+    return int(size["shortest_edge"]), int(size["longest_edge"])
+
+
+def pixel_range(processor: Json, smallest: int, largest: int) -> tuple[int, int]:
+    """The image processor's range, under today's names or those of 2024; else the defaults."""
+    shortest, longest = total_pixels(processor, smallest, largest)
+    return (
+        int(processor.get("min_pixels") or shortest),
+        int(processor.get("max_pixels") or longest),
+    )
+
+
+def rope_theta(vision: Json) -> float:
+    """Under today's name or that of 2024; else transformers' default."""
+    today = vision.get("rope_parameters") or {}
+    return float(today.get("rope_theta") or vision.get("rope_theta") or 10000.0)
+
+
+def tile_sides(vision: Json, processor: Json) -> dict[str, int]:
+    """`tile_pixels` and `patch_size` of a TileSizing."""
+    return {
+        "tile_pixels": tower_pixels(vision, processor.get("size")),
+        "patch_size": side(vision["patch_size"]),
+    }
+
+
+def tower_pixels(vision: Json, size: int | list[int] | dict[str, int] | None) -> int:
+    """The side of the tower's images, which must be the image processor's `size`."""
+    pixels = side(vision["image_size"])
+    if side(size or pixels) != pixels:
+        raise ValueError(f"size of the image processor: only the tower's {pixels} is supported")
+    return pixels
+
+
+def rgb(value: float | list[float]) -> tuple[float, float, float]:
+    """A value for each channel."""
+    red, green, blue = [value] * 3 if isinstance(value, int | float) else value
+    return float(red), float(green), float(blue)
+
+
+def side(value: int | list[int] | dict[str, int]) -> int:
+    """The side of a square, in whichever form JSON has it."""
+    if isinstance(value, int):
+        return value
+    one, *others = value.values() if isinstance(value, dict) else value
+    if others != [one]:
+        raise ValueError(f"a size of {value}: only squares are supported")
+    return int(one)

@@ -1,0 +1,268 @@
+"""Sizings in tiles: an image becomes a canvas of square tiles. Pure: no torch.
+
+A tile is one attention segment and gives a fixed number of tokens. Where there is more than one,
+another tile (the overview) shows the whole image once more.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from actors.errors import TooLarge
+from actors.types import ItemPlan, Size
+
+TILES_PER_BUDGET = 16
+"""Default of the largest budget where every image is one tile, so that images share a graph."""
+
+SCALED_OVER = 1.1
+"""LLaVA-OneVision scales rows and columns down only where they are too long by this factor."""
+
+Layout = tuple[int, int]
+"""Rows and columns of tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileSizing(ABC):
+    """How a tile is divided, whatever the rule that lays out the tiles. See Sizing."""
+
+    tile_pixels: int
+    """The side of a tile."""
+    patch_size: int
+    merge_size: int
+    """merge_size ** 2 patches give one token (pixel shuffle)."""
+    max_tiles: int
+    """Without the overview."""
+
+    @abstractmethod
+    def layout(self, size: Size) -> Layout:
+        """The canvas for an image of this size."""
+
+    @abstractmethod
+    def resized(self, size: Size) -> Size:
+        """The size of the image on its canvas; the rest is black."""
+
+    def corner(self, size: Size) -> tuple[int, int]:
+        """Left and upper edge of the canvas on the resized image, in pixels."""
+        return 0, 0
+
+    @property
+    def side_patches(self) -> int:
+        """Patches per side of a tile."""
+        return self.tile_pixels // self.patch_size
+
+    @property
+    def tile_tokens(self) -> int:
+        return (self.side_patches // self.merge_size) ** 2
+
+    def plan(self, size: Size) -> ItemPlan:
+        """See Sizing. `grid_thw` is that of the canvas alone, so that it tells the layout."""
+        rows, columns = self.layout(size)
+        tiles = with_overview(rows * columns)
+        tokens = tiles * self.tile_tokens
+        grid = (1, rows * self.side_patches, columns * self.side_patches)
+        return ItemPlan(grid, tiles * self.side_patches**2, tokens, (tokens,))
+
+    def token_range(self) -> tuple[int, int]:
+        """See Sizing. Every budget in between is a number of whole tiles."""
+        return self.tile_tokens, with_overview(self.max_tiles) * self.tile_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StretchedTiles(TileSizing):
+    """Stretches the image to the canvas with the nearest aspect ratio (InternVL)."""
+
+    min_tiles: int
+
+    def layout(self, size: Size) -> Layout:
+        """transformers.models.got_ocr2: get_optimal_tiled_canvas."""
+        aspect, area = size.width / size.height, size.width * size.height
+        best, best_distance = (1, 1), math.inf
+        for rows, columns in layouts(self.min_tiles, self.max_tiles):
+            distance = abs(aspect - columns / rows)
+            # Of two with the same aspect ratio the larger, unless it is over twice the image.
+            ample = area > 0.5 * self.tile_pixels**2 * rows * columns
+            if distance < best_distance or (distance == best_distance and ample):
+                best, best_distance = (rows, columns), distance
+        return best
+
+    def resized(self, size: Size) -> Size:
+        rows, columns = self.layout(size)
+        return Size(columns * self.tile_pixels, rows * self.tile_pixels)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedTiles(TileSizing):
+    """Pads the image, its aspect ratio kept, to the canvas that it fits best (Llama 4)."""
+
+    def layout(self, size: Size) -> Layout:
+        """transformers.models.llama4: get_best_fit, without `resize_to_max_canvas`."""
+        canvases = layouts(1, self.max_tiles)
+        # float32 as in transformers: canvases tie after rounding.
+        ratios = np.array(canvases) * self.tile_pixels / np.array([size.height, size.width])
+        scales = ratios.astype(np.float32).min(1)
+        enlarging = scales[scales >= 1]
+        scale = enlarging.min() if len(enlarging) else scales.max()
+        fitting = [canvas for canvas, one in zip(canvases, scales, strict=True) if one == scale]
+        return min(fitting, key=lambda canvas: canvas[0] * canvas[1])
+
+    def resized(self, size: Size) -> Size:
+        """transformers.models.llama4: get_max_res_without_distortion.
+
+        Enlarges only images that are smaller than a tile.
+        """
+        rows, columns = self.layout(size)
+        height = min(max(size.height, self.tile_pixels), rows * self.tile_pixels)
+        width = min(max(size.width, self.tile_pixels), columns * self.tile_pixels)
+        across, down = width / size.width, height / size.height
+        if across < down:
+            return Size(width, max(1, min(math.floor(size.height * across), height)))
+        return Size(max(1, min(math.floor(size.width * down), width)), height)
+
+
+@dataclass(frozen=True, slots=True)
+class OneTile(TileSizing):
+    """Every image is one tile, cut from a square picture of it (SigLIP, CLIP).
+
+    Pixels of the picture that fill no whole patch are dropped on the right and at the bottom.
+    """
+
+    picture_pixels: int
+    """The side of the picture."""
+    cropped: bool
+    """True: the picture is the centre of the image, whose shorter side it fills. False: all of the
+    image, stretched."""
+    class_tokens: int
+    """Rows of the embedding before those of the patches."""
+
+    def layout(self, size: Size) -> Layout:
+        return 1, 1
+
+    def resized(self, size: Size) -> Size:
+        """transformers: get_resize_output_image_size, with a shortest edge."""
+        side = self.picture_pixels
+        if not self.cropped:
+            return Size(side, side)
+        if size.width <= size.height:
+            return Size(side, side * size.height // size.width)
+        return Size(side * size.width // size.height, side)
+
+    def corner(self, size: Size) -> tuple[int, int]:
+        """transformers: center_crop."""
+        resized, side = self.resized(size), self.picture_pixels
+        return (resized.width - side) // 2, (resized.height - side) // 2
+
+    @property
+    def tile_tokens(self) -> int:
+        """Of its patches, and the class token."""
+        return self.class_tokens + (self.side_patches // self.merge_size) ** 2
+
+    def token_range(self) -> tuple[int, int]:
+        """See Sizing. The largest budget holds TILES_PER_BUDGET images, as they are small."""
+        return self.tile_tokens, TILES_PER_BUDGET * self.tile_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AnyresSizing(TileSizing):
+    """Pads the image to one of a list of canvases, after the overview (LLaVA-OneVision).
+
+    An image has fewer rows than tokens computed: padding gives no rows, a canvas of many tiles is
+    scaled down in rows and columns of tokens, and each row of tokens ends in a newline token.
+    """
+
+    picture_pixels: int
+    """The side of a tile on the canvas. Pixels that fill no whole patch are dropped on the right
+    and at the bottom of each."""
+    canvases: tuple[Layout, ...]
+    """In order of preference: of equally good ones the first is taken."""
+    most_tiles: int
+    """Canvases are scaled down to about the tokens of this many tiles."""
+
+    def layout(self, size: Size) -> Layout:
+        """transformers.image_processing_utils: select_best_resolution. Raises TooLarge."""
+        area, side = size.width * size.height, self.picture_pixels
+        best, most, least_wasted = None, 0, 0
+        for rows, columns in self.canvases:
+            width, height = columns * side, rows * side
+            scale = min(width / size.width, height / size.height)
+            shown = min(int(size.width * scale) * int(size.height * scale), area)
+            wasted = width * height - shown
+            if shown > most or (shown == most and best and wasted < least_wasted):
+                best, most, least_wasted = (rows, columns), shown, wasted
+        if best is None:
+            raise TooLarge(
+                f"an image of {size.width} x {size.height} pixels has nothing left of a side on "
+                "any canvas of this model: crop it"
+            )
+        return best
+
+    def resized(self, size: Size) -> Size:
+        """transformers.image_processing_utils: get_patch_output_size."""
+        rows, columns = self.layout(size)
+        width, height = columns * self.picture_pixels, rows * self.picture_pixels
+        across, down = width / size.width, height / size.height
+        if across < down:
+            return Size(width, min(math.ceil(size.height * across), height))
+        return Size(min(math.ceil(size.width * down), width), height)
+
+    def corner(self, size: Size) -> tuple[int, int]:
+        """Left and upper edge of the resized image, which is centred on its canvas, in pixels."""
+        rows, columns = self.layout(size)
+        resized = self.resized(size)
+        free = columns * self.picture_pixels - resized.width
+        return free // 2, (rows * self.picture_pixels - resized.height) // 2
+
+    def kept(self, size: Size) -> Layout:
+        """Rows and columns of tokens that show the image; transformers: unpad_image."""
+        rows, columns = (tiles * self.side_patches for tiles in self.layout(size))
+        if size.width / size.height > columns / rows:
+            shown = int(round(size.height * (columns / size.width), 7))
+            return rows - (rows - shown) // 2 * 2, columns
+        shown = int(round(size.width * (rows / size.height), 7))
+        return rows, columns - (columns - shown) // 2 * 2
+
+    def scaled(self, kept: Layout) -> Layout:
+        """Rows and columns of tokens after scaling down; transformers: pack_image_features."""
+        rows, columns = kept
+        ratio = math.sqrt(rows * columns / (self.most_tiles * self.tile_tokens))
+        if ratio <= SCALED_OVER:
+            return kept
+        return int(rows // ratio), int(columns // ratio)
+
+    def plan(self, size: Size) -> ItemPlan:
+        """See Sizing. `grid_thw` is the canvas; tokens are the overview, the rest and newlines."""
+        (rows, columns), side, kept = self.layout(size), self.side_patches, self.kept(size)
+        down, across = self.scaled(kept)
+        tiles = rows * columns + 1
+        return ItemPlan(
+            grid_thw=(1, rows * side, columns * side),
+            patches=tiles * side**2,
+            tokens=self.tile_tokens + down * (across + 1),
+            path_tokens=(tiles * self.tile_tokens,),
+            kept=kept,
+        )
+
+    def token_range(self) -> tuple[int, int]:
+        """See Sizing. One tile, as for a frame of a video, to the largest canvas with overview."""
+        return self.tile_tokens, (self.max_tiles + 1) * self.tile_tokens
+
+
+def with_overview(tiles: int) -> int:
+    """Tiles to encode for a canvas of this many."""
+    return tiles + 1 if tiles > 1 else 1
+
+
+@lru_cache
+def layouts(least: int, most: int) -> tuple[Layout, ...]:
+    """All layouts with `least` to `most` tiles: fewer first, then narrower first."""
+    found = [
+        (rows, columns)
+        for columns in range(1, most + 1)
+        for rows in range(1, most // columns + 1)
+        if rows * columns >= least
+    ]
+    return tuple(sorted(found, key=lambda layout: layout[0] * layout[1]))
