@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from actors.engine.two_paths import model_capacity
 from actors.errors import CheckpointError
 from actors.families import registry
-from actors.models.views import order
+from actors.families.deepseek_ocr.tower import order
 from actors.options import GraphOptions, ModelOptions
 from actors.spec.tiles import StretchedTiles
 from actors.spec.views import CropSizing
