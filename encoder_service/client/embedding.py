@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from encoder_service.engines.sglang import processor_output
-from encoder_service.engines.vllm import content_part
 from encoder_service.wire.tensors import to_array
 
 if TYPE_CHECKING:
@@ -71,10 +69,14 @@ class Embedding:
 
         For a reference, the part names it to a vLLM server that has EncoderServiceConnector.
         """
+        from encoder_service.engines.vllm import content_part  # which imports this file
+
         return content_part(self)
 
     def to_sglang(self) -> dict[str, Any]:
         """`image_data` or `video_data` for SGLang. For several: engines.sglang.processor_output."""
+        from encoder_service.engines.sglang import processor_output  # which imports this file
+
         return processor_output([self])
 
     def rows(self) -> bytes:

@@ -185,6 +185,7 @@ class StepTower(ViewTower):
         self, spec: ModelSpec, parts: StepParts, attention: Attention, blocks: BlocksForm
     ) -> None:
         super().__init__(spec, attention)
+        self.sizing = window_sizing(spec)
         self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
         self.blocks = blocks(parts.layers, parts.style, attention, ())
 
@@ -193,7 +194,7 @@ class StepTower(ViewTower):
 
     def forward(self, path: str, values: Values) -> Tensor:
         """See Tower. Rows beyond the last segment: finite, otherwise undefined."""
-        view, side = self.parts.views[path], self.views.side_patches[PATHS.index(path)]
+        view, side = self.parts.views[path], self.sizing.side_patches[PATHS.index(path)]
         rows, width = view.start.shape
         classes = rows - side**2
         x = F.linear(centred(values["patches"], self.dtype), self.parts.embedding)

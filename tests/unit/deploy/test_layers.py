@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[3]
 LAYERS = ("actors", "router", "encoder_service")  # each may import itself and those before it
 WITHOUT_TORCH = (
     "actors/spec",
+    "actors/families/registry.py",
+    *(str(path.relative_to(ROOT)) for path in (ROOT / "actors/families").glob("*/spec.py")),
     "actors/options.py",
     "actors/types.py",
     "actors/errors.py",
@@ -148,3 +150,73 @@ def test_the_client_stands_alone(path: Path) -> None:
 def test_it_never_loads_torch(path: Path) -> None:
     for file in closure(path):
         assert not roots(file) & {"torch", "transformers"} or file.name in LAZY_TORCH, file
+
+
+def module_level(path: Path) -> set[Path]:
+    """Files of ours that a file imports when it is imported, or for type checks."""
+    names: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(path.read_text())]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {name for name in found if file_of(name)}
+            # `from package import module` needs the module, not what else the package imports.
+            names |= modules | ({node.module or ""} if found - modules else set())
+        todo += ast.iter_child_nodes(node)
+    return {file for name in names if (file := file_of(name))} - {path}
+
+
+def cycles(graph: dict[Path, set[Path]]) -> set[tuple[str, ...]]:
+    """The strongly connected files, more than one each (Tarjan)."""
+    index: dict[Path, int] = {}
+    low: dict[Path, int] = {}
+    stack: list[Path] = []
+    found: set[tuple[str, ...]] = set()
+
+    def visit(node: Path) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            group = [stack.pop()]
+            while group[-1] != node:
+                group.append(stack.pop())
+            if len(group) > 1:
+                found.add(tuple(sorted(map(name_of, group))))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_no_files_import_each_other() -> None:
+    assert cycles({path: module_level(path) for path in modules()}) == set()
+
+
+def test_a_cycle_is_found() -> None:
+    a, b, c = (ROOT / f"{name}.py" for name in "abc")
+    assert cycles({a: {b}, b: {c}, c: {b}}) == {("b.py", "c.py")}
+
+
+def test_families_do_not_import_the_registry_nor_what_loads_them() -> None:
+    for path in files_of(("actors/families",)):
+        if path.name in ("spec.py", "tower.py"):
+            names = set(map(name_of, closure(path)))
+            assert not names & {"actors/families/registry.py", "actors/models/load.py"}, path
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_folder_has_too_many_files(layer: str) -> None:
+    for folder in {path.parent for path in modules() if name_of(path).startswith(layer)}:
+        assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder

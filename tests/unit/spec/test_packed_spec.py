@@ -12,7 +12,7 @@ from actors.errors import CheckpointError
 from actors.families import registry
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset
-from actors.spec.sizing import CappedSizing, EnlargingSizing, PackedSizing
+from actors.spec.sizing import CappedSizing, EnlargingSizing, PackedSizing, WindowedSizing
 
 CONFIG, VISION, PROCESSOR = "config.json", "vision_config", "preprocessor_config.json"
 
@@ -34,7 +34,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
     [
         ("qwen35-27b", "qwen3_5", PackedSizing(16, 2, 65536, 16777216), 5120),
         ("qwen2vl-7b", "qwen2_vl", PackedSizing(14, 2, 3136, 12845056), 3584),
-        ("qwen25vl-7b", "qwen2_5_vl", PackedSizing(14, 2, 3136, 12845056), 3584),
+        ("qwen25vl-7b", "qwen2_5_vl", WindowedSizing(14, 2, 3136, 12845056, 4), 3584),
         ("glm41v-9b", "glm4v", EnlargingSizing(14, 2, 6272, 4816896), 4096),
         ("kimivl-a3b", "kimi_vl", CappedSizing(14, 2, 4096, 512), 2048),
     ],
