@@ -230,8 +230,7 @@ def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str]) ->
         assert ended.value.code == 0
         shown = capsys.readouterr().out
         assert command in shown
-        assert "default: None" not in shown
-        assert "default: False" not in shown
+        assert not re.search(r"default: (None|False|==|\[|\()", shown)
         # Every option says what it is for.
         options = re.findall(r"^  (-.*)$", shown, re.MULTILINE)
         assert options
