@@ -243,8 +243,9 @@ def table(report: dict[str, Any]) -> Table:
             f"; the engines alone: {report['engine_images_per_second']:.1f} images/s, "
             f"with decoding {report['pipeline_images_per_second']:.1f}"
         )
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("")
+    caption = "overhead: everything but decoding, waiting for the device and encoding"
+    shown = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    shown.add_column("", no_wrap=True)
     for run in report["runs"]:
         shown.add_column(f"{run['policy']} ({run['protocol']})", justify="right")
     for key, label, pattern in ROWS:

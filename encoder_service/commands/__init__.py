@@ -6,6 +6,7 @@ import json
 import math
 import re
 from argparse import (
+    SUPPRESS,
     Action,
     ArgumentParser,
     ArgumentTypeError,
@@ -24,7 +25,7 @@ class DefaultsFormatter(HelpFormatter):
     """Appends the default to an option's help, unless there is none or the help tells it."""
 
     def _get_help_string(self, action: Action) -> str | None:
-        if "default" in (action.help or "") or not action.default:
+        if "default" in (action.help or "") or action.default in (None, False, SUPPRESS, (), []):
             return action.help
         several = isinstance(action.default, list | tuple)
         default = " ".join(map(str, action.default)) if several else action.default

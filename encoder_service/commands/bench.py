@@ -49,6 +49,7 @@ Name = TypeVar("Name", bound=str)
 
 ALL = "all"
 ENGINE_WIDTH, PREPROCESS_WIDTH = 118, 112
+LABEL_WIDTH, RUN_WIDTH = 50, 28
 """Characters that the tables need; a pipe has 80."""
 DATAPLANE_CPUS = 8
 """As Ray counts them: its replicas ask for a tenth."""
@@ -148,6 +149,7 @@ def run_serve(options: argparse.Namespace, console: Console) -> int:
     )
     report = run(service, plan, console)
     write_json(options.json, report)
+    console.width = max(console.width, LABEL_WIDTH + RUN_WIDTH * len(report["runs"]))
     console.print(table(report))
     return 1 if any(one["errors"] for one in report["runs"]) else 0
 

@@ -221,20 +221,19 @@ def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str]) ->
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert all(command in shown for command in cli.COMMANDS)
-    wanted = [(command, "--help") for command in cli.COMMANDS if command != "bench"]
-    wanted += [("bench", kind) for kind in ("serve", "engine", "preprocess", "dataplane")]
-    for command, kind in wanted:
+    wanted = [[command] for command in cli.COMMANDS if command != "bench"]
+    wanted += [["bench", kind] for kind in ("serve", "engine", "preprocess", "dataplane")]
+    for command in wanted:
         with pytest.raises(SystemExit) as ended:
-            cli.main([command, *{kind, "--help"}])
+            cli.main([*command, "--help"])
         assert ended.value.code == 0
         shown = capsys.readouterr().out
-        assert command in shown
-        assert "default: None" not in shown
-        assert "default: False" not in shown
+        assert " ".join(command) in shown
+        assert not re.search(r"default: (None|False|==|\[|\()", shown)
         # Every option says what it is for.
         options = re.findall(r"^  (-.*)$", shown, re.MULTILINE)
         assert options
-        assert kind != "engine" or "timed calls (default: 50)" in shown
+        assert command[-1] != "engine" or "timed calls (default: 50)" in shown
         bare = [line for line in options if re.fullmatch(r"-\S+( [A-Z{][^ ]*)?", line)]
         following = shown.splitlines()
         for line in bare:
