@@ -5,8 +5,8 @@ for it. So a replica of a large model decodes in processes: it only hands out fi
 patches back, through shared memory. Each process has a thread here, which feeds it, hears it, and
 replaces it when it exits or hangs.
 
-`concurrent.futures` and `pebble` cost 240 to 370 us of the replica's CPU per empty call on a machine
-where all of this costs 110 to 180 us per item under load, shared memory included.
+`concurrent.futures` and `pebble` cost 240 to 370 us of the replica's CPU per empty call. On the
+same machine, all of this costs 110 to 180 us per item under load, shared memory included.
 """
 
 from __future__ import annotations
