@@ -50,7 +50,6 @@ from actors.types import (
     Embedding,
     Media,
     Reply,
-    SharedBytes,
     Source,
     Timings,
 )
@@ -217,10 +216,6 @@ class Encoder:
         reference = reference_id(self.replica, name)
         return replace(answer, data=NOTHING, reference=reference)
 
-    async def take(self, tickets: list[str]) -> list[list[SharedBytes] | None]:
-        """Rows in shared memory that answers over gRPC refer to by tickets."""
-        return self.rpc.take(tickets)
-
     async def fetch(self, name: str) -> Kept | None:
         """What is kept under a name. Raises EmbeddingLost."""
         if (kept := self.references.get(name, monotonic())) is None:
@@ -245,8 +240,10 @@ class Encoder:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """What routers go by; asked once by Serve."""
-        node = ray.get_runtime_context().get_node_id()
-        endpoint = await self.rpc.start(node, ray.util.get_node_ip_address())
+        process = ray.get_runtime_context()
+        endpoint = await self.rpc.start(
+            process.get_node_id(), ray.util.get_node_ip_address(), process.get_actor_name()
+        )
         return {"fingerprint": self.sharing.fingerprint, **endpoint.metadata}
 
     async def record_routing_stats(self) -> dict[str, Any]:
