@@ -298,7 +298,7 @@ def test_rows_in_shared_memory_are_taken_once(monkeypatch: pytest.MonkeyPatch) -
 
 CHILD = """
 import asyncio, json, sys
-from tests.unit.test_replica_rpc import MemoryEncoder, NODE, ReplicaServer
+from tests.unit.router.test_replica_rpc import MemoryEncoder, NODE, ReplicaServer
 
 async def main():
     encoder = MemoryEncoder()
