@@ -56,7 +56,7 @@ class Backend(Protocol):
         """What is kept under an id, its data as an array. Raises NotFound."""
 
     async def release(self, reference: str) -> None:
-        """Releases it before it expires. Raises NotFound."""
+        """Releases what is kept under an id. Raises NotFound."""
 
     async def ready_replicas(self) -> int:
         """How many encoders accept work. Raises Unavailable if there is none."""
@@ -65,7 +65,7 @@ class Backend(Protocol):
         """The metrics of all replicas that answer in time."""
 
     async def glance(self) -> Glance:
-        """The same, with what the router knows and the recent failures of every ingress."""
+        """The scrape, the replicas that the router excludes, and every ingress' recent failures."""
 
 
 class Service:
@@ -93,7 +93,6 @@ class Service:
         self.scrape = SingleFlight(backend.scrape, 0)
 
     def authorize(self, authorization: str | None) -> None:
-        """Checks the value of the `Authorization` header. Raises Unauthorized."""
         self.tokens.authorize(authorization)
 
     async def look(self) -> Json:

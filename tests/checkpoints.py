@@ -178,7 +178,6 @@ def write_made(folder: Path, made: Checkpoint, max_shard_size: str = "300KB") ->
 
 
 def write_qwen3vl(folder: Path, *, moe: bool = False, max_shard_size: str = "300KB") -> Any:
-    """Qwen3-VL, dense or MoE: see write."""
     return write(folder, "qwen3_vl_moe" if moe else "qwen3_vl", max_shard_size=max_shard_size)
 
 

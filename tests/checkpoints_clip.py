@@ -129,7 +129,6 @@ def write_llava_qwen(folder: Path) -> Any:
 
 
 def written(folder: Path, model: Any, processor: dict[str, Any]) -> Any:
-    """The model, saved."""
     model.save_pretrained(folder, max_shard_size="150KB")
     (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS | processor))
     return model

@@ -35,13 +35,10 @@ FLAGS = (
 
 
 def there() -> bool:
-    """Whether there is one."""
     return all(shutil.which(program) for program in PROGRAMS)
 
 
 class Chromium:
-    """One window."""
-
     def __init__(self, driver: httpx.Client, width: int, height: int) -> None:
         self.driver = driver
         profile = tempfile.mkdtemp(prefix="chromium")
@@ -61,7 +58,6 @@ class Chromium:
         return answer
 
     def open(self, url: str) -> None:
-        """Goes there."""
         self.post("/url", url=url)
 
     def run(self, script: str) -> Any:
@@ -96,7 +92,6 @@ class Chromium:
         return base64.b64decode(self.post("/goog/cdp/execute", **command)["data"])
 
     def close(self) -> None:
-        """Ends it."""
         self.driver.delete(self.path)
         shutil.rmtree(self.profile, ignore_errors=True)
 

@@ -29,7 +29,6 @@ TOLERANCE = 1e-3
 
 
 def main() -> int:
-    """Starts, shows, stops."""
     console = Console()
     options = load(CONFIG)
     pictures = {name: photograph(name) for name in PHOTOGRAPHS}
@@ -121,7 +120,6 @@ def judge(
     replicas: int,
     chats: bool,
 ) -> int:
-    """0 if everything is as it should be."""
     equal = all(
         np.allclose(one.numpy(), other.numpy(), atol=TOLERANCE)
         and (one.grid_thw, one.digest) == (other.grid_thw, other.digest)

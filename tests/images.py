@@ -27,7 +27,6 @@ def photograph(name: str) -> bytes:
 
 
 def opened(name: str = "coffee.png") -> Image.Image:
-    """The same, decoded."""
     return Image.open(FOLDER / name).convert("RGB")
 
 
@@ -55,7 +54,6 @@ def animated(format: str, frames: int) -> bytes:
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
-    """One chunk of a PNG."""
     return struct.pack(">I4s", len(data), kind) + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
@@ -73,7 +71,6 @@ def exif_with(entries: Sequence[tuple[int, int, int, int]]) -> bytes:
 
 
 def item_of(patchifier: Patchifier, image: Tensor) -> Item:
-    """The item of a decoded image."""
     plan, patches = patchifier.patchify(image)
     return Item(plan, patches.numpy())
 

@@ -92,7 +92,6 @@ class Servicer:
 
 @contextmanager
 def service() -> Iterator[list[str]]:
-    """Its URLs, over HTTP and over gRPC."""
     ready, end = threading.Event(), threading.Event()
     urls: list[str] = []
 

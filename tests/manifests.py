@@ -40,7 +40,6 @@ def ask(*arguments: str) -> str:
 
 
 def only(kind: str, documents: tuple[Json, ...]) -> Json:
-    """The one document of a kind."""
     (found,) = [one for one in documents if one["kind"] == kind]
     return found
 

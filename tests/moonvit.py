@@ -97,7 +97,6 @@ class MoonViT(nn.Module):
         return SimpleNamespace(pooler_output=images)
 
     def layer(self, name: str) -> nn.Module:
-        """By its published name."""
         return self.layers[f"vision_tower.{name}".replace(".", "/")]
 
     def encode(self, pixels: Tensor, rows: int, columns: int) -> Tensor:

@@ -93,7 +93,6 @@ class Watch:
 
 
 def main() -> int:
-    """Finds the peak, goes beyond it, judges."""
     parser = argparse.ArgumentParser("overload")
     parser.add_argument("--seconds", type=float, default=20, help="of each phase, once it settled")
     parser.add_argument("--together", action="store_true", help="no cores for encoders alone")
@@ -197,7 +196,6 @@ def for_as_much_cpu(phases: dict[str, Phase]) -> float:
 
 
 def show(phases: dict[str, Phase], figures: dict[str, float], *, apart: bool) -> None:
-    """As a table, and lines."""
     console = Console()
     table = Table(title="encoders' CPU apart" if apart else None)
     for name in ("", *phases):

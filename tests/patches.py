@@ -15,5 +15,4 @@ SPEC = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
 
 
 def patches_of(image: Tensor, sizing: Sizing, resample: Resample = "bicubic") -> Tensor:
-    """Of uint8 [3, height, width]."""
     return patchifier_of(replace(SPEC, sizing=sizing, resample=resample)).patches(image)

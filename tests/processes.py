@@ -17,7 +17,6 @@ def actors() -> list[str]:
 
 
 def process(name: str) -> int:
-    """The process of an actor."""
     actor = ray.get_actor(name, namespace="serve")
     number: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
     return number

@@ -26,7 +26,6 @@ AT_ONCE = 4
 
 
 def main() -> int:
-    """Fills, stops, counts."""
     made = full()
     with cluster(logical_cpus(made)) as where, service(made):
         processes = {f"{command(number)} {number}": number for number in ours()[1:]}

@@ -26,7 +26,6 @@ LOOKS = 40
 
 
 def main() -> int:
-    """Starts, loads, looks, stops."""
     options = load(ROOT / "configs" / "tiny.yaml")
     cached = options.model_dump() | {"cache": {"max_bytes": 2**20}}
     options = ServiceOptions.model_validate(cached)

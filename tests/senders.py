@@ -24,7 +24,6 @@ class Outcome:
     other: list[str] = field(default_factory=list)
 
     def answered(self, start: float, end: float) -> int:
-        """Requests, in this time."""
         return sum(start <= when < end for when, _ in self.right)
 
 
@@ -72,7 +71,6 @@ class Sender:
         return await asyncio.open_connection(self.host, self.port)
 
     async def call(self, outcome: Outcome) -> float:
-        """See Call."""
         started = time.monotonic()
         try:
             status, wait_seconds, body = await self.post()

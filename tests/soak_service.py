@@ -31,7 +31,6 @@ MOST_GROWTH = 0.05
 
 
 def main() -> int:
-    """Calls, samples, fits, judges."""
     parser = argparse.ArgumentParser("soak_service")
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--json", type=Path)

@@ -68,5 +68,4 @@ def toy_item(tokens: int, seed: int, *, poisoned: bool = False) -> Item:
 
 
 def toy_rows(item: Item) -> Tensor:
-    """What the toy must answer for an item."""
     return torch.from_numpy(item.patches).float().sum(1).view(-1, 4)

@@ -56,7 +56,6 @@ def two_path_item(whole: int, crops: int, seed: int) -> Item:
 
 
 def two_path_rows(item: Item) -> Tensor:
-    """What the toy must answer for an item."""
     whole, _ = item.plan.path_tokens
     rows = torch.from_numpy(item.patches).float().sum(1).view(-1, 4)
     return torch.cat([-rows[whole:], rows[:whole]])

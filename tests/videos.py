@@ -20,7 +20,6 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def patchify_video(spec: ModelSpec, clip: Clip, frames: Iterable[Tensor]) -> Item:
-    """Decoded frames, cut as the family does it."""
     return patchifier_of(spec).patchify_video(clip, frames)
 
 

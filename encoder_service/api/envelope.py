@@ -32,7 +32,7 @@ def request_id_of(given: str | None) -> str:
 
 
 class Envelope:
-    """Middleware around the whole application."""
+    """Middleware that gives each request an id, records it, and answers exceptions."""
 
     def __init__(self, app: ASGIApp, observer: Observer, counted: Mapping[str, str]) -> None:
         """`counted`: the paths that the metrics count, and under which `api`."""

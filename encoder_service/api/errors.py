@@ -73,7 +73,7 @@ class AtItem(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error as the client is told it."""
+    """An error as clients see it."""
 
     row: ErrorRow
     message: str
@@ -112,7 +112,6 @@ def fault(error: BaseException, request_id: str) -> Fault:
 
 
 def row_of(kind: type[BaseException]) -> ErrorRow:
-    """The row of a class or of its nearest ancestor that has one."""
     return next((TABLE[cls] for cls in kind.__mro__ if cls in TABLE), INTERNAL)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 BURSTS = 5
 """The median is reported."""
 SIMULATED_REQUESTS = 4000
-"""At random times: more than the benchmark sends in seconds, for a stable p99."""
+"""At random times; more than the benchmark sends, for a stable p99."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Traffic:
         return [[known[shape] for shape in kind] for kind in kinds]
 
     def scenario(self, arrivals: Sequence[tuple[float, Sequence[int]]]) -> Scenario:
-        """With the costs of an H200, scaled to the rate of this fleet when it is saturated."""
+        """The scenario, its costs those of an H200 scaled to this fleet's saturated rate."""
         encoder = self.options.encoder
         replicas = encoder.least_replicas
         # Without GPUs all replicas share the one machine.

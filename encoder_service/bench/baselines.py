@@ -37,7 +37,6 @@ class EngineAlone:
     def measure(
         self, options: ActorOptions, pictures: list[bytes], in_flight: int, seconds: float
     ) -> Throughput:
-        """See pipeline.measure."""
         from encoder_service.bench.engine.pipeline import measure  # imports torch
 
         return measure(options, pictures, in_flight, seconds)

@@ -29,7 +29,7 @@ from encoder_service.config import LimitOptions, ServiceOptions
 from encoder_service.intake.media import probe
 
 AHEAD = 37
-"""How many kinds one caller is ahead of the next, so that they do not send the same in step."""
+"""Offset in kinds from one caller to the next, so that they do not send the same in step."""
 APART = 2**40
 """Between the picture numbers of two callers, so that no two send the same picture."""
 
@@ -61,8 +61,6 @@ class ByHandle:
 
 
 class CallerProcess:
-    """One process that sends."""
-
     def __init__(self, place: int, options: ServiceOptions, where: Cluster) -> None:
         self.place = place
         self.options = options
@@ -82,7 +80,7 @@ class CallerProcess:
 
 
 class Callers:
-    """Several of them, next to a running service."""
+    """Caller processes next to a running service."""
 
     def __init__(self, count: int, options: ServiceOptions, where: Cluster) -> None:
         # No CPUs reserved: the service's replicas must find theirs.

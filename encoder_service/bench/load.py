@@ -1,4 +1,4 @@
-"""Sends requests to a running service; reads what its /metrics say of the time between."""
+"""Sends requests to a running service, and reads from /metrics the work that it did meanwhile."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ class Answered:
 
 
 class Way(Protocol):
-    """A way to the service."""
-
     async def encode(self, images: list[bytes]) -> Answered:
         """Sends one request. Raises ServiceError."""
 
@@ -84,7 +82,7 @@ class OverWire:
 
 
 async def send(way: Way, load: Load, requests: Iterator[list[bytes]]) -> Result:
-    """Sends the load, then closes the way."""
+    """Sends the load, then closes `way`."""
     result = Result()
     end = time.perf_counter() + load.seconds
     left = load.requests
@@ -148,7 +146,6 @@ def merged(results: Iterable[Result]) -> Result:
 
 
 def work_seconds(timings: dict[str, Any]) -> float:
-    """Decoding, waiting for the device and encoding, as the service reports them."""
     stages = ("queue_ms", "preprocess_ms", "encode_ms")
     return float(sum(timings[stage] for stage in stages)) / 1e3
 

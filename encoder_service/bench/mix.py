@@ -1,4 +1,4 @@
-"""What is sent: JPEGs of given sizes, all different so that no cache helps, and how many."""
+"""The load: JPEGs of given sizes, all different so that no cache helps, and how many of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Protocol = Literal["http", "grpc", "reference", "handle"]
 Ray, as a language model calls, where embeddings always stay in shared memory."""
 
 VARIANTS = 8
-"""Different pictures of each size, where there are few sizes."""
+"""Different pictures in total, or one of each size if there are more sizes."""
 HEAVY_TAILED = "heavy-tailed"
 HEAVY_TAILED_KINDS = 512
 PATCH_PIXELS = 16

@@ -31,22 +31,20 @@ SINGLES = 60
 """Requests with one small image, sent one at a time, from which overheads are computed."""
 SMALL: list[list[Shape]] = [[(336, 336)]]
 WARM_UPS, MOST_WARM_UPS = 4, 64
-"""Requests of each kind sent before anything is measured, and at most of all kinds."""
+"""Requests sent before anything is measured: of each kind, and at most of all kinds together."""
 MOST_WARM_SECONDS = 5.0
-"""Then the load itself is sent for this long at most, because memory is slow when it is touched for
-the first time, pinned and shared memory most of all."""
+"""Then the load itself is sent for at most this long, because the first touch of memory is slow,
+especially of pinned and shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """What is measured."""
-
     kinds: list[list[Shape]]
     """Sizes of the images of each kind of request; the kinds take turns."""
     load: Load
     policies: list[Policy]
     protocols: list[Protocol]
-    """The same service is measured with each."""
+    """Each is measured with the same service."""
     callers: int = 1
     """Processes that send."""
     alone: bool = False
@@ -233,7 +231,6 @@ ROWS = (
 
 
 def table(report: dict[str, Any]) -> Table:
-    """A column per policy and protocol."""
     title = (
         f"{report['model']}; two hops of Ray Serve: {report['noop_ms']:.1f} ms, "
         f"empty {report['empty_noop_ms']:.1f} ms"

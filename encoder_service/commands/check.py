@@ -31,7 +31,7 @@ from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.spec import LlmSpec
 
 SIDES = range(1, 5)
-"""Aspect ratios that are tried to find the image with most tokens."""
+"""Numerators and denominators of the aspect ratios tried to find the image with most tokens."""
 
 
 def add(subcommands: Any) -> None:
@@ -165,7 +165,7 @@ def check_keys(given: Iterable[str], schema: type[BaseModel], where: str) -> Non
     """Raises ConfigError for a key that Serve would silently ignore."""
     unknown = sorted(str(key) for key in set(given) - schema.model_fields.keys())
     if unknown:
-        raise ConfigError(f"{where}: {', '.join(unknown)}: Serve knows no such key")
+        raise ConfigError(f"{where}: {', '.join(unknown)}: Serve has no such key")
 
 
 def check_timeouts(

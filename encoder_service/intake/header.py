@@ -58,8 +58,6 @@ READERS: dict[str, Callable[[BytesIO], ImageFile]] = {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header of one image file says."""
-
     format: str
     size: Size
     """Upright: EXIF orientation is applied."""

@@ -100,7 +100,6 @@ class EventStream(StreamingResponse):
         self.chunks, self.events, self.held = body, events, held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         with self.held:
             try:
                 await super().__call__(scope, receive, send)

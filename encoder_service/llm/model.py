@@ -158,7 +158,7 @@ def encoded(rows: Sequence[Tensor], deepstack: int) -> BaseModelOutputWithPoolin
 
 
 class Cancelled(Exception):
-    """The client has left."""
+    """The client has disconnected."""
 
 
 class Generator:
@@ -256,7 +256,7 @@ class TextStream(BaseStreamer):  # type: ignore[misc]
             self._show(self.decoder.step(self.tokenizer.backend_tokenizer, token) or "")
 
     def end(self) -> None:
-        """Emits what was held back: half a stop text, bytes that are no whole character."""
+        """Emits what was held back: part of a stop text, or an incomplete character."""
         whole = self.tokenizer.decode(
             self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

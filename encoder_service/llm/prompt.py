@@ -42,8 +42,6 @@ CHATML = """\
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """A tokenizer and a chat template."""
-
     tokenizer: Any
     """transformers' PreTrainedTokenizerFast."""
     template: str
@@ -72,7 +70,7 @@ def load_language(options: ModelOptions) -> Language:
 
 
 def read_template(files: Files) -> str | None:
-    """The processor's template: unlike the tokenizer's it always covers images."""
+    """The processor's template; the tokenizer's may not cover images."""
     path = files.path("chat_template.jinja")
     if path is not None:
         return path.read_text(encoding="utf-8")
@@ -110,7 +108,7 @@ def prompt(
     spec: LlmSpec,
     language: Language,
 ) -> Prompt:
-    """`placed`: the images and videos of the messages. Raises InvalidRequest."""
+    """Applies the chat template and expands placeholders. Raises InvalidRequest."""
     try:
         ids = language.tokenizer.apply_chat_template(
             list(messages),

@@ -46,8 +46,6 @@ class ServiceMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The series of one replica."""
-
     deployment: str
     replica: str
     text: str

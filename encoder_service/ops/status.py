@@ -40,8 +40,7 @@ class Glance:
 
 
 class SingleFlight(Generic[Result]):
-    """Runs `work` once for all who ask at about the same time; its result is at most about
-    `seconds` old."""
+    """Runs `work` once for all concurrent callers; its result is reused for `seconds`."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, Result]], seconds: float) -> None:
         self._work = work

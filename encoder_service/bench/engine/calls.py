@@ -29,7 +29,6 @@ class Batch:
         return sum(plan.tokens for plan in self.plans)
 
     def path_tokens(self) -> tuple[int, ...]:
-        """Tokens of all items by path."""
         return tuple(map(sum, zip(*(plan.path_tokens for plan in self.plans), strict=True)))
 
 

@@ -154,7 +154,6 @@ class Bench:
     def figure(
         self, mode: Mode, call: TowerCall, expected: list[Tensor], batch: Batch
     ) -> ModeFigures:
-        """Times and error of one call."""
         times = self.timed(call)
         error = self.error(call, expected)
         if not isinstance(call, EngineCall):

@@ -1,7 +1,7 @@
 """Counts the operations of a tower's GEMMs and attention, from shapes alone.
 
-Of the published tower: embeddings in every frame, SAM's windows with their padding. A multiply-add
-is two operations; softmax, norms and activations are not counted.
+Counts the published tower: patch embeddings of every frame, SAM's windows with their padding. A
+multiply-add is two operations; softmax, norms and activations are not counted.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ BLOCK = r"(?:blocks|layers?)\.(\d+)\."
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One attention segment."""
-
     patches: int
     rows: int
     """Including class tokens."""
@@ -87,7 +85,6 @@ def linear(weights: Counter[Unit], view: Segment) -> int:
 
 
 def views_of(spec: ModelSpec, plan: ItemPlan, shapes: Mapping[str, Sequence[int]]) -> list[Segment]:
-    """The attention segments of an image."""
     sizing = spec.sizing
     if isinstance(sizing, TileSizing):
         patches, tokens = sizing.side_patches**2, sizing.tile_tokens

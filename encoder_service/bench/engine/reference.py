@@ -15,7 +15,6 @@ from actors.types import ItemPlan
 
 
 def has_reference(spec: ModelSpec) -> bool:
-    """Whether transformers' tower can be the reference."""
     return spec.family == "qwen3_vl"
 
 

@@ -1,4 +1,4 @@
-"""What the engine's benchmark measures and finds. Pure data, without torch; units in the names."""
+"""Workloads, modes and results of the engine's benchmark. Pure data, without torch."""
 
 from __future__ import annotations
 
@@ -103,8 +103,6 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class ModeFigures:
-    """One workload in one mode."""
-
     mode: Mode
     times: Times
     host_ms: float | None
@@ -119,8 +117,6 @@ class ModeFigures:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadReport:
-    """One workload in every mode."""
-
     name: str
     images: int
     patches: int
@@ -178,8 +174,6 @@ class ModelReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """One run of the benchmark."""
-
     date: str
     command: str
     device: str

@@ -45,7 +45,6 @@ def tables(report: EngineReport) -> Iterator[Table]:
 
 
 def figures(model: ModelReport, device: str) -> Table:
-    """A row per workload and mode."""
     known = [published(model.model, each.name, device) for each in model.workloads]
     shown = plain(f"{model.model}, {device}, errors against {model.reference} in float32")
     if any(known):
@@ -145,7 +144,6 @@ def require_matplotlib() -> None:
 
 
 def plot(report: EngineReport, path: Path) -> None:
-    """Writes a PNG with one plot per model."""
     from matplotlib.figure import Figure  # optional, and slow to import
 
     count = len(report.models)
