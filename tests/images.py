@@ -1,4 +1,4 @@
-"""Real photographs in several formats and sizes, and files made to hurt. For tests and the demo."""
+"""Real photographs in several formats and sizes, and hostile files. For tests and the demo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "hubb
 
 
 def photograph(name: str) -> bytes:
-    """A file as it was published."""
+    """A file as scikit-image ships it."""
     return (FOLDER / name).read_bytes()
 
 
@@ -76,7 +76,7 @@ def item_of(patchifier: Patchifier, image: Tensor) -> Item:
 
 
 def jpeg_segments(data: bytes, *segments: tuple[int, bytes]) -> bytes:
-    """A JPEG with segments of (marker, content) put right after its start."""
+    """A JPEG with segments of (marker, content) inserted after its start marker."""
     extra = b"".join(
         struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
         for marker, content in segments

@@ -1,4 +1,4 @@
-"""Patches of images that are divided by a sizing of the test's own."""
+"""Patches of images under a sizing that the test chooses."""
 
 from __future__ import annotations
 

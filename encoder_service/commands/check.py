@@ -165,7 +165,7 @@ def check_keys(given: Iterable[str], schema: type[BaseModel], where: str) -> Non
     """Raises ConfigError for a key that Serve would silently ignore."""
     unknown = sorted(str(key) for key in set(given) - schema.model_fields.keys())
     if unknown:
-        raise ConfigError(f"{where}: {', '.join(unknown)}: Serve has no such key")
+        raise ConfigError(f"{where}: {', '.join(unknown)}: Serve knows no such key")
 
 
 def check_timeouts(

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from encoder_service.api import envelope
+from encoder_service.api.answer import Json
 from encoder_service.api.errors import fault
 from encoder_service.api.http import CHAT_PATH
 from encoder_service.api.upload import read_body
@@ -22,8 +23,6 @@ from encoder_service.llm.service import ChatService, Parsed
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
-
-Json = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
 """The end of a stream."""
