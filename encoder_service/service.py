@@ -69,7 +69,7 @@ class Backend(Protocol):
 
 
 class Service:
-    """One front door: what the HTTP and gRPC handlers call."""
+    """What the HTTP and gRPC handlers call."""
 
     def __init__(self, options: ServiceOptions, spec: ModelSpec, backend: Backend) -> None:
         self.spec = spec
@@ -96,7 +96,6 @@ class Service:
         self.tokens.authorize(authorization)
 
     async def look(self) -> Json:
-        """The document of GET /v1/status, as of now."""
         glance = await self.backend.glance()
         return await asyncio.to_thread(status, self.card, self.cache_max_bytes, glance, time.time())
 

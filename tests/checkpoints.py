@@ -56,8 +56,6 @@ PROCESSOR = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What transformers needs to make a checkpoint."""
-
     name: str
     """The prefix of transformers' Config and ForConditionalGeneration classes."""
     vision: Mapping[str, Any]

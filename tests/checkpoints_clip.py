@@ -39,7 +39,6 @@ def write_siglip(folder: Path) -> Any:
 
 
 def write_clip(folder: Path) -> Any:
-    """`write_siglip` for CLIP."""
     from transformers import CLIPConfig, CLIPModel
 
     torch.manual_seed(0)

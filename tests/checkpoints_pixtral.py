@@ -43,7 +43,6 @@ def write_pixtral(folder: Path) -> Any:
 
 
 def write_mistral3(folder: Path) -> Any:
-    """`write_pixtral` for Mistral 3."""
     from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
     torch.manual_seed(0)

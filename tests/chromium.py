@@ -61,18 +61,15 @@ class Chromium:
         self.post("/url", url=url)
 
     def run(self, script: str) -> Any:
-        """Runs a JavaScript function body; returns its result."""
         return self.post("/execute/sync", script=script, args=[])
 
     def until(self, condition: str, seconds: float = PATIENCE_SECONDS) -> None:
-        """Waits for a JavaScript expression to be true."""
         end = time.monotonic() + seconds
         while not self.run(f"return Boolean({condition})"):
             assert time.monotonic() < end, f"never became true: {condition}\n{self.text()}"
             time.sleep(0.1)
 
     def text(self) -> str:
-        """The page's visible text."""
         return str(self.run("return document.body.innerText"))
 
     def complaints(self) -> list[str]:
@@ -81,13 +78,11 @@ class Chromium:
         return [entry for entry in entries if not entry.startswith("chrome://")]
 
     def scheme(self, name: str) -> None:
-        """Sets the preferred color scheme: light or dark."""
         feature = {"name": "prefers-color-scheme", "value": name}
         command = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": [feature]}}
         self.post("/goog/cdp/execute", **command)
 
     def screenshot(self) -> bytes:
-        """A PNG of the whole page."""
         command = {"cmd": "Page.captureScreenshot", "params": {"captureBeyondViewport": True}}
         return base64.b64decode(self.post("/goog/cdp/execute", **command)["data"])
 
@@ -98,7 +93,6 @@ class Chromium:
 
 @contextmanager
 def chromium(width: int = 1200, height: int = 900) -> Iterator[Chromium]:
-    """Opens a window for the duration of the block."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -53,7 +53,6 @@ def main() -> int:
 
 
 def encode(console: Console, url: str, pictures: dict[str, bytes]) -> list[Embedding]:
-    """Encodes all pictures in one request and prints a table."""
     with Client(url) as client:
         client.model()  # connects before the clock starts
         started = time.perf_counter()
@@ -102,7 +101,6 @@ def chat(console: Console, url: str, model: str, picture: bytes, rows: int) -> b
 
 
 def metrics(work: WorkDone) -> Table:
-    """The figures of /metrics over both requests."""
     shown = Table(title="from /metrics, both requests", show_header=False)
     shown.add_row("graph hits, misses", f"{work.hits:g}, {work.misses:g} ({work.hit_rate:.0%} hit)")
     shown.add_row("padding", f"{work.padded_tokens:g} tokens, {work.padding:.0%} of all computed")

@@ -22,7 +22,6 @@ PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "hubb
 
 
 def photograph(name: str) -> bytes:
-    """A file as scikit-image ships it."""
     return (FOLDER / name).read_bytes()
 
 
@@ -31,7 +30,6 @@ def opened(name: str = "coffee.png") -> Image.Image:
 
 
 def encoded(image: Image.Image, format: str, orientation: int = 0, **options: object) -> bytes:
-    """An image as a file; with an EXIF orientation, if it is not 0."""
     if orientation:
         exif = Image.Exif()
         exif[ExifTags.Base.Orientation] = orientation
@@ -42,12 +40,10 @@ def encoded(image: Image.Image, format: str, orientation: int = 0, **options: ob
 
 
 def jpeg(width: int, height: int, name: str = "coffee.png") -> bytes:
-    """A photograph scaled to a size, as JPEG."""
     return encoded(opened(name).resize((width, height)), "JPEG", quality=90)
 
 
 def animated(format: str, frames: int) -> bytes:
-    """GIF, WEBP or PNG with frames that differ."""
     image = opened().resize((60, 40))
     turned = [image.rotate(5 * i) for i in range(frames)]
     return encoded(turned[0], format, save_all=True, append_images=turned[1:])
@@ -65,7 +61,6 @@ def png(width: int, height: int, *chunks: bytes) -> bytes:
 
 
 def exif_with(entries: Sequence[tuple[int, int, int, int]]) -> bytes:
-    """An EXIF block of (tag, type, count, value) entries."""
     table = b"".join(struct.pack("<HHII", *entry) for entry in entries)
     return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + table + bytes(4)
 

@@ -17,7 +17,6 @@ import torch
 
 @lru_cache
 def functions() -> Mapping[str, Any]:
-    """The module's functions by name, without its classes."""
     module = find_spec("transformers.models.llama4.image_processing_llama4")
     assert module
     assert module.origin

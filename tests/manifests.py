@@ -31,7 +31,6 @@ def built(folder: Path) -> tuple[Json, ...]:
 
 
 def ask(*arguments: str) -> str:
-    """kubectl's output; empty if it is not installed."""
     if shutil.which("kubectl") is None:
         return ""
     done = subprocess.run(["kubectl", *arguments], capture_output=True, text=True, timeout=100)
@@ -46,7 +45,6 @@ def only(kind: str, documents: tuple[Json, ...]) -> Json:
 
 @cache
 def rayservice_schema() -> jsonschema.Draft202012Validator:
-    """From version v1 of KubeRay's resource definition."""
     with gzip.open(ROOT / "tests" / "data" / "ray.io_rayservices.yaml.gz") as file:
         definition = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     (version,) = [one for one in definition["spec"]["versions"] if one["name"] == "v1"]
@@ -74,7 +72,6 @@ def validate(document: Json) -> None:
 
 
 def quantity_bytes(text: str) -> int:
-    """Bytes of a Kubernetes quantity such as 2Gi."""
     units = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 10**3, "M": 10**6, "G": 10**9}
     for unit, size in units.items():
         if text.endswith(unit):

@@ -49,8 +49,6 @@ PROCESSOR = {
 
 
 class MoonViT(nn.Module):
-    """The tower and the projector, under the checkpoint's names."""
-
     def __init__(self) -> None:
         super().__init__()
         tower = {
@@ -80,7 +78,6 @@ class MoonViT(nn.Module):
         self.positions = nn.Parameter(torch.zeros(SIDE, SIDE, WIDTH))
 
     def published(self) -> dict[str, Tensor]:
-        """The weights under the checkpoint's names."""
         weights = {
             name.removeprefix("layers.").replace("/", "."): value.detach().clone()
             for name, value in self.layers.state_dict().items()
@@ -102,7 +99,6 @@ class MoonViT(nn.Module):
         return self.layers[f"vision_tower.{name}".replace(".", "/")]
 
     def encode(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
-        """One image: [tokens, OUT]."""
         dtype = self.positions.dtype
         x = self.layer("patch_embed.proj")(pixels.to(dtype).view(-1, 3, PATCH, PATCH)).flatten(1)
         table = self.positions.permute(2, 0, 1)[None]

@@ -73,7 +73,6 @@ class Watch:
             run_apart(self.encoders, ours())
 
     async def over(self, outcome: Outcome, seconds: float) -> Phase:
-        """Figures of the next `seconds`."""
         before = await self.look()
         await asyncio.sleep(seconds)
         after = await self.look()

@@ -11,7 +11,6 @@ import ray
 
 
 def actors() -> list[str]:
-    """Names of all actors of the service and of Serve."""
     named = ray.util.list_named_actors(all_namespaces=True)
     return sorted(each["name"] for each in named if each["name"].startswith("SERVE_"))
 
@@ -67,7 +66,6 @@ def run_apart(some: Iterable[int], processes: Iterable[int]) -> None:
 
 
 def numbers(folder: Path) -> Iterator[int]:
-    """The entries of a folder of /proc that are numbers."""
     with suppress(OSError):
         yield from (int(name) for name in os.listdir(folder) if name.isdigit())
 

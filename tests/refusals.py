@@ -49,7 +49,6 @@ def full() -> ServiceOptions:
 
 
 async def measure(url: str, processes: dict[str, int]) -> dict[str, float]:
-    """CPU seconds of each process, over all rejections."""
     images = [picture(*size, seed=0) for size in parse_mix(IMAGES)[0]]
     sender, outcome, clocks = Sender(url, images), Outcome(), Clocks()
     for _ in range(HELD):

@@ -16,8 +16,6 @@ TIMEOUT_SECONDS = 30.0
 
 @dataclass(slots=True)
 class Outcome:
-    """The results of a phase's requests."""
-
     right: list[tuple[float, float]] = field(default_factory=list)
     """Time of each answer, and the seconds that it took."""
     refused_seconds: list[float] = field(default_factory=list)
@@ -62,7 +60,6 @@ class Sender:
         return int(head.split()[1]), float(wait[1]) if wait else 0.0, body
 
     async def connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """An open idle connection, or a new one."""
         while self.idle:
             reader, writer = self.idle.pop()
             if not reader.at_eof():

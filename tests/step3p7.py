@@ -44,8 +44,6 @@ def functions() -> dict[str, Any]:
 
 
 class Processor:
-    """The part of transformers' processor that cuts an image."""
-
     def __init__(self, whole: int, crop: int, longest: int) -> None:
         self.whole, self.crop, self.max_image_size = whole, crop, longest
 

@@ -59,7 +59,6 @@ class ToyTower:
 
 
 def toy_item(tokens: int, seed: int, *, poisoned: bool = False) -> Item:
-    """An item with this many tokens and bytes drawn from `seed`."""
     generator = np.random.default_rng(seed)
     patches = generator.integers(0, 200, (4 * tokens, 3), dtype=np.uint8)
     if poisoned:

@@ -40,7 +40,6 @@ def numbered(index: int, width: int, height: int) -> Pixels:
 
 
 def number(pixels: Pixels) -> int:
-    """The index that a frame of `numbered` shows."""
     step = pixels.shape[1] // 8
     middle = pixels[pixels.shape[0] // 2, step // 2 :: step, 0]
     return sum(int(value > 127) << bit for bit, value in enumerate(middle[:8]))

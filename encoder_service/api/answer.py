@@ -71,7 +71,6 @@ def item_document(
     answer: Answer,
     request_id: str,
 ) -> Json:
-    """One item of the response: its embedding or its error."""
     place = {"index": index, "type": kind}
     if isinstance(answer, ServiceError):
         return place | {"error": fault(answer, request_id).document() | {"item": index}}

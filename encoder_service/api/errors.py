@@ -73,8 +73,6 @@ class AtItem(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error as clients see it."""
-
     row: ErrorRow
     message: str
     item: int | None = None

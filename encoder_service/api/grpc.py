@@ -62,7 +62,6 @@ class EncoderCalls:
     service: Service
 
     async def Encode(self, request: pb.EncodeRequest, grpc_context: Context) -> pb.EncodeResponse:
-        """All items at once."""
         with self.answering("grpc", grpc_context) as exchange:
             sent_bytes = self.check(request)
             with self.service.buffered.hold() as take:

@@ -105,7 +105,7 @@ def build(service: Service) -> FastAPI:
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
-        """The process answers."""
+        """The process is alive."""
         return {"status": "ok"}
 
     @app.get("/readyz", responses={503: ERRORS[503]})

@@ -48,7 +48,6 @@ class Traffic:
     """Requests per second of the saturated fleet."""
 
     def patches(self, kinds: list[list[Shape]]) -> list[list[int]]:
-        """The patches of the images of each request."""
         sizing = read(self.options.model).sizing
         known = {shape: sizing.plan(Size(*shape)).patches for kind in kinds for shape in kind}
         return [[known[shape] for shape in kind] for kind in kinds]

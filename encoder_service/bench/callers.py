@@ -80,8 +80,6 @@ class CallerProcess:
 
 
 class Callers:
-    """Caller processes next to a running service."""
-
     def __init__(self, count: int, options: ServiceOptions, where: Cluster) -> None:
         # No CPUs reserved: the service's replicas must find theirs.
         actor: Any = ray.remote(num_cpus=0)(CallerProcess)
@@ -138,7 +136,6 @@ def pictures_of(kinds: list[list[Shape]], place: int, turn: int) -> Iterator[lis
 
 
 def turned(kinds: list[list[Shape]], place: int) -> list[list[Shape]]:
-    """The kinds in the order in which this caller sends them."""
     first = place * AHEAD % len(kinds)
     return kinds[first:] + kinds[:first]
 

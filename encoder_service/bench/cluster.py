@@ -33,8 +33,6 @@ SPARE_CPUS = 4
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The cluster's addresses."""
-
     http: str
     grpc: str
 

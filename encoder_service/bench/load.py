@@ -27,8 +27,6 @@ Samples = dict[tuple[str, Labels], float]
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What the service reports about one request."""
-
     work_seconds: float
     """Decoding, waiting for the device and encoding: the longest of each over the items."""
     embedding_bytes: int
@@ -45,8 +43,6 @@ class Way(Protocol):
 
 @dataclass(slots=True)
 class Result:
-    """The answers to a load."""
-
     latencies_seconds: list[float] = field(default_factory=list)
     """Of requests answered without an error."""
     overheads_seconds: list[float] = field(default_factory=list)
@@ -151,7 +147,6 @@ def work_seconds(timings: dict[str, Any]) -> float:
 
 
 def embedding_bytes(items: list[dict[str, Any]]) -> int:
-    """Of the items of a response, sent or kept."""
     return sum(math.prod(item["shape"]) * DTYPE_BYTES[item["dtype"]] for item in items)
 
 
@@ -185,7 +180,6 @@ class WorkDone:
 
 
 def scrape(url: str) -> Samples:
-    """All samples of GET /metrics."""
     page = httpx.get(f"{url}/metrics", timeout=30).raise_for_status().text
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value

@@ -74,7 +74,6 @@ def heavy_tailed(count: int) -> list[list[Shape]]:
 
 
 def square(patches: int) -> Shape:
-    """The size of a square of about this many patches."""
     side = 2 * PATCH_PIXELS * round(math.sqrt(patches) / 2)
     return side, side
 

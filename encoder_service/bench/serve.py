@@ -142,7 +142,6 @@ def run_protocol(
     callers: Callers,
     most: float | None,
 ) -> dict[str, Any]:
-    """Figures of the plan's load over its protocol."""
     single = replace(plan.load, concurrency=1, requests=SINGLES)
     warm_ups = min(WARM_UPS * len(plan.kinds), MOST_WARM_UPS)
     warm = replace(single, requests=warm_ups, timeout_seconds=300)

@@ -259,7 +259,6 @@ class Client:
         return self.run(self.client.ready())
 
     def close(self) -> None:
-        """Closes the connections and ends the thread."""
         if self.loop.is_closed():
             return
         self.run(self.client.close())
@@ -271,7 +270,6 @@ class Client:
         self.loop.close()
 
     def run(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a call in the other thread and returns its result."""
         under_way = asyncio.run_coroutine_threadsafe(call, self.loop)
         try:
             return under_way.result()

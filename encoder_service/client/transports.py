@@ -149,7 +149,6 @@ class HttpTransport:
         raise http_error(response, received)
 
     def open_session(self) -> aiohttp.ClientSession:
-        """For the running event loop."""
         limit = self.timeout_seconds
         return aiohttp.ClientSession(
             connector=CleanConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
@@ -185,7 +184,6 @@ async def pieces(body: bytes) -> AsyncIterator[memoryview]:
 
 
 def http_error(response: aiohttp.ClientResponse, body: bytes) -> ServiceError:
-    """The error of a response that is not 2xx."""
     status, wait = response.status, response.headers.get("retry-after", "")
     try:
         document = json.loads(body)["error"]

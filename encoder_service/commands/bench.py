@@ -389,7 +389,6 @@ def mix(text: str) -> list[list[Shape]]:
 
 
 def workload(text: str) -> Workload:
-    """One of the default workloads by its name, or sizes."""
     for each in DEFAULT:
         if each.name == text:
             return each

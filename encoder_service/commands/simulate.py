@@ -28,8 +28,6 @@ PLOTTED = {"p50_ms": "p50, ms", "p99_ms": "p99, ms", "makespan_ratio": "burst ov
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPolicy:
-    """One policy over one fleet."""
-
     replicas: int
     policy: str
     p50_ms: float

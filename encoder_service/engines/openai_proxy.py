@@ -67,10 +67,8 @@ class ProxyOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatImage:
-    """An image of a chat request."""
-
     where: str
-    """Its place for error messages, such as messages[0].content[1]."""
+    """Its path for error messages, such as messages[0].content[1]."""
     content: list[Any]
     index: int
     uuid: str | None

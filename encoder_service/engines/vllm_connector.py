@@ -53,8 +53,6 @@ class RowsToLoad(ECConnectorMetadata):  # type: ignore[misc]  # types are checke
 
 @dataclass
 class PendingFetch:
-    """An embedding that is being fetched, or has been."""
-
     rows: Future[torch.Tensor]
     requests: set[str] = field(default_factory=set)
     """Ids of the requests that still need it."""
@@ -114,7 +112,6 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         return here
 
     def begin(self, name: str) -> Future[torch.Tensor]:
-        """Starts to fetch an embedding in the client's thread."""
         assert self.client is not None
         client, dtype = self.client.client, self._vllm_config.model_config.dtype
 
@@ -166,7 +163,6 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         return built
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Drops the embeddings that were fetched for it."""
         for feature in request.mm_features:
             self.drop(feature.identifier, request.request_id)
         return False, None

@@ -114,7 +114,7 @@ async def written(
     answers: Answers,
     exchange: Exchange,
 ) -> AsyncGenerator[bytes]:
-    """The server-sent events. An error in the middle ends them."""
+    """The server-sent events; an error becomes the last event before DONE."""
     yield answers.chunk({"role": "assistant", "content": ""})
     try:
         async for one in chained(first, rest):
@@ -139,8 +139,6 @@ async def chained(first: ChatEvent, rest: AsyncGenerator[ChatEvent]) -> AsyncGen
 
 
 class Answers:
-    """The documents of one request's completion."""
-
     def __init__(self, spec: LlmSpec, request_id: str, created: int) -> None:
         self.head: Json = {
             "id": f"chatcmpl-{request_id}",

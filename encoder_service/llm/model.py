@@ -221,7 +221,7 @@ class Generator:
 
 
 class Ended(StoppingCriteria):  # type: ignore[misc]
-    """Called by `generate` after each token."""
+    """A stopping criterion that `generate` asks after each token."""
 
     def __init__(self, ended: Callable[[], bool]) -> None:
         self.ended = ended

@@ -168,7 +168,6 @@ Runs = list[tuple[list[int], int]]
 
 
 def video_runs(one: Placed, spec: LlmSpec, language: Language) -> Runs:
-    """The groups of a video's frames, with the text around each."""
     style = spec.video_style
     token = spec.image_token_id if style.as_images else spec.video_token_id
     rows = [token] * (one.tokens // len(one.times))

@@ -79,15 +79,11 @@ class ChatCall:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Some of the completion's text."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a completion."""
-
     reason: Literal["stop", "length"]
     prompt_tokens: int
     """Those of images and videos included."""
@@ -218,8 +214,6 @@ class ChatRequest(StrictModel):
 
 
 class InvalidKey(InvalidRequest):
-    """A key of the request has an invalid value."""
-
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message, param)
         self.param = param
@@ -227,8 +221,6 @@ class InvalidKey(InvalidRequest):
 
 
 class UnknownModel(NotFound):
-    """The request names a model that is not served here."""
-
     param = "model"
 
 

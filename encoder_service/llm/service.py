@@ -64,12 +64,11 @@ class Parsed:
     """Its images and videos, in order."""
 
     def place(self, index: int) -> str:
-        """The path of an image or video in the request."""
         return list(self.request.media())[index][0]
 
 
 class ChatService:
-    """One front door to the language model: what llm/http.py calls."""
+    """What llm/http.py calls."""
 
     def __init__(
         self, options: LlmOptions, spec: LlmSpec, admission: Admission, backend: ChatBackend

@@ -19,8 +19,6 @@ COMMON_LENGTH = 32768
 
 @dataclass(frozen=True, slots=True)
 class LlmSpec:
-    """One language model."""
-
     id: str
     revision: str | None
     dtype: Dtype

@@ -28,8 +28,6 @@ MOST_WAITING_LINES = 10_000
 
 @dataclass(slots=True)
 class Exchange:
-    """One request while it is being answered."""
-
     api: str | None
     """http, grpc, grpc_stream or chat; None: not counted."""
     request_id: str
@@ -49,7 +47,6 @@ class Exchange:
         self.error_type, self.error_message = error_type, message
 
     def log_fields(self, seconds: float) -> dict[str, str | int | float]:
-        """The fields of its line in a JSON access log."""
         fields: dict[str, str | int | float] = {
             "request_id": self.request_id,
             "api": self.api or "",

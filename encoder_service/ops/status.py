@@ -75,7 +75,6 @@ class Samples:
                     self._by_name.setdefault(sample.name, []).append(one)
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of all samples with these labels."""
         return sum(self.by(name, **labels).values())
 
     def by(self, name: str, *keys: str, **labels: str) -> dict[str, float]:

@@ -134,7 +134,6 @@ def write_json(answer: Document, encoding: str) -> list[Piece]:
 
 
 def float_pieces(item: Document) -> Iterator[bytes]:
-    """A tensor as a list of rows of numbers."""
     array = tensors.to_array(item["data"], item["dtype"], item["shape"])
     for position, row in enumerate(array):
         yield b", " if position else b"["
@@ -143,7 +142,6 @@ def float_pieces(item: Document) -> Iterator[bytes]:
 
 
 def base64_pieces(item: Document) -> Iterator[bytes]:
-    """A tensor's memory as a string."""
     view, step = memoryview(item["data"]).cast("B"), CHUNK_CHARACTERS * 3 // 4
     yield b'"'
     for start in range(0, len(view), step):

@@ -18,8 +18,6 @@ from encoder_service.bench.engine.reference import Reference
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Items whose patches are on the device."""
-
     plans: Sequence[ItemPlan]
     patches: Sequence[Tensor]
     """uint8 [patches, values] per item."""

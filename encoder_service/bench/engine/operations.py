@@ -40,7 +40,6 @@ class Segment:
 
 
 def operations(spec: ModelSpec, plans: Sequence[ItemPlan]) -> int:
-    """Floating-point operations for these images."""
     shapes = family_of(spec).expected(spec)
     views = Counter(view for plan in plans for view in views_of(spec, plan, shapes))
     weights = multiplied(spec, shapes)
@@ -77,7 +76,6 @@ def multiplied(spec: ModelSpec, shapes: Mapping[str, Sequence[int]]) -> Counter[
 
 
 def linear(weights: Counter[Unit], view: Segment) -> int:
-    """Multiply-adds of all weights for one view."""
     # Both halvings round up: four positions per token.
     sizes: dict[Unit, int] = {"patch": view.patches, "sam": view.patches, "row": view.rows}
     sizes |= {"quarter": 4 * view.tokens, "token": view.tokens}

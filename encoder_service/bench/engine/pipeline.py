@@ -46,8 +46,6 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFigures:
-    """Images of one size, decoded in one way."""
-
     size: str
     patches: int
     """Per image."""

@@ -23,8 +23,6 @@ TOLERANCE = 2e-2
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Images that are encoded together."""
-
     name: str
     sizes: tuple[Size, ...]
 
@@ -128,8 +126,6 @@ class WorkloadReport:
 
 @dataclass(frozen=True, slots=True)
 class BudgetTime:
-    """The same small image replayed in one budget."""
-
     budget: int
     times: Times
     error: float
@@ -156,8 +152,6 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """One tower with random weights."""
-
     model: str
     reference: str
     """The float32 tower that rows are compared with: transformers', or ours in plain torch."""

@@ -34,7 +34,7 @@ BARS = 0.8
 
 
 def tables(report: EngineReport) -> Iterator[Table]:
-    """Details first, the figures of each model last."""
+    """Profiles and budgets first, the figures of each model last."""
     for model in report.models:
         for profile in model.profiles:
             yield kernels(model.model, profile)
@@ -69,7 +69,6 @@ def figures(model: ModelReport, device: str) -> Table:
 
 
 def row(figure: ModeFigures, workload: WorkloadReport) -> list[str]:
-    """From "mode" to "error"."""
     floor = workload.floor_ms
     return [
         figure.mode,
