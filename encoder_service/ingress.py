@@ -1,7 +1,7 @@
 """The front door's deployment: HTTP and gRPC around one Service, which calls a Router in-process.
 
-The only file of the front door that calls Ray: router/replicas for the encoders, handles for the
-language model and for scraping.
+Only this file of the front door calls replicas: the encoders by router/replicas, the language model
+and the scraped deployments by handles.
 """
 
 from __future__ import annotations

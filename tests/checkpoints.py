@@ -1,7 +1,4 @@
-"""Small random checkpoints, written by transformers: towers under their published names.
-
-transformers is imported late, because that takes seconds.
-"""
+"""Small random checkpoints under their published names, as transformers writes them."""
 
 from __future__ import annotations
 

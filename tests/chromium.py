@@ -19,7 +19,6 @@ import httpx
 
 PROGRAMS = ("chromium", "chromedriver")
 PATIENCE_SECONDS = 60
-"""For anything that must happen eventually."""
 FLAGS = (
     "--headless",
     "--no-sandbox",

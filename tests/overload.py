@@ -53,7 +53,6 @@ class Phase:
     """Share of the time that an encoder had a pack on its device, mean over encoders."""
     encoder_cores: float
     other_cores: float
-    """Front door, proxy and Ray."""
     client_cores: float
 
     @property
@@ -195,8 +194,7 @@ async def measure(
 
 
 def for_as_much_cpu(phases: dict[str, Phase]) -> float:
-    """Answers per CPU second of the encoders, overload over peaks: independent of other load on the
-    machine."""
+    """Answers per CPU second of the encoders, overload over peaks: other load does not matter."""
     peaks = fmean(one.encoder_ms for name, one in phases.items() if name != "overload")
     return peaks / phases["overload"].encoder_ms
 

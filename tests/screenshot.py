@@ -1,7 +1,4 @@
-"""`make screenshot`: docs/status.png, the status page of the tiny service under load.
-
-A real run: photographs of many sizes over HTTP, some of them repeated, some damaged.
-"""
+"""`make screenshot`: docs/status.png, the page of the tiny service while photographs are sent."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ from tests.images import jpeg
 ROOT = Path(__file__).parents[1]
 CLIENTS = 8
 SIDES = (64, 96, 128, 192, 256, 384, 512, 768)
-"""Sides of the photographs in pixels."""
 LOOKS = 40
 """Points of the plots, two seconds apart, before the screenshot is taken."""
 

@@ -1,7 +1,4 @@
-"""The error table: exception -> type on the wire, HTTP status, gRPC code, whether to retry.
-
-The exceptions themselves are in actors/errors.py.
-"""
+"""The error table: exception (actors/errors.py) -> wire type, HTTP status, gRPC code, retryable."""
 
 from __future__ import annotations
 

@@ -169,10 +169,7 @@ class InPieces(Response):
 
 
 class BodyView(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A buffer as an ASGI body, without a copy, [length].
-
-    Serve's Python proxy pickles bodies; it gets bytes.
-    """
+    """A buffer [length] as an ASGI body, not copied; Serve's Python proxy pickles it as bytes."""
 
     def __bool__(self) -> bool:
         return self.size > 0

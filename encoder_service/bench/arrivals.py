@@ -1,7 +1,4 @@
-"""Open-loop load: requests at random times, and many at once.
-
-The simulator of router/ gets the same requests, so that each can be compared with the other.
-"""
+"""Open-loop load, random arrivals and bursts, and the same requests in the simulator of router/."""
 
 from __future__ import annotations
 

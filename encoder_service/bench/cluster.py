@@ -21,7 +21,6 @@ SERVICERS = (
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 )
 APPLICATION = "encoder"
-"""Its name in Serve."""
 MOST_CONNECTIONS, OTHER_FILES = 4096, 2500
 """HAProxy as Serve starts it: its connections, of two files each, and its other open files."""
 PORTS = range(20_000, 30_000)

@@ -160,7 +160,6 @@ class WorkDone:
     tokens: float
     padded_tokens: float
     replica_patches: Mapping[str, float]
-    """Patches that each replica encoded."""
 
     @property
     def hit_rate(self) -> float:

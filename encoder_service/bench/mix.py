@@ -96,10 +96,7 @@ def stamped(jpeg: bytes, number: int) -> bytes:
 
 
 def requests(kinds: list[list[Shape]], first: int = 0) -> Iterator[list[bytes]]:
-    """The images of one request after another, endlessly, numbered from `first` on.
-
-    All pictures are drawn before this returns.
-    """
+    """Endless requests, images numbered from `first`. Draws all pictures before it returns."""
     shapes = {shape for kind in kinds for shape in kind}
     seeds = range(max(1, VARIANTS // len(shapes)))
     made = {

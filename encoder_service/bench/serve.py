@@ -1,7 +1,4 @@
-"""The whole service of a configuration under load.
-
-Each balancing policy gets a fresh service on one private cluster, and the same image sizes.
-"""
+"""A service under load: on one cluster, a fresh one per policy with the same image sizes."""
 
 from __future__ import annotations
 
@@ -46,14 +43,12 @@ class ServePlan:
     protocols: list[Protocol]
     """Each is measured with the same service."""
     callers: int = 1
-    """Processes that send."""
     alone: bool = False
     """Also measure the engines without the service."""
     steady_part: float | None = None
-    """Then send requests at random times, at this part of the first policy's rate, and simulate
-    them."""
+    """Then send, and simulate, requests at random times at this part of the first policy's rate."""
     burst: int | None = None
-    """Then send this many requests at once, and simulate them."""
+    """Then send, and simulate, this many requests at once."""
 
 
 def run(options: ServiceOptions, plan: ServePlan, console: Console) -> dict[str, Any]:
@@ -121,7 +116,7 @@ def run_policy(
             load = replace(plan.load, protocol=protocol)
             found = run_protocol(options, replace(plan, load=load), policy, where, callers, most)
             most = most or found["requests_per_second"]
-            console.print(brief(found))  # if a later run fails, this is left
+            console.print(brief(found))  # stays on the screen if a later run fails
             runs.append({"policy": policy, "protocol": protocol} | found)
         callers.close()
     return [{"ready_seconds": ready_seconds} | one for one in runs]

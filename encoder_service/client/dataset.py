@@ -42,7 +42,6 @@ FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
 """What the manifest says of an embedding."""
 
 Entry = tuple[str, Embedding | ServiceError]
-"""An item's name and its result."""
 
 
 @dataclass(frozen=True, slots=True)

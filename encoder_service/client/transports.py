@@ -187,7 +187,11 @@ def http_error(response: aiohttp.ClientResponse, body: bytes) -> ServiceError:
     status, wait = response.status, response.headers.get("retry-after", "")
     try:
         document = json.loads(body)["error"]
-    except (ValueError, KeyError, TypeError):  # not from the service but from a proxy before it
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # not from the service but from a proxy in front of it
         document = {
             "type": "unavailable" if status in (502, 503) else "http_error",
             "message": f"{status} {body[:200].decode(errors='replace')}",

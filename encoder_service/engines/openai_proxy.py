@@ -210,10 +210,7 @@ def kinds_of(part: Json) -> set[Any]:
 
 
 def refuse_ready_made(request: Any) -> None:
-    """Raises InvalidRequest for embeddings anywhere in the request that the client made itself.
-
-    vLLM does not check them, and wrong ones can crash its process.
-    """
+    """Raises InvalidRequest if the request holds embeddings: vLLM may crash on wrong ones."""
     left = [("", request)]
     while left:
         where, one = left.pop()
@@ -261,7 +258,7 @@ def check_other(body: bytes) -> None:
     try:
         document = json.loads(body)
     except ValueError:
-        return  # a form, or nothing: vLLM reads embeddings from JSON alone
+        return  # a form, or empty: vLLM reads embeddings from JSON only
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     refuse_ready_made(document)

@@ -1,7 +1,6 @@
 """Items of a request become Media: URLs are fetched, headers read, limits checked.
 
-Nothing is decoded here. A file that is truncated after its header is found by the actor that
-decodes it.
+Nothing is decoded here: the actor that decodes a file finds that it is truncated.
 """
 
 from __future__ import annotations

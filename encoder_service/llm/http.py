@@ -25,7 +25,6 @@ from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 
 DONE = b"data: [DONE]\n\n"
-"""The end of a stream."""
 
 
 def add(app: FastAPI, service: Service, chat: ChatService) -> None:

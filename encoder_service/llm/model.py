@@ -1,7 +1,4 @@
-"""A transformers model without its vision tower: loading, inputs, generation.
-
-The tower is never allocated; embeddings come from the encoders.
-"""
+"""A transformers model whose vision tower is never allocated: loading, inputs, generation."""
 
 from __future__ import annotations
 

@@ -21,11 +21,9 @@ class Placed:
     kind: Kind
     grid_thw: Grid
     tokens: int
-    """Rows of its embedding."""
     times: tuple[float, ...] = ()
     """Of a video: the time of each group of frames in seconds."""
     seconds_per_group: float = 0.0
-    """Of a video."""
 
     def texts(self, style: VideoStyle) -> list[tuple[str, str]]:
         """The text before and after each group of frames."""

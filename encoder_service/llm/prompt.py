@@ -93,12 +93,9 @@ class Prompt:
     ids: list[int]
     """With one token for each row of the embeddings."""
     kinds: list[int]
-    """What each token stands for: TEXT, or a row of IMAGE or VIDEO (transformers:
-    mm_token_type_ids)."""
+    """Of each token: TEXT, or IMAGE or VIDEO for an embedding row (mm_token_type_ids)."""
     placed: tuple[Placed, ...]
-    """The images and videos, in order."""
     max_tokens: int
-    """How many tokens the completion may have."""
 
 
 def prompt(

@@ -74,7 +74,6 @@ class ChatCall:
     sampling: SamplingParams
     timeout_seconds: float
     origin: Origin = NOBODY
-    """The request that this work belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,6 @@ class ChatFailed:
 
 
 ChatEvent = TextDelta | Finish
-"""What a completion consists of."""
 
 
 class StrictModel(BaseModel):

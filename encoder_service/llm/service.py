@@ -61,7 +61,6 @@ class Parsed:
 
     request: ChatRequest
     items: tuple[RequestItem, ...]
-    """Its images and videos, in order."""
 
     def place(self, index: int) -> str:
         return list(self.request.media())[index][0]

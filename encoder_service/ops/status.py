@@ -166,10 +166,7 @@ def graphs(samples: Samples, path: str, budgets: Sequence[int]) -> Json:
 
 @cache
 def page() -> bytes:
-    """The HTML page at `/`: one file, no build step, nothing loaded from other hosts.
-
-    It contains no data; it asks /v1/status, with a token if one is required.
-    """
+    """The HTML page at `/`: one file without data, which asks /v1/status and loads nothing else."""
     return files("encoder_service.ops").joinpath("status.html").read_bytes()
 
 

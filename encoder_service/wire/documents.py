@@ -45,7 +45,6 @@ class RequestItem:
     frames: tuple[bytes, ...] | None = None
     """A video as image files."""
     fps: float | None = None
-    """Frames per second of `frames`."""
 
     def document(self) -> Document:
         """The entry of "items" in a msgpack request."""
