@@ -1,4 +1,4 @@
-"""Encoder Service: the vision encoders of vision-language models as a service of their own."""
+"""Encoder Service: the vision encoders of vision-language models as a separate service."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ ONE_LOOP = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
-"""One event loop per replica. By default Serve runs three, to survive a blocked one, and each call
-crosses threads twice on its way out and once on its way in."""
+"""One event loop per replica. By default Serve runs three, so that a blocked one does not stop the
+others, and each call crosses threads twice on its way out and once on its way in."""
 
 UNBOUNDED = 100_000
 """Concurrent calls of an encoder: the router limits its load in patches, not in calls."""

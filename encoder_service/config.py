@@ -1,7 +1,7 @@
 """The whole configuration: `args` of encoder_service.app:build in a YAML file.
 
-actors/options.py and router/options.py declare the options of their layers; this file adds those
-of the front door and of the language model, and reads the YAML.
+The options of the front door and the language model; those of the lower layers are in
+actors/options.py and router/options.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LimitOptions(Options):
 
     max_body_bytes: PositiveInt = 128 * 2**20
     max_buffered_bytes: PositiveInt = 2 * 2**30
-    """Of all requests together that one ingress replica holds; beyond it 429."""
+    """All requests that one ingress replica holds, together; beyond it 429."""
     max_response_bytes: int = Field(2**30, gt=0, le=2_000_000_000)
     """Of a response's tensors; base64 adds a third. A gRPC message holds less than 2 GiB."""
     max_items: int = Field(64, gt=0, le=1000)
@@ -87,7 +87,7 @@ class AuthOptions(Options):
     token_sha256: tuple[Sha256, ...] = Field((), strict=False)
     """Hexadecimal SHA-256 of each token; the configuration never contains the tokens themselves."""
     token_sha256_file: str | None = None
-    """A file with more of them, one per line. It is read again when it changes."""
+    """A file with further digests, one per line. It is read again when it changes."""
 
 
 class LoggingOptions(Options):
@@ -113,7 +113,7 @@ class LlmOptions(DeviceOptions):
     default_max_tokens: PositiveInt = 512
     """Completion limit for requests that set no `max_tokens`."""
     timeout_seconds: PositiveFloat = 120
-    """Of a request, from its body to its last token."""
+    """From the body of a request to its last token."""
 
 
 class ServiceOptions(ActorOptions):

@@ -1,7 +1,7 @@
 """The front door's deployment: HTTP and gRPC around one Service, which calls a Router in-process.
 
-The only file of the front door that calls Ray: router/replicas for the encoders, handles for the
-language model and for scraping.
+Only this file of the front door calls replicas: the encoders by router/replicas, the language model
+and the scraped deployments by handles.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from router.replicas.serve_fleet import LOST, brief
 from router.router import Router
 
 SCRAPE_SECONDS = 2.0
-"""Within this time all replicas answer a scrape, or are counted as missing."""
+"""Replicas that take longer to answer a scrape are counted as missing."""
 
 
 @serve.ingress()
@@ -92,10 +92,7 @@ class Ingress(EncoderCalls, HealthCalls):
 
 
 class RouterBackend:
-    """service.Backend over a router in this process, which saves each request a hop.
-
-    Methods are documented there.
-    """
+    """service.Backend over a router in this process, which saves each request a hop."""
 
     def __init__(
         self, router: Router, scraped: list[DeploymentHandle], own: DeploymentHandle
@@ -140,7 +137,7 @@ class RouterBackend:
     async def ready_replicas(self) -> int:
         status = await self.router.status()
         if not status.ready:
-            raise Unavailable("no encoder is ready yet: weights are loaded and graphs captured")
+            raise Unavailable("no encoder is ready yet: they load weights and capture graphs")
         return len(status.replicas)
 
     async def scrape(self) -> Scrape:
@@ -181,8 +178,8 @@ class ChatFleet:
                 yield event
         except BackPressureError:
             raise Overloaded(
-                "every replica of the language model has its hands full, and as many requests as "
-                "may wait are waiting (llm.max_queued_requests): come back later"
+                "every replica of the language model is busy and the queue is full "
+                "(llm.max_queued_requests): come back later"
             ) from None
         except LOST as error:
             raise lost(error) from error

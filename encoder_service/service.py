@@ -38,8 +38,7 @@ class Backend(Protocol):
     def check_room(self) -> None:
         """Raises Overloaded (429) while the router is full, before the body is read.
 
-        `encode` and `stream` raise it too, once the size of the request is known. Both decisions
-        are the ledger's: router/policy/ledger.py.
+        `encode` and `stream` raise it too, once the size of the request is known: policy/ledger.py.
         """
 
     async def encode(
@@ -56,7 +55,7 @@ class Backend(Protocol):
         """What is kept under an id, its data as an array. Raises NotFound."""
 
     async def release(self, reference: str) -> None:
-        """Releases it before it expires. Raises NotFound."""
+        """Releases what is kept under an id. Raises NotFound."""
 
     async def ready_replicas(self) -> int:
         """How many encoders accept work. Raises Unavailable if there is none."""
@@ -65,11 +64,11 @@ class Backend(Protocol):
         """The metrics of all replicas that answer in time."""
 
     async def glance(self) -> Glance:
-        """The same, with what the router knows and the recent failures of every ingress."""
+        """The scrape, the replicas that the router excludes, and every ingress' recent failures."""
 
 
 class Service:
-    """One front door: what the HTTP and gRPC handlers call."""
+    """What the HTTP and gRPC handlers call."""
 
     def __init__(self, options: ServiceOptions, spec: ModelSpec, backend: Backend) -> None:
         self.spec = spec
@@ -93,11 +92,9 @@ class Service:
         self.scrape = SingleFlight(backend.scrape, 0)
 
     def authorize(self, authorization: str | None) -> None:
-        """Checks the value of the `Authorization` header. Raises Unauthorized."""
         self.tokens.authorize(authorization)
 
     async def look(self) -> Json:
-        """The document of GET /v1/status, as of now."""
         glance = await self.backend.glance()
         return await asyncio.to_thread(status, self.card, self.cache_max_bytes, glance, time.time())
 

@@ -1,7 +1,4 @@
-"""Small random checkpoints, written by transformers itself, whose import takes seconds.
-
-transformers saves a tower under the names in which its family is published.
-"""
+"""Small random checkpoints under their published names, as transformers writes them."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from typing import Any
 import torch
 
 from tests import checkpoints_kimi, moonvit
+from tests.checkpoints_tiles import scatter
 
 LAYERS = {"depth": 5, "num_heads": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 VISION = LAYERS | {
@@ -55,15 +53,13 @@ PROCESSOR = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What transformers needs to make one."""
-
     name: str
-    """Of transformers' classes, before Config and ForConditionalGeneration."""
+    """The prefix of transformers' Config and ForConditionalGeneration classes."""
     vision: Mapping[str, Any]
     text: Mapping[str, Any] = field(default_factory=dict)
     processor: Mapping[str, Any] = field(default_factory=lambda: PROCESSOR)
     image_processor: str = "qwen2_vl.Qwen2VL"
-    """transformers' own: its folder, and its class before ImageProcessorPil."""
+    """Its folder in transformers, and the prefix of its ImageProcessorPil class."""
 
 
 SMALL = VISION | {"patch_size": 14, "intermediate_size": 120}
@@ -138,16 +134,16 @@ CHECKPOINTS = {
 }
 
 KIMI = "kimi_vl"
-"""Not in transformers."""
+"""Not in transformers: tests/moonvit.py."""
 
 KIMI_K25 = "kimi_k25"
-"""Its model is put together unlike the others'."""
+"""Its model is built differently: tests/checkpoints_kimi.py."""
 
 MODEL_TYPES = (*CHECKPOINTS, KIMI, KIMI_K25)
 
 
 def write(folder: Path, model_type: str, *, max_shard_size: str = "300KB") -> Any:
-    """Writes a whole model in float32 with a random tower; returns the original of it."""
+    """Writes a whole model in float32 with a random tower; returns the reference model."""
     if model_type == KIMI:
         return moonvit.write(folder)
     if model_type == KIMI_K25:
@@ -156,7 +152,7 @@ def write(folder: Path, model_type: str, *, max_shard_size: str = "300KB") -> An
 
 
 def write_made(folder: Path, made: Checkpoint, max_shard_size: str = "300KB") -> Any:
-    """The same of what is in no list."""
+    """`write` for a checkpoint that is not in CHECKPOINTS."""
     import transformers
 
     torch.manual_seed(0)
@@ -165,20 +161,15 @@ def write_made(folder: Path, made: Checkpoint, max_shard_size: str = "300KB") ->
     )
     model = getattr(transformers, f"{made.name}ForConditionalGeneration")(config).eval()
     projector = getattr(model.model, "projector", None)
-    outside = projector.parameters() if projector else ()
-    with torch.no_grad():
-        for values in (*model.model.visual.parameters(), *outside):
-            # Far from how they are initialised, so that a swap of any two shows.
-            values.normal_(0, 0.08) if values.dim() > 1 else values.add_(
-                torch.randn_like(values) * 0.1
-            )
+    scatter(model.model.visual)
+    if projector:
+        scatter(projector)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     (folder / "preprocessor_config.json").write_text(json.dumps(made.processor))
     return model
 
 
 def write_qwen3vl(folder: Path, *, moe: bool = False, max_shard_size: str = "300KB") -> Any:
-    """Qwen3-VL, dense or MoE: see write."""
     return write(folder, "qwen3_vl_moe" if moe else "qwen3_vl", max_shard_size=max_shard_size)
 
 

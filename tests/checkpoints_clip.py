@@ -20,7 +20,7 @@ TOWER = {
     "patch_size": 14,
 }
 PICTURE = 90
-"""SigLIP's, whose patches cover 84 pixels of it, as 378 of 384."""
+"""SigLIP's image size, of which the patches cover 84 pixels, as 378 of 384 in the original."""
 
 SETTINGS = {key: PROCESSOR[key] for key in ("image_mean", "image_std", "resample")}
 CROPPED = {"do_center_crop": True, "size": {"shortest_edge": 84}, "crop_size": 84}
@@ -39,7 +39,6 @@ def write_siglip(folder: Path) -> Any:
 
 
 def write_clip(folder: Path) -> Any:
-    """The same of CLIP."""
     from transformers import CLIPConfig, CLIPModel
 
     torch.manual_seed(0)
@@ -50,7 +49,7 @@ def write_clip(folder: Path) -> Any:
 
 
 def write_llava(folder: Path, tower: str, **settings: Any) -> Any:
-    """The same of LLaVA over `clip` or `siglip`; `settings` as in config.json."""
+    """`write_siglip` for LLaVA over `clip` or `siglip`; `settings` as in config.json."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     torch.manual_seed(0)
@@ -66,11 +65,11 @@ def write_llava(folder: Path, tower: str, **settings: Any) -> Any:
 
 PINPOINTS = [[PICTURE * rows, PICTURE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 ASPECT = "anyres_max_4"
-"""Of nine tiles, about that many are left."""
+"""Of nine tiles, about four are left."""
 
 
 def write_onevision(folder: Path) -> Any:
-    """The same of LLaVA-OneVision, whose tower ends with the layer that is taken."""
+    """`write_siglip` for LLaVA-OneVision, whose tower ends with the layer that is used."""
     from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
 
     torch.manual_seed(0)
@@ -91,9 +90,9 @@ def write_onevision(folder: Path) -> Any:
 
 
 def write_llava_qwen(folder: Path) -> Any:
-    """The same weights as lmms-lab published them, with a config.json as those repositories.
+    """The same weights in lmms-lab's format: its tensor names and config.json.
 
-    Its `mm_vision_tower` is in llava_onevision.spec.QWEN_TOWERS only where a test puts it there.
+    Its `mm_vision_tower` is in llava_onevision.spec.QWEN_TOWERS only if a test puts it there.
     """
     with tempfile.TemporaryDirectory() as native:
         model = write_onevision(Path(native))
@@ -129,7 +128,6 @@ def write_llava_qwen(folder: Path) -> Any:
 
 
 def written(folder: Path, model: Any, processor: dict[str, Any]) -> Any:
-    """The model, saved."""
     model.save_pretrained(folder, max_shard_size="150KB")
     (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS | processor))
     return model

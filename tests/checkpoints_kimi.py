@@ -1,4 +1,4 @@
-"""A small random Kimi-K2.5 under the names that it is published with."""
+"""A small random Kimi-K2.5 checkpoint under its published names."""
 
 from __future__ import annotations
 
@@ -69,15 +69,13 @@ def write(folder: Path) -> Any:
 
 
 def published(name: str) -> str:
-    """transformers reads these names, but saves three tensors under others (5.23)."""
+    """The published name of a tensor; transformers 5.23 saves three under other names."""
     name = name.removeprefix("model.") if "mm_projector." in name else name
     return name.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
 
 
 def processor(image: Image.Image, **settings: Any) -> Mapping[str, Tensor]:
-    """Of images within 512 patches a side it does what Kimi-VL's does; transformers' own needs
-    torchvision.
-    """
+    """Kimi-VL's: equivalent up to 512 patches a side. transformers' own needs torchvision."""
     made = moonvit.processor(image, **settings)
     pixels = made["pixel_values"].view(-1, 3, moonvit.PATCH, moonvit.PATCH)
     return {**made, "pixel_values": pixels}

@@ -1,4 +1,4 @@
-"""A small random DeepSeek-OCR, under the names that it is published with."""
+"""A small random DeepSeek-OCR checkpoint under its published names."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def write_deepseek_ocr(folder: Path) -> Any:
 
 
 def published(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of transformers' model as deepseek-ai published them: q, k and v are one."""
+    """The tensors of transformers' model as deepseek-ai publishes them: q, k and v fused."""
     named = {
         "model.vision_model.embeddings.patch_embedding.weight": torch.zeros(64, 3, 14, 14),
         "model.vision_model.embeddings.position_ids": torch.arange(17)[None],

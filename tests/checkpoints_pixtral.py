@@ -1,4 +1,4 @@
-"""Small random checkpoints of Pixtral and Mistral 3, under the names they are published with."""
+"""Small random checkpoints of Pixtral and Mistral 3, under their published names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def write_pixtral(folder: Path) -> Any:
 
 
 def write_mistral3(folder: Path) -> Any:
-    """The same of Mistral 3."""
     from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -53,7 +52,7 @@ def write_mistral3(folder: Path) -> Any:
 
 
 def saved(folder: Path, model: Any) -> Any:
-    """The model, with a random tower and projector."""
+    """Makes tower and projector random, and saves the model."""
     scatter(model.model.vision_tower)
     scatter(model.model.multi_modal_projector)
     return written(folder, model, PROCESSOR)

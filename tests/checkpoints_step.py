@@ -1,4 +1,4 @@
-"""Small random checkpoints of the Step3 families, under the names that they are published with."""
+"""Small random checkpoints of the Step3 families, under their published names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PERCEPTION = {
     "patch_size": 14,
     "mlp_ratio": 2.5,
 }
-"""A whole view is 8 x 8 patches and four tokens; a crop 4 x 4 and one."""
+"""A whole view is 8 x 8 patches and four tokens, a crop 4 x 4 patches and one token."""
 
 TEXT = {
     "hidden_size": 48,
@@ -75,7 +75,7 @@ def write_step3p7(folder: Path) -> Any:
 
 
 def write_step3vl10b(folder: Path) -> Any:
-    """The same weights with a config.json as Step3-VL-10B has."""
+    """The same weights with a config.json like Step3-VL-10B's."""
     model = write_step3p7(folder)
     vision = PERCEPTION | {
         "model_type": "perception_encoder",

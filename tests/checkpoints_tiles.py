@@ -1,4 +1,4 @@
-"""Small random checkpoints of the tile families, under the names that they are published with."""
+"""Small random checkpoints of the tile families, under their published names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INTERNVL = {
     "image_size": [84, 84],
     "patch_size": [14, 14],
 }
-"""Nine tokens a tile."""
+"""Nine tokens per tile."""
 
 TOWERS = {
     "300M": INTERNVL | {"attention_bias": True, "norm_type": "layer_norm"},
@@ -55,7 +55,7 @@ LLAMA4 = {
     "projector_output_dim": 80,
     "vision_output_dim": 80,
 }
-"""`intermediate_size` is four times `hidden_size`, for the adapter of transformers."""
+"""transformers' adapter needs an `intermediate_size` of four times `hidden_size`."""
 
 LLAMA4_TEXT = {
     "hidden_size": 96,
@@ -112,7 +112,7 @@ def write_internvl(folder: Path, tower: str) -> Any:
 
 
 def write_internvl_chat(folder: Path, tower: str) -> Any:
-    """The same weights as `internvl_chat` names them, with a config.json as those repositories."""
+    """The same weights in `internvl_chat` format: its tensor names and config.json."""
     with tempfile.TemporaryDirectory() as native:
         model = write_internvl(Path(native), tower)
     vision = TOWERS[tower]
@@ -180,7 +180,7 @@ def write_gemma3(folder: Path) -> Any:
 
 
 def chat_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of transformers' model as OpenGVLab published them: q, k and v are one."""
+    """The tensors of transformers' model as OpenGVLab publishes them: q, k and v fused."""
     named: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         published = name.removeprefix("model.")
@@ -195,7 +195,7 @@ def chat_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def scatter(module: Any) -> None:
-    """Far from how parameters are initialised, so that a swap of any two shows."""
+    """Makes parameters random, far from their initial values, so that swapping any two shows."""
     with torch.no_grad():
         for values in module.parameters():
             values.normal_(0, 0.08) if values.dim() > 1 else values.add_(

@@ -1,6 +1,6 @@
-"""A headless Chromium, driven over WebDriver's own HTTP: no client library between.
+"""A headless Chromium, driven over WebDriver's HTTP protocol without a client library.
 
-Needs Debian's packages chromium and chromium-driver, or others with the same two programs.
+Needs the programs chromium and chromedriver (Debian: chromium and chromium-driver).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import httpx
 
 PROGRAMS = ("chromium", "chromedriver")
 PATIENCE_SECONDS = 60
-"""For whatever must come in the end."""
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -35,13 +34,10 @@ FLAGS = (
 
 
 def there() -> bool:
-    """Whether there is one."""
     return all(shutil.which(program) for program in PROGRAMS)
 
 
 class Chromium:
-    """One window."""
-
     def __init__(self, driver: httpx.Client, width: int, height: int) -> None:
         self.driver = driver
         profile = tempfile.mkdtemp(prefix="chromium")
@@ -54,56 +50,48 @@ class Chromium:
         self.path = f"/session/{session['sessionId']}"
 
     def post(self, path: str, **body: Any) -> Any:
-        """What a command gives."""
+        """The value that a command returns. Raises RuntimeError."""
         answer = self.driver.post(self.path + path, json=body).json()["value"]
         if isinstance(answer, dict) and "error" in answer:
             raise RuntimeError(answer["message"])
         return answer
 
     def open(self, url: str) -> None:
-        """Goes there."""
         self.post("/url", url=url)
 
     def run(self, script: str) -> Any:
-        """What a function body returns."""
         return self.post("/execute/sync", script=script, args=[])
 
     def until(self, condition: str, seconds: float = PATIENCE_SECONDS) -> None:
-        """Waits for a JavaScript expression to be true."""
         end = time.monotonic() + seconds
         while not self.run(f"return Boolean({condition})"):
-            assert time.monotonic() < end, f"never came: {condition}\n{self.text()}"
+            assert time.monotonic() < end, f"never became true: {condition}\n{self.text()}"
             time.sleep(0.1)
 
     def text(self) -> str:
-        """What is to be read."""
         return str(self.run("return document.body.innerText"))
 
     def complaints(self) -> list[str]:
-        """Errors and warnings of the console since the last time, but for Chromium's own."""
+        """Console errors and warnings since the last call, without Chromium's own."""
         entries = [str(entry["message"]) for entry in self.post("/se/log", type="browser")]
         return [entry for entry in entries if not entry.startswith("chrome://")]
 
     def scheme(self, name: str) -> None:
-        """Prefers light or dark from now on."""
         feature = {"name": "prefers-color-scheme", "value": name}
         command = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": [feature]}}
         self.post("/goog/cdp/execute", **command)
 
     def screenshot(self) -> bytes:
-        """A PNG of the whole page."""
         command = {"cmd": "Page.captureScreenshot", "params": {"captureBeyondViewport": True}}
         return base64.b64decode(self.post("/goog/cdp/execute", **command)["data"])
 
     def close(self) -> None:
-        """Ends it."""
         self.driver.delete(self.path)
         shutil.rmtree(self.profile, ignore_errors=True)
 
 
 @contextmanager
 def chromium(width: int = 1200, height: int = 900) -> Iterator[Chromium]:
-    """A window, until the block ends."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

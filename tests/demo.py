@@ -1,6 +1,6 @@
-"""`make demo`: the tiny service, real photographs over HTTP and gRPC, what its metrics say, a chat.
+"""`make demo`: the tiny service encodes photographs over HTTP and gRPC, and answers a chat.
 
-Exits with 1 if anything is not as it should be. Needs no GPU, no weights, no network.
+Prints its metrics. Exits with 1 if a check fails. Needs no GPU, no weights, no network.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from tests.videos import video
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny-chat.yaml"
 TOLERANCE = 1e-3
-"""Between two runs in float32: the items may have shared other packs."""
+"""Between two runs in float32, in which items may have been packed differently."""
 
 
 def main() -> int:
-    """Starts, shows, stops."""
     console = Console()
     options = load(CONFIG)
     pictures = {name: photograph(name) for name in PHOTOGRAPHS}
@@ -54,9 +53,8 @@ def main() -> int:
 
 
 def encode(console: Console, url: str, pictures: dict[str, bytes]) -> list[Embedding]:
-    """All pictures in one request, and a table of what came."""
     with Client(url) as client:
-        client.model()  # the connection is made before the time is taken
+        client.model()  # connects before the clock starts
         started = time.perf_counter()
         embeddings = client.encode(list(pictures.values()), dtype="float32")
         taken = time.perf_counter() - started
@@ -72,7 +70,7 @@ def encode(console: Console, url: str, pictures: dict[str, bytes]) -> list[Embed
 
 
 def chat(console: Console, url: str, model: str, picture: bytes, rows: int) -> bool:
-    """One question about a photograph, answered whole and as a stream: whether all is right."""
+    """Asks about a photograph, without and with streaming. Whether the answers are as expected."""
     image = {"url": "data:image/jpeg;base64," + b64encode(picture).decode()}
     question = {"type": "text", "text": "What is in the picture?"}
     content = [{"type": "image_url", "image_url": image}, question]
@@ -103,7 +101,6 @@ def chat(console: Console, url: str, model: str, picture: bytes, rows: int) -> b
 
 
 def metrics(work: WorkDone) -> Table:
-    """What /metrics say of both requests."""
     shown = Table(title="from /metrics, both requests", show_header=False)
     shown.add_row("graph hits, misses", f"{work.hits:g}, {work.misses:g} ({work.hit_rate:.0%} hit)")
     shown.add_row("padding", f"{work.padded_tokens:g} tokens, {work.padding:.0%} of all computed")
@@ -121,20 +118,19 @@ def judge(
     replicas: int,
     chats: bool,
 ) -> int:
-    """0 if everything is as it should be."""
     equal = all(
         np.allclose(one.numpy(), other.numpy(), atol=TOLERANCE)
         and (one.grid_thw, one.digest) == (other.grid_thw, other.digest)
         for one, other in zip(over_http, over_grpc, strict=True)
     )
     checks = {
-        "HTTP and gRPC gave the same": equal,
+        "HTTP and gRPC return the same rows": equal,
         "all numbers are finite": all(np.isfinite(one.numpy()).all() for one in over_http),
-        "every item was seen by /metrics": work.hits + work.misses == 2 * len(over_http),
-        "every encoder worked": len(work.replica_patches) == replicas
+        "/metrics counted every item": work.hits + work.misses == 2 * len(over_http),
+        "every encoder took part": len(work.replica_patches) == replicas
         and min(work.replica_patches.values()) > 0,
-        "the weights say that they are random": over_http[0].weights == "dummy",
-        "the chat's stream is its answer, and counts the photograph": chats,
+        "weights are reported as random": over_http[0].weights == "dummy",
+        "chat: the stream equals the answer, and usage counts the photograph": chats,
     }
     for name, good in checks.items():
         console.print(f"[{'green' if good else 'red'}]{'yes' if good else 'NO '}[/] {name}")

@@ -1,4 +1,4 @@
-"""Real photographs in several formats and sizes, and files made to hurt. For tests and the demo."""
+"""Real photographs in several formats and sizes, and hostile files. For tests and the demo."""
 
 from __future__ import annotations
 
@@ -22,17 +22,14 @@ PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "hubb
 
 
 def photograph(name: str) -> bytes:
-    """A file as it was published."""
     return (FOLDER / name).read_bytes()
 
 
 def opened(name: str = "coffee.png") -> Image.Image:
-    """The same, decoded."""
     return Image.open(FOLDER / name).convert("RGB")
 
 
 def encoded(image: Image.Image, format: str, orientation: int = 0, **options: object) -> bytes:
-    """An image as a file; with an EXIF orientation, if it is not 0."""
     if orientation:
         exif = Image.Exif()
         exif[ExifTags.Base.Orientation] = orientation
@@ -43,19 +40,16 @@ def encoded(image: Image.Image, format: str, orientation: int = 0, **options: ob
 
 
 def jpeg(width: int, height: int, name: str = "coffee.png") -> bytes:
-    """A photograph scaled to a size, as JPEG."""
     return encoded(opened(name).resize((width, height)), "JPEG", quality=90)
 
 
 def animated(format: str, frames: int) -> bytes:
-    """GIF, WEBP or PNG with frames that differ."""
     image = opened().resize((60, 40))
     turned = [image.rotate(5 * i) for i in range(frames)]
     return encoded(turned[0], format, save_all=True, append_images=turned[1:])
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
-    """One chunk of a PNG."""
     return struct.pack(">I4s", len(data), kind) + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
@@ -67,19 +61,17 @@ def png(width: int, height: int, *chunks: bytes) -> bytes:
 
 
 def exif_with(entries: Sequence[tuple[int, int, int, int]]) -> bytes:
-    """An EXIF block of (tag, type, count, value) entries."""
     table = b"".join(struct.pack("<HHII", *entry) for entry in entries)
     return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + table + bytes(4)
 
 
 def item_of(patchifier: Patchifier, image: Tensor) -> Item:
-    """The item of a decoded image."""
     plan, patches = patchifier.patchify(image)
     return Item(plan, patches.numpy())
 
 
 def jpeg_segments(data: bytes, *segments: tuple[int, bytes]) -> bytes:
-    """A JPEG with segments of (marker, content) put right after its start."""
+    """A JPEG with segments of (marker, content) inserted after its start marker."""
     extra = b"".join(
         struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
         for marker, content in segments

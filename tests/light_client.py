@@ -1,7 +1,7 @@
-"""Run by .ci/run in an environment with nothing but the wheel of packages/client.
+"""Run by .ci/run in an environment that has only the wheel of packages/client.
 
-Calls a stand-in for the service over HTTP and gRPC, and makes sure that neither torch nor Ray is
-there. Imports no other test, which would need more than that environment has.
+Calls a fake service over HTTP and gRPC, and checks that neither torch nor Ray is installed.
+Imports no other test module, because those need more packages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS = np.arange(800_000, dtype=np.float16).reshape(200_000, 4)
 
 
 def item(index: int, sent: RequestItem) -> dict[str, Any]:
-    """An item of a response; text is no image."""
+    """An item of a response; an error for the data b"text"."""
     assert sent.data
     if sent.data == b"text":
         error = {"type": "unsupported_media", "message": "no", "item": index, "retryable": False}
@@ -92,7 +92,6 @@ class Servicer:
 
 @contextmanager
 def service() -> Iterator[list[str]]:
-    """Its URLs, over HTTP and over gRPC."""
     ready, end = threading.Event(), threading.Event()
     urls: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The functions of transformers' Llama 4 image processor, which as a module needs torchvision."""
+"""Functions of transformers' Llama 4 image processor, whose module needs torchvision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch
 
 @lru_cache
 def functions() -> Mapping[str, Any]:
-    """By name; classes are left out."""
     module = find_spec("transformers.models.llama4.image_processing_llama4")
     assert module
     assert module.origin
@@ -30,9 +29,9 @@ def functions() -> Mapping[str, Any]:
 
 
 def canvas(width: int, height: int, most: int) -> tuple[int, int]:
-    """Height and width, in pixels, of the canvas of at most so many tiles of 336 x 336."""
+    """Height and width in pixels of the canvas of at most `most` tiles of 336 x 336."""
     tile = SimpleNamespace(height=336, width=336)
-    # Unwrapped: its cache wants arguments that can be hashed.
+    # Unwrapped, because its cache needs hashable arguments.
     supported = functions()["find_supported_resolutions"].__wrapped__(most, tile)
     rows, columns = functions()["get_best_fit"]((height, width), torch.tensor(supported)).tolist()
     return rows, columns

@@ -1,4 +1,4 @@
-"""Kubernetes manifests: built by Kustomize, held against Kubernetes' and KubeRay's own schemas."""
+"""Builds the Kubernetes manifests and validates them by Kubernetes' and KubeRay's own schemas."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ Json = dict[str, Any]
 
 @cache
 def built(folder: Path) -> tuple[Json, ...]:
-    """What `kubectl apply -k` would send. Skips where no kubectl has Kustomize 5."""
+    """What `kubectl apply -k` would send. Skips the test without a kubectl that has Kustomize 5."""
     version = ask("version", "--client", "--output=json")
     if "kustomizeVersion" not in version or yaml.safe_load(version)["kustomizeVersion"] < "v5":
-        pytest.skip("needs kubectl 1.27 or later, for the Kustomize that it has built in")
+        pytest.skip("needs kubectl 1.27 or later, which has Kustomize 5")
     return tuple(yaml.safe_load_all(ask("kustomize", str(folder))))
 
 
 def ask(*arguments: str) -> str:
-    """What kubectl prints; nothing where it is not installed."""
     if shutil.which("kubectl") is None:
         return ""
     done = subprocess.run(["kubectl", *arguments], capture_output=True, text=True, timeout=100)
@@ -40,14 +39,12 @@ def ask(*arguments: str) -> str:
 
 
 def only(kind: str, documents: tuple[Json, ...]) -> Json:
-    """The one document of a kind."""
     (found,) = [one for one in documents if one["kind"] == kind]
     return found
 
 
 @cache
 def rayservice_schema() -> jsonschema.Draft202012Validator:
-    """Of KubeRay's definition, version v1."""
     with gzip.open(ROOT / "tests" / "data" / "ray.io_rayservices.yaml.gz") as file:
         definition = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     (version,) = [one for one in definition["spec"]["versions"] if one["name"] == "v1"]
@@ -55,7 +52,7 @@ def rayservice_schema() -> jsonschema.Draft202012Validator:
 
 
 def closed(schema: Any) -> Any:
-    """The same in JSON Schema's words, and refusing fields that Kubernetes would drop."""
+    """The schema, changed to reject unknown fields, which Kubernetes would drop."""
     if isinstance(schema, list):
         return [closed(one) for one in schema]
     if not isinstance(schema, dict):
@@ -67,7 +64,7 @@ def closed(schema: Any) -> Any:
 
 
 def validate(document: Json) -> None:
-    """Raises jsonschema.ValidationError, or its like of kubernetes_validate."""
+    """Raises the ValidationError of jsonschema or of kubernetes_validate."""
     if document["kind"] == "RayService":
         rayservice_schema().validate(document)
     else:
@@ -75,7 +72,6 @@ def validate(document: Json) -> None:
 
 
 def quantity_bytes(text: str) -> int:
-    """Of a Kubernetes quantity such as 2Gi."""
     units = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 10**3, "M": 10**6, "G": 10**9}
     for unit, size in units.items():
         if text.endswith(unit):

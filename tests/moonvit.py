@@ -1,7 +1,7 @@
 """Kimi-VL's tower and image processor, written from what moonshotai/Kimi-VL-A3B publishes.
 
-Its own names, patches in raster order, interleaved complex rotary embedding: as far from our tower
-as the original is. transformers has neither (its Kimi-K2.5 renames and permutes the weights too).
+Keeps what differs from our tower: its names, patches in raster order, interleaved complex rotary
+embeddings. transformers has neither, and its Kimi-K2.5 renames and permutes the weights.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from tests.checkpoints_tiles import scatter
 
 LIMIT = 1024
 LAYERS, WIDTH, HEADS, INNER, PATCH, SIDE, OUT = 5, 64, 4, 128, 14, 64, 96
@@ -47,8 +49,6 @@ PROCESSOR = {
 
 
 class MoonViT(nn.Module):
-    """The tower and the projector, by the checkpoint's own names."""
-
     def __init__(self) -> None:
         super().__init__()
         tower = {
@@ -78,7 +78,6 @@ class MoonViT(nn.Module):
         self.positions = nn.Parameter(torch.zeros(SIDE, SIDE, WIDTH))
 
     def published(self) -> dict[str, Tensor]:
-        """The weights under the checkpoint's names."""
         weights = {
             name.removeprefix("layers.").replace("/", "."): value.detach().clone()
             for name, value in self.layers.state_dict().items()
@@ -90,18 +89,16 @@ class MoonViT(nn.Module):
     def get_image_features(
         self, pixel_values: Tensor, image_grid_thw: Tensor, **_: Any
     ) -> SimpleNamespace:
-        """Patches [n, 3 x 14 x 14] in raster order, normalised; rows of each image."""
+        """From normalised patches [n, 3 x 14 x 14] in raster order to the rows of each image."""
         sizes = [(rows, columns) for _, rows, columns in image_grid_thw.tolist()]
         parts = pixel_values.split([rows * columns for rows, columns in sizes])
         images = [self.encode(part, *size) for part, size in zip(parts, sizes, strict=True)]
         return SimpleNamespace(pooler_output=images)
 
     def layer(self, name: str) -> nn.Module:
-        """By its published name."""
         return self.layers[f"vision_tower.{name}".replace(".", "/")]
 
     def encode(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
-        """One image: [tokens, OUT]."""
         dtype = self.positions.dtype
         x = self.layer("patch_embed.proj")(pixels.to(dtype).view(-1, 3, PATCH, PATCH)).flatten(1)
         table = self.positions.permute(2, 0, 1)[None]
@@ -131,7 +128,7 @@ PROJECTOR = ("pre_norm", "linear_1", "linear_2")
 
 
 def rotation(rows: int, columns: int) -> Tensor:
-    """complex64 [rows x columns, 1, head size / 2]: columns and rows take turns."""
+    """complex64 [rows x columns, 1, head size / 2]: columns and rows alternate."""
     size = WIDTH // HEADS
     frequencies = 1 / 10000 ** (torch.arange(0, size, 4).float() / size)
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
@@ -141,20 +138,16 @@ def rotation(rows: int, columns: int) -> Tensor:
 
 
 def turned(x: Tensor, rotation: Tensor) -> Tensor:
-    """Neighbours as complex numbers, multiplied."""
+    """Rotates pairs of neighbouring values as complex numbers."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
 
 
 def write(folder: Path) -> Any:
-    """A random checkpoint; gives an object with the tower as `model`, as transformers' models."""
+    """Writes a random checkpoint; returns an object with the tower as `model`."""
     torch.manual_seed(0)
     tower = MoonViT().eval()
-    with torch.no_grad():
-        for values in tower.parameters():
-            values.normal_(0, 0.08) if values.dim() > 1 else values.add_(
-                torch.randn_like(values) * 0.1
-            )
+    scatter(tower)
     save_file(tower.published(), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
@@ -162,7 +155,7 @@ def write(folder: Path) -> Any:
 
 
 def processor(image: Image.Image, **_: Any) -> Mapping[str, Tensor]:
-    """KimiVLImageProcessor with these settings: shrunk over the limit, padded with black."""
+    """KimiVLImageProcessor with these settings: shrinks images over the limit, pads with black."""
     image = image.convert("RGB")
     counted = (image.width // PATCH) * (image.height // PATCH)
     if counted > LIMIT:

@@ -1,10 +1,11 @@
-"""`make overload`: five times what a service can do, open loop. Exits with 1 if a promise breaks.
+"""`make overload`: open-loop load at five times a service's capacity. Exits with 1 on failure.
 
-Promises: goodput stays at 90 % of its peak; whoever is admitted waits a bounded time; the others
-get 429 at once. Ratios within one run: figures of a CPU say nothing of a GPU.
+Checks that goodput stays above 90 % of its peak, that admitted requests wait a bounded time, and
+that the others get 429 at once. It checks ratios within one run, because absolute figures of a CPU
+say nothing about a GPU.
 
-Encoders that compute on the CPU have half of the cores to themselves, as those on GPUs have their
-GPUs, and all else has the other half. `--together`: everybody takes from everybody.
+Encoders on the CPU get half of the cores to themselves, as those on GPUs have their GPUs; all other
+processes share the other half. With `--together` all processes share all cores.
 """
 
 from __future__ import annotations
@@ -32,37 +33,36 @@ from tests.processes import Clocks, actors, ours, process, run_apart
 from tests.senders import Outcome, Sender, closed, opened
 
 IMAGES = "320x320+384x384+448x448+512x512+576x576+640x640"
-"""Of one request: enough work that the front door is not what is measured."""
+"""Of one request: enough work that the front door is not the bottleneck."""
 FACTOR = 5
 QUEUE_SECONDS = 5.0
 SETTLE = 2
-"""Times `router.max_queue_seconds`, before a phase counts: until its queue is as long as it gets,
-and what waits in it is decoded."""
+"""Multiple of `router.max_queue_seconds` before a phase is measured: until its queue has its full
+length and the items in it are decoded."""
 LEAST_GOODPUT = 0.9
 MOST_WAITING = 3.0
-"""Times `router.max_queue_seconds`: the most that the p99 of those who were admitted may be."""
+"""Multiple of `router.max_queue_seconds`: limit for the p99 latency of admitted requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What there was of a phase once it had settled. Cores: seconds of CPU a second."""
+    """Figures of a settled phase. Cores: CPU seconds per second."""
 
     goodput_per_second: float
     busy: float
-    """Part of the time that an encoder had a pack on its device, their mean."""
+    """Share of the time that an encoder had a pack on its device, mean over encoders."""
     encoder_cores: float
     other_cores: float
-    """Of front door, proxy and Ray."""
     client_cores: float
 
     @property
     def encoder_ms(self) -> float:
-        """CPU of the encoders for one answer: the same in all phases, if none of it is in vain."""
+        """The encoders' CPU time per answer: equal in all phases if no work is wasted."""
         return 1e3 * self.encoder_cores / max(self.goodput_per_second, 1e-9)
 
 
 class Watch:
-    """Looks at a service that runs, in a cluster of this process."""
+    """Measures a running service on a cluster started by this process."""
 
     def __init__(self, url: str, *, apart: bool) -> None:
         self.url = url
@@ -72,7 +72,6 @@ class Watch:
             run_apart(self.encoders, ours())
 
     async def over(self, outcome: Outcome, seconds: float) -> Phase:
-        """So long, from now on."""
         before = await self.look()
         await asyncio.sleep(seconds)
         after = await self.look()
@@ -82,7 +81,7 @@ class Watch:
         return Phase(goodput, busy / len(self.encoders), encoders, others, client)
 
     async def look(self) -> np.ndarray:
-        """Now; then seconds so far: of work on devices; CPU of encoders, of others, of clients."""
+        """[now, seconds of device work, CPU seconds of encoders, of others, of clients], totals."""
         samples = await asyncio.to_thread(scrape, self.url)
         busy = sum(n for (name, _), n in samples.items() if name == "encoder_busy_seconds_total")
         clocks = self.clocks.look(ours())
@@ -93,13 +92,18 @@ class Watch:
 
 
 def main() -> int:
-    """Finds the peak, goes beyond it, judges."""
     parser = argparse.ArgumentParser("overload")
-    parser.add_argument("--seconds", type=float, default=20, help="of each phase, once it settled")
-    parser.add_argument("--together", action="store_true", help="no cores for encoders alone")
+    parser.add_argument(
+        "--seconds", type=float, default=20, help="of each phase, once it has settled"
+    )
+    parser.add_argument(
+        "--together", action="store_true", help="share all cores between all processes"
+    )
     parser.add_argument("--config", type=Path, help="of a service without cache and coalescing")
     parser.add_argument("--images", default=IMAGES, help="of a request")
-    parser.add_argument("--callers", type=int, default=8, help="that find the peak")
+    parser.add_argument(
+        "--callers", type=int, default=8, help="concurrent callers that find the peak"
+    )
     parser.add_argument("--reference", action="store_true", help="embeddings stay in the service")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -120,16 +124,16 @@ def main() -> int:
     held = {
         "goodput": figures["goodput_of_peak"] >= LEAST_GOODPUT,
         "p99 of the admitted": figures["admitted_p99_seconds"] < MOST_WAITING * queue_seconds,
-        "refusals are quick": figures["refused_p99_seconds"] < figures["admitted_p50_seconds"],
+        "rejections are quick": figures["refused_p99_seconds"] < figures["admitted_p50_seconds"],
         "nothing else failed": figures["failed"] == 0,
     }
     broken = [name for name, kept in held.items() if not kept]
-    Console().print(f"[red]broken: {', '.join(broken)}" if broken else "every promise held")
+    Console().print(f"[red]failed: {', '.join(broken)}" if broken else "all checks passed")
     return 1 if broken else 0
 
 
 def crowded() -> ServiceOptions:
-    """The tiny service, which encodes whatever comes: no cache, nothing joined."""
+    """The tiny service without cache and coalescing, so that it encodes every item."""
     return parse(
         {
             "model": {"id": "qwen3vl-tiny", "load_format": "dummy", "dtype": "float32"},
@@ -144,10 +148,10 @@ def crowded() -> ServiceOptions:
 async def measure(
     sender: Sender, watch: Watch, callers: int, lengths: tuple[float, float]
 ) -> tuple[dict[str, Phase], dict[str, float]]:
-    """Callers that wait for each answer, arrivals that wait for nothing, and the callers again.
+    """A closed-loop phase, an open-loop phase, and the closed-loop phase again.
 
-    `lengths`: seconds until a phase counts, and while it does. Whatever else the machine does may
-    change meanwhile, hence the second peak.
+    `lengths`: seconds until a phase has settled, then seconds to measure. The peak is measured
+    twice because other load on the machine may change meanwhile.
     """
     whole, load = sum(lengths), [os.getloadavg()[0]]
 
@@ -159,7 +163,7 @@ async def measure(
         phases[name] = await watch.over(outcome, lengths[1])
         await running
         goodput = phases[name].goodput_per_second
-        print(f"{name}: {goodput:.2f} a second", file=sys.stderr, flush=True)
+        print(f"{name}: {goodput:.2f} answers/s", file=sys.stderr, flush=True)
         return goodput
 
     calm, outcome = Outcome(), Outcome()
@@ -190,23 +194,21 @@ async def measure(
 
 
 def for_as_much_cpu(phases: dict[str, Phase]) -> float:
-    """Answers for each second of the encoders' CPU, overload against peaks: the machine's other
-    work takes from both alike."""
+    """Answers per CPU second of the encoders, overload over peaks: other load does not matter."""
     peaks = fmean(one.encoder_ms for name, one in phases.items() if name != "overload")
     return peaks / phases["overload"].encoder_ms
 
 
 def show(phases: dict[str, Phase], figures: dict[str, float], *, apart: bool) -> None:
-    """As a table, and lines."""
     console = Console()
-    table = Table(title="encoders' CPU apart" if apart else None)
+    table = Table(title="encoders on cores of their own" if apart else None)
     for name in ("", *phases):
         table.add_column(name, justify="right" if name else "left")
     rows: dict[str, Callable[[Phase], str]] = {
-        "answered, a second": lambda one: f"{one.goodput_per_second:.2f}",
-        "encoders at work": lambda one: f"{one.busy:.0%}",
+        "answers/s": lambda one: f"{one.goodput_per_second:.2f}",
+        "encoders busy": lambda one: f"{one.busy:.0%}",
         "cores of the encoders": lambda one: f"{one.encoder_cores:.2f}",
-        "CPU of them for an answer, ms": lambda one: f"{one.encoder_ms:.0f}",
+        "encoder CPU per answer, ms": lambda one: f"{one.encoder_ms:.0f}",
         "cores of front door and Ray": lambda one: f"{one.other_cores:.2f}",
         "cores of the clients": lambda one: f"{one.client_cores:.3f}",
     }

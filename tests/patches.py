@@ -1,4 +1,4 @@
-"""Patches of images that are divided by a sizing of the test's own."""
+"""Patches of images under a sizing that the test chooses."""
 
 from __future__ import annotations
 
@@ -15,5 +15,4 @@ SPEC = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
 
 
 def patches_of(image: Tensor, sizing: Sizing, resample: Resample = "bicubic") -> Tensor:
-    """Of uint8 [3, height, width]."""
     return patchifier_of(replace(SPEC, sizing=sizing, resample=resample)).patches(image)

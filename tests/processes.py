@@ -1,4 +1,4 @@
-"""The processes of a private cluster: which there are, what they take, on which cores they run."""
+"""The processes of a private cluster: their ids, CPU time and cores."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ import ray
 
 
 def actors() -> list[str]:
-    """Names of all actors of the service, and of Serve's own."""
     named = ray.util.list_named_actors(all_namespaces=True)
     return sorted(each["name"] for each in named if each["name"].startswith("SERVE_"))
 
 
 def process(name: str) -> int:
-    """The process of an actor."""
     actor = ray.get_actor(name, namespace="serve")
     number: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
     return number
 
 
 def ours() -> list[int]:
-    """This process, then all that it started, at whatever remove: Ray, Serve, HAProxy."""
+    """Ids of this process and all its descendants: Ray, Serve, HAProxy."""
     children: dict[int, list[int]] = {}
     for number in numbers(Path("/proc")):
         with suppress(OSError):  # it has ended
@@ -36,13 +34,13 @@ def ours() -> list[int]:
 
 
 class Clocks:
-    """Seconds of CPU that processes took so far; of those that have ended, when last looked at."""
+    """CPU seconds of processes so far; for ended ones, when they were last seen."""
 
     def __init__(self) -> None:
         self.seconds: dict[int, float] = {}
 
     def look(self, processes: Iterable[int]) -> dict[int, float]:
-        """Of these and of those before."""
+        """CPU seconds of these processes and of all earlier ones, by process id."""
         for number in processes:
             with suppress(OSError):
                 user, system = status(number)[11:13]
@@ -51,12 +49,12 @@ class Clocks:
 
 
 def command(number: int) -> str:
-    """What a process calls itself. Raises OSError where it has ended."""
+    """The name of a process. Raises OSError if it has ended."""
     return Path(f"/proc/{number}/comm").read_text().strip()
 
 
 def run_apart(some: Iterable[int], processes: Iterable[int]) -> None:
-    """Gives half of the cores to some of these processes, and the other half to all others."""
+    """Pins `some` of the processes to one half of the cores and the others to the other half."""
     chosen = set(some)
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
@@ -68,11 +66,10 @@ def run_apart(some: Iterable[int], processes: Iterable[int]) -> None:
 
 
 def numbers(folder: Path) -> Iterator[int]:
-    """What in a folder of /proc is called by a number."""
     with suppress(OSError):
         yield from (int(name) for name in os.listdir(folder) if name.isdigit())
 
 
 def status(number: int) -> list[str]:
-    """/proc/N/stat behind the name: state, parent, ... Raises OSError where it has ended."""
+    """Fields of /proc/N/stat after the name: state, parent, ... Raises OSError if it has ended."""
     return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()

@@ -1,6 +1,6 @@
-"""`make refusals`: what it costs to say no. CPU of each process of the service, for one refusal.
+"""`make refusals`: the cost of a rejection, as CPU time of each process of the service.
 
-The encoders are stopped with as much before them as the router takes: whatever comes is refused.
+The encoders are stopped while the router is full, so that every further request is rejected.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from tests.processes import Clocks, actors, command, ours, process
 from tests.senders import Outcome, Sender
 
 HELD = 2
-"""Requests before the stopped encoders."""
+"""Requests that fill the router while the encoders are stopped."""
 PATCHES = 5680
-"""Of one of them (tests.overload.IMAGES)."""
+"""Of one request (tests.overload.IMAGES)."""
 REFUSALS = 400
 AT_ONCE = 4
 
 
 def main() -> int:
-    """Fills, stops, counts."""
     made = full()
     with cluster(logical_cpus(made)) as where, service(made):
         processes = {f"{command(number)} {number}": number for number in ours()[1:]}
@@ -41,7 +40,7 @@ def main() -> int:
 
 
 def full() -> ServiceOptions:
-    """The service of `make overload`, which nobody takes for hung while it is stopped."""
+    """The service of `make overload`, with health checks so slow that stopped encoders pass."""
     options = crowded().model_dump()
     long = {"health_check_period_seconds": 600, "health_check_timeout_seconds": 600}
     options["encoder"] |= long
@@ -50,7 +49,6 @@ def full() -> ServiceOptions:
 
 
 async def measure(url: str, processes: dict[str, int]) -> dict[str, float]:
-    """Seconds of CPU of each process, for all refusals together."""
     images = [picture(*size, seed=0) for size in parse_mix(IMAGES)[0]]
     sender, outcome, clocks = Sender(url, images), Outcome(), Clocks()
     for _ in range(HELD):
@@ -61,7 +59,7 @@ async def measure(url: str, processes: dict[str, int]) -> dict[str, float]:
     try:
         held = [asyncio.create_task(sender.call(Outcome())) for _ in range(HELD)]
         await asyncio.sleep(2)
-        await asyncio.wait_for(sender.call(outcome), 60)  # the first to be refused
+        await asyncio.wait_for(sender.call(outcome), 60)  # the first to be rejected
         before = clocks.look(processes.values())
         for _ in range(REFUSALS // AT_ONCE):
             await asyncio.gather(*(sender.call(outcome) for _ in range(AT_ONCE)))

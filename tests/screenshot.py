@@ -1,7 +1,4 @@
-"""`make screenshot`: docs/status.png, the status page of the tiny service under load.
-
-A real run: real photographs of many sizes over HTTP, some of them again and again, some broken.
-"""
+"""`make screenshot`: docs/status.png, the page of the tiny service while photographs are sent."""
 
 from __future__ import annotations
 
@@ -20,13 +17,11 @@ from tests.images import jpeg
 ROOT = Path(__file__).parents[1]
 CLIENTS = 8
 SIDES = (64, 96, 128, 192, 256, 384, 512, 768)
-"""Of the photographs, in pixels."""
 LOOKS = 40
-"""Points of the plots, two seconds each, before the picture is taken."""
+"""Points of the plots, two seconds apart, before the screenshot is taken."""
 
 
 def main() -> int:
-    """Starts, loads, looks, stops."""
     options = load(ROOT / "configs" / "tiny.yaml")
     cached = options.model_dump() | {"cache": {"max_bytes": 2**20}}
     options = ServiceOptions.model_validate(cached)
@@ -48,7 +43,7 @@ def main() -> int:
 
 
 def client(url: str, seed: int, over: threading.Event) -> None:
-    """One to four photographs at a time, until it is over."""
+    """Sends one to four photographs at a time until `over` is set."""
     chance = random.Random(seed)
     pictures = [jpeg(chance.choice(SIDES), chance.choice(SIDES)) for _ in range(300)]
     with Client(url) as encoder:
@@ -64,7 +59,7 @@ def client(url: str, seed: int, over: threading.Event) -> None:
 
 
 def take(url: str, schemes: list[str]) -> None:
-    """One picture of each scheme; the first is docs/status.png."""
+    """One screenshot per color scheme; the first is docs/status.png."""
     with chromium(1200, 1180) as window:
         window.open(url)
         window.until(f"typeof looks !== 'undefined' && looks.length >= {LOOKS}", 600)

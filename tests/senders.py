@@ -1,4 +1,4 @@
-"""Clients that cost little: they share the machine with what they measure."""
+"""Clients that use little CPU, because they share the machine with the service they measure."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ TIMEOUT_SECONDS = 30.0
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the requests of a phase."""
-
     right: list[tuple[float, float]] = field(default_factory=list)
-    """When each was answered, and after how many seconds."""
+    """Time of each answer, and the seconds that it took."""
     refused_seconds: list[float] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
 
     def answered(self, start: float, end: float) -> int:
-        """Requests, in this time."""
         return sum(start <= when < end for when, _ in self.right)
 
 
 Call = Callable[[Outcome], Coroutine[None, None, float]]
-"""One request, noted in an outcome; the seconds after which to come back."""
+"""Sends one request and records it. Returns the seconds to wait before the next (Retry-After)."""
 
 
 class Sender:
-    """Sends one request again and again, as bytes that are made once."""
+    """Sends the same request repeatedly, as bytes that are built once."""
 
     def __init__(self, url: str, images: Sequence[bytes], *, reference: bool = False) -> None:
         """`reference`: the embeddings stay in the service."""
@@ -63,7 +60,6 @@ class Sender:
         return int(head.split()[1]), float(wait[1]) if wait else 0.0, body
 
     async def connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """One that lives, or a new one."""
         while self.idle:
             reader, writer = self.idle.pop()
             if not reader.at_eof():
@@ -72,7 +68,6 @@ class Sender:
         return await asyncio.open_connection(self.host, self.port)
 
     async def call(self, outcome: Outcome) -> float:
-        """See Call."""
         started = time.monotonic()
         try:
             status, wait_seconds, body = await self.post()
@@ -90,7 +85,7 @@ class Sender:
 
 
 async def closed(call: Call, outcome: Outcome, callers: int, seconds: float) -> None:
-    """So many callers, each waiting for its answer, or as it is told, before it calls again."""
+    """Closed loop: each caller waits for its answer, and for Retry-After, before it calls again."""
     end = time.monotonic() + seconds
 
     async def caller() -> None:
@@ -101,7 +96,7 @@ async def closed(call: Call, outcome: Outcome, callers: int, seconds: float) -> 
 
 
 async def opened(call: Call, outcome: Outcome, per_second: float, seconds: float) -> None:
-    """Arrivals at random times, whatever became of those before."""
+    """Open loop: requests arrive at random times, whether earlier ones are answered or not."""
     random = Random(1)
     start = due = time.monotonic()
     async with asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""The presets with small towers: folders with JSON files and no weights, for random ones."""
+"""Presets with smaller towers: folders of JSON files, for random weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "step3vl-10b": {"width": 64, "heads": 4, "layers": 3, "mlp_ratio": 2, "image_size": 224},
     "step3-321b": LAYERS | {"intermediate_size": 128, "output_hidden_size": 72, "image_size": 224},
 }
-"""What is other in `vision_config`."""
+"""Changes to `vision_config`."""
 
 TOKENS = {"gemma3-4b": {"mm_tokens_per_image": 16}, "internvl3-78b": {"force_image_size": 84}}
 SIZES = {
@@ -72,7 +72,7 @@ def write_small(folder: Path, preset: str) -> Path:
     if processor and "max_pixels" in processor:
         processor["max_pixels"] = 448**2
     if processor and "longest_edge" in processor.get("size", {}):
-        # Pixtral's is a side, the others' an area.
+        # A side for Pixtral, an area for the others.
         processor["size"]["longest_edge"] = (
             448 if preset in ("pixtral-12b", "mistral-small31") else 448**2
         )

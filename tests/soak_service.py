@@ -1,7 +1,7 @@
-"""`make soak-service`: a service under load for long. Exits with 1 if memory grows.
+"""`make soak-service`: a service under load for a long time. Exits with 1 if memory grows.
 
-Of each process of the service the anonymous memory (RssAnon: what is not shared), and the bytes in
-the object store. Growth is that of the second half, by a fitted line: the first warms up.
+Samples the private memory (RssAnon) of each process of the service and the bytes in the object
+store. Growth is the rise of a line fitted to the second half; the first half is warm-up.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from tests.serve.object_store import used
 
 SAMPLES = 60
 MOST_GROWTH = 0.05
-"""Of the memory at half-time, over the second half: the most that counts as flat."""
+"""Growth over the second half, relative to its start, up to which memory counts as flat."""
 
 
 def main() -> int:
-    """Calls, samples, fits, judges."""
     parser = argparse.ArgumentParser("soak_service")
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--json", type=Path)
@@ -73,7 +72,7 @@ def main() -> int:
 
 
 def private_bytes(number: int) -> int:
-    """What a process has for itself alone."""
+    """Anonymous memory of a process, which it does not share."""
     status = Path(f"/proc/{number}/status").read_text()
     found = re.search(r"RssAnon:\s+(\d+) kB", status)
     assert found is not None, "no RssAnon: Linux before 4.5"
@@ -81,7 +80,7 @@ def private_bytes(number: int) -> int:
 
 
 def growth(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Level at half-time, and what a line through the second half rises by in it."""
+    """Level at half-time, and the rise of a line fitted to the second half."""
     half = np.array(points[len(points) // 2 :])
     slope, _ = np.polyfit(half[:, 0], half[:, 1], 1)
     return float(half[0, 1]), float(slope * (half[-1, 0] - half[0, 0]))

@@ -1,6 +1,6 @@
-"""Step3's vision tower (321B) as published, written for whole batches of views; and its patchifier.
+"""Step3's published vision tower (321B), written for batches of views, and its patchifier.
 
-From stepfun-ai/step3: modeling_step3.py and processing_step3.py, which transformers does not have.
+After modeling_step3.py and processing_step3.py of stepfun-ai/step3; transformers has neither.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def features(weights: Mapping[str, Tensor], pixels: Tensor, heads: int, depth: i
 
 
 def positions(table: Tensor, side: int) -> Tensor:
-    """The class token's, then those of side x side patches."""
+    """Embeddings of the class token's position, then of side x side patches."""
     trained = math.isqrt(len(table) - 1)
     if trained == side:
         return table

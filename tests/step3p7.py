@@ -1,4 +1,4 @@
-"""transformers' image processor of Step-3.7, which as a module needs torchvision."""
+"""transformers' image processor of Step-3.7, without importing it: the module needs torchvision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METHODS = ("_is_extreme_aspect", "_plan_patches", "_get_image_patches")
 
 @lru_cache
 def functions() -> dict[str, Any]:
-    """Its methods by name; what they call of torchvision is torch's, bit for bit."""
+    """Its methods by name. Torch computes what they call from torchvision, bit for bit."""
     from transformers.image_transforms import divide_to_patches
 
     found = find_spec("transformers.models.step3p7.image_processing_step3p7")
@@ -44,8 +44,6 @@ def functions() -> dict[str, Any]:
 
 
 class Processor:
-    """As much of transformers' processor as cuts an image."""
-
     def __init__(self, whole: int, crop: int, longest: int) -> None:
         self.whole, self.crop, self.max_image_size = whole, crop, longest
 

@@ -1,4 +1,4 @@
-"""A tower whose answer is obvious: a row is the sums of its token's four patches. Runs anywhere."""
+"""A tower with an obvious result, for any device: a row is the sums of its token's four patches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.types import Item, ItemPlan
 
 POISON = 255
-"""A patch that begins with this byte makes the forward fail, whoever shares the pack."""
+"""A patch that begins with this byte makes the forward pass of its whole pack fail."""
 
 OPTIONS = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
 
@@ -59,7 +59,6 @@ class ToyTower:
 
 
 def toy_item(tokens: int, seed: int, *, poisoned: bool = False) -> Item:
-    """An item of so many tokens with bytes of its own."""
     generator = np.random.default_rng(seed)
     patches = generator.integers(0, 200, (4 * tokens, 3), dtype=np.uint8)
     if poisoned:
@@ -68,5 +67,4 @@ def toy_item(tokens: int, seed: int, *, poisoned: bool = False) -> Item:
 
 
 def toy_rows(item: Item) -> Tensor:
-    """What the toy must answer for an item."""
     return torch.from_numpy(item.patches).float().sum(1).view(-1, 4)

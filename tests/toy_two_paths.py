@@ -1,4 +1,4 @@
-"""The toy tower with a second path: an item's local rows, negated, and then its global ones."""
+"""The toy tower with a second path: an item's local rows, negated, then its global rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.toy_tower import ToyTower
 
 
 class TwoPathToy(ToyTower):
-    """Rows of four values, as ToyTower's; those of the local path are negative."""
+    """Rows of four values as in ToyTower, negated on the local path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TwoPathToy(ToyTower):
 
 
 def two_path_item(whole: int, crops: int, seed: int) -> Item:
-    """An item of so many tokens on each path, with bytes of its own."""
+    """An item with `whole` and `crops` tokens on its paths and bytes drawn from `seed`."""
     tokens = whole + crops
     patches = np.random.default_rng(seed).integers(0, 200, (4 * tokens, 3), dtype=np.uint8)
     plan = ItemPlan(
@@ -56,7 +56,6 @@ def two_path_item(whole: int, crops: int, seed: int) -> Item:
 
 
 def two_path_rows(item: Item) -> Tensor:
-    """What the toy must answer for an item."""
     whole, _ = item.plan.path_tokens
     rows = torch.from_numpy(item.patches).float().sum(1).view(-1, 4)
     return torch.cat([-rows[whole:], rows[:whole]])

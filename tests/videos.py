@@ -1,4 +1,4 @@
-"""Small real video files, whose every frame says which one it is. For tests and the demo."""
+"""Small real video files whose frames can encode their own index. For tests and the demo."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def patchify_video(spec: ModelSpec, clip: Clip, frames: Iterable[Tensor]) -> Item:
-    """Decoded frames, cut as the family does it."""
     return patchifier_of(spec).patchify_video(clip, frames)
 
 
 def picture(index: int, width: int, height: int) -> Pixels:
-    """Frame `index`: a photograph that moves; uint8 [height, width, 3]."""
+    """Frame `index` of a moving photograph, uint8 [height, width, 3]."""
     whole = np.array(opened().resize((2 * width, 2 * height)))
     return np.roll(whole, (3 * index, 5 * index), (0, 1))[:height, :width]
 
 
 def numbered(index: int, width: int, height: int) -> Pixels:
-    """Frame `index`: its bits from left to right, black or white."""
+    """A frame that shows the bits of its index from left to right, black or white."""
     bits = [(index >> bit) % 2 * 255 for bit in range(8)]
     return (
         np.repeat(np.array(bits, np.uint8), width // 8)[None, :, None]
@@ -41,7 +40,6 @@ def numbered(index: int, width: int, height: int) -> Pixels:
 
 
 def number(pixels: Pixels) -> int:
-    """What `numbered` was given."""
     step = pixels.shape[1] // 8
     middle = pixels[pixels.shape[0] // 2, step // 2 :: step, 0]
     return sum(int(value > 127) << bit for bit, value in enumerate(middle[:8]))
@@ -57,7 +55,7 @@ def video(
     counting: bool = False,
     **options: str,
 ) -> bytes:
-    """A file of so many frames; `counting`: of `numbered` ones."""
+    """A video file; `counting`: of frames that show their index."""
     width, height = size
     draw = numbered if counting else picture
     file = BytesIO()

@@ -1,8 +1,8 @@
-"""What vLLM 0.33 does with the parts of a chat message that hold embeddings, written down anew.
+"""A reimplementation of how vLLM 0.33 reads embeddings from the parts of a chat message.
 
-From vllm/renderers/chat_utils (parsing, merging), multimodal/media/image.py (decoding),
+After vllm/renderers/chat_utils (parsing, merging), multimodal/media/image.py (decoding),
 multimodal/parse.py (plain tensors) and models/qwen2_vl.py, qwen3_vl.py (splitting). Where vLLM
-would crash later, this fails at once. What vLLM itself answers: tests/engines.
+would crash later, this fails at once. tests/engines runs vLLM itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MERGE_SIZE = 2
 
 
 def decoded(text: str) -> torch.Tensor:
-    """ImageEmbeddingMediaIO.load_base64: nothing but a dense tensor is unpickled."""
+    """ImageEmbeddingMediaIO.load_base64: only a dense tensor is accepted."""
     data = base64.b64decode(text, validate=True)
     tensor = torch.load(io.BytesIO(data), weights_only=True)
     assert isinstance(tensor, torch.Tensor)
@@ -27,7 +27,7 @@ def decoded(text: str) -> torch.Tensor:
 
 
 def embeddings(parts: Sequence[dict[str, Any]], width: int) -> list[torch.Tensor]:
-    """The rows of each item as the model gets them. `width`: what it splits a row into."""
+    """The rows of each item as the model gets them, [tokens, width]."""
     kinds = {part["type"].removesuffix("_embeds") for part in parts}
     assert len(kinds) == 1, "items of one modality are merged"
     (kind,) = kinds
@@ -43,7 +43,7 @@ def embeddings(parts: Sequence[dict[str, Any]], width: int) -> list[torch.Tensor
 
 
 def plain(rows: torch.Tensor, width: int) -> torch.Tensor:
-    """EmbeddingItems: of two dimensions, of the language model's width."""
+    """EmbeddingItems: checks two dimensions and the language model's width."""
     assert rows.ndim == 2
     assert rows.shape[-1] == width
     return rows
@@ -55,7 +55,7 @@ def by_grid(
     width: int,
     others: dict[str, list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Grids are stacked, rows joined, and split again by what the stacked grids say."""
+    """Joins the rows and splits them by the stacked grids."""
     stacked = torch.stack(grids)
     assert stacked.shape == (len(rows), 3), "one-dimensional grids, or splitting them fails"
     assert not stacked.is_floating_point()

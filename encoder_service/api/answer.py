@@ -35,7 +35,7 @@ def check_size(
     limits: LimitOptions,
     references: ReferenceOptions,
 ) -> None:
-    """Raises TooLarge if the tensors of one response would be too large to send, or to keep."""
+    """Raises TooLarge if the tensors of one response are too large to send, or to keep."""
     most, name = limits.max_response_bytes, "limits.max_response_bytes"
     advice = "send fewer items at a time, or take EncodeStream over gRPC"
     if options.encoding == "float" and most > MOST_FLOAT_BYTES:
@@ -71,7 +71,6 @@ def item_document(
     answer: Answer,
     request_id: str,
 ) -> Json:
-    """One item of the response: its embedding or its error."""
     place = {"index": index, "type": kind}
     if isinstance(answer, ServiceError):
         return place | {"error": fault(answer, request_id).document() | {"item": index}}

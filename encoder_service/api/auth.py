@@ -21,8 +21,6 @@ DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Tokens:
-    """The tokens that give access."""
-
     def __init__(self, options: AuthOptions) -> None:
         """Raises ConfigError for a file without a token: it is not clear who may have access."""
         self._named = options.token_sha256

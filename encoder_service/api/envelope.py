@@ -32,7 +32,7 @@ def request_id_of(given: str | None) -> str:
 
 
 class Envelope:
-    """Middleware around the whole application."""
+    """Middleware that gives each request an id, records it, and answers exceptions."""
 
     def __init__(self, app: ASGIApp, observer: Observer, counted: Mapping[str, str]) -> None:
         """`counted`: the paths that the metrics count, and under which `api`."""
@@ -74,10 +74,10 @@ class Envelope:
         try:
             await self.app(scope, received, observed)
         except ClientDisconnect:
-            return  # while its body was read: nobody is left to answer
+            return  # the client left while its body was read
         except Exception as error:
             if exchange.code != CLIENT_GONE:
-                raise  # the response has begun: all that is left is to break it off
+                raise  # the response has started and can only be aborted
             problem = fault(error, request_id)
             exchange.failed(problem.row.type, problem.message)
             await response(problem)(scope, receive, observed)

@@ -1,7 +1,4 @@
-"""The error table: exception -> type on the wire, HTTP status, gRPC code, whether to retry.
-
-The exceptions themselves are in actors/errors.py.
-"""
+"""The error table: exception (actors/errors.py) -> wire type, HTTP status, gRPC code, retryable."""
 
 from __future__ import annotations
 
@@ -73,8 +70,6 @@ class AtItem(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error as the client is told it."""
-
     row: ErrorRow
     message: str
     item: int | None = None
@@ -112,7 +107,6 @@ def fault(error: BaseException, request_id: str) -> Fault:
 
 
 def row_of(kind: type[BaseException]) -> ErrorRow:
-    """The row of a class or of its nearest ancestor that has one."""
     return next((TABLE[cls] for cls in kind.__mro__ if cls in TABLE), INTERNAL)
 
 

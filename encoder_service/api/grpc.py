@@ -53,7 +53,7 @@ class Context(Protocol):
 
 
 class Refused(Exception):
-    """Ends a stream, or a call without a valid token, whose status is already set."""
+    """Ends a call whose status is already set: a stream, or a call without a valid token."""
 
 
 class EncoderCalls:
@@ -62,7 +62,6 @@ class EncoderCalls:
     service: Service
 
     async def Encode(self, request: pb.EncodeRequest, grpc_context: Context) -> pb.EncodeResponse:
-        """All items at once."""
         with self.answering("grpc", grpc_context) as exchange:
             sent_bytes = self.check(request)
             with self.service.buffered.hold() as take:
@@ -116,17 +115,14 @@ class EncoderCalls:
         return pb.GetModelResponse()
 
     def check(self, request: pb.EncodeRequest) -> int:
-        """Its bytes. Raises TooLarge (never accepted) or Overloaded (the router is full)."""
+        """The request's size in bytes. Raises TooLarge, or Overloaded if the router is full."""
         size_bytes = check_size(request, self.service.limits)
         self.service.backend.check_room()
         return size_bytes
 
     @contextmanager
     def answering(self, api: str | None, context: Context) -> Iterator[Exchange]:
-        """Wraps one call: checks the token, records it, turns exceptions into a status.
-
-        `api`: see Exchange.
-        """
+        """Wraps a call: checks the token, records it as `api`, turns exceptions into a status."""
         metadata = dict(context.invocation_metadata())
         # Serve puts the client's id here, or one of its own.
         given = dict(context.trailing_metadata()).get("request_id")
@@ -159,7 +155,7 @@ class HealthCalls:
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:
-        """SERVING or NOT_SERVING; NOT_FOUND for a service that is not here."""
+        """SERVING or NOT_SERVING; NOT_FOUND for an unknown service."""
         if request.service not in HEALTH_NAMES:
             grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
             grpc_context.set_details(f"no service {request.service!r}; known are {HEALTH_NAMES}")
@@ -171,7 +167,7 @@ class HealthCalls:
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The status and every change of it, until the client leaves or Serve's time limit is over.
 
-        RESOURCE_EXHAUSTED beyond MOST_WATCHES; ends at once for a service that is not here.
+        RESOURCE_EXHAUSTED beyond MOST_WATCHES; SERVICE_UNKNOWN for an unknown service.
         """
         if request.service not in HEALTH_NAMES:
             yield Health(status=Health.SERVICE_UNKNOWN)
@@ -228,7 +224,7 @@ def details(document: Json) -> str:
 
 
 def check_size(request: pb.EncodeRequest, limits: LimitOptions) -> int:
-    """Its bytes. Raises TooLarge before any item is read: there may be millions of empty ones."""
+    """The size in bytes. Raises TooLarge before items are read: millions of them may be empty."""
     if len(request.items) > limits.max_items:
         raise TooLarge(
             f"{len(request.items)} items in one request; limits.max_items is {limits.max_items}: "

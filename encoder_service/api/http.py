@@ -59,7 +59,7 @@ def build(service: Service) -> FastAPI:
         """Embeddings of images and videos, in the order of the request."""
         service.authorize(request.headers.get("authorization"))
         if request.query_params:
-            raise InvalidOption("options stand in the body's `options`, not in the query")
+            raise InvalidOption("options belong in the body's `options`, not in the query")
         accept = answer_format(request.headers.get("accept", ""))
         check_length(request, service.limits)  # 413 before 429: retrying would not help
         service.backend.check_room()
@@ -105,7 +105,7 @@ def build(service: Service) -> FastAPI:
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
-        """The process answers."""
+        """The process is alive."""
         return {"status": "ok"}
 
     @app.get("/readyz", responses={503: ERRORS[503]})
@@ -152,7 +152,7 @@ async def response(pieces: Sequence[Piece], media_type: str) -> Response:
 
 
 class InPieces(Response):
-    """Sends one piece after the other, each as soon as there is room for it."""
+    """Sends the pieces one after another, each as soon as the connection has room for it."""
 
     def __init__(self, pieces: Sequence[Piece], media_type: str) -> None:
         length = sum(len(piece) for piece in pieces)
@@ -160,7 +160,6 @@ class InPieces(Response):
         self.pieces = gathered(pieces)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         status, headers = self.status_code, self.raw_headers
         await send({"type": "http.response.start", "status": status, "headers": headers})
         *pieces, last = self.pieces
@@ -170,10 +169,7 @@ class InPieces(Response):
 
 
 class BodyView(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A buffer as an ASGI body, without a copy, [length].
-
-    Serve's Python proxy pickles bodies; it gets bytes.
-    """
+    """A buffer [length] as an ASGI body, not copied; Serve's Python proxy pickles it as bytes."""
 
     def __bool__(self) -> bool:
         return self.size > 0

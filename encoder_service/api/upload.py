@@ -51,13 +51,13 @@ async def read_body(request: Request, limits: LimitOptions, take: Take) -> bytes
 
 @asynccontextmanager
 async def in_time(limits: LimitOptions) -> AsyncGenerator[None]:
-    """Around the reading of a body: raises DeadlineExceeded if that takes too long."""
+    """Bounds the time to read a body. Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(limits.timeout_seconds):
             yield
     except TimeoutError:
         raise DeadlineExceeded(
-            f"the body did not come within {limits.timeout_seconds:g} s (limits.timeout_seconds)"
+            f"the body did not arrive within {limits.timeout_seconds:g} s (limits.timeout_seconds)"
         ) from None
 
 
@@ -68,7 +68,7 @@ def check_length(request: Request, limits: LimitOptions) -> None:
 
 
 def check_bytes(seen: int, limits: LimitOptions) -> None:
-    """Raises TooLarge if a body has `seen` bytes or more and that is too many."""
+    """Raises TooLarge if the bytes seen so far exceed limits.max_body_bytes."""
     most = limits.max_body_bytes
     if seen > most:
         raise TooLarge(

@@ -1,7 +1,4 @@
-"""Open-loop load: requests at random times, and many at once.
-
-The simulator of router/ gets the same requests, so that each can be compared with the other.
-"""
+"""Open-loop load, random arrivals and bursts, and the same requests in the simulator of router/."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 BURSTS = 5
 """The median is reported."""
 SIMULATED_REQUESTS = 4000
-"""At random times: more than the benchmark sends in seconds, for a stable p99."""
+"""At random times; more than the benchmark sends, for a stable p99."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +45,12 @@ class Traffic:
     """Requests per second of the saturated fleet."""
 
     def patches(self, kinds: list[list[Shape]]) -> list[list[int]]:
-        """The patches of the images of each request."""
         sizing = read(self.options.model).sizing
         known = {shape: sizing.plan(Size(*shape)).patches for kind in kinds for shape in kind}
         return [[known[shape] for shape in kind] for kind in kinds]
 
     def scenario(self, arrivals: Sequence[tuple[float, Sequence[int]]]) -> Scenario:
-        """With the costs of an H200, scaled to the rate of this fleet when it is saturated."""
+        """The scenario, its costs those of an H200 scaled to this fleet's saturated rate."""
         encoder = self.options.encoder
         replicas = encoder.least_replicas
         # Without GPUs all replicas share the one machine.

@@ -1,4 +1,4 @@
-"""What `bench serve` compares the service with: the engines alone, and Ray Serve doing nothing."""
+"""Baselines of `bench serve`: the engines without the service, and Ray Serve without work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class EngineAlone:
     def measure(
         self, options: ActorOptions, pictures: list[bytes], in_flight: int, seconds: float
     ) -> Throughput:
-        """See pipeline.measure."""
         from encoder_service.bench.engine.pipeline import measure  # imports torch
 
         return measure(options, pictures, in_flight, seconds)
@@ -87,13 +86,12 @@ class Middle:
 
 
 class Front:
-    """In place of the ingress."""
+    """In place of the ingress: responds with as many bytes as the query asks for."""
 
     def __init__(self, middle: DeploymentHandle) -> None:
         self.middle = middle
 
     async def __call__(self, request: Request) -> Response:
-        """As many bytes as the query asks for, from the leaf."""
         body = await request.body() if request.method == "POST" else b""
         answer_bytes = int(request.query_params.get("answer_bytes", 0))
         answer = await self.middle.call.remote(body, answer_bytes)

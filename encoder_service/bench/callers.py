@@ -29,7 +29,7 @@ from encoder_service.config import LimitOptions, ServiceOptions
 from encoder_service.intake.media import probe
 
 AHEAD = 37
-"""How many kinds one caller is ahead of the next, so that they do not send the same in step."""
+"""Offset in kinds from one caller to the next, so that they do not send the same in step."""
 APART = 2**40
 """Between the picture numbers of two callers, so that no two send the same picture."""
 
@@ -61,8 +61,6 @@ class ByHandle:
 
 
 class CallerProcess:
-    """One process that sends."""
-
     def __init__(self, place: int, options: ServiceOptions, where: Cluster) -> None:
         self.place = place
         self.options = options
@@ -82,8 +80,6 @@ class CallerProcess:
 
 
 class Callers:
-    """Several of them, next to a running service."""
-
     def __init__(self, count: int, options: ServiceOptions, where: Cluster) -> None:
         # No CPUs reserved: the service's replicas must find theirs.
         actor: Any = ray.remote(num_cpus=0)(CallerProcess)
@@ -140,7 +136,6 @@ def pictures_of(kinds: list[list[Shape]], place: int, turn: int) -> Iterator[lis
 
 
 def turned(kinds: list[list[Shape]], place: int) -> list[list[Shape]]:
-    """The kinds in the order in which this caller sends them."""
     first = place * AHEAD % len(kinds)
     return kinds[first:] + kinds[:first]
 

@@ -21,20 +21,17 @@ SERVICERS = (
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 )
 APPLICATION = "encoder"
-"""Its name in Serve."""
 MOST_CONNECTIONS, OTHER_FILES = 4096, 2500
-"""HAProxy as Serve starts it: its connections, two files each, and the files it opens besides."""
+"""HAProxy as Serve starts it: its connections, of two files each, and its other open files."""
 PORTS = range(20_000, 30_000)
 """Above the ports of Ray's workers, below those that Linux gives to outgoing connections, so that a
 free port stays free until Serve listens there."""
 SPARE_CPUS = 4
-"""For Serve's own actors and for whatever else runs next to the service."""
+"""For Serve's own actors and other processes next to the service."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The cluster's addresses."""
-
     http: str
     grpc: str
 

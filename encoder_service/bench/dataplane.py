@@ -53,7 +53,6 @@ class Source:
         self.cache = EmbeddingCache(HITS * size_bytes, EncoderMetrics())
 
     async def encode(self, way: Way) -> Sent:
-        """Rows that are ready now."""
         since = time.monotonic()
         if way == "reference":
             return Sent(await asyncio.to_thread(share, self.rows), since)
@@ -120,7 +119,6 @@ class Consumer:
 
 @contextmanager
 def application(size_bytes: int) -> Iterator[DeploymentHandle]:
-    """Deploys the three and yields a handle to the consumer."""
     source = serve.deployment(Source, ray_actor_options=ACTOR).bind(size_bytes)
     passing = serve.deployment(Passing, ray_actor_options=ACTOR).bind(source)
     consumer = serve.deployment(Consumer, ray_actor_options=ACTOR).bind(passing, size_bytes)

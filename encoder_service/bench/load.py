@@ -1,4 +1,4 @@
-"""Sends requests to a running service; reads what its /metrics say of the time between."""
+"""Sends requests to a running service, and reads from /metrics the work that it did meanwhile."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ Samples = dict[tuple[str, Labels], float]
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What the service reports about one request."""
-
     work_seconds: float
     """Decoding, waiting for the device and encoding: the longest of each over the items."""
     embedding_bytes: int
@@ -36,8 +34,6 @@ class Answered:
 
 
 class Way(Protocol):
-    """A way to the service."""
-
     async def encode(self, images: list[bytes]) -> Answered:
         """Sends one request. Raises ServiceError."""
 
@@ -47,8 +43,6 @@ class Way(Protocol):
 
 @dataclass(slots=True)
 class Result:
-    """The answers to a load."""
-
     latencies_seconds: list[float] = field(default_factory=list)
     """Of requests answered without an error."""
     overheads_seconds: list[float] = field(default_factory=list)
@@ -84,7 +78,7 @@ class OverWire:
 
 
 async def send(way: Way, load: Load, requests: Iterator[list[bytes]]) -> Result:
-    """Sends the load, then closes the way."""
+    """Sends the load, then closes `way`."""
     result = Result()
     end = time.perf_counter() + load.seconds
     left = load.requests
@@ -148,13 +142,11 @@ def merged(results: Iterable[Result]) -> Result:
 
 
 def work_seconds(timings: dict[str, Any]) -> float:
-    """Decoding, waiting for the device and encoding, as the service reports them."""
     stages = ("queue_ms", "preprocess_ms", "encode_ms")
     return float(sum(timings[stage] for stage in stages)) / 1e3
 
 
 def embedding_bytes(items: list[dict[str, Any]]) -> int:
-    """Of the items of a response, sent or kept."""
     return sum(math.prod(item["shape"]) * DTYPE_BYTES[item["dtype"]] for item in items)
 
 
@@ -168,7 +160,6 @@ class WorkDone:
     tokens: float
     padded_tokens: float
     replica_patches: Mapping[str, float]
-    """Patches that each replica encoded."""
 
     @property
     def hit_rate(self) -> float:
@@ -188,7 +179,6 @@ class WorkDone:
 
 
 def scrape(url: str) -> Samples:
-    """All samples of GET /metrics."""
     page = httpx.get(f"{url}/metrics", timeout=30).raise_for_status().text
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value

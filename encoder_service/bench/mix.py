@@ -1,4 +1,4 @@
-"""What is sent: JPEGs of given sizes, all different so that no cache helps, and how many."""
+"""The load: JPEGs of given sizes, all different so that no cache helps, and how many of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Protocol = Literal["http", "grpc", "reference", "handle"]
 Ray, as a language model calls, where embeddings always stay in shared memory."""
 
 VARIANTS = 8
-"""Different pictures of each size, where there are few sizes."""
+"""Different pictures in total, or one of each size if there are more sizes."""
 HEAVY_TAILED = "heavy-tailed"
 HEAVY_TAILED_KINDS = 512
 PATCH_PIXELS = 16
@@ -74,7 +74,6 @@ def heavy_tailed(count: int) -> list[list[Shape]]:
 
 
 def square(patches: int) -> Shape:
-    """The size of a square of about this many patches."""
     side = 2 * PATCH_PIXELS * round(math.sqrt(patches) / 2)
     return side, side
 
@@ -97,10 +96,7 @@ def stamped(jpeg: bytes, number: int) -> bytes:
 
 
 def requests(kinds: list[list[Shape]], first: int = 0) -> Iterator[list[bytes]]:
-    """The images of one request after another, endlessly, numbered from `first` on.
-
-    All pictures are drawn before this returns.
-    """
+    """Endless requests, images numbered from `first`. Draws all pictures before it returns."""
     shapes = {shape for kind in kinds for shape in kind}
     seeds = range(max(1, VARIANTS // len(shapes)))
     made = {

@@ -1,7 +1,4 @@
-"""The whole service of a configuration under load.
-
-Each balancing policy gets a fresh service on one private cluster, and the same image sizes.
-"""
+"""A service under load: on one cluster, a fresh one per policy with the same image sizes."""
 
 from __future__ import annotations
 
@@ -31,31 +28,27 @@ SINGLES = 60
 """Requests with one small image, sent one at a time, from which overheads are computed."""
 SMALL: list[list[Shape]] = [[(336, 336)]]
 WARM_UPS, MOST_WARM_UPS = 4, 64
-"""Requests of each kind sent before anything is measured, and at most of all kinds."""
+"""Requests sent before anything is measured: of each kind, and at most of all kinds together."""
 MOST_WARM_SECONDS = 5.0
-"""Then the load itself is sent for this long at most, because memory is slow when it is touched for
-the first time, pinned and shared memory most of all."""
+"""Then the load itself is sent for at most this long, because the first touch of memory is slow,
+especially of pinned and shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """What is measured."""
-
     kinds: list[list[Shape]]
     """Sizes of the images of each kind of request; the kinds take turns."""
     load: Load
     policies: list[Policy]
     protocols: list[Protocol]
-    """The same service is measured with each."""
+    """Each is measured with the same service."""
     callers: int = 1
-    """Processes that send."""
     alone: bool = False
     """Also measure the engines without the service."""
     steady_part: float | None = None
-    """Then send requests at random times, at this part of the first policy's rate, and simulate
-    them."""
+    """Then send, and simulate, requests at random times at this part of the first policy's rate."""
     burst: int | None = None
-    """Then send this many requests at once, and simulate them."""
+    """Then send, and simulate, this many requests at once."""
 
 
 def run(options: ServiceOptions, plan: ServePlan, console: Console) -> dict[str, Any]:
@@ -123,7 +116,7 @@ def run_policy(
             load = replace(plan.load, protocol=protocol)
             found = run_protocol(options, replace(plan, load=load), policy, where, callers, most)
             most = most or found["requests_per_second"]
-            console.print(brief(found))  # if a later run fails, this is left
+            console.print(brief(found))  # stays on the screen if a later run fails
             runs.append({"policy": policy, "protocol": protocol} | found)
         callers.close()
     return [{"ready_seconds": ready_seconds} | one for one in runs]
@@ -144,7 +137,6 @@ def run_protocol(
     callers: Callers,
     most: float | None,
 ) -> dict[str, Any]:
-    """Figures of the plan's load over its protocol."""
     single = replace(plan.load, concurrency=1, requests=SINGLES)
     warm_ups = min(WARM_UPS * len(plan.kinds), MOST_WARM_UPS)
     warm = replace(single, requests=warm_ups, timeout_seconds=300)
@@ -233,7 +225,6 @@ ROWS = (
 
 
 def table(report: dict[str, Any]) -> Table:
-    """A column per policy and protocol."""
     title = (
         f"{report['model']}; two hops of Ray Serve: {report['noop_ms']:.1f} ms, "
         f"empty {report['empty_noop_ms']:.1f} ms"

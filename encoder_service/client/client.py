@@ -28,7 +28,7 @@ from encoder_service.client.transports import connect
 LONGEST_BACKOFF_SECONDS = 5.0
 """Between attempts, where the service does not say how long to wait."""
 GRACE_SECONDS = 1.0
-"""Added to the first attempt, so that the transport's own timeout, which says more, comes first."""
+"""Added to the first attempt, so that the transport's timeout, whose error says more, is first."""
 Result = TypeVar("Result")
 
 
@@ -139,7 +139,6 @@ class AsyncClient:
             return False
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self.transport.close()
 
     async def persist(self, call: Callable[[], Awaitable[Result]]) -> Result:
@@ -152,7 +151,7 @@ class AsyncClient:
                     return await call()
             except TimeoutError:
                 attempts = f"{attempt + 1} attempts" if attempt else "one attempt"
-                message = f"no whole answer within {self.timeout_seconds:g} s and {attempts}"
+                message = f"no complete response within {self.timeout_seconds:g} s and {attempts}"
                 raise ServiceError("deadline_exceeded", message) from None
             except ServiceError as error:
                 backoff = min(0.1 * 2**attempt, LONGEST_BACKOFF_SECONDS)
@@ -179,7 +178,7 @@ class AsyncClient:
 class Client:
     """AsyncClient for code without an event loop, or in a notebook: its loop runs in a thread.
 
-    Safe to share among threads.
+    Takes the same arguments. Safe to share among threads.
     """
 
     def __init__(
@@ -189,7 +188,6 @@ class Client:
         timeout_seconds: float = 60,
         retries: int = 4,
     ) -> None:
-        """See AsyncClient."""
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(ignore_unclosed)
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -233,7 +231,6 @@ class Client:
         reference: bool = False,
         evs_rate: float = 0.0,
     ) -> list[Embedding] | list[Embedding | ServiceError]:
-        """See AsyncClient."""
         call: Any = self.client.encode  # the overloads take one of the two words, not either
         embeddings: list[Embedding] = self.run(
             call(sources, dtype, on_error=on_error, reference=reference, evs_rate=evs_rate)
@@ -247,27 +244,21 @@ class Client:
         options: DatasetOptions | None = None,
         console: Console | None = None,
     ) -> Written:
-        """See AsyncClient."""
         return self.run(self.client.encode_dataset(given, out, options, console))
 
     def fetch(self, reference: str) -> Embedding:
-        """See AsyncClient."""
         return self.run(self.client.fetch(reference))
 
     def release(self, reference: str) -> None:
-        """See AsyncClient."""
         self.run(self.client.release(reference))
 
     def model(self) -> dict[str, Any]:
-        """See AsyncClient."""
         return self.run(self.client.model())
 
     def ready(self) -> bool:
-        """See AsyncClient."""
         return self.run(self.client.ready())
 
     def close(self) -> None:
-        """Closes the connections and ends the thread."""
         if self.loop.is_closed():
             return
         self.run(self.client.close())
@@ -279,7 +270,6 @@ class Client:
         self.loop.close()
 
     def run(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a call in the other thread and returns its result."""
         under_way = asyncio.run_coroutine_threadsafe(call, self.loop)
         try:
             return under_way.result()

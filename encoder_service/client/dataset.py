@@ -1,4 +1,4 @@
-"""Encodes a whole dataset into shards: streamed in bounded memory, resumed where it ended.
+"""Encodes a whole dataset into shards: in bounded memory, resumed after an interruption.
 
     DIR/manifest.jsonl       the settings, then one line per shard: its file and its items, in order
     DIR/00000.safetensors    one tensor [tokens, width] per item, by the item's name
@@ -42,13 +42,10 @@ FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
 """What the manifest says of an embedding."""
 
 Entry = tuple[str, Embedding | ServiceError]
-"""An item's name and its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """How a dataset is read, sent and written."""
-
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     format: Literal["safetensors", "parquet"] = "safetensors"
     """parquet needs pyarrow."""
@@ -57,7 +54,7 @@ class DatasetOptions:
     concurrency: int = 16
     """Items in flight. These and one shard are held in memory."""
     column: str = "image"
-    """Of a dataset of rows: where the image is."""
+    """The column of the image, in a dataset of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ class Written:
     weights: str
     """"checkpoint", or "dummy": random numbers."""
     retryable: int = 0
-    """Of those that failed: how many the same call would try again."""
+    """Failed items that the same call would retry."""
     failures: tuple[str, ...] = ()
     """The first few, with their errors."""
 
@@ -87,7 +84,6 @@ class EncodeCalls(Protocol):
 async def encode_dataset(
     caller: EncodeCalls, given: Samples, out: Path, options: DatasetOptions, console: Console | None
 ) -> Written:
-    """See AsyncClient.encode_dataset."""
     if options.format == "parquet" and find_spec("pyarrow") is None:
         raise ValueError("parquet needs pyarrow: pip install pyarrow, or use safetensors")
     if options.concurrency < 1:
@@ -125,7 +121,6 @@ async def write(
 
 
 def summary(items: list[Document], resumed: int, weights: str) -> Written:
-    """The counts and first failures of a manifest."""
     failed = [item for item in items if "error" in item]
     return Written(
         encoded=len(items) - len(failed),
@@ -141,7 +136,7 @@ def summary(items: list[Document], resumed: int, weights: str) -> Written:
 
 
 def is_retried(item: Document) -> bool:
-    """Whether an item of the manifest failed with an error that may not come again."""
+    """Whether an item of the manifest failed with an error worth a retry."""
     return "error" in item and item["error"]["type"] in RETRIED
 
 
@@ -245,7 +240,7 @@ class Manifest:
         for key, value in lines[0]["settings"].items():
             if settings.get(key) != value:
                 raise ValueError(
-                    f"{self.path}: was begun with {key} {value!r}, now it is "
+                    f"{self.path}: was started with {key} {value!r}, now it is "
                     f"{settings.get(key)!r}: use another folder"
                 )
         self.shards = lines[1:]
@@ -299,7 +294,6 @@ def write_shard(manifest: Manifest, entries: Sequence[Entry], suffix: str) -> No
 
 
 def manifest_entry(name: str, one: Embedding | ServiceError) -> dict[str, Any]:
-    """An item's entry in the manifest."""
     if isinstance(one, ServiceError):
         return {"name": name, "error": {"type": one.type, "message": one.message}}
     return {"name": name} | {fact: getattr(one, fact) for fact in FACTS}

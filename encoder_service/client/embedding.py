@@ -139,7 +139,6 @@ LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens")
 
 
 def read_items(document: Mapping[str, Any]) -> list[Embedding | ServiceError]:
-    """The embeddings and errors of a response document."""
     shared = {name: document[name] for name in ("model", "weights", "timings")}
     shared["family"] = document.get("family", "")
     return [

@@ -43,7 +43,6 @@ class GrpcTransport:
         }
 
     async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
-        """Encoder.Encode."""
         parts = [message(item) for item in items]
         request = pb.EncodeRequest(items=parts, options=pb.Options(**options))
         answer = await self.call(self.stub.Encode, request)
@@ -56,7 +55,6 @@ class GrpcTransport:
         }
 
     async def fetch(self, reference: str) -> Document:
-        """Encoder.Fetch."""
         request = pb.FetchRequest(reference=reference)
         with service_errors():
             chunks = [chunk async for chunk in self.stub.Fetch(request, **self.settings)]
@@ -71,17 +69,14 @@ class GrpcTransport:
         }
 
     async def release(self, reference: str) -> None:
-        """Encoder.Release."""
         await self.call(self.stub.Release, pb.ReleaseRequest(reference=reference))
 
     async def model(self) -> Document:
-        """Encoder.GetModel."""
         answer = await self.call(self.stub.GetModel, pb.GetModelRequest())
         document: Document = json.loads(answer.json)
         return document
 
     async def ready(self) -> bool:
-        """The standard health service."""
         try:
             answer = await self.call(self.health.Check, health_pb2.HealthCheckRequest())
         except ServiceError:

@@ -1,7 +1,4 @@
-"""What a caller may give as an image or a video, and what of it is sent to the service.
-
-Datasets come as folders, as lists of files or as rows with an image in a column.
-"""
+"""The images, videos and datasets that a caller may pass, and the request items made of them."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ CONVERTED = {
     **dict.fromkeys(("CMYK", "YCbCr", "HSV", "LAB", "RGBX"), "RGB"),
     **{"RGBa": "RGBA", "PA": "RGBA", "La": "LA"},
 }
-"""Pillow's modes that are converted first: many datasets have JPEGs made for print."""
+"""Pillow's modes that are converted first; JPEGs made for print are CMYK."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +34,17 @@ class Frames:
     images: Sequence[File]
     """Paths, bytes of files or images; no URLs."""
     fps: float | None = None
-    """How many are shown in a second; None: as many as the model samples."""
+    """Frames per second; None: the model's own sampling rate."""
 
 
 Source = File | Frames
-"""A path, an https URL, the bytes of a file, an image (which travels as PNG), or frames."""
+"""A path, an https URL, the bytes of a file, an image (sent as PNG), or frames."""
 Samples = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
 """A folder or a file, several of them, or rows with an image in a column (as of `datasets`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One item of a dataset."""
-
     name: str
     """Its path as it was found, or the number of its row."""
     source: Source
@@ -102,7 +97,7 @@ def samples(given: Samples, column: str) -> Iterator[Sample]:
     for position, entry in enumerate(entries):
         for sample in expanded_entry(entry, position, column):
             if sample.name in seen:
-                raise ValueError(f"{sample.name!r} is there twice: each name stands for one item")
+                raise ValueError(f"{sample.name!r} is there twice: names must be unique")
             seen.add(sample.name)
             yield sample
 

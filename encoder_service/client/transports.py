@@ -67,8 +67,6 @@ def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """A whole 2xx response."""
-
     status: int
     content_type: str
     body: bytes
@@ -95,26 +93,21 @@ class HttpTransport:
         self.session: aiohttp.ClientSession | None = None
 
     async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
-        """POST /v1/encode."""
         body = msgpack.packb({"items": [item.document() for item in items], "options": options})
         return await self.document("POST", "/v1/encode", body)
 
     async def fetch(self, reference: str) -> Document:
-        """GET /v1/embeddings/{reference}."""
         return await self.document("GET", path_of(reference))
 
     async def release(self, reference: str) -> None:
-        """DELETE /v1/embeddings/{reference}."""
         await self.request("DELETE", path_of(reference))
 
     async def model(self) -> Document:
-        """GET /v1/model."""
         answer = await self.request("GET", "/v1/model")
         document: Document = json.loads(answer.body)
         return document
 
     async def ready(self) -> bool:
-        """GET /readyz."""
         try:
             await self.request("GET", "/readyz")
         except ServiceError:  # also 404, from a proxy while the service is being deployed
@@ -122,12 +115,10 @@ class HttpTransport:
         return True
 
     async def close(self) -> None:
-        """Closes the connections."""
         if self.session is not None:
             await self.session.close()
 
     async def document(self, method: str, path: str, body: bytes = b"") -> Document:
-        """The document of a 2xx response."""
         answer = await self.request(method, path, body, {"accept": MSGPACK})
         try:
             return parse_response(answer.body, answer.content_type)
@@ -158,7 +149,6 @@ class HttpTransport:
         raise http_error(response, received)
 
     def open_session(self) -> aiohttp.ClientSession:
-        """For the running event loop."""
         limit = self.timeout_seconds
         return aiohttp.ClientSession(
             connector=CleanConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
@@ -173,9 +163,9 @@ class HttpTransport:
 
 
 class CleanConnector(aiohttp.TCPConnector):
-    """Drops an idle connection on which bytes came that no request had asked for.
+    """Drops idle connections that have received unsolicited bytes.
 
-    aiohttp 3.14 would take them for the answer to the next request (its issue 13656).
+    aiohttp 3.14 would take these for the response to the next request (its issue 13656).
     """
 
     async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
@@ -194,11 +184,14 @@ async def pieces(body: bytes) -> AsyncIterator[memoryview]:
 
 
 def http_error(response: aiohttp.ClientResponse, body: bytes) -> ServiceError:
-    """The error of a response that is not 2xx."""
     status, wait = response.status, response.headers.get("retry-after", "")
     try:
         document = json.loads(body)["error"]
-    except (ValueError, KeyError, TypeError):  # not from the service but from a proxy before it
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # not from the service but from a proxy in front of it
         document = {
             "type": "unavailable" if status in (502, 503) else "http_error",
             "message": f"{status} {body[:200].decode(errors='replace')}",
@@ -210,7 +203,7 @@ def http_error(response: aiohttp.ClientResponse, body: bytes) -> ServiceError:
 def path_of(reference: str) -> str:
     """The path of an embedding that the service keeps. Raises TypeError, ValueError."""
     if not isinstance(reference, str):
-        raise TypeError(f"an id is asked for (`.reference`), not {type(reference).__name__}")
+        raise TypeError(f"needs an id (`.reference`), not {type(reference).__name__}")
     if not reference:
         raise ValueError("the id is empty: ask for one with `reference=True`")
     return f"/v1/embeddings/{quote(reference, safe='')}"
@@ -229,7 +222,7 @@ def environment_proxy(url: URL) -> URL | None:
     proxy = URL(found if "://" in found else f"http://{found}")
     if proxy.scheme not in ("http", "https"):
         raise ValueError(
-            f"the environment names a {proxy.scheme} proxy, which cannot be used: name an http "
-            f"proxy, or {url.host} in no_proxy"
+            f"the environment sets a {proxy.scheme} proxy, which is not supported: set an http "
+            f"proxy, or add {url.host} to no_proxy"
         )
     return proxy

@@ -22,7 +22,7 @@ from rich.markup import escape
 
 
 class DefaultsFormatter(HelpFormatter):
-    """Appends the default to an option's help, unless there is none or the help tells it."""
+    """Appends an option's default to its help, if it has one that the help does not mention."""
 
     def _get_help_string(self, action: Action) -> str | None:
         if "default" in (action.help or "") or action.default in (None, False, SUPPRESS, (), []):
@@ -52,21 +52,18 @@ def add_command(
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
     if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def at_least_one(text: str) -> float:
-    """A finite number, at least 1."""
     if not re.fullmatch(r"[1-9]\d*(\.\d+)?", text):
         raise ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return float(text)
 
 
 def above_zero(text: str) -> float:
-    """A finite number above 0."""
     try:
         number = float(text)
     except ValueError:

@@ -52,7 +52,7 @@ ENGINE_WIDTH, PREPROCESS_WIDTH = 118, 112
 LABEL_WIDTH, RUN_WIDTH = 50, 28
 """Characters that the tables need; a pipe has 80."""
 DATAPLANE_CPUS = 8
-"""As Ray counts them: its replicas ask for a tenth."""
+"""Declared to Ray, of which the replicas ask for a tenth."""
 MOST_EMBEDDINGS = 16
 """In flight at a time: the object store has room for as many."""
 COLUMNS = (
@@ -262,7 +262,6 @@ def run_engine(options: argparse.Namespace, console: Console) -> int:
 
 
 def full_size() -> list[str]:
-    """The presets that have their published size."""
     return [name for name in preset_names() if not name.endswith("-tiny")]
 
 
@@ -327,7 +326,6 @@ def run_preprocess(options: argparse.Namespace, console: Console) -> int:
 
 
 def preprocess_table(figures: Sequence[DecodeFigures], model: str) -> Table:
-    """A row per size and way."""
     shown = Table(title=f"JPEGs to patches, {model}", caption=COLUMNS, caption_justify="left")
     names = (
         "patches",
@@ -364,7 +362,7 @@ def add_dataplane(kinds: Any) -> None:
         type=above_zero,
         default=67,
         metavar="MB",
-        help="per embedding ; the default is one 1080p image of Qwen3-VL-8B",
+        help="per embedding; the default is one 1080p image of Qwen3-VL-8B",
     )
     parser.add_argument("--repeats", type=positive, default=20, metavar="N", help="timed transfers")
     add_json(parser)
@@ -391,7 +389,6 @@ def mix(text: str) -> list[list[Shape]]:
 
 
 def workload(text: str) -> Workload:
-    """One of the default workloads by its name, or sizes."""
     for each in DEFAULT:
         if each.name == text:
             return each

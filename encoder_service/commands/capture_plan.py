@@ -1,7 +1,4 @@
-"""`encoder-service capture-plan`: token budgets that suit the traffic, from a histogram of it.
-
-actors/engine/ladder.py chooses the budgets.
-"""
+"""`encoder-service capture-plan`: token budgets (engine/ladder.py) from a histogram of traffic."""
 
 from __future__ import annotations
 

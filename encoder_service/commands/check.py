@@ -31,7 +31,7 @@ from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.spec import LlmSpec
 
 SIDES = range(1, 5)
-"""Aspect ratios that are tried to find the image with most tokens."""
+"""Numerators and denominators of the aspect ratios tried to find the image with most tokens."""
 
 
 def add(subcommands: Any) -> None:

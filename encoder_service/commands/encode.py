@@ -87,7 +87,7 @@ def write(client: Client, options: argparse.Namespace, console: Console) -> int:
     except ValueError as wrong:
         raise ConfigError(f"--out: {wrong}") from None
     if not written.encoded and not written.failed:
-        raise ConfigError("there is no image and no video among the files, by their names")
+        raise ConfigError("there is no image and no video among the files, judging by their names")
     for failure in written.failures:
         console.print(f"[red]failed:[/] {escape(failure)}", soft_wrap=True)
     if written.retryable:
@@ -110,7 +110,6 @@ def write(client: Client, options: argparse.Namespace, console: Console) -> int:
 
 
 def show(client: Client, options: argparse.Namespace, console: Console) -> int:
-    """Sends one request and prints a table."""
     started = time.perf_counter()
     answers = client.encode(options.paths, dtype=options.dtype, on_error="return")
     taken = time.perf_counter() - started

@@ -21,7 +21,6 @@ from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.engines.openai_proxy import Proxy, ProxyOptions, build
 
 BACKLOG = 2048
-"""Connections waiting to be accepted."""
 
 
 def add(subcommands: Any) -> None:

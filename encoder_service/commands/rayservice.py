@@ -35,7 +35,6 @@ def add(subcommands: Any) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Prints the patch. Raises ConfigError."""
     console.file.write(patch(options.config))
     return 0
 

@@ -28,8 +28,6 @@ PLOTTED = {"p50_ms": "p50, ms", "p99_ms": "p99, ms", "makespan_ratio": "burst ov
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPolicy:
-    """One policy over one fleet."""
-
     replicas: int
     policy: str
     p50_ms: float
@@ -69,7 +67,7 @@ def add(subcommands: Any) -> None:
         type=positive,
         default=2,
         metavar="N",
-        help="each knows of the others' requests only what replicas report",
+        help="a router learns of the others' requests only from what replicas report",
     )
     parser.add_argument(
         "--reports-alone",
@@ -85,7 +83,6 @@ def add(subcommands: Any) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Prints a table."""
     if options.plot:
         require_matplotlib()
     fleets = ", ".join(map(str, options.replicas))
@@ -108,7 +105,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def measure(policy: Policy, replicas: int, options: argparse.Namespace) -> SimulatedPolicy:
-    """One policy under steady traffic, and under a burst of its own."""
+    """One policy under steady traffic and, separately, under a burst."""
     seed, plan = options.seed, POLICIES[policy]
     traffic = steady(
         replicas,
@@ -137,7 +134,6 @@ def measure(policy: Policy, replicas: int, options: argparse.Namespace) -> Simul
 
 
 def table(rows: Sequence[SimulatedPolicy], options: argparse.Namespace) -> Table:
-    """A row per fleet and policy."""
     shown = Table(
         title=f"load {options.load:g}, {options.routers} routers, {options.deaths} deaths; "
         f"a burst of {BURST_REQUESTS} requests per replica",

@@ -67,10 +67,8 @@ class ProxyOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatImage:
-    """An image of a chat request, and its place there."""
-
     where: str
-    """Its place for error messages, such as messages[0].content[1]."""
+    """Its path for error messages, such as messages[0].content[1]."""
     content: list[Any]
     index: int
     uuid: str | None
@@ -114,7 +112,6 @@ class Proxy:
         )
 
     async def answer(self, request: Request) -> Response:
-        """Answers any request."""
         try:
             if request.method != "OPTIONS":  # browsers send no key with it, and vLLM asks for none
                 self.tokens.authorize(request.headers.get("authorization"))
@@ -158,10 +155,7 @@ class Proxy:
         return await asyncio.to_thread(written)
 
     async def send(self, request: Request, body: bytes) -> httpx.Response:
-        """Sends a request to vLLM; the body of its answer is still to come.
-
-        Raises Unavailable, DeadlineExceeded.
-        """
+        """vLLM's response, its body not read yet. Raises Unavailable, DeadlineExceeded."""
         named = request.headers.get("connection", "").lower().split(",")
         dropped = HOP_BY_HOP.union(map(str.strip, named))
         headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1") not in dropped]
@@ -186,7 +180,6 @@ class Proxy:
         return base.copy_with(raw_path=whole)
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self.client.aclose()
         await self.encoder.close()
 
@@ -217,10 +210,7 @@ def kinds_of(part: Json) -> set[Any]:
 
 
 def refuse_ready_made(request: Any) -> None:
-    """Raises InvalidRequest for embeddings anywhere in the request that the client made itself.
-
-    vLLM does not check them, and wrong ones can crash its process.
-    """
+    """Raises InvalidRequest if the request holds embeddings: vLLM may crash on wrong ones."""
     left = [("", request)]
     while left:
         where, one = left.pop()
@@ -237,7 +227,7 @@ def refuse_ready_made(request: Any) -> None:
 
 
 def source_of(part: Json, where: str) -> bytes | str:
-    """The image that a part holds or names."""
+    """The file's bytes from a data URL, or the https URL. Raises InvalidRequest."""
     image = part.get("image_url")
     url = image.get("url") if isinstance(image, dict) else image
     if not isinstance(url, str):
@@ -268,14 +258,13 @@ def check_other(body: bytes) -> None:
     try:
         document = json.loads(body)
     except ValueError:
-        return  # a form, or nothing: vLLM reads embeddings from JSON alone
+        return  # a form, or empty: vLLM reads embeddings from JSON only
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     refuse_ready_made(document)
 
 
 def refusal(problem: Exception, request_id: str) -> Response:
-    """An error in OpenAI's shape."""
     found = of_encoder(problem) if isinstance(problem, ServiceError) else None
     found = found or fault(problem, request_id)
     return envelope.response(found, found.openai_document())

@@ -57,7 +57,6 @@ def saved(tensor: torch.Tensor) -> str:
 
 
 def timed(embedding: Embedding) -> bool:
-    """Whether the prompt contains the time of each temporal group."""
     return embedding.type == "video" and embedding.family in TIMED
 
 

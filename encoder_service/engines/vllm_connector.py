@@ -9,8 +9,8 @@ A request then names an embedding by "uuid", with its grid and without its rows,
 `Embedding.to_vllm()` makes it for a reference. Follows ECConnectorBase of vLLM 0.32 and 0.33;
 docs/engines.md says what has been run. Only vLLM can import this module.
 
-The scheduler's half fetches embeddings while other requests go on, and sends the rows to the
-workers with a step. An error thus fails one request; in a worker it would end vLLM itself.
+The scheduler's half fetches embeddings while other requests run, and sends the rows to the workers
+with a step. An error thus fails one request; in a worker it would end vLLM itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 10.0
-"""For one fetch, not counting its wait for a turn. The request waits for it."""
+"""For one fetch, which its request waits for, once it has its turn."""
 FETCHES_AT_ONCE = 8
 """vLLM asks for the embeddings of its whole queue."""
 ROW_KEYS = ("_embeds", "pixel_values", "pixel_values_videos")
@@ -53,8 +53,6 @@ class RowsToLoad(ECConnectorMetadata):  # type: ignore[misc]  # types are checke
 
 @dataclass
 class PendingFetch:
-    """An embedding that is being fetched, or has been."""
-
     rows: Future[torch.Tensor]
     requests: set[str] = field(default_factory=set)
     """Ids of the requests that still need it."""
@@ -88,7 +86,6 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             self.client = Client(url, os.environ.get("ENCODER_SERVICE_TOKEN"), TIMEOUT_SECONDS)
 
     def shutdown(self) -> None:
-        """Closes the connections."""
         if self.client is not None:
             self.client.close()
 
@@ -115,7 +112,6 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         return here
 
     def begin(self, name: str) -> Future[torch.Tensor]:
-        """Starts to fetch an embedding in the client's thread."""
         assert self.client is not None
         client, dtype = self.client.client, self._vllm_config.model_config.dtype
 
@@ -133,7 +129,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         return asyncio.run_coroutine_threadsafe(fetched(), self.client.loop)
 
     def fits(self, request: Any, index: int, rows: Future[torch.Tensor]) -> bool:
-        """Whether as many rows came as the prompt has room for; if not, the request fails."""
+        """Whether there are as many rows as the prompt has room for; if not, the request fails."""
         try:
             found, room = len(rows.result()), request.get_num_encoder_embeds(index)
             if found == room:
@@ -163,12 +159,10 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             self.needed.rows[identifier] = self.fetches[identifier].rows.result()
 
     def build_connector_meta(self, scheduler_output: Any) -> RowsToLoad:
-        """The rows that this step needs."""
         built, self.needed = self.needed, RowsToLoad()
         return built
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Drops what was fetched for it."""
         for feature in request.mm_features:
             self.drop(feature.identifier, request.request_id)
         return False, None

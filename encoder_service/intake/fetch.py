@@ -1,7 +1,7 @@
 """Items given as URLs: fetched only from hosts that the configuration names.
 
-The name is resolved here, and the connection goes to the address that was checked. So a DNS answer
-that changes in between (DNS rebinding) has no effect.
+The name is resolved here, and the connection goes to the address that was checked, so that DNS
+rebinding has no effect.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Fetcher:
         except (httpx.InvalidURL, ValueError) as error:
             raise InvalidMedia(f"{source.host} redirects to an unreadable url") from error
         if target.host != source.host:
-            raise InvalidRequest(f"{source.host} redirects to {target.host}: give that url itself")
+            raise InvalidRequest(f"{source.host} redirects to {target.host}: send that url itself")
         return target
 
     async def request(self, target: httpx.URL) -> bytes | str:

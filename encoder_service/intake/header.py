@@ -58,8 +58,6 @@ READERS: dict[str, Callable[[BytesIO], ImageFile]] = {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header of one image file says."""
-
     format: str
     size: Size
     """Upright: EXIF orientation is applied."""
@@ -198,7 +196,6 @@ def png_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def notice(name: str, data: bytes, image: ImageFile) -> str:
-    """Says that only the first of several frames is encoded."""
     if name == "GIF":
         frames, more = count_gif_frames(data)
         count = f"more than {frames}" if more else str(frames)

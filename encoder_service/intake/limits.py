@@ -1,4 +1,4 @@
-"""What one request may take of this process: bytes, time, and the event loop."""
+"""Limits on what one request may take of this process: memory, time and the event loop."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ async def offload(
 
     The event loop stays responsive only as far as the work releases the GIL: hashing and
     decompressing do, Python code does every few milliseconds, a C parser holds it until it
-    returns. So the number of values in a body is bounded before it is parsed (wire/formats.py).
-    What remains is the one string that json.loads makes of a body: a few tenths of a second for
-    the 128 MiB that limits.max_body_bytes allows by default.
+    returns. Hence wire/formats.py bounds the number of values in a body before it is parsed.
+    json.loads still makes one string of a body: a few tenths of a second for the 128 MiB that
+    limits.max_body_bytes allows by default.
     """
     if size_bytes <= INLINE_BYTES:
         return work(*args, **kwargs)

@@ -1,7 +1,6 @@
 """Items of a request become Media: URLs are fetched, headers read, limits checked.
 
-Nothing is decoded here. A file that is truncated after its header is found by the actor that
-decodes it.
+Nothing is decoded here: the actor that decodes a file finds that it is truncated.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ UNBOUNDED_BYTES = 2**62
 
 
 class Admission:
-    """Which items a service accepts, and what they will cost. Not whether there is room now:
-    `Backend.check_room` and the router's ledger decide that (429)."""
+    """Which items a service accepts, and what they will cost. Whether there is room for them now
+    (429) is decided by `Backend.check_room` and the router's ledger."""
 
     def __init__(self, spec: ModelSpec, limits: LimitOptions, fetch: FetchOptions) -> None:
         self.spec = spec
@@ -89,7 +88,7 @@ class Admission:
 
 
 def work_bytes(items: Sequence[RequestItem], files: Sequence[bytes | ServiceError]) -> int:
-    """How much there is to hash and to read, as `offload` counts it.
+    """The bytes to hash and to read, for `offload`.
 
     A PNG of a few KB may have megabytes of metadata to unpack; EXIF blocks may refer to themselves.
     """
@@ -133,8 +132,8 @@ def probe_frames(
             raise type(error)(f"frames[{place}]: {error}") from None
         if sizes[-1] != sizes[0]:
             raise InvalidMedia(
-                f"frames[{place}] is of {sizes[-1].width} x {sizes[-1].height} pixels, not of the "
-                f"{sizes[0].width} x {sizes[0].height} of the first: scale them alike"
+                f"frames[{place}] has {sizes[-1].width} x {sizes[-1].height} pixels, the first has "
+                f"{sizes[0].width} x {sizes[0].height}: scale all frames to one size"
             )
     clip = Clip(sizes[0], len(frames), fps or video.sampling.fps, chosen=True)
     return video_media(spec, limits, clip, b"", tuple(frames))
@@ -143,7 +142,7 @@ def probe_frames(
 def video_media(
     spec: ModelSpec, limits: LimitOptions, clip: Clip, data: bytes, frames: tuple[bytes, ...]
 ) -> Media:
-    """What a video will cost. Raises TooLarge where that is too much."""
+    """A video and what it will cost. Raises TooLarge if it exceeds a limit."""
     check_size(clip.size, limits.max_pixels)
     check_length(clip, limits)
     plan = check_videos(spec).plan(clip)
@@ -159,7 +158,7 @@ def video_media(
 
 
 def check_videos(spec: ModelSpec) -> VideoSizing:
-    """How the model cuts up videos. Raises UnsupportedMedia if it takes none."""
+    """The model's video sizing. Raises UnsupportedMedia if it takes no videos."""
     if spec.video is None:
         raise UnsupportedMedia(
             f"the model {spec.id} ({spec.family}) takes images only, not a video: "

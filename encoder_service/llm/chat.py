@@ -50,8 +50,6 @@ SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
 
 class ChatMetrics:
-    """The series of one replica."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.answers = Counter(
@@ -97,7 +95,7 @@ class Embedder:
     async def encode(
         self, media: Sequence[Media], deadline: Deadline, origin: Origin
     ) -> list[Embedding]:
-        """In the order of `media`, the data in this process.
+        """Embeddings in the order of `media`, their data in this process.
 
         Raises AtItem for the first item that failed, ServiceError for the request as a whole.
         """

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from encoder_service.api import envelope
+from encoder_service.api.answer import Json
 from encoder_service.api.errors import fault
 from encoder_service.api.http import CHAT_PATH
 from encoder_service.api.upload import read_body
@@ -23,10 +24,7 @@ from encoder_service.llm.spec import LlmSpec
 from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 
-Json = dict[str, Any]
-
 DONE = b"data: [DONE]\n\n"
-"""The end of a stream."""
 
 
 def add(app: FastAPI, service: Service, chat: ChatService) -> None:
@@ -100,7 +98,6 @@ class EventStream(StreamingResponse):
         self.chunks, self.events, self.held = body, events, held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         with self.held:
             try:
                 await super().__call__(scope, receive, send)
@@ -116,7 +113,7 @@ async def written(
     answers: Answers,
     exchange: Exchange,
 ) -> AsyncGenerator[bytes]:
-    """The server-sent events. An error in the middle ends them."""
+    """The server-sent events; an error becomes the last event before DONE."""
     yield answers.chunk({"role": "assistant", "content": ""})
     try:
         async for one in chained(first, rest):
@@ -141,8 +138,6 @@ async def chained(first: ChatEvent, rest: AsyncGenerator[ChatEvent]) -> AsyncGen
 
 
 class Answers:
-    """The documents of one request's completion."""
-
     def __init__(self, spec: LlmSpec, request_id: str, created: int) -> None:
         self.head: Json = {
             "id": f"chatcmpl-{request_id}",

@@ -1,7 +1,4 @@
-"""A transformers model without its vision tower: loading, inputs, generation.
-
-The tower is never allocated; embeddings come from the encoders.
-"""
+"""A transformers model whose vision tower is never allocated: loading, inputs, generation."""
 
 from __future__ import annotations
 
@@ -158,7 +155,7 @@ def encoded(rows: Sequence[Tensor], deepstack: int) -> BaseModelOutputWithPoolin
 
 
 class Cancelled(Exception):
-    """The client has left."""
+    """The client has disconnected."""
 
 
 class Generator:
@@ -221,7 +218,7 @@ class Generator:
 
 
 class Ended(StoppingCriteria):  # type: ignore[misc]
-    """Called by `generate` after each token."""
+    """A stopping criterion that `generate` asks after each token."""
 
     def __init__(self, ended: Callable[[], bool]) -> None:
         self.ended = ended
@@ -256,7 +253,7 @@ class TextStream(BaseStreamer):  # type: ignore[misc]
             self._show(self.decoder.step(self.tokenizer.backend_tokenizer, token) or "")
 
     def end(self) -> None:
-        """Emits what was held back: half a stop text, bytes that are no whole character."""
+        """Emits what was held back: part of a stop text, or an incomplete character."""
         whole = self.tokenizer.decode(
             self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

@@ -1,7 +1,7 @@
-"""What stands in a prompt for an image or a video, as each family's own processor writes it.
+"""The placeholders of images and videos in a prompt, as each family's own processor writes them.
 
-A group of frames is text with its time around a token for each row. Groups without any text follow
-each other as one run.
+An image is one token per embedding row. A video is that for each group of frames, for some families
+between texts that give the group's time.
 """
 
 from __future__ import annotations
@@ -21,25 +21,22 @@ class Placed:
     kind: Kind
     grid_thw: Grid
     tokens: int
-    """Rows of its embedding."""
     times: tuple[float, ...] = ()
-    """Of a video: seconds into it, one a group of frames."""
+    """Of a video: the time of each group of frames in seconds."""
     seconds_per_group: float = 0.0
-    """Of a video."""
 
     def texts(self, style: VideoStyle) -> list[tuple[str, str]]:
-        """Before and after the rows of each group of a video."""
+        """The text before and after each group of frames."""
         times = [{"seconds": time, "whole": int(time)} for time in self.times]
         return [(style.before.format(**time), style.after.format(**time)) for time in times]
 
 
 def placed(media: Sequence[Media], video: VideoSizing | None) -> list[Placed]:
-    """In order. `video`: how the encoders cut videos up. Raises UnsupportedMedia without it."""
+    """`video`: how the encoders cut up videos. Raises UnsupportedMedia for a video without it."""
     return [place(one, video) for one in media]
 
 
 def place(media: Media, video: VideoSizing | None) -> Placed:
-    """See placed."""
     plan, clip = media.plan, media.clip
     if clip is None:
         return Placed(media.kind, plan.grid_thw, plan.tokens)

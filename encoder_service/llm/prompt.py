@@ -42,8 +42,6 @@ CHATML = """\
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """A tokenizer and a chat template."""
-
     tokenizer: Any
     """transformers' PreTrainedTokenizerFast."""
     template: str
@@ -72,7 +70,7 @@ def load_language(options: ModelOptions) -> Language:
 
 
 def read_template(files: Files) -> str | None:
-    """The processor's template: unlike the tokenizer's it always covers images."""
+    """The processor's template; the tokenizer's may not cover images."""
     path = files.path("chat_template.jinja")
     if path is not None:
         return path.read_text(encoding="utf-8")
@@ -95,12 +93,9 @@ class Prompt:
     ids: list[int]
     """With one token for each row of the embeddings."""
     kinds: list[int]
-    """What each token stands for: TEXT, or a row of IMAGE or VIDEO (transformers:
-    mm_token_type_ids)."""
+    """Of each token: TEXT, or IMAGE or VIDEO for an embedding row (mm_token_type_ids)."""
     placed: tuple[Placed, ...]
-    """The images and videos, in order."""
     max_tokens: int
-    """How many tokens the completion may have."""
 
 
 def prompt(
@@ -110,7 +105,7 @@ def prompt(
     spec: LlmSpec,
     language: Language,
 ) -> Prompt:
-    """`placed`: the images and videos of the messages. Raises InvalidRequest."""
+    """Applies the chat template and expands placeholders. Raises InvalidRequest."""
     try:
         ids = language.tokenizer.apply_chat_template(
             list(messages),
@@ -170,7 +165,6 @@ Runs = list[tuple[list[int], int]]
 
 
 def video_runs(one: Placed, spec: LlmSpec, language: Language) -> Runs:
-    """The groups of a video's frames, with the text around each."""
     style = spec.video_style
     token = spec.image_token_id if style.as_images else spec.video_token_id
     rows = [token] * (one.tokens // len(one.times))

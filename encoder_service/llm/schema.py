@@ -2,7 +2,7 @@
 
     ChatRequest -> ChatCall -> TextDelta, TextDelta, ..., Finish (or ChatFailed)
 
-Unknown keys are rejected: nothing of a request but `detail` is silently ignored.
+Unknown keys are rejected; only `detail` is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from encoder_service.wire.formats import WireError, from_base64
 
 MOST_STOPS = 4
 MOST_TURNS, MOST_PARTS = 4096, 1024
-"""Messages of a request and parts of a message: each takes time, even if it is empty."""
+"""Limits for messages per request and parts per message: even empty ones take time."""
 MOST_STOP_CHARACTERS = 1000
 """Limit for a stop text: the end of the text so far is compared with each of its prefixes."""
 MOST_PROBLEMS, MOST_NAMED, MOST_KEY = 1000, 10, 100
@@ -37,7 +37,7 @@ MESSAGE_PART = 5
 """Keys to a message part: messages, i, content, j, its type (pydantic's, not the body's)."""
 DATA_URL = "data:"
 MOST_SHOWN = 40
-"""Characters quoted of an invalid URL: it may be a whole file in base64."""
+"""Characters of an invalid URL to quote: it may be a whole file in base64."""
 EXAMPLES: dict[Kind, str] = {"image": "image/jpeg", "video": "video/mp4"}
 FRAMES = "data:video/jpeg;base64"
 KINDS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
@@ -74,20 +74,15 @@ class ChatCall:
     sampling: SamplingParams
     timeout_seconds: float
     origin: Origin = NOBODY
-    """The request that this work belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Some of the completion's text."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a completion."""
-
     reason: Literal["stop", "length"]
     prompt_tokens: int
     """Those of images and videos included."""
@@ -104,7 +99,6 @@ class ChatFailed:
 
 
 ChatEvent = TextDelta | Finish
-"""What a completion consists of."""
 
 
 class StrictModel(BaseModel):
@@ -218,8 +212,6 @@ class ChatRequest(StrictModel):
 
 
 class InvalidKey(InvalidRequest):
-    """A key of the request has an invalid value."""
-
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message, param)
         self.param = param
@@ -227,8 +219,6 @@ class InvalidKey(InvalidRequest):
 
 
 class UnknownModel(NotFound):
-    """The request names a model that is not served here."""
-
     param = "model"
 
 
@@ -241,7 +231,7 @@ def parse(document: Mapping[str, Any]) -> ChatRequest:
 
 
 def invalid(error: ValidationError) -> InvalidKey:
-    """The first problems, bounded in number and time."""
+    """An error that names the first problems; bounds their number and the time they take."""
     count = error.error_count()
     if count > MOST_PROBLEMS:
         return InvalidKey(f"the request: {count} keys or values are not supported here", None)

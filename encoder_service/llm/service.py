@@ -31,8 +31,8 @@ from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WireError, check_json, read_json
 
 ATTEMPTS = 3
-"""How often a request is tried whose replica is lost before any text was sent. Lost embeddings do
-not count: router/here.py retries those."""
+"""Attempts at a request whose replica is lost before any text was sent. router/here.py retries lost
+embeddings; they do not count here."""
 
 MOST_VALUES = 2**20
 """Limit for a body, as wire/formats.py counts: the commas of long texts count too."""
@@ -61,15 +61,13 @@ class Parsed:
 
     request: ChatRequest
     items: tuple[RequestItem, ...]
-    """Its images and videos, in order."""
 
     def place(self, index: int) -> str:
-        """The path of an image or video in the request."""
         return list(self.request.media())[index][0]
 
 
 class ChatService:
-    """One front door to the language model: what llm/http.py calls."""
+    """What llm/http.py calls."""
 
     def __init__(
         self, options: LlmOptions, spec: LlmSpec, admission: Admission, backend: ChatBackend
@@ -84,7 +82,7 @@ class ChatService:
         parsed = await offload(len(body), self._parse, body)
         if parsed.request.model != self.spec.id:
             named = parsed.request.model[:100]
-            raise UnknownModel(f"model {named!r} is not here, but {self.spec.id!r} is")
+            raise UnknownModel(f"model {named!r} is not served here; {self.spec.id!r} is")
         return parsed
 
     async def admit(self, parsed: Parsed) -> ChatCall:
@@ -127,7 +125,7 @@ class ChatService:
         """Raises Unavailable if there is none."""
         ready = await self.backend.ready_replicas()
         if not ready:
-            raise Unavailable("no language model is ready yet: weights are loaded")
+            raise Unavailable("no language model is ready yet: they load weights")
         return ready
 
     async def complete(self, call: ChatCall) -> tuple[str, Finish]:

@@ -19,8 +19,6 @@ COMMON_LENGTH = 32768
 
 @dataclass(frozen=True, slots=True)
 class LlmSpec:
-    """One language model."""
-
     id: str
     revision: str | None
     dtype: Dtype
@@ -49,8 +47,8 @@ def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
     if kind not in styles or styles[kind].family != tower.family:
         families = sorted({style.family for style in styles.values()})
         raise ConfigError(
-            f"llm: a language model of the architecture {kind!r} does not read embeddings of "
-            f"{tower.family}; there is one for {', '.join(families)}"
+            f"llm: the language model architecture {kind!r} does not take embeddings of "
+            f"{tower.family}; supported families are {', '.join(families)}"
         )
     text = config.get("text_config", config)  # Qwen2-VL's is flat
     try:

@@ -1,7 +1,4 @@
-"""What the front door records of each request: series, a span, an access log line, failures.
-
-HTTP and gRPC say when a request begins, which code it was answered with, and what went wrong.
-"""
+"""What the front door records of each request: series, a span, an access log line, failures."""
 
 from __future__ import annotations
 
@@ -31,14 +28,12 @@ MOST_WAITING_LINES = 10_000
 
 @dataclass(slots=True)
 class Exchange:
-    """One request while it is being answered."""
-
     api: str | None
     """http, grpc, grpc_stream or chat; None: not counted."""
     request_id: str
     span: Span
     code: str
-    """Of the response. Until there is one: the code that is recorded if the client hangs up."""
+    """Of the response. Until there is one: the code to record if the client hangs up."""
     items: int = 0
     patches: int = 0
     error_type: str = ""
@@ -52,7 +47,6 @@ class Exchange:
         self.error_type, self.error_message = error_type, message
 
     def log_fields(self, seconds: float) -> dict[str, str | int | float]:
-        """The fields of its line in a JSON access log."""
         fields: dict[str, str | int | float] = {
             "request_id": self.request_id,
             "api": self.api or "",
@@ -88,7 +82,7 @@ class Observer:
 
     @contextmanager
     def exchange(self, api: str | None, origin: Origin, code: str) -> Iterator[Exchange]:
-        """Wraps one request. `api`, `code`: see Exchange. The origin is the context's meanwhile."""
+        """Wraps one request and sets its origin as ORIGIN. `api`, `code`: see Exchange."""
         outer = ORIGIN.get()
         ORIGIN.set(origin)
         try:

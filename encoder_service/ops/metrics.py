@@ -1,7 +1,4 @@
-"""The series of the front door, and the series of all replicas merged into one page.
-
-ingress.py asks the replicas; this module only merges what they return.
-"""
+"""The series of the front door, and those that ingress.py scrapes, merged into one page."""
 
 from __future__ import annotations
 
@@ -46,8 +43,6 @@ class ServiceMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The series of one replica."""
-
     deployment: str
     replica: str
     text: str

@@ -40,8 +40,7 @@ class Glance:
 
 
 class SingleFlight(Generic[Result]):
-    """Runs `work` once for all who ask at about the same time; its result is at most about
-    `seconds` old."""
+    """Runs `work` once for all concurrent callers; its result is reused for `seconds`."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, Result]], seconds: float) -> None:
         self._work = work
@@ -76,7 +75,6 @@ class Samples:
                     self._by_name.setdefault(sample.name, []).append(one)
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of all samples with these labels."""
         return sum(self.by(name, **labels).values())
 
     def by(self, name: str, *keys: str, **labels: str) -> dict[str, float]:
@@ -168,10 +166,7 @@ def graphs(samples: Samples, path: str, budgets: Sequence[int]) -> Json:
 
 @cache
 def page() -> bytes:
-    """The HTML page at `/`: one file, no build step, nothing loaded from other hosts.
-
-    It contains no data; it asks /v1/status, with a token if one is required.
-    """
+    """The HTML page at `/`: one file without data, which asks /v1/status and loads nothing else."""
     return files("encoder_service.ops").joinpath("status.html").read_bytes()
 
 

@@ -1,6 +1,6 @@
-"""Request and response documents: what they hold, and their bytes in each content type.
+"""Request and response documents: their fields, and their bytes in each content type.
 
-Knows nothing of HTTP, gRPC, models or limits on items. A response document:
+Knows neither HTTP, gRPC, models nor limits on items. A response document:
 
     {"model", "family", "weights", "items": [item, ...], "timings": {name: milliseconds}}
 
@@ -45,7 +45,6 @@ class RequestItem:
     frames: tuple[bytes, ...] | None = None
     """A video as image files."""
     fps: float | None = None
-    """Frames per second of `frames`."""
 
     def document(self) -> Document:
         """The entry of "items" in a msgpack request."""
@@ -105,7 +104,6 @@ def parse_item(item: Any, where: str) -> RequestItem:
 
 
 def parse_frames(item: Document, where: str) -> RequestItem:
-    """A video that comes as a list of image files."""
     frames, fps = item["frames"], item.get("fps")
     if item.get("type") != "video":
         raise WireError(f'{where}.frames: the type must be "video"')

@@ -1,6 +1,6 @@
 """Documents of maps, lists and tensors as bytes: msgpack, JSON, safetensors.
 
-Of a document's meaning only this is known here: "items" is a list, and the "data" of an item is the
+The only fields that this module interprets: "items" is a list, and the "data" of an item is the
 memory of a tensor of that item's "dtype" and "shape".
 
 The body of a request is checked before it is parsed: the parsers of msgpack and JSON hold the GIL
@@ -95,7 +95,7 @@ def check_count(values: int, most: int) -> None:
 
 
 def write_msgpack(answer: Document, encoding: str) -> list[Piece]:
-    """The data of items is not copied: it is a piece of its own."""
+    """The data of an item is a separate piece, not a copy."""
     packer = msgpack.Packer()
     pieces: list[Piece] = [packer.pack_map_header(len(answer))]
     for name, value in answer.items():
@@ -134,7 +134,6 @@ def write_json(answer: Document, encoding: str) -> list[Piece]:
 
 
 def float_pieces(item: Document) -> Iterator[bytes]:
-    """A tensor as a list of rows of numbers."""
     array = tensors.to_array(item["data"], item["dtype"], item["shape"])
     for position, row in enumerate(array):
         yield b", " if position else b"["
@@ -143,7 +142,6 @@ def float_pieces(item: Document) -> Iterator[bytes]:
 
 
 def base64_pieces(item: Document) -> Iterator[bytes]:
-    """A tensor's memory as a string."""
     view, step = memoryview(item["data"]).cast("B"), CHUNK_CHARACTERS * 3 // 4
     yield b'"'
     for start in range(0, len(view), step):

@@ -42,7 +42,6 @@ SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
 
 
 def name_format(data: bytes) -> str | None:
-    """The format's name; None if it is unknown."""
     for name, offset, signature in SIGNATURES:
         if data.startswith(signature, offset):
             return name

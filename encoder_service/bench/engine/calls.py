@@ -18,8 +18,6 @@ from encoder_service.bench.engine.reference import Reference
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Items whose patches are on the device."""
-
     plans: Sequence[ItemPlan]
     patches: Sequence[Tensor]
     """uint8 [patches, values] per item."""
@@ -29,7 +27,6 @@ class Batch:
         return sum(plan.tokens for plan in self.plans)
 
     def path_tokens(self) -> tuple[int, ...]:
-        """Tokens of all items by path."""
         return tuple(map(sum, zip(*(plan.path_tokens for plan in self.plans), strict=True)))
 
 

@@ -154,7 +154,6 @@ class Bench:
     def figure(
         self, mode: Mode, call: TowerCall, expected: list[Tensor], batch: Batch
     ) -> ModeFigures:
-        """Times and error of one call."""
         times = self.timed(call)
         error = self.error(call, expected)
         if not isinstance(call, EngineCall):
@@ -166,7 +165,6 @@ class Bench:
         return ModeFigures(mode, times, host.median_ms, replayed, padding, error)
 
     def every_budget(self) -> list[BudgetTime]:
-        """One small image in every budget that holds it."""
         batch = self.batch([SMALL])
         expected = self.truth.rows(batch.patches, batch.plans)
         found = []
@@ -198,7 +196,6 @@ class Bench:
     def engine_call(
         self, graphs: Mapping[str, GraphSet], limits: Capacity, batch: Batch
     ) -> EngineCall:
-        """All items in one pack."""
         return EngineCall(graphs, self.device, limits, smallest_first, batch)
 
     def graphs(
@@ -214,7 +211,6 @@ class Bench:
         }
 
     def error(self, call: TowerCall, expected: Sequence[Tensor]) -> float:
-        """The relative error of the worst item of one call."""
         rows = call()
         synchronize(self.device)  # the device computes the rows on a stream of its own
         return relative_error(rows, expected)

@@ -1,7 +1,7 @@
 """Counts the operations of a tower's GEMMs and attention, from shapes alone.
 
-Of the published tower: embeddings in every frame, SAM's windows with their padding. A multiply-add
-is two operations; softmax, norms and activations are not counted.
+Counts the published tower: patch embeddings of every frame, SAM's windows with their padding. A
+multiply-add is two operations; softmax, norms and activations are not counted.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ BLOCK = r"(?:blocks|layers?)\.(\d+)\."
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One attention segment."""
-
     patches: int
     rows: int
     """Including class tokens."""
@@ -42,7 +40,6 @@ class Segment:
 
 
 def operations(spec: ModelSpec, plans: Sequence[ItemPlan]) -> int:
-    """Floating-point operations for these images."""
     shapes = family_of(spec).expected(spec)
     views = Counter(view for plan in plans for view in views_of(spec, plan, shapes))
     weights = multiplied(spec, shapes)
@@ -79,7 +76,6 @@ def multiplied(spec: ModelSpec, shapes: Mapping[str, Sequence[int]]) -> Counter[
 
 
 def linear(weights: Counter[Unit], view: Segment) -> int:
-    """Multiply-adds of all weights for one view."""
     # Both halvings round up: four positions per token.
     sizes: dict[Unit, int] = {"patch": view.patches, "sam": view.patches, "row": view.rows}
     sizes |= {"quarter": 4 * view.tokens, "token": view.tokens}
@@ -87,7 +83,6 @@ def linear(weights: Counter[Unit], view: Segment) -> int:
 
 
 def views_of(spec: ModelSpec, plan: ItemPlan, shapes: Mapping[str, Sequence[int]]) -> list[Segment]:
-    """The attention segments of an image."""
     sizing = spec.sizing
     if isinstance(sizing, TileSizing):
         patches, tokens = sizing.side_patches**2, sizing.tile_tokens

@@ -38,8 +38,6 @@ Begin = Callable[[Done], None]
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Images per second."""
-
     engine: float
     """Of items decoded beforehand."""
     pipeline: float
@@ -48,8 +46,6 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFigures:
-    """Images of one size, decoded in one way."""
-
     size: str
     patches: int
     """Per image."""
@@ -139,12 +135,12 @@ def spent() -> tuple[float, int]:
 
 
 def media(patchifier: Patchifier, picture: bytes) -> Media:
-    """What the ingress would make of a file."""
+    """A file as the ingress would send it."""
     return Media("image", picture, patchifier.patchify(decode(picture))[0], digest="")
 
 
 def encoding(engine: Engine, files: Sequence[Media]) -> Begin:
-    """Encodes items that are decoded beforehand, in turn."""
+    """Encodes the files in turn, decoded beforehand."""
     patchifier = patchifier_of(engine.tower.spec)
     items = cycle([prepare(patchifier, one) for one in files])
 

@@ -15,7 +15,6 @@ from actors.types import ItemPlan
 
 
 def has_reference(spec: ModelSpec) -> bool:
-    """Whether transformers' tower can be the reference."""
     return spec.family == "qwen3_vl"
 
 
@@ -36,7 +35,7 @@ class PlainTower:
 
     @torch.inference_mode()
     def rows(self, patches: Sequence[Tensor], plans: Sequence[ItemPlan]) -> list[Tensor]:
-        """See Truth; one item at a time to bound memory."""
+        """Each item's rows, one item at a time to bound memory."""
         return [self.encode(each, plan) for each, plan in zip(patches, plans, strict=True)]
 
     def encode(self, patches: Tensor, plan: ItemPlan) -> Tensor:
@@ -112,7 +111,7 @@ Truth = Reference | PlainTower
 
 
 def relative_error(rows: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Of the worst item; NaN if any value is NaN."""
+    """The error of the worst item; NaN if any value is NaN."""
     errors = [
         (ours.float() - theirs).norm() / theirs.norm()
         for ours, theirs in zip(rows, expected, strict=True)

@@ -1,4 +1,4 @@
-"""What the engine's benchmark measures and finds. Pure data, without torch; units in the names."""
+"""Workloads, modes and results of the engine's benchmark. Pure data, without torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ TOLERANCE = 2e-2
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Images that are encoded together."""
-
     name: str
     sizes: tuple[Size, ...]
 
@@ -103,8 +101,6 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class ModeFigures:
-    """One workload in one mode."""
-
     mode: Mode
     times: Times
     host_ms: float | None
@@ -119,8 +115,6 @@ class ModeFigures:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadReport:
-    """One workload in every mode."""
-
     name: str
     images: int
     patches: int
@@ -132,8 +126,6 @@ class WorkloadReport:
 
 @dataclass(frozen=True, slots=True)
 class BudgetTime:
-    """The same small image replayed in one budget."""
-
     budget: int
     times: Times
     error: float
@@ -160,8 +152,6 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """One tower with random weights."""
-
     model: str
     reference: str
     """The float32 tower that rows are compared with: transformers', or ours in plain torch."""
@@ -178,8 +168,6 @@ class ModelReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """One run of the benchmark."""
-
     date: str
     command: str
     device: str

@@ -34,7 +34,7 @@ BARS = 0.8
 
 
 def tables(report: EngineReport) -> Iterator[Table]:
-    """Details first, the figures of each model last."""
+    """Profiles and budgets first, the figures of each model last."""
     for model in report.models:
         for profile in model.profiles:
             yield kernels(model.model, profile)
@@ -45,7 +45,6 @@ def tables(report: EngineReport) -> Iterator[Table]:
 
 
 def figures(model: ModelReport, device: str) -> Table:
-    """A row per workload and mode."""
     known = [published(model.model, each.name, device) for each in model.workloads]
     shown = plain(f"{model.model}, {device}, errors against {model.reference} in float32")
     if any(known):
@@ -70,7 +69,6 @@ def figures(model: ModelReport, device: str) -> Table:
 
 
 def row(figure: ModeFigures, workload: WorkloadReport) -> list[str]:
-    """From "mode" to "error"."""
     floor = workload.floor_ms
     return [
         figure.mode,
@@ -145,7 +143,6 @@ def require_matplotlib() -> None:
 
 
 def plot(report: EngineReport, path: Path) -> None:
-    """Writes a PNG with one plot per model."""
     from matplotlib.figure import Figure  # optional, and slow to import
 
     count = len(report.models)

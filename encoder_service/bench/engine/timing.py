@@ -33,7 +33,7 @@ def open_device(name: str) -> Device:
 
 
 def release(device: Device) -> None:
-    """Frees the memory of a model that is done. Graphs refer to each other in cycles."""
+    """Frees the memory of a finished model, whose graphs refer to each other in cycles."""
     gc.collect()
     torch.compiler.reset()  # compiled blocks of one model count against the next one's limit
     if device.backend == "cuda":

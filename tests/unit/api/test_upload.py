@@ -123,7 +123,7 @@ def test_uploads_end_and_their_bytes_are_bounded() -> None:
             assert (busy.status_code, busy.json()["error"]["type"]) == (429, "overloaded")
             assert busy.headers["retry-after"] == "1"
             late = await slow
-            assert (late.status_code, "did not come" in late.text) == (504, True)
+            assert (late.status_code, "did not arrive" in late.text) == (504, True)
             assert one.buffered.held_bytes == 0
             after = await http.post("/v1/encode", content=b"x" * 500, headers=IMAGE)
             assert after.status_code == 400

@@ -329,7 +329,7 @@ def test_a_host_in_no_proxy_is_reached_directly(no_proxies: pytest.MonkeyPatch) 
 
 def test_a_proxy_that_cannot_be_used(no_proxies: pytest.MonkeyPatch) -> None:
     no_proxies.setenv("all_proxy", "socks5://127.0.0.1:1")
-    with pytest.raises(ValueError, match=r"socks5 proxy.*encoder in no_proxy"):
+    with pytest.raises(ValueError, match=r"socks5 proxy.*encoder to no_proxy"):
         connect("http://encoder:8000", None, 5)
 
 

@@ -46,7 +46,7 @@ def test_check_shows_the_language_model(capsys: pytest.CaptureFixture[str]) -> N
         ("max_model_len: 9000", "llm.max_model_len is 9000"),
         ("timeout_seconds: 121", "llm.timeout_seconds is 121"),
         ("maximum: 1", "llm.maximum: no such key; known are default_max_tokens"),
-        ("model: {id: kimivl-a3b, load_format: dummy}", "does not read embeddings of qwen3_vl"),
+        ("model: {id: kimivl-a3b, load_format: dummy}", "does not take embeddings of qwen3_vl"),
     ],
 )
 def test_check_names_what_is_wrong_with_the_language_model(

@@ -169,7 +169,7 @@ def test_frames_as_images() -> None:
     assert media.clip == Clip(Size(64, 48), 5, 2.0, chosen=True)
     assert media.plan.grid_thw[0] == 3
     assert media.identity != probe_frames(files[::-1], 4.0, MODEL, LimitOptions()).identity
-    with pytest.raises(InvalidMedia, match=r"frames\[1\] is of 60 x 48"):
+    with pytest.raises(InvalidMedia, match=r"frames\[1\] has 60 x 48"):
         probe_frames([files[0], images.jpeg(60, 48)], None, MODEL, LimitOptions())
     with pytest.raises(InvalidMedia, match=r"frames\[1\]: the file is not an image"):
         probe_frames([files[0], bytes(9)], None, MODEL, LimitOptions())

@@ -77,7 +77,7 @@ def test_the_preset_s_language_is_bytes_and_chatml() -> None:
 
 def test_a_language_model_must_fit_its_tower() -> None:
     tower = read(TINY)
-    with pytest.raises(ConfigError, match="does not read embeddings of kimi_vl"):
+    with pytest.raises(ConfigError, match="does not take embeddings of kimi_vl"):
         llm_spec.read(CPU, TINY, replace(tower, family="kimi_vl"))
     with pytest.raises(ConfigError, match="rows of 64 values"):
         llm_spec.read(CPU, TINY, replace(tower, width=64))
