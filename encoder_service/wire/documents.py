@@ -137,7 +137,7 @@ def render(answer: Document, accept: str, encoding: str = "base64") -> tuple[lis
     return WRITERS[media_type](answer, encoding), media_type
 
 
-def parse_response(body: bytes, content_type: str) -> Document:
+def parse_response(body: bytes | bytearray, content_type: str) -> Document:
     """The document of a response, with every item's "data" as bytes. Raises WireError."""
     reader = READERS.get(without_parameters(content_type))
     if reader is None:
