@@ -28,7 +28,6 @@ class ServiceError(Exception):
 
     @property
     def message(self) -> str:
-        """The sentence."""
         return str(self.args[0]) if self.args else type(self).__name__
 
 
@@ -68,7 +67,6 @@ class Overloaded(ServiceError):
 
     @property
     def retry_after_seconds(self) -> float:
-        """When it is worth trying again."""
         return float(self.args[1])
 
 

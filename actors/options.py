@@ -213,19 +213,16 @@ class EncoderOptions(DeviceOptions):
 
     @model_validator(mode="after")
     def one_of_both(self) -> Self:
-        """A fixed number of replicas, or bounds."""
         if self.autoscaling and "replicas" in self.model_fields_set:
             raise ValueError("replicas and autoscaling are both given: keep one of them")
         return self
 
     @property
     def least_replicas(self) -> int:
-        """The number of replicas without load."""
         return self.autoscaling.min_replicas if self.autoscaling else self.replicas
 
     @property
     def most_replicas(self) -> int:
-        """The number of replicas under full load."""
         return self.autoscaling.max_replicas if self.autoscaling else self.replicas
 
 
@@ -250,7 +247,6 @@ class TracingOptions(Options):
 
     @model_validator(mode="after")
     def file_has_a_folder(self) -> Self:
-        """There is no good default."""
         if self.export == "file" and not self.folder:
             raise ValueError("export is file: set folder")
         return self

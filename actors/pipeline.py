@@ -106,7 +106,6 @@ class Pipeline:
     async def _encode(
         self, media: Media, dtype: Dtype, batch: Batch, *, keep: bool, alone: bool
     ) -> Embedding:
-        """One item, all the way."""
         tokens = retained_tokens(media.plan, media.evs_rate)
         if hit := self.cache.get(self.writer.key(media), tokens):
             hit = await converted(hit, dtype)
@@ -140,7 +139,6 @@ class Pipeline:
             ) from error
 
     def alive(self) -> bool:
-        """Whether items are decoded."""
         return self.decoder.alive()
 
     def close(self) -> None:

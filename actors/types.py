@@ -185,7 +185,6 @@ class SharedBytes:
 
     @property
     def object_bytes(self) -> int:
-        """Size of the whole object."""
         return self.size_bytes + self.others_bytes
 
 
@@ -234,7 +233,6 @@ class Embedding:
 
     @property
     def size_bytes(self) -> int:
-        """Of the rows, wherever they are."""
         return self.data.size_bytes if isinstance(self.data, SharedBytes) else self.data.nbytes
 
 

@@ -182,7 +182,6 @@ class Dispatcher:
                 self._send(shard.replica, sent)
 
     def _send(self, replica: str, items: list[InFlightItem]) -> None:
-        """Starts one call."""
         # A context of its own: in a request's, Serve would cancel the call with the request.
         context = Context()
         context.run(ORIGIN.set, items[0].origin)

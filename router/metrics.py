@@ -55,7 +55,6 @@ class RouterMetrics:
         self._rendering = Lock()
 
     def sent(self, replica: str, patches: int) -> None:
-        """One shard went to a replica."""
         self.shards.inc()
         with self._rendering:
             self._seen.add(replica)

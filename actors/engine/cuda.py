@@ -105,7 +105,6 @@ class CudaDevice:
         self._beside: list[CudaDevice] = []
 
     def running(self) -> AbstractContextManager[object]:
-        """The compute stream."""
         return torch.cuda.stream(self.compute)
 
     def beside(self) -> CudaDevice:
@@ -115,7 +114,6 @@ class CudaDevice:
         return other
 
     def fork(self) -> None:
-        """See Device."""
         for other in self._beside:
             other.compute.wait_stream(self.compute)
 
@@ -125,13 +123,11 @@ class CudaDevice:
             self.compute.wait_stream(other.compute)
 
     def inputs(self, shapes: Shapes) -> Inputs:
-        """See Device."""
         tensors, metadata = allocate(shapes, self.device)
         torch.cuda.synchronize()
         return StagedInputs(tensors, metadata, self.compute, self.staging)
 
     def host_buffer(self, size_bytes: int) -> Tensor:
-        """See Device: pinned."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def capture(
@@ -192,7 +188,6 @@ class CudaDevice:
         return torch.cuda.memory_reserved(self.device)
 
     def used_bytes(self) -> int:
-        """See Device."""
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
@@ -220,6 +215,5 @@ def merged(parts: Sequence[Tensor], staged: Tensor) -> Sequence[Tensor]:
 
 
 def pinned(parts: Sequence[Tensor]) -> Tensor:
-    """The parts concatenated in pinned memory."""
     shape = (count(parts), *parts[0].shape[1:])
     return copy_rows(parts, torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))

@@ -185,7 +185,6 @@ class HostRows:
     rows: Tensor
 
     def wait(self) -> Tensor:
-        """See Rows."""
         return self.rows
 
 
@@ -197,7 +196,6 @@ class HostInputs:
         self.metadata = metadata
 
     def stage(self, metadata: Tensor, rows: MediaRows) -> None:
-        """See Inputs."""
         self.metadata[: len(metadata)] = metadata
         for name, parts in rows.items():
             copy_rows(parts, self.tensors[name][: count(parts)])
@@ -210,11 +208,9 @@ class CpuDevice:
     device = torch.device("cpu")
 
     def running(self) -> AbstractContextManager[object]:
-        """See Device."""
         return nullcontext()
 
     def beside(self) -> Device:
-        """Itself: nothing overlaps here."""
         return self
 
     def fork(self) -> None:
@@ -224,17 +220,14 @@ class CpuDevice:
         """Nothing to order."""
 
     def inputs(self, shapes: Shapes) -> Inputs:
-        """See Device."""
         return HostInputs(*allocate(shapes, self.device))
 
     def host_buffer(self, size_bytes: int) -> Tensor:
-        """See Device."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def capture(
         self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
     ) -> Callable[[], Tensor]:
-        """The function itself, after one warm-up."""
         run()
         return run
 
@@ -243,7 +236,6 @@ class CpuDevice:
         return HostRows(rows.clone())
 
     def keep(self, parts: Sequence[Tensor]) -> Rows:
-        """See Device: the host is the device."""
         return HostRows(torch.cat(list(parts)))
 
     def memory_bytes(self) -> int:
@@ -255,7 +247,6 @@ class CpuDevice:
         return 0
 
     def alive(self) -> bool:
-        """Always."""
         return True
 
 
@@ -284,5 +275,4 @@ def concatenated(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def count(parts: Sequence[Tensor]) -> int:
-    """Rows of all parts."""
     return sum(map(len, parts))

@@ -190,7 +190,6 @@ class Engine:
         self._launched.append(LaunchedPack(waiting, pack, labels, readback, started))
 
     def _complete(self, launched: LaunchedPack) -> None:
-        """Waits for the readback, fills in the items, completes their futures."""
         try:
             rows = launched.readback.wait()
         except Exception as error:

@@ -58,7 +58,6 @@ class GraphSet:
 
     @torch.inference_mode()
     def capture(self, report: Report) -> None:
-        """Captures every budget, largest first."""
         for budget in reversed(self.budgets):
             started = perf_counter()
             for videos in reversed(self.forms):
@@ -144,7 +143,6 @@ class GraphSet:
         return any(plan.frames for plan in plans) and bool(self.video_inputs(1))
 
     def video_inputs(self, tokens: int) -> Shapes:
-        """See VideoTower."""
         if not isinstance(self.tower, VideoTower):
             return {}
         return self.tower.video_inputs(self.path, tokens)
@@ -178,7 +176,6 @@ class GraphSet:
         return budget, self.segments.of(budget, videos=self.videos(plans))
 
     def static(self, shapes: Shapes) -> dict[str, Tensor]:
-        """The inputs of a graph, in these shapes."""
         media = {
             name: tensor[: shapes[name][0][0]]
             for name, tensor in self.inputs.tensors.items()
@@ -199,7 +196,6 @@ class GraphSet:
         return sum(plan.path_tokens[self.index] for plan in plans)
 
     def budget_shapes(self, budget: int, *, videos: bool) -> Shapes:
-        """Shapes of the inputs of a budget's graph."""
         return self._shapes(budget, self.segments.of(budget, videos=videos), videos)
 
     def _shapes(self, tokens: int, segments: int, videos: bool) -> Shapes:

@@ -42,7 +42,6 @@ class OpenPack:
         self.frames = 0
 
     def admits(self, plan: ItemPlan) -> bool:
-        """Whether every limit still holds with this item."""
         most = self.capacity
         return (
             len(self.items) < most.items

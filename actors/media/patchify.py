@@ -237,7 +237,6 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
 
 
 def size_of(image: Tensor) -> Size:
-    """Of uint8 [3, height, width]."""
     return Size(width=image.shape[2], height=image.shape[1])
 
 

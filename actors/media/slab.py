@@ -39,7 +39,6 @@ class Slab:
         self._returned: deque[int] = deque()
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether it could hold so many bytes if it were empty."""
         return self._allocator.fits(size_bytes)
 
     def take(self, size_bytes: int) -> int | None:
@@ -64,7 +63,6 @@ class Slab:
             offset += len(data)
 
     def begun(self, offset: int, size_bytes: int) -> bool:
-        """Whether a process has begun the item in this block."""
         return self.bytes[offset + size_bytes - MARK_BYTES] == BEGUN
 
     def item(self, offset: int, plan: ItemPlan, shape: Shape) -> Item:

@@ -135,7 +135,6 @@ def check(tensors: Any, names: Mapping[str, str], expected: Expected, shard: Pat
 
 
 def some(names: Iterable[str]) -> str:
-    """The first few."""
     ordered = sorted(names)
     rest = f" and {len(ordered) - 4} more" if len(ordered) > 4 else ""
     return (", ".join(ordered[:4]) or "none") + rest

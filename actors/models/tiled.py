@@ -107,7 +107,6 @@ def merge_order(raster: Tensor, sizing: TileSizing) -> Tensor:
 
 
 def tile_sizing(spec: ModelSpec) -> TileSizing:
-    """The spec's sizing. Raises CheckpointError if it is of another kind."""
     if not isinstance(spec.sizing, TileSizing):
         raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in tiles")
     return spec.sizing

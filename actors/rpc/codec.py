@@ -63,7 +63,6 @@ def message_fields(value: Any) -> Any:
 
 @cache
 def _field_names(kind: type) -> list[str]:
-    """Empty where it is no dataclass."""
     return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
 
@@ -75,7 +74,6 @@ def from_message(message: Any, kind: type[Value]) -> Value:
 
 @cache
 def _readers(kind: type) -> list[tuple[str, Callable[[Any], Any]]]:
-    """How each field of a dataclass is read from its message."""
     hints = get_type_hints(kind)
     return [(field.name, _reader(field.name, hints[field.name])) for field in fields(kind)]
 
@@ -123,7 +121,6 @@ def kept_message(kept: Kept, shared: list[SharedBytes]) -> pb.Kept:
 
 
 def kept_of(message: pb.Kept, shared: Sequence[SharedBytes]) -> Kept:
-    """The same again."""
     return Kept(from_message(message.media, Media), embedding_of(message.embedding, shared))
 
 
@@ -140,7 +137,6 @@ def embedding_message(embedding: Embedding, shared: list[SharedBytes]) -> pb.Emb
 
 
 def embedding_of(message: pb.Embedding, shared: Sequence[SharedBytes]) -> Embedding:
-    """The same again."""
     found = {name: read(message) for name, read in _readers(Embedding) if name != "data"}
     if message.HasField("shared"):
         return Embedding(shared[message.shared], **found)

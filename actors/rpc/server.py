@@ -123,7 +123,6 @@ class ReplicaServer:
 
     @property
     def running(self) -> bool:
-        """Whether there is something to stop."""
         return self._server is not None
 
     async def start(self, node: str, host: str) -> Endpoint:

@@ -86,12 +86,10 @@ class BlockSizing(ABC):
         """A bound on the tokens of any plan."""
 
     def token_range(self) -> tuple[int, int]:
-        """See Sizing."""
         largest = self.largest_tokens()
         return min(SMALLEST_BUDGET_TOKENS, largest), largest
 
     def plan(self, size: Size) -> ItemPlan:
-        """See Sizing."""
         resized, block = self.resized(size), self.patch_size * self.merge_size
         down, across = math.ceil(resized.height / block), math.ceil(resized.width / block)
         grid = (1, down * self.merge_size, across * self.merge_size)
@@ -106,7 +104,6 @@ class PackedSizing(BlockSizing):
     max_pixels: int
 
     def resized(self, size: Size) -> Size:
-        """See smart_resize."""
         return smart_resize(
             size, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels
         )

@@ -52,7 +52,6 @@ class TileSizing(ABC):
 
     @property
     def side_patches(self) -> int:
-        """Patches per side of a tile."""
         return self.tile_pixels // self.patch_size
 
     @property

@@ -38,7 +38,6 @@ class VideoSizing(ABC):
 
     @property
     def most_groups(self) -> int:
-        """The most groups of any video."""
         return -(-self.sampling.most // self.group)
 
     @property

@@ -46,7 +46,6 @@ class Kept:
 
     @property
     def shared_object(self) -> object | None:
-        """The object in shared memory that its rows lie in."""
         data = self.embedding.data
         return data.object_ref if isinstance(data, SharedBytes) else None
 
@@ -113,7 +112,6 @@ class References:
         return True
 
     def expire(self, now: float) -> None:
-        """Drops all entries whose time is over."""
         while self._ends and self._ends[first := next(iter(self._ends))] <= now:
             self._remove(first)
 

@@ -47,11 +47,9 @@ class RowWriter:
         self.threads = ThreadPoolExecutor(WRITERS, "write")
 
     def close(self) -> None:
-        """Returns when everything is written."""
         self.threads.shutdown()
 
     def key(self, media: Media) -> Key:
-        """Of an item's rows in the cache."""
         return (self.fingerprint, *media.identity)
 
     def stays_on_device(self, media: Media, dtype: Dtype) -> bool:
@@ -151,7 +149,6 @@ class Batch:
         self._next_write: asyncio.Future[dict[int, Embedding]] | None = None
 
     async def write(self, media: Media, item: Item) -> Embedding:
-        """The embedding of an encoded item."""
         with self._lock:
             self._waiting.append((media, item))
             if self._next_write is None:

@@ -103,7 +103,6 @@ class Ledger:
 
     @property
     def outstanding(self) -> int:
-        """Patches admitted and not yet released."""
         return self._outstanding
 
     def own(self, replica: str) -> int:
@@ -216,7 +215,6 @@ class Ledger:
         account.excluded_until_seconds = now + self._exclude_seconds
 
     def excluded(self, replica: str, now: float) -> bool:
-        """Whether it failed recently."""
         account = self._accounts.get(replica)
         return account is not None and now < account.excluded_until_seconds
 

@@ -36,7 +36,6 @@ class Replica:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any], stats: Mapping[str, Any]) -> Replica:
-        """From what Serve passes on."""
         shown = {name: said for name, said in metadata.items() if name != METADATA_KEY}
         return cls(shown, int(stats.get(OUTSTANDING_PATCHES, 0)), Endpoint.of(metadata))
 
@@ -57,13 +56,11 @@ class Membership:
         self._members: dict[Deployment, Members] = {}
 
     def publish(self, deployment: Deployment, replicas: Mapping[str, Replica]) -> None:
-        """Replaces what was known."""
         with self._lock:
             version = self._members.get(deployment, Members()).version + 1
             self._members[deployment] = Members(version, dict(sorted(replicas.items())))
 
     def members(self, deployment: Deployment) -> Members:
-        """What is known."""
         with self._lock:
             return self._members.get(deployment, Members())
 

@@ -106,7 +106,6 @@ class ReplicaChannels:
         self._channels: dict[str, ReplicaChannel] = {}
 
     def to(self, replica: str, endpoint: Endpoint) -> ReplicaChannel:
-        """The channel to a replica."""
         channel = self._channels.get(replica)
         if channel is None:
             self._channels[replica] = channel = ReplicaChannel(endpoint, self._node)

@@ -71,7 +71,6 @@ class ServeFleet:
         return self._members()[1]
 
     def reports(self) -> tuple[int, Mapping[str, int]]:
-        """See fleet.Fleet."""
         version, replicas = self._members()
         for gone in self._hand_overs.keys() - replicas.keys():
             del self._hand_overs[gone]
@@ -100,19 +99,16 @@ class ServeFleet:
             return reply_of(reply, await self._rows(replica, reply.ticket))
 
     async def check(self, replica: str) -> None:
-        """See fleet.Fleet."""
         if not self._local:
             await self._call(replica, "Check", pb.CheckRequest())
 
     async def fetch(self, replica: str, name: str) -> Kept | None:
-        """See references.Keepers."""
         reply = await self._call(replica, "Fetch", pb.FetchRequest(name=name), FETCH_SECONDS)
         if not reply.HasField("kept"):
             return None
         return kept_of(reply.kept, await self._rows(replica, reply.ticket))
 
     async def release(self, replica: str, name: str) -> bool:
-        """See references.Keepers."""
         request = pb.ReleaseRequest(name=name)
         reply = await self._call(replica, "Release", request, FETCH_SECONDS)
         return bool(reply.released)
@@ -244,7 +240,6 @@ def is_local_testing() -> bool:
 
 
 def node_id() -> str:
-    """Ray's id of this process's node."""
     found: str = ray.get_runtime_context().get_node_id()
     return found
 

@@ -103,7 +103,6 @@ class SimulatedShard:
 
     @property
     def patches(self) -> list[int]:
-        """Of its items."""
         return [one.patches for one in self.reservations]
 
 
@@ -116,7 +115,6 @@ class SimulatedReplica:
 
     @property
     def outstanding(self) -> int:
-        """Patches accepted and not done."""
         return sum(sum(work.patches) for work in self.queue)
 
 
@@ -165,7 +163,6 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
 
     def run(self) -> Outcome:
-        """To the end of the last request."""
         for number, (second, patches) in enumerate(self.scenario.arrivals):
             router = number % len(self.plans)
             self._at(second, lambda r=router, p=patches: self._arrive(r, p))  # type: ignore[misc]

@@ -92,7 +92,6 @@ class OcrSizes:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> OcrSizes:
-        """Raises CheckpointError for what these towers do not compute."""
         with stated(spec):
             towers = spec.vision["width"]
             sam, clip = towers["sam_vit_b"], towers["clip-l-14-224"]
@@ -152,7 +151,6 @@ def expected_sam(sizes: OcrSizes, sizing: CropSizing) -> Expected:
 
 
 def crop_sizing(spec: ModelSpec) -> CropSizing:
-    """The spec's sizing. Raises CheckpointError if it is of another kind."""
     if not isinstance(spec.sizing, CropSizing):
         raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing with crops")
     return spec.sizing
@@ -235,7 +233,6 @@ class DeepseekOcrTower(ViewTower):
 
 
 def neck(weights: Weights) -> sam.Neck:
-    """What ends SAM."""
     narrow, mix, *halving = (
         weights.place(weights.tensors[f"{name}.weight"])
         for name in ("neck.0", "neck.2", "net_2", "net_3")
@@ -244,7 +241,6 @@ def neck(weights: Weights) -> sam.Neck:
 
 
 def tables(weights: Weights, sizes: OcrSizes, embedding: Affine, side: int) -> ViewTables:
-    """For views of `side` x `side` patches."""
     named = weights.tensors
     positions = weights.place(sam.resampled(named["pos_embed"][0], side)) + embedding.bias
     known = named["embeddings.position_embedding.weight"].float()

@@ -98,7 +98,6 @@ class InternVLSizes:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> InternVLSizes:
-        """Raises CheckpointError for what this tower does not compute."""
         vision, native = spec.vision, spec.family == "internvl"
         with stated(spec):
             if vision.get("hidden_act", "gelu") != "gelu":

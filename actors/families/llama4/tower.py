@@ -45,7 +45,6 @@ class Llama4Sizes:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Llama4Sizes:
-        """Raises CheckpointError for what this tower does not compute."""
         vision = spec.vision
         rotary = vision.get("rope_parameters") or vision
         with stated(spec):

@@ -56,7 +56,6 @@ class Qwen3Sizes:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Qwen3Sizes:
-        """Raises CheckpointError for what this tower does not compute."""
         vision = spec.vision
         with stated(spec):
             return cls(

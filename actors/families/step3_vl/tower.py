@@ -144,7 +144,6 @@ def step3_expected(spec: ModelSpec) -> Expected:
 
 
 def window_sizing(spec: ModelSpec) -> WindowSizing:
-    """The spec's sizing. Raises CheckpointError if it is of another kind."""
     if not isinstance(spec.sizing, WindowSizing):
         raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in windows")
     return spec.sizing

@@ -55,7 +55,6 @@ class CublasLtGemm:
     algorithm: Algorithm
 
     def run(self, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
-        """Enqueues one GEMM on the current stream. RuntimeError if cuBLASLt rejects it."""
         self.plan.run(self.algorithm, weight, bias, x, out)
 
 

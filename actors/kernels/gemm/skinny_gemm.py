@@ -105,7 +105,6 @@ class SkinnyGemm:
     kernel: LoadedKernel
 
     def run(self, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
-        """Enqueues one GEMM on the current stream."""
         boxes = (x, self.tile.rows), (weight, 64 * self.tile.groups), (out, UNIT)
         maps = b"".join(tensor_map(matrix, (rows, COLUMNS)) for matrix, rows in boxes)
         n, k = weight.shape
@@ -174,7 +173,6 @@ def kernel_for(device: torch.device, dtype: torch.dtype, tile: GemmTile) -> Load
 
 @cache
 def image(element: str, tile: GemmTile) -> bytes:
-    """The cubin."""
     return cuda.compiled(source(element, tile))
 
 
@@ -185,7 +183,6 @@ def warn(error: str) -> None:
 
 
 def source(element: str, tile: GemmTile) -> str:
-    """The whole kernel as one text."""
     defined = {
         "GROUPS": tile.groups,
         "ROWS": tile.rows,

@@ -77,7 +77,6 @@ class HopperAttention:
         return attend_(qkv, values["attention_items"], kernel, ring.keys)
 
     def form(self, patches: int) -> tuple[Ring, LoadedKernel]:
-        """What a budget of so many patches takes."""
         return self.forms[-1 if patches >= LONG_PATCHES else 0]
 
 
@@ -151,7 +150,6 @@ def kernels_for(
 
 
 def build(element: str, size: int, ring: Ring) -> LoadedKernel:
-    """Compiles and loads one kernel on the current device."""
     cubin, threads = cuda.compiled(source(element, size, ring)), 128 * (GROUPS + 1)
     return cuda.load(cubin, "attend", threads, shared_bytes(size, ring))
 
@@ -165,7 +163,6 @@ def shared_bytes(size: int, ring: Ring) -> int:
 
 
 def source(element: str, size: int, ring: Ring) -> str:
-    """The whole kernel as one text."""
     defined = {
         "SIZE": size,
         "GROUPS": GROUPS,

@@ -45,7 +45,6 @@ class TritonAttention:
 
 
 def tile_rows(patches: int) -> int:
-    """Queries per tile in a budget of so many patches."""
     return SHORT_ROWS if patches <= LONG_PATCHES else LONG_ROWS
 
 

@@ -79,7 +79,6 @@ class FastBlocks:
     def __call__(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, values: Values
     ) -> tuple[Tensor, list[Tensor]]:
-        """See Blocks."""
         tapped = []
         windows = windows_of(values)
         for index, layer in enumerate(self.layers):
@@ -109,12 +108,10 @@ class FastBlocks:
         self.proj(index, self.attention(qkv, seen), x)
 
     def mlp(self, index: int, layer: FastLayer, x: Tensor) -> None:
-        """Adds to x."""
         y = self.up(index, self.norm(x, layer.shift2, layer.norm2))
         self.down(index, self.activate(y) if self.activate else y, x)
 
     def norm(self, x: Tensor, shift: Tensor, by: Affine) -> Tensor:
-        """The norm of x + shift."""
         centred = self.style.norm == "layer"
         return norm(x, shift, by.weight, by.bias, self.style.epsilon, centred=centred)
 

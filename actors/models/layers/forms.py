@@ -35,7 +35,6 @@ class CompiledBlocks(ReferenceBlocks):
     def before(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, layer: BlockWeights
     ) -> Tensor:
-        """See ReferenceBlocks."""
         for rows in (x, cos, sin):
             if rows is not None:
                 torch._dynamo.mark_dynamic(rows, 0)
@@ -43,7 +42,6 @@ class CompiledBlocks(ReferenceBlocks):
         return made
 
     def after(self, x: Tensor, attended: Tensor, layer: BlockWeights) -> Tensor:
-        """See ReferenceBlocks."""
         for rows in (x, attended):
             torch._dynamo.mark_dynamic(rows, 0)
         made: Tensor = self.compiled_after(x, attended, layer)
@@ -51,7 +49,6 @@ class CompiledBlocks(ReferenceBlocks):
 
 
 def blocks_of(form: BlockForm) -> BlocksForm:
-    """What builds the blocks of a tower in this form."""
     if form == "reference":
         return ReferenceBlocks
     if form == "compile":
