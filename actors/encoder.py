@@ -74,7 +74,7 @@ class Encoder:
         return Reply(answers, self.outstanding_patches)
 
     async def take(self, tickets: list[str]) -> list[list[SharedBytes] | None]:
-        """The rows in shared memory that answers over gRPC refer to by tickets."""
+        """Exchanges tickets of gRPC answers for rows in shared memory: see ReplicaServer.take."""
         return self.rpc.take(tickets)
 
     async def fetch(self, name: str) -> Kept | None:

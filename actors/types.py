@@ -205,7 +205,7 @@ class ReceivedBytes:
     """Bytes on a device of this process (nixl.Receiver)."""
 
     tensor: Any
-    """torch's, uint8 [bytes]. This file does not know torch."""
+    """A torch tensor, uint8 [bytes]. Any, because this file does not import torch."""
 
     @property
     def nbytes(self) -> int:
@@ -229,7 +229,7 @@ class Embedding:
     frame_tokens: tuple[int, ...] = ()
     """Of a video with an `evs_rate`: remaining rows per temporal group."""
     reference: str = ""
-    """Id under which its replica keeps it for a while. An id is one caller's alone."""
+    """Id under which its replica keeps it for a while. Each caller gets an id of its own."""
 
     @property
     def size_bytes(self) -> int:

@@ -60,7 +60,7 @@ class StagedInputs:
         self.consumed = torch.cuda.Event()
 
     def stage(self, metadata: Tensor, rows: MediaRows) -> None:
-        """See Inputs. The compute stream is the current one."""
+        """The compute stream is the current one."""
         host = {name: [part for part in parts if not part.is_cuda] for name, parts in rows.items()}
         if any(host.values()):
             self.staging.wait_event(self.consumed)
@@ -78,7 +78,7 @@ class StagedInputs:
 
 
 class Unowned:
-    """Memory of a graph's pool, for torch.as_tensor, that does not keep it allocated."""
+    """Shows memory of a graph's pool to torch.as_tensor without keeping it allocated."""
 
     def __init__(self, rows: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -118,7 +118,7 @@ class CudaDevice:
             other.compute.wait_stream(self.compute)
 
     def join(self) -> None:
-        """See Device. Outputs are read here before the next fork lets replays overwrite them."""
+        """Outputs are read here before the next fork lets replays overwrite them."""
         for other in self._beside:
             self.compute.wait_stream(other.compute)
 
@@ -175,8 +175,8 @@ class CudaDevice:
         return CopiedRows(host, done)
 
     def keep(self, parts: Sequence[Tensor]) -> Rows:
-        """See Device. The memory belongs to the compute stream: uses on other streams must have
-        finished before it is freed."""
+        """The memory belongs to the compute stream: uses on other streams must have finished before
+        it is freed."""
         done = torch.cuda.Event()
         with torch.cuda.stream(self.compute):
             kept = torch.cat(list(parts))
@@ -192,7 +192,7 @@ class CudaDevice:
         return total - free
 
     def alive(self) -> bool:
-        """Whether the context still works: it never does again after an illegal memory access."""
+        """Whether the CUDA context works: an illegal memory access breaks it for good."""
         try:
             torch.cuda.synchronize(self.device)  # allocates nothing: out of memory is no failure
         except RuntimeError:

@@ -1,8 +1,8 @@
 """What differs between a GPU and a machine without one: streams, capture, copies.
 
-Both devices have the same verbs, so that packing, padding, staging and post-processing are the same
-code everywhere. All verbs but `Rows.wait` are called from one thread, the engine's. Also here: the
-static inputs that graphs read, and the readback of a pack's rows by item.
+Both devices have the same methods, so that packing, padding, staging and post-processing are the
+same code everywhere. All methods but `Rows.wait` are called from one thread, the engine's. Also
+here: the static inputs that graphs read, and the readback of a pack's rows by item.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Inputs(Protocol):
     tensors: dict[str, Tensor]
     """Inputs of media, for the largest graph; a smaller one reads the first rows."""
     metadata: Tensor
-    """uint8, for the graph with the most; see Places."""
+    """uint8, large enough for every graph; see Places."""
 
     def stage(self, metadata: Tensor, rows: MediaRows) -> None:
         """Writes the inputs of the next launch; called within `Device.running`.
@@ -105,7 +105,7 @@ class Device(Protocol):
 class Places:
     """Where the metadata of one graph lies in a buffer that all graphs of a path share.
 
-    The metadata of a pack is one piece of memory, so that one copy brings all of it to the device.
+    The metadata of a pack is one piece of memory, so that one copy moves all of it to the device.
     """
 
     def __init__(self, shapes: Shapes) -> None:
@@ -127,7 +127,8 @@ class Places:
     def packed(self, values: Mapping[str, Tensor], buffer: Tensor) -> Tensor:
         """The buffer, of `size_bytes`, with the first rows of each input filled from the host.
 
-        The other rows are zero: a valid index, and nothing of another graph's metadata.
+        The other rows are zeroed, which is a valid index, because they may hold another graph's
+        metadata.
         """
         target = buffer.numpy()  # slicing tensors would take longer than the copies
         for name, (span, _, dtype) in self.spans.items():
@@ -180,7 +181,7 @@ def start_readback(
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """Rows that are there already."""
+    """Rows that are on the host already."""
 
     rows: Tensor
 

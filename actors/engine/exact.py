@@ -78,7 +78,7 @@ class ExactGraphSet(GraphSet):
         patches: Sequence[Tensor],
         later: Sequence[Tensor] = (),
     ) -> Tensor:
-        """See GraphSet. A budget only says that the pack is small enough to be captured."""
+        """A budget only says that the pack is small enough to be captured."""
         if not self.tokens(plans):
             return self._nothing()
         if self.label(budget, plans) is None:

@@ -99,7 +99,7 @@ class GraphSet:
         return None if budget is None else str(budget)
 
     def run(self, budget: int | None, items: Sequence[Item]) -> Tensor:
-        """See encode. Patches may lie on the device or on the host."""
+        """As `encode`, for items."""
         patches = [torch.as_tensor(item.patches[item.plan.rows(self.index)]) for item in items]
         later = [
             patches[i] if item.later is None else torch.as_tensor(item.later)

@@ -205,7 +205,7 @@ class DeepseekOcrTower(ViewTower):
         return len(self.tables[path].start)
 
     def forward(self, path: str, values: Values) -> Tensor:
-        """See Tower. `global` ends each row of tokens in a newline."""
+        """On the path `global` each row of tokens ends in a newline."""
         table = self.tables[path]
         x = F.linear(centred(values["patches"], self.dtype), self.embedding.weight)
         x = x.view(-1, table.side, table.side, x.shape[1]) + table.positions
@@ -224,7 +224,7 @@ class DeepseekOcrTower(ViewTower):
         return torch.cat([rows.unflatten(1, (side, side)), newlines], 2).flatten(0, 2)
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
-        """See Tower. Per item its crops as one grid, then the whole, then the separator."""
+        """Per item its crops as one grid, then the whole, then the separator."""
         whole, crops = outputs
         places = order(plans, self.sizing, len(whole), len(crops))
         if self.device.type == "cuda":  # so that the engine's thread does not wait for the copy

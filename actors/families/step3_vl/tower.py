@@ -88,7 +88,7 @@ class StepSizes:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> StepSizes:
-        """Of both towers, under the keys of either. Raises CheckpointError."""
+        """Reads the configuration of either tower. Raises CheckpointError."""
         with stated(spec):
             vision = {ALIASES.get(key, key): value for key, value in spec.vision.items()}
             width = int(vision["hidden_size"])
@@ -209,7 +209,7 @@ class StepTower(ViewTower):
         return F.linear(x.flatten(0, 1), self.parts.projector.weight, self.parts.projector.bias)
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
-        """See Tower. Per item the crops, then the whole: transformers.models.step3p7."""
+        """Per item the crops, then the whole: transformers.models.step3p7."""
         whole, crops = (
             rows.split([plan.path_tokens[index] for plan in plans])
             for index, rows in enumerate(outputs)
