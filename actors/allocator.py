@@ -51,6 +51,5 @@ class Allocator:
 
 
 def aligned(size_bytes: int) -> int:
-    """The size of a block for this many bytes: at least one unit, so that no two share an
-    offset."""
+    """The size of a block for this many bytes: at least one unit, so that offsets are unique."""
     return max(1, -(-size_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES

@@ -32,8 +32,7 @@ def best_ladder(loads: Mapping[int, float], graphs: int, largest: int) -> tuple[
     times = np.array([loads.get(rung, 0.0) for rung in rungs.tolist()])
     packs = np.concatenate(([0.0], times.cumsum()))
     tokens = np.concatenate(([0.0], (times * rungs).cumsum()))
-    # best[n]: least padding of the n lowest rungs with this many budgets, the last of them at rung
-    # n.
+    # best[n]: least padding of the n lowest rungs with this many budgets, the last at rung n.
     best = np.concatenate(([0.0], np.full(len(rungs), np.inf)))
     steps: list[Indices] = []
     for _ in range(min(graphs, len(rungs))):

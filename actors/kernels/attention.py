@@ -27,7 +27,7 @@ class Attention(Protocol):
     name: str
 
     def inputs(self, patches: int, segments: int) -> Shapes:
-        """Shapes and dtypes of the static inputs for a budget of so many patches."""
+        """Shapes and dtypes of the static inputs for a budget of this many patches."""
 
     def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
         """Host values of those inputs for segments of these lengths, padded to full size."""

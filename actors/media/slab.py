@@ -56,7 +56,7 @@ class Slab:
         self._returned.append(offset)
 
     def write(self, offset: int, size_bytes: int, media: Media) -> None:
-        """The files of an item, one after the other, and that no process has begun it."""
+        """Writes an item's files, one after the other, and clears the mark that it was begun."""
         self.bytes[offset + size_bytes - MARK_BYTES] = not BEGUN
         for data in files_of(media):
             self.bytes[offset : offset + len(data)] = data

@@ -73,7 +73,8 @@ class Hub:
 
     @cached_property
     def offline(self) -> bool:
-        """Whether only the cache is in reach. One short request replaces the library's retries."""
+        """Whether only the cache is in reach, by one short request instead of the library's
+        retries."""
         import httpx
         from huggingface_hub import constants
 
@@ -159,7 +160,7 @@ def preset_names() -> list[str]:
 
 
 def near(name: str) -> str:
-    """A question, where the name resembles a preset's."""
+    """A hint, if the name resembles a preset's."""
     meant = get_close_matches(name.lower(), preset_names(), 1, 0.8)
     return f"did you mean {meant[0]}? Otherwise: " if meant else ""
 

@@ -39,9 +39,9 @@ def retention_mask(
     judged = plan.group_tokens * plan.frames
     groups = rows[:judged].reshape(plan.frames, -1, rows.shape[1])
     lengths = np.maximum(np.linalg.norm(groups, axis=2), TINY)
-    products = (groups[1:] * groups[:-1]).sum(2)
+    dots = (groups[1:] * groups[:-1]).sum(2)
     unlike = np.full(groups.shape[:2], ALWAYS, np.float32)
-    unlike[1:] = 1 - products / (lengths[1:] * lengths[:-1])
+    unlike[1:] = 1 - dots / (lengths[1:] * lengths[:-1])
     order = np.argsort(-unlike.ravel(), kind="stable")
     mask = np.zeros(len(rows), np.bool_)
     mask[judged:] = True

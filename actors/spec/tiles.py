@@ -59,7 +59,7 @@ class TileSizing(ABC):
         return (self.side_patches // self.merge_size) ** 2
 
     def plan(self, size: Size) -> ItemPlan:
-        """See Sizing. `grid_thw` is that of the canvas alone, so that it tells the layout."""
+        """`grid_thw` is that of the canvas alone, so that it tells the layout."""
         rows, columns = self.layout(size)
         tiles = with_overview(rows * columns)
         tokens = tiles * self.tile_tokens
@@ -67,7 +67,7 @@ class TileSizing(ABC):
         return ItemPlan(grid, tiles * self.side_patches**2, tokens, (tokens,))
 
     def token_range(self) -> tuple[int, int]:
-        """See Sizing. Every budget in between is a number of whole tiles."""
+        """Every budget in between is a number of whole tiles."""
         return self.tile_tokens, with_overview(self.max_tiles) * self.tile_tokens
 
 
@@ -157,11 +157,11 @@ class OneTile(TileSizing):
 
     @property
     def tile_tokens(self) -> int:
-        """Of its patches, and the class token."""
+        """Tokens of its patches, and the class token."""
         return self.class_tokens + (self.side_patches // self.merge_size) ** 2
 
     def token_range(self) -> tuple[int, int]:
-        """See Sizing. The largest budget holds TILES_PER_BUDGET images, as they are small."""
+        """The largest budget holds TILES_PER_BUDGET images, as they are small."""
         return self.tile_tokens, TILES_PER_BUDGET * self.tile_tokens
 
 
@@ -233,7 +233,7 @@ class AnyresSizing(TileSizing):
         return int(rows // ratio), int(columns // ratio)
 
     def plan(self, size: Size) -> ItemPlan:
-        """See Sizing. `grid_thw` is the canvas; tokens are the overview, the rest and newlines."""
+        """`grid_thw` is the canvas; tokens are the overview, the rest and newlines."""
         (rows, columns), side, kept = self.layout(size), self.side_patches, self.kept(size)
         down, across = self.scaled(kept)
         tiles = rows * columns + 1
@@ -246,7 +246,7 @@ class AnyresSizing(TileSizing):
         )
 
     def token_range(self) -> tuple[int, int]:
-        """See Sizing. One tile, as for a frame of a video, to the largest canvas with overview."""
+        """One tile, as for a frame of a video, to the largest canvas with overview."""
         return self.tile_tokens, (self.max_tiles + 1) * self.tile_tokens
 
 

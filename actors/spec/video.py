@@ -127,7 +127,7 @@ class TotalPixels(VideoSizing):
     min_pixels: int
     max_pixels: int
     most_frame_tokens: int = 0
-    """A limit for each frame besides; 0: no limit."""
+    """Limit of each frame, in addition; 0: no limit."""
 
     def resized(self, size: Size, frames: int) -> Size:
         """transformers: Qwen3VLVideoProcessor.resize, Glm4vVideoProcessor.resize."""
@@ -182,7 +182,7 @@ class PooledGroups(VideoSizing):
         return [tuple(found[i : i + self.group]) for i in range(0, len(found), self.group)]
 
     def resized(self, size: Size, frames: int) -> Size:
-        """See VideoSizing; before padding to whole merge blocks."""
+        """Before padding to whole merge blocks."""
         return self.pictures.resized(size)
 
     def longest_side_patches(self) -> int:

@@ -1,8 +1,8 @@
 """Embeddings that a replica keeps for a while, each under an id that nobody can guess.
 
 Bounded in time and in bytes: the one fetched longest ago is evicted first. An object in shared
-memory counts whole, once, as long as one of its embeddings is kept. Knows neither Ray nor clocks:
-time is an argument, in seconds of any steady clock. Not thread-safe.
+memory counts once, in full, while any of its embeddings is kept. Knows neither Ray nor clocks: time
+is an argument, in seconds of any steady clock. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, Media, SharedBytes
 
 ID_BYTES = 24
-"""Of randomness."""
+"""Random bytes in an id."""
 OVERHEAD_BYTES = 4096
 """What an entry takes besides its rows, so that many small ones are bounded too."""
 
@@ -39,7 +39,7 @@ class Kept:
 
     @property
     def size_bytes(self) -> int:
-        """Of memory, where nothing else of its object is kept."""
+        """Memory that it takes if nothing else of its object is kept."""
         data = self.embedding.data
         rows = data.object_bytes if isinstance(data, SharedBytes) else data.nbytes
         return rows + OVERHEAD_BYTES
@@ -66,11 +66,11 @@ class References:
         self._users: Counter[object] = Counter()
         """How many entries each object in shared memory has."""
         self.bytes = 0
-        """Of memory that all entries together keep from being freed."""
+        """Memory that all entries together hold."""
 
     @property
     def largest_bytes(self) -> int:
-        """Of an object that can be kept."""
+        """Size of the largest object that can be kept."""
         return self._options.max_bytes - OVERHEAD_BYTES
 
     def keep(self, kept: Kept, now: float) -> str:

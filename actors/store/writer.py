@@ -135,11 +135,8 @@ class RowWriter:
 
 
 class Batch:
-    """Rows of one call. Those that leave the engine together are written together.
-
-    An object in Ray's shared memory costs its writer a third of a millisecond, and as much again
-    every process that gets its reference.
-    """
+    """Rows of one call. Those that leave the engine together are written together: an object in
+    Ray's shared memory is expensive (share_together)."""
 
     def __init__(self, writer: RowWriter, dtype: Dtype) -> None:
         self._writer = writer

@@ -192,7 +192,6 @@ class StepTower(ViewTower):
         return len(self.parts.views[path].start)
 
     def forward(self, path: str, values: Values) -> Tensor:
-        """See Tower. Rows beyond the last segment: finite, otherwise undefined."""
         view, side = self.parts.views[path], self.sizing.side_patches[PATHS.index(path)]
         rows, width = view.start.shape
         classes = rows - side**2

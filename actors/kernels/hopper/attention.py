@@ -66,7 +66,7 @@ class HopperAttention:
         return {"attention_items": ((1 + patches // TILE_ROWS + segments, 4), torch.int32)}
 
     def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
-        """Items of the longest segment come first: what ends last starts first."""
+        """Items of the longest segment come first, because they take longest."""
         shape, _ = self.inputs(patches, segments)["attention_items"]
         kept_patches = self.form(patches)[0].kept_patches
         return {"attention_items": item_table(lengths, kept_patches, shape[0])}
@@ -122,8 +122,8 @@ def attend_(qkv: Tensor, table: Tensor, kernel: LoadedKernel, keys: int) -> Tens
             tensor_map(flat, (STRIP_ROWS, rest), 2 * rest),
         ]
     )
-    processors = torch.cuda.get_device_properties(qkv.device).multi_processor_count
-    kernel.launch((processors, 1, 1), qkv, table, maps, heads)
+    sms = torch.cuda.get_device_properties(qkv.device).multi_processor_count
+    kernel.launch((sms, 1, 1), qkv, table, maps, heads)
     return flat[:, : heads * size]
 
 
@@ -131,7 +131,7 @@ def attend_(qkv: Tensor, table: Tensor, kernel: LoadedKernel, keys: int) -> Tens
 def kernels_for(
     device: torch.device, dtype: torch.dtype, size: int
 ) -> tuple[LoadedKernel, ...] | None:
-    """A kernel for each ring of this head size; None, and one line in the log, without them.
+    """A kernel for each ring of this head size. None, logged once, if they cannot be used.
 
     Each takes about a second to compile, so they are cached.
     """

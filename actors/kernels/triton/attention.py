@@ -18,7 +18,7 @@ HEAD_SIZES = (64, 72, 80, 88, 96, 112, 128)
 SHORT_ROWS = 64
 LONG_ROWS = 128
 LONG_PATCHES = 1024
-"""Budgets of up to so many patches use short tiles, so that there are enough for all SMs."""
+"""Budgets of up to this many patches use short tiles, so that there are enough for all SMs."""
 
 
 class TritonAttention:
@@ -33,7 +33,7 @@ class TritonAttention:
         return {"attention_tiles": ((1 + tiles + segments, 4), torch.int32)}
 
     def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
-        """Tiles of the longest segment come first: what ends last starts first."""
+        """Tiles of the longest segment come first, because they take longest."""
         shape, _ = self.inputs(patches, segments)["attention_tiles"]
         return {"attention_tiles": tile_table(lengths, tile_rows(patches), shape[0])}
 

@@ -19,7 +19,7 @@ BLOCK = 1024
 WIDE = 2048
 """Norms of wider rows take one row per program."""
 NORM_ROWS = 2048
-"""Norms of up to so many rows are fastest with four rows per program, others with two (H200)."""
+"""Norms of up to this many rows are fastest with four rows per program, others with two (H200)."""
 SHIFT_ROWS = 4
 
 

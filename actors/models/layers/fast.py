@@ -3,9 +3,9 @@
 Equal to ReferenceBlocks within the rounding of the dtype, and safe to capture. Two ideas:
 - The biases of proj and down are constants, so they are left out of the residual stream. Then the
   residual additions happen in the epilogues of the GEMMs, and each norm adds the biases so far.
-- GELU happens in the epilogue of the up GEMM. That takes an MLP width that is a multiple of 128, so
-  the width is padded with zeros, which every activation keeps. Without it GEMMs of odd widths, such
-  as Qwen2.5-VL's 3420, are slow.
+- GELU happens in the epilogue of the up GEMM, which needs an MLP width that is a multiple of 128.
+  So the width is padded with zeros, which every activation keeps. Without padding, GEMMs of odd
+  widths, such as Qwen2.5-VL's 3420, are slow.
 """
 
 from __future__ import annotations

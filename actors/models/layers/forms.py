@@ -16,7 +16,8 @@ class CompiledBlocks(ReferenceBlocks):
     """ReferenceBlocks with each half of a block through torch.compile; attention stays as it is.
 
     The number of rows is dynamic, so that all layers and budgets share one compilation. The first
-    call compiles, which takes seconds. It must not be in a capture, which every warm-up sees to.
+    call compiles, which takes seconds. It must not happen in a capture, which is why every capture
+    warms up first.
     """
 
     form: BlockForm = "compile"

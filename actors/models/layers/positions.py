@@ -78,7 +78,7 @@ def centred_bilinear_taps(
 
 
 def linear_taps(source: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """See bilinear_taps; of places [patches, 2] on the table."""
+    """As bilinear_taps, for places [patches, 2] on the table."""
     floor = source.floor()
     below = floor.long()
     index = torch.stack([below, below + 1], -1).clamp(0, side - 1)

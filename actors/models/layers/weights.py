@@ -209,6 +209,6 @@ def expected_blocks(names: BlockNames, depth: int, width: int, mlp_width: int) -
 
 
 def affine(name: str, weight: Sequence[int], *, bias: bool = True) -> Expected:
-    """A weight with this shape, and its bias."""
+    """Names and shapes of a weight with this shape, and of its bias."""
     weights = {f"{name}.weight": tuple(weight)}
     return weights | {f"{name}.bias": (weight[0],)} if bias else weights
