@@ -54,7 +54,8 @@ class RouterStatus:
 
 
 class Router:
-    """Spreads items over the encoder replicas. app.py sets its own replicas and resources."""
+    """Spreads items over the encoder replicas. app.py sets its number of replicas and its
+    resources."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class Router:
         return await self._kept.fetch(reference)
 
     async def release(self, reference: str) -> None:
-        """Lets go before its time to live is over. Raises NotFound, or Unavailable for now."""
+        """Drops what is kept under an id. Raises NotFound, or Unavailable for now."""
         await self._kept.release(reference)
 
     async def status(self) -> RouterStatus:
@@ -150,5 +151,6 @@ class Router:
         return self._metrics.render((name, ledger.own(name)) for name in self._fleet.replicas())
 
     def scrape(self) -> tuple[str, str]:
-        """The same with this replica's id, because a broadcast does not tell who answers."""
+        """This replica's id and `metrics`. The id, because a broadcast does not tell who
+        answers."""
         return serve.get_replica_context().replica_id.unique_id, self.metrics()

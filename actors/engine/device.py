@@ -240,12 +240,10 @@ class CpuDevice:
         return HostRows(torch.cat(list(parts)))
 
     def memory_bytes(self) -> int:
-        """Not counted on the CPU."""
-        return 0
+        return 0  # not counted on the CPU
 
     def used_bytes(self) -> int:
-        """Not counted on the CPU."""
-        return 0
+        return 0  # not counted on the CPU
 
     def alive(self) -> bool:
         return True

@@ -69,7 +69,7 @@ def power_of_two(random: Random) -> Plan:
 
 
 def one_of(random: Random) -> Plan:
-    """Each item to any replica: the baseline for the other policies."""
+    """Each item to a replica drawn at random: the baseline for the other policies."""
 
     def plan(costs: Sequence[int], loads: Mapping[str, int]) -> list[Shard]:
         replicas = some(loads)
@@ -99,7 +99,7 @@ def some(loads: Mapping[str, int]) -> list[str]:
 def shards(
     costs: Sequence[int], replicas: Sequence[str], chosen: Sequence[Sequence[int]]
 ) -> list[Shard]:
-    """What was chosen, without the replicas that got nothing."""
+    """The shards that were chosen, without empty ones."""
     return [
         Shard(replica, tuple(items), sum(costs[item] for item in items))
         for replica, items in zip(replicas, chosen, strict=True)

@@ -66,4 +66,4 @@ class Membership:
 
 
 MEMBERSHIP = Membership()
-"""The one of this process: Serve constructs request routers and hands them nothing of ours."""
+"""One per process, because Serve constructs request routers and passes them nothing of ours."""

@@ -35,7 +35,7 @@ class PinnedRequestRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self._by_name: dict[str, Any] = {}
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        """The controller's word: replicas came, went, or reported."""
+        """Called for news of the controller: replicas came, went, or reported."""
         super().update_replicas(replicas)
         self._publish()
 

@@ -40,11 +40,11 @@ LOST = (
 """What Ray raises where the replica is at fault, not the request."""
 
 GRACE_SECONDS = 1.0
-"""How much later than its items a call ends as a whole."""
+"""How much longer than its items a call may take as a whole."""
 FETCH_SECONDS = 10.0
-"""For a fetch or a release. A fetch may wait until rows are written to shared memory."""
+"""Time limit of a fetch or a release. A fetch may wait until rows are written to shared memory."""
 CONFIRM_SECONDS, CONFIRMATIONS = 0.5, 10
-"""Between two questions to Serve whether an unreachable replica is dead, and how many."""
+"""Pause between two questions to Serve whether an unreachable replica is dead, and their number."""
 ANYWHERE = "any"
 """The one replica of Serve's local testing mode, which has neither replicas nor gRPC."""
 
@@ -86,7 +86,7 @@ class ServeFleet:
         *,
         keep: bool = False,
     ) -> Reply:
-        """See fleet.Fleet. Cancelling it cancels the call."""
+        """Cancelling it cancels the call."""
         patches = sum(item.plan.patches for item in media)
         with self._spans.span(
             "route", "client", replica=replica, items=len(media), patches=patches
@@ -187,7 +187,8 @@ class ServeFleet:
 class HandOver:
     """Exchanges tickets of one replica for rows in shared memory.
 
-    One handle call at a time takes all tickets that came meanwhile: a call costs milliseconds.
+    One handle call at a time takes all tickets that came meanwhile, because a call costs
+    milliseconds.
     """
 
     def __init__(self, handle: DeploymentHandle) -> None:

@@ -52,7 +52,7 @@ class Scenario:
     """`router.max_queue_seconds`."""
     report_period_seconds: float = 1.0
     report_delay_seconds: float = 0.3
-    """From a replica to the routers: what they know is so much older than it looks."""
+    """Delay of a report on its way from a replica to the routers."""
     answers_tell: bool = True
     """Replicas report their load with every answer, not only periodically."""
     deaths: Sequence[tuple[float, int]] = ()

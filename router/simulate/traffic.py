@@ -16,7 +16,7 @@ H200_8B = Cost(launch_seconds=1.23e-3, patch_seconds=1.61e-6, attention_seconds=
 MEDIAN_PATCHES = 1000
 """About 500 x 500 pixels in patches of 16."""
 SIGMA = 1.1
-"""Of the logarithm: one image in a hundred has over 12 times the median."""
+"""Standard deviation of the logarithm: one image in a hundred has over 12 times the median."""
 LEAST_PATCHES, MOST_PATCHES = 64, 16384
 ITEMS = (1, 1, 2, 4, 8, 20)
 """Items per request, equally likely."""
@@ -29,7 +29,7 @@ def heavy_tailed(random: Random) -> int:
 
 
 def drawn(random: Random, requests: int) -> list[list[int]]:
-    """The patches of the items of so many requests."""
+    """The patches of each item of this many requests."""
     return [[heavy_tailed(random) for _ in range(random.choice(ITEMS))] for _ in range(requests)]
 
 
