@@ -36,13 +36,10 @@ class Size:
 class Clip:
     """A video as its header describes it, or a list of frames."""
 
-    size: Size
-    """Of each frame."""
+    size: Size  # of each frame
     frames: int
-    fps: float
-    """Frames per second of playing time."""
-    chosen: bool = False
-    """The client chose the frames, so all are encoded."""
+    fps: float  # frames per second of playing time
+    chosen: bool = False  # the client chose the frames, so all are encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +116,7 @@ class Shard:
     """The items of one request that go to one replica."""
 
     replica: str
-    items: tuple[int, ...]
-    """Positions in the request."""
+    items: tuple[int, ...]  # positions in the request
     patches: int
 
 
@@ -193,11 +189,9 @@ class RemoteBytes:
     """Bytes on the device of the process that wrote them (store/nixl.py). Takes the place of an
     array in the object that a SharedBytes refers to."""
 
-    object_ref: object
-    """A uint8 tensor, as an object of Ray's direct transport."""
+    object_ref: object  # a uint8 tensor, as an object of Ray's direct transport
     size_bytes: int
-    total: int
-    """Checksum: nixl.total of the bytes."""
+    total: int  # checksum: nixl.total of the bytes
 
 
 @dataclass(frozen=True, slots=True)

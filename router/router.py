@@ -33,14 +33,10 @@ class ReplicaStatus:
     """One encoder replica, as this router knows it."""
 
     replica: str
-    metadata: Mapping[str, Any]
-    """What it said about itself when it became ready."""
-    own_patches: int
-    """Outstanding patches that this router sent."""
-    reported_patches: int
-    """Outstanding patches of all routers, about a second old."""
-    excluded: bool
-    """It failed recently and gets no new work."""
+    metadata: Mapping[str, Any]  # what it said about itself when it became ready
+    own_patches: int  # outstanding patches that this router sent
+    reported_patches: int  # outstanding patches of all routers, about a second old
+    excluded: bool  # it failed recently and gets no new work
 
 
 @dataclass(frozen=True, slots=True)

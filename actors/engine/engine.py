@@ -46,8 +46,7 @@ class WaitingItem:
     item: Item
     answer: Future[Item] = field(default_factory=Future)
     since: float = field(default_factory=monotonic)
-    alone: bool = False
-    """A pack with this item failed: it is retried by itself."""
+    alone: bool = False  # a pack with this item failed: it is retried by itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ from actors.options import BlockChoice, ModelOptions, block_form
 from actors.spec.checkpoint import find
 from actors.spec.model_spec import ModelSpec
 
-DUMMY_SEED = 0
-"""Fixed: every replica of a service must give the same embeddings."""
+DUMMY_SEED = 0  # fixed: every replica of a service must give the same embeddings
 
 
 def family_of(model: ModelSpec) -> Family[Any]:

@@ -73,12 +73,9 @@ COMMON_OPTIONS = [
 class Endpoint:
     """Where a replica listens, and its token. Does not print the token."""
 
-    node: str
-    """Ray's id of the node."""
-    unix: str
-    """Path of the socket."""
-    tcp: str
-    """Address and port."""
+    node: str  # Ray's id of the node
+    unix: str  # path of the socket
+    tcp: str  # address and port
     token: str = field(repr=False)
     version: int = VERSION
 

@@ -70,8 +70,7 @@ class BlockSizing(ABC):
     """Resizes an image to one grid of merge blocks, which is one attention segment."""
 
     patch_size: int
-    merge_size: int
-    """merge_size ** 2 patches give one token."""
+    merge_size: int  # merge_size ** 2 patches give one token
 
     @abstractmethod
     def resized(self, size: Size) -> Size:
@@ -119,8 +118,7 @@ class PackedSizing(BlockSizing):
 class WindowedSizing(PackedSizing):
     """As PackedSizing, with the patches of each attention window adjacent (Qwen2.5-VL)."""
 
-    window: int
-    """The side of a window in tokens."""
+    window: int  # the side of a window in tokens
 
     def order(self, rows: int, columns: int) -> tuple[npt.NDArray[np.int64], list[int]]:
         """The tokens of a grid of rows x columns patches, window by window; tokens per window.
@@ -163,8 +161,7 @@ class RoundingSizing(PackedSizing):
 class FittedSizing(BlockSizing):
     """Shrinks images until both sides fit, then stretches them to whole merge blocks (Pixtral)."""
 
-    max_side: int
-    """Limit of the longer side in pixels."""
+    max_side: int  # limit of the longer side in pixels
 
     def resized(self, size: Size) -> Size:
         """transformers.models.pixtral: get_resize_output_image_size. Raises TooLarge."""

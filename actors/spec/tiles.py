@@ -30,13 +30,10 @@ Layout = tuple[int, int]
 class TileSizing(ABC):
     """How a tile is divided, whatever the rule that lays out the tiles. See Sizing."""
 
-    tile_pixels: int
-    """The side of a tile."""
+    tile_pixels: int  # the side of a tile
     patch_size: int
-    merge_size: int
-    """merge_size ** 2 patches give one token (pixel shuffle)."""
-    max_tiles: int
-    """Without the overview."""
+    merge_size: int  # merge_size ** 2 patches give one token (pixel shuffle)
+    max_tiles: int  # without the overview
 
     @abstractmethod
     def layout(self, size: Size) -> Layout:

@@ -19,8 +19,7 @@ from actors.store.rows import as_bytes
 from actors.store.shared_memory import INLINE_BYTES, MOST_TOGETHER_BYTES, share, share_together
 from actors.types import DTYPE_BYTES, Bytes, Dtype, Embedding, Item, Media, SharedBytes, Timings
 
-WRITERS = 4
-"""Threads that copy rows at the same time."""
+WRITERS = 4  # threads that copy rows at the same time
 
 
 class RowWriter:

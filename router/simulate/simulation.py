@@ -25,8 +25,7 @@ class Cost:
 
     launch_seconds: float
     patch_seconds: float
-    attention_seconds: float
-    """Per pair of patches of the same image."""
+    attention_seconds: float  # per pair of patches of the same image
 
     def seconds(self, patches: Sequence[int]) -> float:
         """Of one shard, from the patches of each of its items."""

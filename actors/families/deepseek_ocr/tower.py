@@ -83,12 +83,9 @@ class OcrSizes:
 
     sam: TransformerSizes
     clip: TransformerSizes
-    whole_view: frozenset[int]
-    """SAM's layers without windows."""
-    halving: tuple[int, int]
-    """Channels after each of the convolutions that end SAM."""
-    clip_side: int
-    """Of CLIP's table of positions."""
+    whole_view: frozenset[int]  # SAM's layers without windows
+    halving: tuple[int, int]  # channels after each of the convolutions that end SAM
+    clip_side: int  # of CLIP's table of positions
 
     @classmethod
     def of(cls, spec: ModelSpec) -> OcrSizes:

@@ -21,8 +21,7 @@ from actors.spec.settings import (
 from actors.spec.tiles import StretchedTiles
 from actors.spec.video import FrameTiles
 
-FRAMES = 8
-"""Default number of frames of a video, as in InternVL's model cards."""
+FRAMES = 8  # default number of frames of a video, as in InternVL's model cards
 
 
 def internvl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:

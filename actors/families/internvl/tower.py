@@ -45,8 +45,7 @@ class InternVLNames:
     proj: str
     norms: tuple[str, str]
     scales: tuple[str, str]
-    projector: tuple[str, str, str]
-    """Norm, up, down."""
+    projector: tuple[str, str, str]  # norm, up, down
 
 
 NATIVE = InternVLNames(
@@ -93,8 +92,7 @@ class InternVLSizes:
     norm: Norm
     epsilon: float
     qkv_bias: bool
-    qk_norm: bool
-    """RMSNorm over all of q and all of k (the 6B tower)."""
+    qk_norm: bool  # RMSNorm over all of q and all of k (the 6B tower)
 
     @classmethod
     def of(cls, spec: ModelSpec) -> InternVLSizes:

@@ -44,8 +44,7 @@ NAMES = BlockNames(
 
 LAST_NORM = "encoder.final_layernorm"
 
-EPSILON = 1e-5
-"""torch's default for LayerNorm: the configuration does not say."""
+EPSILON = 1e-5  # torch's default for LayerNorm: the configuration does not say
 
 
 def family(spec: ModelSpec) -> Family[PackedParts]:

@@ -40,8 +40,7 @@ class OnevisionParts:
     """On the tower's device."""
 
     tiles: TileParts
-    newline: Tensor
-    """[1, width of a row]."""
+    newline: Tensor  # [1, width of a row]
 
 
 def family(spec: ModelSpec) -> Family[OnevisionParts]:

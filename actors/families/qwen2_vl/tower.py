@@ -24,8 +24,7 @@ from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 
-PREFIXES = ("visual.", "model.visual.")
-"""As published, and as some copies have it."""
+PREFIXES = ("visual.", "model.visual.")  # as published, and as some copies have it
 
 NAMES = BlockNames(up=("mlp.fc1",), down="mlp.fc2")
 

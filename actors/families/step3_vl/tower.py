@@ -82,8 +82,7 @@ class StepSizes:
     mlp_width: int
     heads: int
     epsilon: float
-    table_side: int
-    """Of the learned table of positions."""
+    table_side: int  # of the learned table of positions
     projector_bias: bool
 
     @classmethod

@@ -35,8 +35,7 @@ log = logging.getLogger(__name__)
 class Ring:
     """The circular buffer of keys and values: as large as registers and shared memory allow."""
 
-    keys: int
-    """In each stage."""
+    keys: int  # in each stage
     stages: int
 
     @property

@@ -48,10 +48,8 @@ class LoadedKernel:
     (`depend_wait` in ptx.cu) before it reads what that one writes, and before it writes.
     """
 
-    function: Any
-    """CUfunction."""
-    threads: int
-    """Of a block."""
+    function: Any  # CUfunction
+    threads: int  # of a block
     shared_bytes: int
 
     def launch(self, blocks: tuple[int, int, int], *arguments: Argument) -> None:

@@ -25,11 +25,9 @@ CUBIC = -0.75
 class Positions:
     """Learned positions, resampled to each grid and added to the embedded patches."""
 
-    table: Tensor
-    """[side x side, width]."""
+    table: Tensor  # [side x side, width]
     resample: PositionTaps
-    taps: int
-    """Entries of the table per position."""
+    taps: int  # entries of the table per position
 
     def inputs_of(self, places: Tensor, rows: int, columns: int) -> dict[str, Tensor]:
         """The inputs of `add_to` for the patches of one grid."""
