@@ -49,7 +49,6 @@ class Dispatcher:
         metrics: RouterMetrics,
         cache_max_bytes: int = 0,
     ) -> None:
-        """`cache_max_bytes`: of each replica's cache of embeddings."""
         self._fleet = fleet
         self._options = options
         self._plan = plan

@@ -12,8 +12,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 
 class RouterMetrics:
-    """The series of one router, in a registry of its own."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.outstanding_patches = Gauge(

@@ -41,8 +41,6 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class RouterStatus:
-    """What this router can do now."""
-
     ready: bool
     """There is a replica. Serve has replicas once all their graphs are captured."""
     replicas: tuple[ReplicaStatus, ...]
@@ -122,7 +120,6 @@ class Router:
         await self._kept.release(reference)
 
     async def status(self) -> RouterStatus:
-        """The replicas and what they carry."""
         self._dispatcher.refresh()
         ledger = self._dispatcher.ledger
         replicas = tuple(
@@ -142,7 +139,6 @@ class Router:
         )
 
     def metrics(self) -> str:
-        """Prometheus text of this process."""
         ledger = self._dispatcher.ledger
         return self._metrics.render((name, ledger.own(name)) for name in self._fleet.replicas())
 

@@ -52,8 +52,6 @@ class Inputs(Protocol):
 
 
 class Device(Protocol):
-    """Where a tower runs."""
-
     backend: str
     device: torch.device
 
@@ -118,7 +116,6 @@ class Places:
                 self.size_bytes += -(-used // ALIGNED_BYTES) * ALIGNED_BYTES
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The inputs within a buffer of at least `size_bytes`."""
         return {
             name: buffer[span].view(dtype).view(shape)
             for name, (span, shape, dtype) in self.spans.items()

@@ -51,8 +51,6 @@ class WaitingItem:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedPack:
-    """A pack that is on the device."""
-
     waiting: Sequence[WaitingItem]
     pack: Pack
     labels: Labels
@@ -115,7 +113,6 @@ class Engine:
             return monotonic() - max(self._progress, min(since)) if since else 0.0
 
     def alive(self) -> bool:
-        """Whether the engine's thread still runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:

@@ -14,8 +14,6 @@ import numpy as np
 
 
 class Sampling(Protocol):
-    """One rule."""
-
     @property
     def most(self) -> int:
         """The most frames of any video."""

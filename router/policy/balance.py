@@ -90,7 +90,6 @@ POLICIES: dict[Policy, Callable[[Random], Plan]] = {
 
 
 def some(loads: Mapping[str, int]) -> list[str]:
-    """The replicas, of which there must be one."""
     if not loads:
         raise ValueError("there is no replica to plan for")
     return list(loads)
@@ -99,7 +98,6 @@ def some(loads: Mapping[str, int]) -> list[str]:
 def shards(
     costs: Sequence[int], replicas: Sequence[str], chosen: Sequence[Sequence[int]]
 ) -> list[Shard]:
-    """The shards that were chosen, without empty ones."""
     return [
         Shard(replica, tuple(items), sum(costs[item] for item in items))
         for replica, items in zip(replicas, chosen, strict=True)

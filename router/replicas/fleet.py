@@ -21,8 +21,6 @@ class ReplicaDied(ShardLost):
 
 
 class Fleet(Protocol):
-    """The replicas."""
-
     def reports(self) -> tuple[int, Mapping[str, int]]:
         """A number that changes with every report, and the outstanding patches of each replica."""
 

@@ -27,13 +27,10 @@ class Keepers(Protocol):
 
 
 class KeptEmbeddings:
-    """Fetch and release over a fleet."""
-
     def __init__(self, fleet: Keepers) -> None:
         self._fleet = fleet
 
     async def fetch(self, reference: str) -> Kept:
-        """What is kept under an id. Raises NotFound, or Unavailable for now."""
         replica, name = self._find(reference)
         try:
             kept = await self._fleet.fetch(replica, name)
@@ -44,7 +41,6 @@ class KeptEmbeddings:
         return kept
 
     async def release(self, reference: str) -> None:
-        """Drops what is kept under an id. Raises NotFound, or Unavailable for now."""
         replica, name = self._find(reference)
         try:
             released = await self._fleet.release(replica, name)

@@ -64,8 +64,6 @@ class Scenario:
 
 @dataclass(slots=True)
 class Outcome:
-    """Results of a simulation."""
-
     latencies_seconds: list[float] = field(default_factory=list)
     """Of every admitted request, until the end of its last item."""
     busy_seconds: list[float] = field(default_factory=list)
@@ -86,8 +84,6 @@ class Outcome:
 
 @dataclass(slots=True)
 class Request:
-    """One request in flight."""
-
     router: int
     since: float
     left: int
@@ -95,8 +91,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedShard:
-    """A shard on a replica."""
-
     request: Request
     reservations: Sequence[Reservation]
 
@@ -107,8 +101,6 @@ class SimulatedShard:
 
 @dataclass(slots=True)
 class SimulatedReplica:
-    """One replica."""
-
     queue: deque[SimulatedShard] = field(default_factory=deque)
     alive: bool = True
 

@@ -66,8 +66,6 @@ def parts(spec: ModelSpec, weights: Weights) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class TransformerSizes:
-    """The sizes of one tower."""
-
     depth: int
     width: int
     heads: int
@@ -79,8 +77,6 @@ class TransformerSizes:
 
 @dataclass(frozen=True, slots=True)
 class OcrSizes:
-    """`vision_config`, as far as the towers depend on it."""
-
     sam: TransformerSizes
     clip: TransformerSizes
     whole_view: frozenset[int]  # SAM's layers without windows

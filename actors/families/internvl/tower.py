@@ -82,8 +82,6 @@ CHAT = InternVLNames(
 
 @dataclass(frozen=True, slots=True)
 class InternVLSizes:
-    """`vision_config`, as far as the tower depends on it."""
-
     names: InternVLNames
     depth: int
     width: int

@@ -89,7 +89,6 @@ def parts(spec: ModelSpec, weights: Weights, projector: tuple[str, str] = PROJEC
 
 
 def projection(weights: Weights, names: tuple[str, str]) -> Merger:
-    """From the patches of a merge block to a token."""
     up, down = (weights.affine(name) for name in names)
     return Merger(weights.affine("pre_norm"), up, down, epsilon=EPSILON)
 

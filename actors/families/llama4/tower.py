@@ -34,8 +34,6 @@ def family(spec: ModelSpec) -> Family[TileParts]:
 
 @dataclass(frozen=True, slots=True)
 class Llama4Sizes:
-    """`vision_config`, as far as the tower depends on it."""
-
     depth: int
     width: int
     mlp_width: int

@@ -37,8 +37,6 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
 
 @dataclass(frozen=True, slots=True)
 class Qwen3Sizes:
-    """`vision_config`, as far as the tower depends on it."""
-
     depth: int
     width: int
     mlp_width: int

@@ -75,8 +75,6 @@ def family(spec: ModelSpec) -> Family[StepParts]:
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """`vision_config`, as far as the towers depend on it."""
-
     depth: int
     width: int
     mlp_width: int
@@ -177,8 +175,6 @@ class StepParts:
 
 
 class StepTower(ViewTower):
-    """The tower of both families."""
-
     def __init__(
         self, spec: ModelSpec, parts: StepParts, attention: Attention, blocks: BlocksForm
     ) -> None:

@@ -50,8 +50,6 @@ def tuning() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class CublasLtGemm:
-    """A GEMM of one shape by one of cuBLASLt's algorithms."""
-
     plan: CublasLtPlan
     algorithm: Algorithm
 
@@ -137,7 +135,6 @@ def choices(
 
 
 def launches(shape: GemmShape) -> int:
-    """How often an algorithm is launched in a row to be timed."""
     fitting = MEASURED_OPERATIONS / (2 * shape.rows * shape.n * shape.k)
     return max(1, min(MOST_LAUNCHES, int(fitting)))
 

@@ -99,8 +99,6 @@ class GemmTile:
 
 @dataclass(frozen=True, slots=True)
 class SkinnyGemm:
-    """A GEMM of one shape by our own kernel."""
-
     tile: GemmTile
     kernel: LoadedKernel
 

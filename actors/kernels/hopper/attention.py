@@ -71,7 +71,6 @@ class HopperAttention:
         return {"attention_items": item_table(lengths, kept_patches, shape[0])}
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
-        """See Attention. Writes over q; rows beyond the segments keep their q."""
         ring, kernel = self.form(len(qkv))
         return attend_(qkv, values["attention_items"], kernel, ring.keys)
 

@@ -38,7 +38,6 @@ class TritonAttention:
         return {"attention_tiles": tile_table(lengths, tile_rows(patches), shape[0])}
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
-        """See Attention. Writes over q; rows beyond the segments keep their q."""
         from actors.kernels.triton.attention_kernel import TileSizes, attend_  # needs Triton
 
         return attend_(qkv, values["attention_tiles"], TileSizes(tile_rows(len(qkv)), 64, 4, 3))

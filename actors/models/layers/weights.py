@@ -48,8 +48,6 @@ def stated(spec: ModelSpec) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The sizes that most towers have."""
-
     depth: int
     width: int
     mlp_width: int
@@ -160,7 +158,6 @@ class Weights:
         return Affine(self.place(weight * scales[:, None]), self.place(bias * scales))
 
     def embedding(self, name: str, mean: Rgb, std: Rgb) -> Affine:
-        """The patch embedding for `uint8 - 128`: see patches.folded_embedding."""
         weight = self.tensors[f"{name}.weight"]
         bias = self.bias(name, weight)
         folded = folded_embedding(
