@@ -171,13 +171,10 @@ class SharedBytes:
     They are lost with the process that wrote them. Rows that were written together share an object.
     """
 
-    object_ref: object
-    """Within the encoder it may still be written: references.PendingWrite."""
+    object_ref: object  # within the encoder it may still be written: references.PendingWrite
     size_bytes: int
-    place: int = 0
-    """Index among the arrays of the object."""
-    others_bytes: int = 0
-    """Size of the other arrays."""
+    place: int = 0  # index among the arrays of the object
+    others_bytes: int = 0  # size of the other arrays
 
     @property
     def object_bytes(self) -> int:

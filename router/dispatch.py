@@ -27,8 +27,7 @@ from router.replicas.liveness import Liveness
 
 logger = logging.getLogger("ray.serve")
 
-POLL_SECONDS = 0.02
-"""Between two checks whether there is a replica now."""
+POLL_SECONDS = 0.02  # between two checks whether there is a replica now
 BACKOFF_SECONDS = 0.1
 """Before replicas that all failed are tried again. Doubles with each loss."""
 MARGIN_SECONDS, MARGIN_FRACTION = 0.05, 0.1

@@ -28,8 +28,7 @@ FRAME_TOKENS = 32
 tokens, or per fewer if groups are smaller. Each segment lengthens the table that every replay
 reads."""
 
-MOST_TOKENS = 13824
-"""Default maximum of each path of a model of two paths."""
+MOST_TOKENS = 13824  # default maximum of each path of a model of two paths
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from actors.kernels.attention import Shapes
 MEDIA = ("patches", "later")
 """Inputs that hold what clients sent, item after item; all others are metadata."""
 
-ALIGNED_BYTES = 256
-"""As torch's allocators align: kernels may read 16 bytes at a time."""
+ALIGNED_BYTES = 256  # as torch's allocators align: kernels may read 16 bytes at a time
 
 MediaRows = Mapping[str, Sequence[Tensor]]
 """For each input of media: uint8, one tensor per item, on the host or on the device."""

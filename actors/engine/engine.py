@@ -31,8 +31,7 @@ from actors.types import Item, Pack
 
 log = logging.getLogger("ray.serve")
 
-MOST_LAUNCHED = 2
-"""Packs on the device at a time: one is computed, one is read back."""
+MOST_LAUNCHED = 2  # packs on the device at a time: one is computed, one is read back
 
 
 Labels = Sequence[str | None]

@@ -28,8 +28,7 @@ MEASURED_REPLAYS = 3
 CACHED_LAYOUTS = 32
 """Packs of the same plans in the same order whose metadata is cached, in pinned memory on CUDA."""
 
-SKIPPED = "skip"
-"""The label of a path on which a pack has no tokens."""
+SKIPPED = "skip"  # the label of a path on which a pack has no tokens
 
 
 class GraphSet:

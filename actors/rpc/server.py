@@ -42,8 +42,7 @@ from actors.types import Dtype, Media, Reply, SharedBytes
 
 log = logging.getLogger("ray.serve")
 
-METADATA_KEY = "rpc"
-"""Key of the endpoint in `record_replica_metadata`."""
+METADATA_KEY = "rpc"  # key of the endpoint in `record_replica_metadata`
 TOKEN_KEY, BEGUN_KEY, ERROR_KEY = "token", "begun", "error-bin"
 """Keys of gRPC metadata: with a call; in return, before any work; at the end."""
 

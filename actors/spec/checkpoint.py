@@ -19,8 +19,7 @@ from actors.options import ModelOptions
 
 Json = dict[str, Any]
 
-REACH_SECONDS = 5
-"""How long the hub may take to answer before only its cache is used."""
+REACH_SECONDS = 5  # how long the hub may take to answer before only its cache is used
 
 FAMILIES = resources.files("actors") / "families"
 

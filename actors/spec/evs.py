@@ -13,8 +13,7 @@ from actors.types import ItemPlan
 
 ALWAYS = 255.0
 """The dissimilarity of the first group of frames, which has none before it."""
-TINY = 1e-8
-"""As in torch's cosine_similarity: rows of zeros are similar to nothing."""
+TINY = 1e-8  # as in torch's cosine_similarity: rows of zeros are similar to nothing
 
 
 def retained_tokens(plan: ItemPlan, rate: float) -> int:

@@ -18,17 +18,14 @@ import numpy.typing as npt
 from actors.errors import TooLarge
 from actors.types import ItemPlan, Size
 
-Resample = Literal["bicubic", "bilinear"]
-"""How a family's images are resized."""
+Resample = Literal["bicubic", "bilinear"]  # how a family's images are resized
 
 PATHS = ("global", "local")
 """The paths of models that see an image as a whole and in crops: see ViewSizing."""
 
-MAX_ASPECT = 200
-"""Images with a larger aspect ratio are rejected."""
+MAX_ASPECT = 200  # images with a larger aspect ratio are rejected
 
-SMALLEST_BUDGET_TOKENS = 64
-"""As in vLLM, unless the largest image has fewer tokens."""
+SMALLEST_BUDGET_TOKENS = 64  # as in vLLM, unless the largest image has fewer tokens
 
 
 class Sizing(Protocol):

@@ -22,8 +22,7 @@ TILES_PER_BUDGET = 16
 SCALED_OVER = 1.1
 """LLaVA-OneVision scales rows and columns down only where they are too long by this factor."""
 
-Layout = tuple[int, int]
-"""Rows and columns of tiles."""
+Layout = tuple[int, int]  # rows and columns of tiles
 
 
 @dataclass(frozen=True, slots=True)

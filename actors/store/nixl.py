@@ -33,8 +33,7 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
 WORD_BYTES = 8
-READ_SECONDS = 5
-"""Time limit for reading one item; beyond it the embedding is lost."""
+READ_SECONDS = 5  # time limit for reading one item; beyond it the embedding is lost
 READ_THREAD = ThreadPoolExecutor(1, "nixl")
 """One thread per process reads, one item after the other: NIXL's agent is not thread-safe."""
 

@@ -20,8 +20,7 @@ from actors.options import ReferenceOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, Media, SharedBytes
 
-ID_BYTES = 24
-"""Random bytes in an id."""
+ID_BYTES = 24  # random bytes in an id
 OVERHEAD_BYTES = 4096
 """What an entry takes besides its rows, so that many small ones are bounded too."""
 

@@ -20,8 +20,7 @@ WAITED_FRACTION = 0.25
 `max_queue_seconds`."""
 LOOK_BACK_SECONDS = 5.0
 """Busy time over which the throughput is averaged; older work hardly counts."""
-MIN_BUSY_SECONDS = 1.0
-"""Busy time before a throughput is believed."""
+MIN_BUSY_SECONDS = 1.0  # busy time before a throughput is believed
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +28,8 @@ class Reservation:
     """The patches of one item, from admission to release."""
 
     patches: int
-    since_seconds: float
-    """When it was admitted."""
-    replica: str | None = None
-    """The replica that has them; None: between two replicas."""
+    since_seconds: float  # when it was admitted
+    replica: str | None = None  # the replica that has them; None: between two replicas
     released: bool = False
 
 

@@ -15,8 +15,7 @@ from typing import Any
 from actors.autoscaling import OUTSTANDING_PATCHES
 from actors.rpc.server import METADATA_KEY, Endpoint
 
-Deployment = tuple[str, str]
-"""Names of the application and of the deployment."""
+Deployment = tuple[str, str]  # names of the application and of the deployment
 
 
 class PinnedReplicaUnavailable(Exception):

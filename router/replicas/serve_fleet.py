@@ -39,8 +39,7 @@ LOST = (
 )
 """What Ray raises where the replica is at fault, not the request."""
 
-GRACE_SECONDS = 1.0
-"""How much longer than its items a call may take as a whole."""
+GRACE_SECONDS = 1.0  # how much longer than its items a call may take as a whole
 FETCH_SECONDS = 10.0
 """Time limit of a fetch or a release. A fetch may wait until rows are written to shared memory."""
 CONFIRM_SECONDS, CONFIRMATIONS = 0.5, 10

@@ -27,12 +27,9 @@ ALIGNMENT = 8  # head sizes that attention kernels take are multiples of this
 class Relative:
     """Relative positions of one layer, for squares of one size."""
 
-    rows: Tensor
-    """[side, side, head size]: by the query's row and the key's."""
-    columns: Tensor
-    """[side, side, head size]."""
-    keys: Tensor
-    """[side ** 2, 2 x side + padding]: each key's row and column, one-hot."""
+    rows: Tensor  # [side, side, head size]: by the query's row and the key's
+    columns: Tensor  # [side, side, head size]
+    keys: Tensor  # [side ** 2, 2 x side + padding]: each key's row and column, one-hot
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,16 +44,15 @@ PREFIXES = (
 UNUSED = frozenset({"embeddings.patch_embedding.weight", "embeddings.position_ids"})
 """CLIP's own patch embedding: its patches are SAM's features."""
 
+# Constants of the published code:
 WINDOW = 14
 NECK_CHANNELS = 256
 MLP_RATIO = 4
 CLIP_EPSILON = 1e-5
-"""These four are constants of the published code."""
 
 SAM_BLOCKS = BlockNames(up=("mlp.lin1",), down="mlp.lin2")
 
-NEWLINE = -1
-"""Marks a newline in an order of rows."""
+NEWLINE = -1  # marks a newline in an order of rows
 
 
 def family(spec: ModelSpec) -> Family[Weights]:
@@ -153,14 +152,10 @@ def crop_sizing(spec: ModelSpec) -> CropSizing:
 class ViewTables:
     """What one path adds to its views, all of which have one size."""
 
-    side: int
-    """Patches per side."""
-    positions: Tensor
-    """[side, side, width of SAM], with the bias of the patch embedding."""
-    relatives: Sequence[sam.Relative]
-    """One per layer of SAM."""
-    start: Tensor
-    """[1 + tokens, width of CLIP]: the class token, then positions."""
+    side: int  # patches per side
+    positions: Tensor  # [side, side, width of SAM], with the bias of the patch embedding
+    relatives: Sequence[sam.Relative]  # one per layer of SAM
+    start: Tensor  # [1 + tokens, width of CLIP]: the class token, then positions
 
 
 class DeepseekOcrTower(ViewTower):

@@ -24,8 +24,7 @@ PREFIXES = ("vision_model.", "multi_modal_projector.")
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
-EPSILON = 1e-5
-"""torch's default for LayerNorm: transformers does not read `norm_eps`."""
+EPSILON = 1e-5  # torch's default for LayerNorm: transformers does not read `norm_eps`
 
 
 def family(spec: ModelSpec) -> Family[TileParts]:

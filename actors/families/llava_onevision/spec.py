@@ -25,8 +25,7 @@ from actors.spec.settings import (
 from actors.spec.tiles import AnyresSizing
 from actors.spec.video import PooledFrames
 
-FRAMES = 32
-"""Default number of frames of a video, as in LLaVA-OneVision's own code."""
+FRAMES = 32  # default number of frames of a video, as in LLaVA-OneVision's own code
 
 ONEVISION: Json = DEFAULTS[SIGLIP_TOWER] | {
     **{"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 26},

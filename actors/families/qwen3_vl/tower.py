@@ -45,10 +45,8 @@ class Qwen3Sizes:
     patch_size: int
     merge_size: int
     frames: int
-    positions_side: int
-    """The learned positions form a square table with this side."""
-    taps: tuple[int, ...]
-    """Layers that feed the deepstack mergers, in the order of the mergers."""
+    positions_side: int  # the learned positions form a square table with this side
+    taps: tuple[int, ...]  # layers that feed the deepstack mergers, in the order of the mergers
     activation: Activation
     theta: float
 

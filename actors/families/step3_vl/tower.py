@@ -53,8 +53,7 @@ PERCEPTION = BlockNames(
 ALIASES = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
 """Keys of the Perception Encoder's own configuration, and transformers' names of them."""
 
-THETA = 10000.0
-"""A constant of the published code."""
+THETA = 10000.0  # a constant of the published code
 
 CLASS_TOKENS = 4
 """Step3's own code repeats the class token four times: attention weighs it fourfold."""

@@ -31,19 +31,16 @@ MOST_WEIGHTS = 8 * 1024**2
 """GEMMs with more weights, such as mergers, are bound by reading them, whatever the kernel."""
 TILE_ROWS = (32, 48, 56, 64, 72, 88, 104, 128, 144, 176, 208)
 """Not every multiple of 8, so that budgets share kernels: each takes 0.1 s or more to compile."""
-MOST_SUMS = 64 * 416
-"""Accumulators of a tile that fit into the registers."""
+MOST_SUMS = 64 * 416  # accumulators of a tile that fit into the registers
 CONCURRENT_BLOCKS = {1: 132, 2: 132, 3: 117, 4: 120}
 """Blocks that run at once on an H200, by splits: a cluster lies within one GPC."""
 EPILOGUES: dict[Epilogue, int] = {"bias": 0, "gelu_tanh": 1, "add": 2}
-COLUMNS = 64
-"""Columns of x and of the weight in a stage of the ring: 128 bytes."""
+COLUMNS = 64  # columns of x and of the weight in a stage of the ring: 128 bytes
 SHARED_BYTES = 226 * 1024
 ALIGNMENT_BYTES = 1024
 FEWEST_STAGES = 3
 MEASURED_TILES = 3
-UNIT = 8
-"""Rows, columns and strides are multiples of this: 16 bytes."""
+UNIT = 8  # rows, columns and strides are multiples of this: 16 bytes
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from actors.kernels.attention import Values
 PositionTaps = Callable[[Tensor, int, int, int], tuple[Tensor, Tensor]]
 """How a learned table of positions is resampled, such as bilinear_taps."""
 
-CUBIC = -0.75
-"""The parameter of the bicubic kernel, as in torch."""
+CUBIC = -0.75  # the parameter of the bicubic kernel, as in torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,17 +99,13 @@ class BlockNames:
 
     block: str = "blocks"
     norm1: str = "norm1"
-    qkv: tuple[str, ...] = ("attn.qkv",)
-    """One fused layer, or three."""
+    qkv: tuple[str, ...] = ("attn.qkv",)  # one fused layer, or three
     proj: str = "attn.proj"
     norm2: str = "norm2"
-    up: tuple[str, ...] = ("mlp.linear_fc1",)
-    """SwiGLU has two: gate, up."""
+    up: tuple[str, ...] = ("mlp.linear_fc1",)  # SwiGLU has two: gate, up
     down: str = "mlp.linear_fc2"
-    unbiased: frozenset[str] = frozenset()
-    """Those of the names above that have no bias."""
-    scales: tuple[str, str] | None = None
-    """Layer scales of proj and down."""
+    unbiased: frozenset[str] = frozenset()  # those of the names above that have no bias
+    scales: tuple[str, str] | None = None  # layer scales of proj and down
 
 
 CLIP_NAMES = BlockNames(
