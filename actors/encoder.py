@@ -23,7 +23,7 @@ from actors.store.references import Kept
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.request_context import NOBODY, ORIGIN, Origin, name_requests
 from actors.telemetry.tracing import open_spans
-from actors.types import Dtype, Media, Reply, SharedBytes
+from actors.types import Dtype, Media, Reply
 
 log = logging.getLogger("ray.serve")
 
@@ -73,10 +73,6 @@ class Encoder:
             self.outstanding_patches -= patches
         return Reply(answers, self.outstanding_patches)
 
-    async def take(self, tickets: list[str]) -> list[list[SharedBytes] | None]:
-        """Exchanges tickets of gRPC answers for rows in shared memory: see ReplicaServer.take."""
-        return self.rpc.take(tickets)
-
     async def fetch(self, name: str) -> Kept | None:
         """What is kept under a name. Raises EmbeddingLost where it could not be written."""
         return await self.pipeline.fetch(name)
@@ -91,8 +87,10 @@ class Encoder:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """What routers know of this replica. Serve asks once."""
-        node = ray.get_runtime_context().get_node_id()
-        endpoint = await self.rpc.start(node, ray.util.get_node_ip_address())
+        process = ray.get_runtime_context()
+        endpoint = await self.rpc.start(
+            process.get_node_id(), ray.util.get_node_ip_address(), process.get_actor_name()
+        )
         return {"fingerprint": self.pipeline.writer.fingerprint, **endpoint.metadata}
 
     async def record_routing_stats(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Dataclasses of the service <-> messages of replica.proto.
 
 Fields are converted by name, so that a new field needs a line in the .proto alone;
-tests/unit/router/test_codec.py compares the two. Rows in shared memory never enter a message: an object
-reference that is serialised outside of Ray is never released.
+tests/unit/router/test_codec.py compares the two. Rows in shared memory never enter a message: an
+object reference that is serialised outside of Ray is never released.
 """
 
 from __future__ import annotations

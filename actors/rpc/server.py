@@ -68,6 +68,10 @@ COMMON_OPTIONS = [
 ]
 
 
+TICKETS: dict[str, list[SharedBytes]] = {}
+"""Rows in shared memory that answers of this process refer to, until they are taken or expire."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """Where a replica listens, and its token. Does not print the token."""
@@ -75,6 +79,7 @@ class Endpoint:
     node: str  # Ray's id of the node
     unix: str  # path of the socket
     tcp: str  # address and port
+    actor: str  # name of the replica's Ray actor, which hands over rows in shared memory
     token: str = field(repr=False)
     version: int = VERSION
 
@@ -116,13 +121,12 @@ class ReplicaServer:
         self._encoder = encoder
         self._endpoint: Endpoint | None = None
         self._server: grpc.aio.Server | None = None
-        self._tickets: dict[str, list[SharedBytes]] = {}
 
     @property
     def running(self) -> bool:
         return self._server is not None
 
-    async def start(self, node: str, host: str) -> Endpoint:
+    async def start(self, node: str, host: str, actor: str) -> Endpoint:
         """Starts to listen; a second call only returns where. `host`: the node's address."""
         if self._endpoint:
             return self._endpoint
@@ -144,7 +148,7 @@ class ReplicaServer:
         server.add_insecure_port(f"unix:{path}")
         await server.start()
         self._server = server
-        self._endpoint = Endpoint(node, path, f"{host}:{port}", token)
+        self._endpoint = Endpoint(node, path, f"{host}:{port}", actor, token)
         return self._endpoint
 
     async def stop(self, grace_seconds: float) -> None:
@@ -155,17 +159,13 @@ class ReplicaServer:
         await server.stop(grace_seconds)
         rmtree(Path(self._endpoint.unix).parent, ignore_errors=True)
 
-    def take(self, tickets: list[str]) -> list[list[SharedBytes] | None]:
-        """The rows that each ticket stands for, once. None: it was taken, or expired."""
-        return [self._tickets.pop(ticket, None) for ticket in tickets]
-
     def _ticket(self, shared: list[SharedBytes]) -> str:
         """A ticket for rows in shared memory, which stay until it is exchanged or expires."""
         if not shared:
             return ""
         ticket = token_hex(16)
-        self._tickets[ticket] = shared
-        asyncio.get_running_loop().call_later(TICKET_SECONDS, self._tickets.pop, ticket, None)
+        TICKETS[ticket] = shared
+        asyncio.get_running_loop().call_later(TICKET_SECONDS, TICKETS.pop, ticket, None)
         return ticket
 
     async def _encode(self, request: pb.EncodeRequest) -> pb.EncodeReply:
@@ -190,6 +190,14 @@ class ReplicaServer:
 
     async def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         return pb.ReleaseReply(released=await self._encoder.release(request.name))
+
+
+def take(_: object, tickets: list[str]) -> list[list[SharedBytes] | None]:
+    """The rows that each ticket stands for, once. None: it was taken, or expired.
+
+    Runs in the replica's process, as `actor.__ray_call__.remote(take, tickets)`.
+    """
+    return [TICKETS.pop(ticket, None) for ticket in tickets]
 
 
 def _method(work: Callable[[Any], Awaitable[Any]]) -> Method:

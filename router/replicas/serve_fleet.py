@@ -1,8 +1,8 @@
-"""The encoder replicas of a Serve deployment: gRPC for calls, Serve for all else.
+"""The encoder replicas of a Serve deployment: gRPC for calls, Ray and Serve for all else.
 
-Serve's handle tells which replicas there are, hands over rows in shared memory (object references
-only travel through Ray), and is told of replicas that died. Implements fleet.Fleet and
-references.Keepers. Does not know how items are planned.
+Serve tells which replicas there are, and is told of those that died. Rows in shared memory are
+handed over by a call of Ray, because object references only travel through Ray. Implements
+fleet.Fleet and references.Keepers. Does not know how items are planned.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.rpc import replica_pb2 as pb
 from actors.rpc.codec import EncodeCall, kept_of, message_fields, reply_of
+from actors.rpc.server import Endpoint, take
 from actors.store.references import Kept
 from actors.telemetry.request_context import ORIGIN
 from actors.telemetry.tracing import Spans
@@ -44,6 +45,7 @@ FETCH_SECONDS = 10.0
 """Time limit of a fetch or a release. A fetch may wait until rows are written to shared memory."""
 CONFIRM_SECONDS, CONFIRMATIONS = 0.5, 10
 """Pause between two questions to Serve whether an unreachable replica is dead, and their number."""
+SERVE_NAMESPACE = "serve"  # of the actors of Serve's replicas
 ANYWHERE = "any"
 """The one replica of Serve's local testing mode, which has neither replicas nor gRPC."""
 
@@ -115,10 +117,7 @@ class ServeFleet:
     async def _call(
         self, replica: str, method: str, request: Any, timeout_seconds: float | None = None
     ) -> Any:
-        member = self._members()[1].get(replica)
-        if member is None or member.endpoint is None:
-            raise ReplicaUnreachable(f"replica {replica} is gone")
-        channel = self._channels.to(replica, member.endpoint)
+        channel = self._channels.to(replica, self._endpoint(replica))
         try:
             return await channel.call(method, request, timeout_seconds)
         except ShardLost:
@@ -130,8 +129,14 @@ class ServeFleet:
         if not ticket:
             return []
         if replica not in self._hand_overs:
-            self._hand_overs[replica] = HandOver(pinned(self._handle, replica))
+            self._hand_overs[replica] = HandOver(self._endpoint(replica).actor)
         return await self._hand_overs[replica].take(ticket)
+
+    def _endpoint(self, replica: str) -> Endpoint:
+        member = self._members()[1].get(replica)
+        if member is None or member.endpoint is None:
+            raise ReplicaUnreachable(f"replica {replica} is gone")
+        return member.endpoint
 
     def _confirm(self, replica: str) -> None:
         """Asks Serve in the background whether a replica is dead.
@@ -186,13 +191,15 @@ class ServeFleet:
 class HandOver:
     """Exchanges tickets of one replica for rows in shared memory.
 
-    One handle call at a time takes all tickets that came meanwhile, because a call costs
-    milliseconds.
+    One call at a time takes all tickets that came meanwhile, because a call of Ray costs
+    milliseconds. It is no call of a Serve handle, which streams its answers: object references in a
+    stream are sometimes released before a receiver on another node holds them.
     """
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        """`handle`: pinned to the replica."""
-        self._handle = handle
+    def __init__(self, actor: str) -> None:
+        """`actor`: the replica's name."""
+        self._actor_name = actor
+        self._actor: Any = None
         self._waiting: dict[str, asyncio.Future[list[SharedBytes]]] = {}
         self._taking: asyncio.Task[None] | None = None
 
@@ -215,7 +222,11 @@ class HandOver:
 
     async def _take(self, waiting: dict[str, asyncio.Future[list[SharedBytes]]]) -> None:
         try:
-            taken = await self._handle.take.remote(list(waiting))
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(
+                    ray.get_actor, self._actor_name, SERVE_NAMESPACE
+                )
+            taken = await self._actor.__ray_call__.remote(take, list(waiting))
         except Exception as error:
             lost = ShardLost(f"its rows in shared memory are lost: {brief(error)}")
             taken = [lost] * len(waiting)

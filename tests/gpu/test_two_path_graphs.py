@@ -110,9 +110,11 @@ def encode(
 ) -> Tensor:
     """Both paths, then the rows in order."""
     with torch.inference_mode():
+        device.fork()  # the second path replays on a stream of its own
         outputs = [
             path.run(budget, items) for path, budget in zip(graphs.values(), budgets, strict=True)
         ]
+        device.join()
         with device.running():
             rows = tower.postprocess(outputs, [one.plan for one in items])
         return finished(rows)

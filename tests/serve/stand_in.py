@@ -29,7 +29,6 @@ from actors.types import (
     ItemPlan,
     Media,
     Reply,
-    SharedBytes,
     Timings,
 )
 from router.options import RouterOptions
@@ -95,9 +94,6 @@ class StandIn:
         nothing, shape = Timings(0, 0, 0), (1, data.nbytes // DTYPE_BYTES[dtype])
         return Embedding(share(data), dtype, shape, (1, 2, 2), "graph", nothing, self.replica)
 
-    async def take(self, tickets: list[str]) -> list[list[SharedBytes] | None]:
-        return self.rpc.take(tickets)
-
     async def fetch(self, name: str) -> Kept | None:
         return None
 
@@ -121,8 +117,11 @@ class StandIn:
         self.sick = True
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        node = ray.get_runtime_context().get_node_id()
-        endpoint = await self.rpc.start(node, ray.util.get_node_ip_address())
+        process = ray.get_runtime_context()
+        node = process.get_node_id()
+        endpoint = await self.rpc.start(
+            node, ray.util.get_node_ip_address(), process.get_actor_name()
+        )
         said = {"replica": self.replica, "version": self.version, "process": os.getpid()}
         return {**said, "node": node, **endpoint.metadata}
 

@@ -146,7 +146,7 @@ def test_packs_as_counted_and_a_limit_of_memory(
         memory = ["--memory-bytes", str(limit), "--graph-bytes", "10"]
         assert f"token_budgets: {budgets}" in plan(capsys, str(path), *config, *memory)
     for memory, message in (
-        (["--memory-bytes", "9", "--graph-bytes", "10"], "holds 0 graphs of 10, not 1"),
+        (["--memory-bytes", "9", "--graph-bytes", "10"], "holds 0 graphs of 10 bytes; at least 1"),
         (["--memory-bytes", "9"], "go together"),
     ):
         assert cli.main(["capture-plan", str(path), *config, *memory]) == 1
@@ -159,9 +159,9 @@ def test_packs_as_counted_and_a_limit_of_memory(
         ("336by336 3", "'336by336' '3' is not WIDTHxHEIGHT"),
         ("336x336 3 4", "'3 4' is not WIDTHxHEIGHT or TOKENS, and a count"),
         ("336x336 many", "'many'"),
-        ("336x336 3\n800 3", "do not mix"),
-        ("", "counts nothing"),
-        ("5000 3", "nothing in it fits"),
+        ("336x336 3\n800 3", "mixes image sizes with tokens"),
+        ("", "all counts are 0"),
+        ("5000 3", "no entry fits the largest budget"),
         ("1x1000 3", "aspect ratio"),
     ],
 )

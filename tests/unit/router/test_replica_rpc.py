@@ -24,7 +24,14 @@ from actors.errors import DeadlineExceeded, InvalidMedia, ServiceError, TooLarge
 from actors.rpc import replica_pb2 as pb
 from actors.rpc import server as rpc_server
 from actors.rpc.codec import EncodeCall, message_fields, reply_of
-from actors.rpc.server import METADATA_KEY, Endpoint, ReplicaServer, make_directory
+from actors.rpc.server import (
+    METADATA_KEY,
+    TICKETS,
+    Endpoint,
+    ReplicaServer,
+    make_directory,
+    take,
+)
 from actors.store.references import Kept
 from actors.store.shared_memory import INLINE_BYTES
 from actors.telemetry.request_context import Origin
@@ -93,7 +100,7 @@ async def opened(
     """Both ends. `near`: over the unix socket, else over TCP."""
     encoder = MemoryEncoder()
     server = ReplicaServer(encoder)
-    endpoint = await server.start(NODE, "127.0.0.1")
+    endpoint = await server.start(NODE, "127.0.0.1", "actor")
     channel = ReplicaChannel(endpoint, NODE if near else "another node")
     async with asyncio.timeout(SECONDS):
         yield encoder, server, channel
@@ -164,7 +171,7 @@ def test_a_call_without_the_token_is_refused_before_it_is_read(near: bool) -> No
 
 
 def test_a_router_does_not_use_another_version() -> None:
-    endpoint = Endpoint(NODE, "/nowhere", "127.0.0.1:1", "secret")
+    endpoint = Endpoint(NODE, "/nowhere", "127.0.0.1:1", "actor", "secret")
     said = {"fingerprint": "f", **endpoint.metadata}
     found = Replica.of(said, {"outstanding_patches": 3})
     assert found == Replica({"fingerprint": "f"}, 3, endpoint), "the token is not shown"
@@ -273,32 +280,31 @@ def test_a_call_that_outlasts_the_drain_is_lost() -> None:
 
 def test_rows_in_shared_memory_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with opened() as (encoder, server, channel):
+        async with opened() as (encoder, _, channel):
             rows = SharedBytes(object(), 2 * INLINE_BYTES)
             encoder.rows[item(2).digest] = rows
             request = pb.EncodeRequest(**message_fields(CALL))
             message = await channel.call("Encode", request)
-            assert server.take([message.ticket, "unknown"]) == [[rows], None]
-            assert server.take([message.ticket]) == [None]
+            assert take(None, [message.ticket, "unknown"]) == [[rows], None]
+            assert take(None, [message.ticket]) == [None]
             monkeypatch.setattr(rpc_server, "TICKET_SECONDS", 0.05)
             abandoned = await channel.call("Encode", request)
-            assert server._tickets
+            assert abandoned.ticket in TICKETS
             await asyncio.sleep(0.1)
-            assert not server._tickets, "nothing is held for a router that is gone"
-            assert server.take([abandoned.ticket]) == [None]
+            assert abandoned.ticket not in TICKETS, "nothing is held for a router that is gone"
 
     run(test)
 
 
 CHILD = """
 import asyncio, json, sys
-from tests.unit.test_replica_rpc import MemoryEncoder, NODE, ReplicaServer
+from tests.unit.router.test_replica_rpc import MemoryEncoder, NODE, ReplicaServer
 
 async def main():
     encoder = MemoryEncoder()
     if sys.argv[1] == "held":
         encoder.gate.clear()
-    endpoint = await ReplicaServer(encoder).start(NODE, "127.0.0.1")
+    endpoint = await ReplicaServer(encoder).start(NODE, "127.0.0.1", "actor")
     print(json.dumps(endpoint.metadata), flush=True)
     await encoder.began.wait()
     print("began", flush=True)

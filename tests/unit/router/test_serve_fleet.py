@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from actors.errors import InvalidMedia
@@ -22,24 +23,24 @@ from router.replicas.serve_fleet import HandOver, ServeFleet
 from tests.unit.fleet import embedding, item, right
 from tests.unit.router.test_replica_rpc import NODE, SECONDS, MemoryEncoder
 
-NOWHERE = Endpoint(NODE, "/nowhere", "127.0.0.1:1", "token")
+NOWHERE = Endpoint(NODE, "/nowhere", "127.0.0.1:1", "actor", "token")
 DEPLOYMENT = ("fleet", "Encoder")
 
 
 class Handle:
-    """Of a deployment, for `take` and `check_health`."""
+    """Of a deployment, for `check_health`; and the actor of its replica."""
 
     app_name, deployment_name = DEPLOYMENT
 
     def __init__(self) -> None:
-        self.server: ReplicaServer | None = None
         self.failures: list[Exception] = []
         self.batches: list[list[str]] = []
         self.checked = 0
         self.gate = asyncio.Event()
         self.gate.set()
-        self.take = self.Method(self._take)
+        self.expired = False
         self.check_health = self.Method(self._check_health)
+        self.__ray_call__ = self.Method(self._call)
 
     class Method:
         def __init__(self, remote: Any) -> None:
@@ -48,13 +49,12 @@ class Handle:
     def options(self, **_: Any) -> Handle:
         return self
 
-    async def _take(self, tickets: list[str]) -> Any:
+    async def _call(self, function: Any, tickets: list[str]) -> Any:
         self.batches.append(tickets)
         await self.gate.wait()
         if self.failures:
             raise self.failures.pop()
-        assert self.server
-        return self.server.take(tickets)
+        return [None] * len(tickets) if self.expired else function(self, tickets)
 
     async def _check_health(self) -> None:
         self.checked += 1
@@ -75,18 +75,22 @@ def _replicas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def served() -> AsyncGenerator[tuple[MemoryEncoder, Handle, ServeFleet]]:
+async def served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncGenerator[tuple[MemoryEncoder, Handle, ServeFleet]]:
     """Replica "a", reached over gRPC."""
-    encoder, handle = MemoryEncoder(), Handle()
-    handle.server = ReplicaServer(encoder)
-    endpoint = await handle.server.start(NODE, "127.0.0.1")
+    encoder = MemoryEncoder()
+    server = ReplicaServer(encoder)
+    endpoint = await server.start(NODE, "127.0.0.1", "actor")
     MEMBERSHIP.publish(DEPLOYMENT, {"a": Replica({}, 7, endpoint)})
+    handle = Handle()
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: handle)
     fleet = ServeFleet(handle, None)
     async with asyncio.timeout(SECONDS):
         yield encoder, handle, fleet
         MEMBERSHIP.publish(DEPLOYMENT, {})
         fleet.reports()
-        await handle.server.stop(SECONDS)
+        await server.stop(SECONDS)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -104,9 +108,11 @@ def test_only_replicas_of_the_own_model_and_version_are_planned_for(
     assert list(fleet.replicas()) == list(names)
 
 
-def test_small_rows_come_with_the_answer_and_large_ones_are_taken() -> None:
+def test_small_rows_come_with_the_answer_and_large_ones_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test() -> None:
-        async with served() as (encoder, handle, fleet):
+        async with served(monkeypatch) as (encoder, handle, fleet):
             reply = await fleet.encode("a", [item(1)], "bfloat16", 5)
             assert right([item(1)], reply.answers)
             assert not handle.batches
@@ -127,9 +133,11 @@ def test_small_rows_come_with_the_answer_and_large_ones_are_taken() -> None:
     run(test())
 
 
-def test_tickets_that_come_during_a_hand_over_are_taken_together() -> None:
+def test_tickets_that_come_during_a_hand_over_are_taken_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test() -> None:
-        async with served() as (encoder, handle, fleet):
+        async with served(monkeypatch) as (encoder, handle, fleet):
             media = [item(number) for number in range(5)]
             for one in media:
                 encoder.rows[one.digest] = SharedBytes(one.digest, 2**21)
@@ -137,7 +145,7 @@ def test_tickets_that_come_during_a_hand_over_are_taken_together() -> None:
             first, *others = [
                 asyncio.create_task(fleet.encode("a", [one], "bfloat16", 5)) for one in media
             ]
-            while len(fleet._hand_overs.get("a", HandOver(Handle()))._waiting) < 4:
+            while len(fleet._hand_overs.get("a", HandOver("actor"))._waiting) < 4:
                 await asyncio.sleep(0.01)
             others[0].cancel()
             handle.gate.set()
@@ -156,25 +164,26 @@ def test_tickets_that_come_during_a_hand_over_are_taken_together() -> None:
     [ActorDiedError(), PinnedReplicaUnavailable("gone"), ActorUnavailableError("x", b"x" * 16)],
     ids=lambda failure: type(failure).__name__,
 )
-def test_rows_that_cannot_be_taken_are_lost(failure: Exception) -> None:
+def test_rows_that_cannot_be_taken_are_lost(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
-        async with served() as (encoder, handle, fleet):
+        async with served(monkeypatch) as (encoder, handle, fleet):
             encoder.rows[item(2).digest] = SharedBytes(object(), 2**21)
             handle.failures = [failure]
             with pytest.raises(ShardLost, match="rows"):
                 await fleet.encode("a", [item(2)], "bfloat16", 5)
             await fleet.encode("a", [item(2)], "bfloat16", 5)
-            assert handle.server
-            handle.server.take = lambda tickets: [None] * len(tickets)  # type: ignore[method-assign]
+            handle.expired = True
             with pytest.raises(ShardLost, match="not taken in time"):
                 await fleet.encode("a", [item(2)], "bfloat16", 5)
 
     run(test())
 
 
-def test_an_error_of_the_replica_is_not_its_loss() -> None:
+def test_an_error_of_the_replica_is_not_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with served() as (encoder, handle, fleet):
+        async with served(monkeypatch) as (encoder, handle, fleet):
             encoder.failure = InvalidMedia("x")
             with pytest.raises(InvalidMedia):
                 await fleet.encode("a", [item(1)], "bfloat16", 5)
