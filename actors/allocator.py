@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 ALIGNMENT_BYTES = 256
-"""Of offsets and sizes: a multiple of cache lines, and what a GPU reads fastest."""
+"""Alignment of offsets and sizes: a multiple of cache lines, and what a GPU reads fastest."""
 
 
 class Allocator:
@@ -25,11 +25,11 @@ class Allocator:
         return sum(self._taken.values())
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether so many bytes could be taken if all were free."""
+        """Whether a block of this size fits when everything is free."""
         return aligned(size_bytes) <= self.size_bytes
 
     def take(self, size_bytes: int) -> int | None:
-        """The offset of a free block of at least so many bytes; None if there is none now."""
+        """The offset of a free block of at least this size; None if there is none now."""
         size = aligned(size_bytes)
         for index, (offset, room) in enumerate(self._gaps):
             if room >= size:
@@ -51,5 +51,5 @@ class Allocator:
 
 
 def aligned(size_bytes: int) -> int:
-    """The size of a block for so many bytes; at least one unit, so that no two share an offset."""
+    """The size of a block for this many bytes: at least one unit, so that offsets are unique."""
     return max(1, -(-size_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES

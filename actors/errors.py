@@ -1,21 +1,4 @@
-"""The tree of exceptions. encoder_service/api/errors.py maps each to HTTP and gRPC codes.
-
-    ServiceError
-      InvalidRequest           the request as a whole cannot be read
-        InvalidOption          an option is unknown or has a value that it cannot have
-        InvalidMedia           an item is not what it says: truncated, not an image, bad base64
-        UnsupportedMedia       a format or kind that this model does not take
-        TooLarge               bytes, items, pixels or aspect ratio beyond a limit
-      Unauthorized             no or a wrong token
-      NotFound                 no such thing
-      Overloaded               too many patches in flight: come back later
-      DeadlineExceeded         the caller's time is over
-      Unavailable              no replica can take it now
-        EmbeddingLost          encoded, but gone with its replica before it was read
-      EncodeFailed             our fault
-      StartError               the service cannot start as configured
-        ConfigError            a key or value of the configuration
-        CheckpointError        weights missing, left over, misshapen, not to be had
+"""The exceptions of the service. encoder_service/api/errors.py maps each to HTTP and gRPC codes.
 
 Every message says what was wrong, where, and what to do.
 """
@@ -28,12 +11,11 @@ class ServiceError(Exception):
 
     @property
     def message(self) -> str:
-        """The sentence."""
         return str(self.args[0]) if self.args else type(self).__name__
 
 
 class InvalidRequest(ServiceError):
-    """The request cannot be read."""
+    """The request as a whole cannot be read."""
 
 
 class InvalidOption(InvalidRequest):
@@ -41,7 +23,7 @@ class InvalidOption(InvalidRequest):
 
 
 class InvalidMedia(InvalidRequest):
-    """An item is not what it says it is."""
+    """An item is not what it says: truncated, not an image, bad base64."""
 
 
 class UnsupportedMedia(InvalidRequest):
@@ -61,19 +43,18 @@ class NotFound(ServiceError):
 
 
 class Overloaded(ServiceError):
-    """Too many patches in flight."""
+    """Too many patches in flight: come back later."""
 
     def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message, retry_after_seconds)
 
     @property
     def retry_after_seconds(self) -> float:
-        """When it is worth trying again."""
         return float(self.args[1])
 
 
 class DeadlineExceeded(ServiceError):
-    """The caller's time was over before the answer was there."""
+    """There was no answer within the caller's time."""
 
 
 class Unavailable(ServiceError):
@@ -81,11 +62,11 @@ class Unavailable(ServiceError):
 
 
 class EmbeddingLost(Unavailable):
-    """It was encoded, but the process that held its bytes has ended."""
+    """Encoded, but lost with its replica before it was read."""
 
 
 class EncodeFailed(ServiceError):
-    """The encoder failed on an item that seems sound."""
+    """The encoder failed on an item that seems sound: our fault."""
 
 
 class StartError(ServiceError):

@@ -50,33 +50,34 @@ class GraphOptions(Options):
 
     mode: Literal["budget", "exact", "off"] = "budget"
     """`budget` captures every budget at start; `exact` captures a pack's layout (the grids of its
-    items) when it comes for the second time, up to the largest budget; `off` runs everything
+    items) when it is seen for the second time, up to the largest budget; `off` runs everything
     eagerly."""
     token_budgets: tuple[PositiveInt, ...] = Field((), strict=False)
-    """Output tokens. Empty: the model's range by `steps_per_doubling`, its maximum included. A
-    model of two paths takes the largest as the maximum of both, and generates the rest."""
+    """In output tokens. Empty: generated over the model's range, maximum included
+    (`steps_per_doubling`). For a model of two paths, only the largest counts: it is the maximum of
+    both paths."""
     steps_per_doubling: Literal[1, 2, 4, 8] = 8
-    """Budgets that are generated to each doubling, in multiples of 8 tokens, or of one tile's; 1:
-    powers of two. More pad less, and take longer to capture. Of a model of one path."""
+    """Generated budgets per doubling, in multiples of 8 tokens or of one tile; 1: powers of two.
+    More budgets pad less and take longer to capture. For models of one path."""
     global_token_budgets: tuple[PositiveInt, ...] = Field((), strict=False)
-    """Of the path that sees whole images. Empty: one image, doubled up to the maximum."""
+    """Budgets of the path that sees whole images. Empty: one image, doubled up to the maximum."""
     local_token_budgets: tuple[NonNegativeInt, ...] = Field((), strict=False)
-    """Of the path that sees crops; 0, for images without crops, is always one of them. Empty: one
-    crop, doubled while the maximum holds."""
+    """Budgets of the path that sees crops; 0, for images without crops, is always included. Empty:
+    one crop, doubled up to the maximum."""
     max_vision_items_per_batch: int = Field(0, ge=0)
     """0: largest budget // smallest budget, or // the model's smallest if that is lower."""
     max_frames_per_batch: int | None = Field(None, ge=0)
-    """Attention segments of a pack's videos: their temporal groups of frames. None: items x the
-    model's frames per video; never more than one for each 32 tokens. 0: graphs for images only, as
-    for a model without video; videos run eagerly. Otherwise each budget has a second graph, for
-    packs with videos: images alone pay nothing for it."""
+    """Most temporal groups of frames in a pack, each an attention segment. None: items x the
+    model's frames per video, at most one per 32 tokens. 0: graphs for images only; videos run
+    eagerly. Otherwise each budget has a second graph for packs with videos, so that packs of images
+    pay nothing for them."""
     blocks: BlockChoice = "auto"
     """Form of the transformer blocks. `fast`: our own kernels, for every family but Step3.
     `compile`: torch.compile, for every family; it takes a C++ compiler and seconds at the first
     start, and caches its code in TORCHINDUCTOR_CACHE_DIR. Both need CUDA and 16 bits. `reference`:
-    plain torch. `auto`: the first of these that the model and the device can have."""
+    plain torch. `auto`: the first of these that the model and the device support."""
     max_exact_graphs: PositiveInt = 64
-    """Layouts that `mode: exact` keeps; the one unused for longest makes room."""
+    """Layouts that `mode: exact` keeps; the least recently used one is evicted."""
 
     @field_validator("mode", mode="before")
     @classmethod
@@ -88,7 +89,7 @@ class GraphOptions(Options):
 def block_form(asked: BlockChoice, *, on_cuda: bool, dtype: Dtype, fast: bool) -> BlockForm:
     """The form in use. `fast`: the family has the fast form. Raises ConfigError.
 
-    Without torch, so that it answers for a replica's configuration anywhere.
+    Needs no torch and no device, so that the front door can check a configuration with it.
     """
     capable = on_cuda and dtype != "float32"
     if asked in ("fast", "compile") and not capable:
@@ -213,19 +214,16 @@ class EncoderOptions(DeviceOptions):
 
     @model_validator(mode="after")
     def one_of_both(self) -> Self:
-        """A fixed number of replicas, or bounds."""
         if self.autoscaling and "replicas" in self.model_fields_set:
             raise ValueError("replicas and autoscaling are both given: keep one of them")
         return self
 
     @property
     def least_replicas(self) -> int:
-        """The number of replicas without load."""
         return self.autoscaling.min_replicas if self.autoscaling else self.replicas
 
     @property
     def most_replicas(self) -> int:
-        """The number of replicas under full load."""
         return self.autoscaling.max_replicas if self.autoscaling else self.replicas
 
 
@@ -235,8 +233,8 @@ class TracingOptions(Options):
     export: Literal["off", "otlp", "file"] = "off"
     """`otlp` sends spans to a collector over HTTP; `file` writes JSON lines, a file per process."""
     endpoint: str = ""
-    """The collector's, such as http://collector:4318/v1/traces. Empty: as OTEL_EXPORTER_OTLP_*
-    say."""
+    """The collector's URL, such as http://collector:4318/v1/traces. Empty: OTEL_EXPORTER_OTLP_*
+    apply."""
     folder: str = ""
     """Where `export: file` writes, on each node."""
     sample_ratio: float = Field(1, ge=0, le=1)
@@ -250,7 +248,6 @@ class TracingOptions(Options):
 
     @model_validator(mode="after")
     def file_has_a_folder(self) -> Self:
-        """There is no good default."""
         if self.export == "file" and not self.folder:
             raise ValueError("export is file: set folder")
         return self
@@ -281,7 +278,7 @@ class ActorOptions(Options):
 
     @model_validator(mode="after")
     def blocks_run_here(self) -> Self:
-        """What the family has is known with its spec only: see config.fit."""
+        """Whether the family has the fast form is known once its spec is read: see config.fit."""
         try:
             self.block_form(fast=True)
         except ConfigError as error:

@@ -48,7 +48,7 @@ from actors.types import (
 log = logging.getLogger("ray.serve")
 
 MOST_PENDING_BYTES = 16 * 2**20
-"""Of rows that are written after their item was answered: they take memory meanwhile."""
+"""Limit of rows that are written after their item was answered: they take memory meanwhile."""
 NO_TIMINGS = Timings(0.0, 0.0, 0.0)
 NO_BYTES: Bytes = np.empty(0, np.uint8)
 
@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 
 
 class Pipeline:
-    """Everything that one actor has on its way. For one event loop."""
+    """The items of one actor, from media to embeddings. For one event loop."""
 
     def __init__(
         self,
@@ -106,7 +106,6 @@ class Pipeline:
     async def _encode(
         self, media: Media, dtype: Dtype, batch: Batch, *, keep: bool, alone: bool
     ) -> Embedding:
-        """One item, all the way."""
         tokens = retained_tokens(media.plan, media.evs_rate)
         if hit := self.cache.get(self.writer.key(media), tokens):
             hit = await converted(hit, dtype)
@@ -140,11 +139,10 @@ class Pipeline:
             ) from error
 
     def alive(self) -> bool:
-        """Whether items are decoded."""
         return self.decoder.alive()
 
     def close(self) -> None:
-        """Items in the engine are answered; items that are not yet decoded are refused by it."""
+        """Items in the engine are still answered; items that are not decoded yet are refused."""
         self._closed = True
         self.engine.close()
         self.decoder.close()
@@ -166,7 +164,8 @@ class Pipeline:
         )
 
     def _may_be_answered_before_it_is_written(self, media: Media, dtype: Dtype) -> bool:
-        """One item at a time: under load answers wait, or unwritten rows would fill the memory."""
+        """One item at a time: under load answers wait, because unwritten rows would fill the
+        memory."""
         if media.evs_rate or media.on_device:
             return False
         if self._pending_write and not self._pending_write.done():
@@ -190,7 +189,8 @@ class Pipeline:
     def _answer(
         self, media: Media, task: asyncio.Task[Embedding], timeout_seconds: float
     ) -> Answer:
-        """What an item's task came to; counted, and logged where the request's id is known."""
+        """The result of an item's task. Counted and logged here, where the request's id is
+        known."""
         if not task.done() or task.cancelled():
             answer: Answer = DeadlineExceeded(
                 f"not encoded within the {timeout_seconds:.1f} s that were left of the request's "
@@ -212,7 +212,7 @@ class Pipeline:
 
 
 async def result_of(future: Future[Result]) -> Result:
-    """The result of work in another thread, which is cancelled with whoever waits.
+    """Awaits work in another thread. Cancelling the wait cancels the work.
 
     Not asyncio.wrap_future: that makes a reference cycle, in which patches and rows would wait for
     the garbage collector.

@@ -32,7 +32,7 @@ from actors.types import Item
 def open_pipeline(
     options: ActorOptions, series: EncoderMetrics, spans: Spans, replica: str
 ) -> Pipeline:
-    """Everything of one replica, every graph captured. Raises StartError."""
+    """The pipeline of one replica, with every graph captured. Raises StartError."""
     decoder = Decoder(options, series)  # its processes start while the engine captures
     engine = open_engine(options, series)
     references = References(options.references, series)
@@ -54,13 +54,13 @@ def open_engine(options: ActorOptions, series: EncoderMetrics) -> Engine:
     capacity = model_capacity(options.graphs, tower.spec)
     graphs = capture(tower, capacity, device, series)
     packing = choose_packing(options.packing, graphs)
-    # Through an engine of its own, so that the metrics count what clients sent alone.
+    # In an engine of its own, so that the metrics count only what clients sent.
     warm(Engine(tower, graphs, capacity, device, EncoderMetrics()))
     return Engine(tower, graphs, capacity, device, series, packing)
 
 
 def warm(engine: Engine) -> None:
-    """One small image all the way, then closes: what loads at first use is loaded afterwards."""
+    """Encodes one small image and closes the engine, so that what loads at first use is loaded."""
     grey = simplejpeg.encode_jpeg(np.full((64, 64, 3), 128, np.uint8))
     plan, patches = patchifier_of(engine.tower.spec).patchify(decode(grey))
     engine.submit(Item(plan, patches.numpy())).result()

@@ -36,13 +36,10 @@ class Size:
 class Clip:
     """A video as its header describes it, or a list of frames."""
 
-    size: Size
-    """Of each frame."""
+    size: Size  # of each frame
     frames: int
-    fps: float
-    """Frames per second of playing time."""
-    chosen: bool = False
-    """The client chose the frames, so all are encoded."""
+    fps: float  # frames per second of playing time
+    chosen: bool = False  # the client chose the frames, so all are encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +116,7 @@ class Shard:
     """The items of one request that go to one replica."""
 
     replica: str
-    items: tuple[int, ...]
-    """Positions in the request."""
+    items: tuple[int, ...]  # positions in the request
     patches: int
 
 
@@ -175,17 +171,13 @@ class SharedBytes:
     They are lost with the process that wrote them. Rows that were written together share an object.
     """
 
-    object_ref: object
-    """Within the encoder it may still be written: references.PendingWrite."""
+    object_ref: object  # within the encoder it may still be written: references.PendingWrite
     size_bytes: int
-    place: int = 0
-    """Index among the arrays of the object."""
-    others_bytes: int = 0
-    """Size of the other arrays."""
+    place: int = 0  # index among the arrays of the object
+    others_bytes: int = 0  # size of the other arrays
 
     @property
     def object_bytes(self) -> int:
-        """Size of the whole object."""
         return self.size_bytes + self.others_bytes
 
 
@@ -194,11 +186,9 @@ class RemoteBytes:
     """Bytes on the device of the process that wrote them (store/nixl.py). Takes the place of an
     array in the object that a SharedBytes refers to."""
 
-    object_ref: object
-    """A uint8 tensor, as an object of Ray's direct transport."""
+    object_ref: object  # a uint8 tensor, as an object of Ray's direct transport
     size_bytes: int
-    total: int
-    """Checksum: nixl.total of the bytes."""
+    total: int  # checksum: nixl.total of the bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +196,7 @@ class ReceivedBytes:
     """Bytes on a device of this process (nixl.Receiver)."""
 
     tensor: Any
-    """torch's, uint8 [bytes]. This file does not know torch."""
+    """A torch tensor, uint8 [bytes]. Any, because this file does not import torch."""
 
     @property
     def nbytes(self) -> int:
@@ -230,11 +220,10 @@ class Embedding:
     frame_tokens: tuple[int, ...] = ()
     """Of a video with an `evs_rate`: remaining rows per temporal group."""
     reference: str = ""
-    """Id under which its replica keeps it for a while. An id is one caller's alone."""
+    """Id under which its replica keeps it for a while. Each caller gets an id of its own."""
 
     @property
     def size_bytes(self) -> int:
-        """Of the rows, wherever they are."""
         return self.data.size_bytes if isinstance(self.data, SharedBytes) else self.data.nbytes
 
 

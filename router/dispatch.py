@@ -1,7 +1,7 @@
 """From the items of a request to their answers: admit, plan, send, retry what was lost.
 
-Reads from top to bottom, in the order in which an item passes. Knows a fleet as something that
-takes shards and may lose them; gRPC and Ray are serve_fleet.py's business.
+The methods are in the order in which an item passes. A fleet takes shards and may lose them; gRPC
+and Ray are in replicas/serve_fleet.py.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from router.replicas.liveness import Liveness
 
 logger = logging.getLogger("ray.serve")
 
-POLL_SECONDS = 0.02
-"""Between two looks whether there is a replica now."""
+POLL_SECONDS = 0.02  # between two checks whether there is a replica now
 BACKOFF_SECONDS = 0.1
 """Before replicas that all failed are tried again. Doubles with each loss."""
 MARGIN_SECONDS, MARGIN_FRACTION = 0.05, 0.1
 """How much earlier than the caller a replica gives up late items, so that the other items of the
 call arrive in time; at most this fraction of the time that is left."""
 MAX_LONE_DEATHS = 2
-"""An item is rejected when so many replicas died while it was the only item of their call."""
+"""An item is rejected when this many replicas died while it was the only item of their call."""
 
 
 class Dispatcher:
@@ -49,7 +48,6 @@ class Dispatcher:
         metrics: RouterMetrics,
         cache_max_bytes: int = 0,
     ) -> None:
-        """`cache_max_bytes`: of each replica's cache of embeddings."""
         self._fleet = fleet
         self._options = options
         self._plan = plan
@@ -105,14 +103,14 @@ class Dispatcher:
     def check_room(self) -> None:
         """Raises Overloaded if any new item would be refused now. Costs next to nothing.
 
-        Spares the reading of a body that would be refused after all.
+        Called before a body is read, so that one that would be refused is not read.
         """
         if self.refresh():
             with self._metrics.rejections.count_exceptions(Overloaded):
                 self.ledger.check_room(now())
 
     def refresh(self) -> Mapping[str, int]:
-        """Takes the latest reports of the replicas to the ledger, and returns them."""
+        """Passes the latest reports of the replicas to the ledger, and returns them."""
         version, reports = self._fleet.reports()
         if version != self._reports_version:
             self._reports_version = version
@@ -182,7 +180,6 @@ class Dispatcher:
                 self._send(shard.replica, sent)
 
     def _send(self, replica: str, items: list[InFlightItem]) -> None:
-        """Starts one call."""
         # A context of its own: in a request's, Serve would cancel the call with the request.
         context = Context()
         context.run(ORIGIN.set, items[0].origin)
@@ -226,8 +223,8 @@ class Dispatcher:
     ) -> None:
         """Completes the items of a finished call.
 
-        Not those that this replica refused, which are lost for now, and not those that timed out
-        while another request still has time for them.
+        Items that this replica refused stay open to be retried, as do items that timed out while
+        another request still has time for them.
         """
         refused = []
         for item, answer in zip(items, answers, strict=True):
@@ -239,7 +236,7 @@ class Dispatcher:
             self._lose(replica, [item for item, _ in refused], refused[0][1])
 
     def _lose(self, replica: str, items: Sequence[InFlightItem], error: Exception) -> None:
-        """Counts a loss for each item; completes those that have had enough of them."""
+        """Counts a loss for each item, and fails those that have reached their limit."""
         logger.warning("replica %s lost %d items: %s", replica, len(items), error)
         self.ledger.exclude(replica, now())
         alone = len(items) == 1 and isinstance(error, ReplicaDied)
@@ -254,14 +251,14 @@ class Dispatcher:
                 self._complete(item, Unavailable(reason))
 
     def _unanswered(self, items: Sequence[InFlightItem]) -> list[InFlightItem]:
-        """Items without an answer that a request waits for; ends the others."""
+        """Items without an answer that a request waits for. Cancels those that none waits for."""
         for item in items:
             if not item.waiting:
                 self._complete(item, None)
         return [item for item in items if not item.answer.done()]
 
     async def _retry(self, items: Sequence[InFlightItem], *, singly: bool) -> None:
-        """Plans items again, over the replicas that there are by now."""
+        """Plans items again, over the replicas that are available by now."""
         for item in items:
             self.ledger.assign(item.reservation, None)
         deadline = max(item.deadline for item in items)
@@ -303,7 +300,7 @@ class Dispatcher:
                 self._complete(item, error)
 
     def _complete(self, item: InFlightItem, answer: Answer | None) -> None:
-        """Ends an item with its answer; None: nobody wants one. The second time does nothing."""
+        """Ends an item with its answer; None: no request wants one. A second call does nothing."""
         if item.answer.done():
             return
         if answer is None:

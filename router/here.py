@@ -23,11 +23,11 @@ Read = Callable[[Embedding], Awaitable[Embedding]]
 """The same with its data in this process. Raises EmbeddingLost."""
 
 ATTEMPTS = 3
-"""How often an item is encoded whose encoder or router is lost before it is read."""
+"""How often an item is encoded at most, if its embedding is lost before it is read."""
 
 
 class Reader(Protocol):
-    """Reads rows from an encoder's device: received.Receiver."""
+    """Reads rows from an encoder's device: actors.store.nixl.Receiver."""
 
     async def here(self, embedding: Embedding) -> Embedding:
         """The same with its data in this process. Raises EmbeddingLost."""
@@ -65,7 +65,7 @@ async def encode_here(
 
 
 async def answer_here(answer: Answer, read: Read = here) -> Answer:
-    """The same with its data in this process; EmbeddingLost in its place where it is lost."""
+    """The answer with its data in this process, or EmbeddingLost if it is lost."""
     if not isinstance(answer, Embedding):
         return answer
     try:

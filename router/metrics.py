@@ -12,8 +12,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 
 class RouterMetrics:
-    """The series of one router, in a registry of its own."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.outstanding_patches = Gauge(
@@ -55,7 +53,6 @@ class RouterMetrics:
         self._rendering = Lock()
 
     def sent(self, replica: str, patches: int) -> None:
-        """One shard went to a replica."""
         self.shards.inc()
         with self._rendering:
             self._seen.add(replica)

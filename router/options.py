@@ -23,12 +23,13 @@ class RouterOptions(Options):
     """Requests are refused with Overloaded while the queue before them takes longer, at the recent
     throughput of this router's items, and no replica is idle."""
     max_attempts: PositiveInt = 4
-    """How many replicas may be lost, or refuse, under an item before it is Unavailable."""
+    """An item is Unavailable after this many replicas were lost while they had it, or refused
+    it."""
     exclude_seconds: float = Field(5, ge=0)
     """How long a replica that was lost, or refused a call, gets no new work from this router."""
     stall_seconds: float = Field(10, gt=0)
     """A replica that answers no call for half of this time, and then no health check for the other
-    half, has lost its calls, and gets no new ones until it answers."""
+    half, is given up: its items are retried elsewhere, and it gets no new ones until it answers."""
     replica_wait_seconds: float = Field(5, ge=0)
     """How long work waits for a replica when there is none, before it is Unavailable."""
     coalesce: bool = True

@@ -33,20 +33,14 @@ class ReplicaStatus:
     """One encoder replica, as this router knows it."""
 
     replica: str
-    metadata: Mapping[str, Any]
-    """What it said about itself when it became ready."""
-    own_patches: int
-    """Outstanding patches that this router sent."""
-    reported_patches: int
-    """Outstanding patches of all routers, about a second old."""
-    excluded: bool
-    """It failed recently and gets no new work."""
+    metadata: Mapping[str, Any]  # what it said about itself when it became ready
+    own_patches: int  # outstanding patches that this router sent
+    reported_patches: int  # outstanding patches of all routers, about a second old
+    excluded: bool  # it failed recently and gets no new work
 
 
 @dataclass(frozen=True, slots=True)
 class RouterStatus:
-    """What this router can do now."""
-
     ready: bool
     """There is a replica. Serve has replicas once all their graphs are captured."""
     replicas: tuple[ReplicaStatus, ...]
@@ -54,7 +48,8 @@ class RouterStatus:
 
 
 class Router:
-    """Spreads items over the encoder replicas. app.py sets its own replicas and resources."""
+    """Spreads items over the encoder replicas. app.py sets its number of replicas and its
+    resources."""
 
     def __init__(
         self,
@@ -121,11 +116,10 @@ class Router:
         return await self._kept.fetch(reference)
 
     async def release(self, reference: str) -> None:
-        """Lets go before its time to live is over. Raises NotFound, or Unavailable for now."""
+        """Drops what is kept under an id. Raises NotFound, or Unavailable for now."""
         await self._kept.release(reference)
 
     async def status(self) -> RouterStatus:
-        """The replicas and what they carry."""
         self._dispatcher.refresh()
         ledger = self._dispatcher.ledger
         replicas = tuple(
@@ -145,10 +139,10 @@ class Router:
         )
 
     def metrics(self) -> str:
-        """Prometheus text of this process."""
         ledger = self._dispatcher.ledger
         return self._metrics.render((name, ledger.own(name)) for name in self._fleet.replicas())
 
     def scrape(self) -> tuple[str, str]:
-        """The same with this replica's id, because a broadcast does not tell who answers."""
+        """This replica's id and `metrics`. The id, because a broadcast does not tell who
+        answers."""
         return serve.get_replica_context().replica_id.unique_id, self.metrics()

@@ -16,19 +16,19 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, ViewSizing
 
 MOST_ITEMS_A_BUDGET = 4
-"""A budget holds at most so many of the largest items: more saves no launches, and costs memory
-and time to capture."""
+"""How many of the largest items a budget may hold. More would save no launches, and cost memory and
+time to capture."""
 
 UNIT_TOKENS = 8
 """Generated budgets for images of any size are multiples of this: 32 patches, whole tiles of rows
 in GEMMs. Models of tiles have budgets of whole tiles."""
 
 FRAME_TOKENS = 32
-"""A graph has an attention segment for a video frame (a temporal group) per so many tokens, fewer
-if frames are smaller. Every segment lengthens the table that each replay reads."""
+"""Graphs for videos have one attention segment (for one temporal group of frames) per this many
+tokens, or per fewer if groups are smaller. Each segment lengthens the table that every replay
+reads."""
 
-MOST_TOKENS = 13824
-"""Maximum of each path of a model of two, unless the options or the model ask for another."""
+MOST_TOKENS = 13824  # default maximum of each path of a model of two paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Capacity:
     frames: int
     """Most attention segments of all videos of a pack."""
     exact_graphs: int = 0
-    """How many layouts are captured when they recur, within the one budget; 0: budgets are."""
+    """How many recurring layouts are captured, within the one budget. 0: budgets are captured."""
     frame_tokens: int = 0
-    """A graph holds one frame per so many tokens of its budget; 0: any number."""
+    """Tokens of a budget for each frame that its graph holds; 0: any number of frames."""
 
     @property
     def segments(self) -> Segments:
@@ -70,7 +70,7 @@ class Capacity:
         return budget // self.frame_tokens if self.frame_tokens else self.frames
 
     def needed(self, tokens: int, frames: int) -> int:
-        """The smallest budget that holds so many tokens and frames."""
+        """The smallest budget that holds these tokens and frames."""
         return max(tokens, frames * self.frame_tokens)
 
 
@@ -96,7 +96,7 @@ def graduated(smallest: int, largest: int, steps: int, unit: int) -> tuple[int, 
 
 
 def at_least(budgets: Sequence[int], tokens: int) -> int | None:
-    """The smallest budget that holds so many tokens; None: no budget does."""
+    """The smallest budget that holds these tokens; None: no budget does."""
     index = bisect_left(budgets, tokens)
     return budgets[index] if index < len(budgets) else None
 
@@ -111,10 +111,10 @@ def capacity(
 
     Generated budgets are multiples of `unit` tokens (default: of the smallest).
 
-    Automatic limits mean what they mean in vLLM: items = largest budget // smallest budget,
-    frames = items x the model's frames per video, but at most one per FRAME_TOKENS tokens. Items
-    are counted by the model's smallest budget if the list starts above it: [1024] does not mean
-    one item per pack. Raises ConfigError.
+    Automatic limits are those of vLLM: items = largest budget // smallest budget, frames = items x
+    the model's frames per video, but at most one per FRAME_TOKENS tokens. Items are counted by the
+    model's smallest budget if the list starts above it: [1024] does not mean one item per pack.
+    Raises ConfigError.
     """
     given = options.token_budgets
     if list(given) != sorted(set(given)):

@@ -19,8 +19,7 @@ from actors.models.tower import Tower
 from actors.options import PackingOptions
 from actors.telemetry.metrics import EncoderMetrics
 
-CACHED_PLANS = 256
-"""Lists of waiting items whose packs are cached."""
+CACHED_PLANS = 256  # lists of waiting items whose packs are cached
 
 log = logging.getLogger("ray.serve")
 

@@ -60,7 +60,7 @@ class StagedInputs:
         self.consumed = torch.cuda.Event()
 
     def stage(self, metadata: Tensor, rows: MediaRows) -> None:
-        """See Inputs. The compute stream is the current one."""
+        """The compute stream is the current one."""
         host = {name: [part for part in parts if not part.is_cuda] for name, parts in rows.items()}
         if any(host.values()):
             self.staging.wait_event(self.consumed)
@@ -78,7 +78,7 @@ class StagedInputs:
 
 
 class Unowned:
-    """Memory of a graph's pool, for torch.as_tensor, that does not keep it allocated."""
+    """Shows memory of a graph's pool to torch.as_tensor without keeping it allocated."""
 
     def __init__(self, rows: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -105,7 +105,6 @@ class CudaDevice:
         self._beside: list[CudaDevice] = []
 
     def running(self) -> AbstractContextManager[object]:
-        """The compute stream."""
         return torch.cuda.stream(self.compute)
 
     def beside(self) -> CudaDevice:
@@ -115,23 +114,20 @@ class CudaDevice:
         return other
 
     def fork(self) -> None:
-        """See Device."""
         for other in self._beside:
             other.compute.wait_stream(self.compute)
 
     def join(self) -> None:
-        """See Device. Outputs are read here before the next fork lets replays overwrite them."""
+        """Outputs are read here before the next fork lets replays overwrite them."""
         for other in self._beside:
             self.compute.wait_stream(other.compute)
 
     def inputs(self, shapes: Shapes) -> Inputs:
-        """See Device."""
         tensors, metadata = allocate(shapes, self.device)
         torch.cuda.synchronize()
         return StagedInputs(tensors, metadata, self.compute, self.staging)
 
     def host_buffer(self, size_bytes: int) -> Tensor:
-        """See Device: pinned."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def capture(
@@ -179,8 +175,8 @@ class CudaDevice:
         return CopiedRows(host, done)
 
     def keep(self, parts: Sequence[Tensor]) -> Rows:
-        """See Device. The memory belongs to the compute stream: uses on other streams must have
-        finished before it is freed."""
+        """The memory belongs to the compute stream: uses on other streams must have finished before
+        it is freed."""
         done = torch.cuda.Event()
         with torch.cuda.stream(self.compute):
             kept = torch.cat(list(parts))
@@ -192,12 +188,11 @@ class CudaDevice:
         return torch.cuda.memory_reserved(self.device)
 
     def used_bytes(self) -> int:
-        """See Device."""
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
     def alive(self) -> bool:
-        """Whether the context still works: it never does again after an illegal memory access."""
+        """Whether the CUDA context works: an illegal memory access breaks it for good."""
         try:
             torch.cuda.synchronize(self.device)  # allocates nothing: out of memory is no failure
         except RuntimeError:
@@ -220,6 +215,5 @@ def merged(parts: Sequence[Tensor], staged: Tensor) -> Sequence[Tensor]:
 
 
 def pinned(parts: Sequence[Tensor]) -> Tensor:
-    """The parts concatenated in pinned memory."""
     shape = (count(parts), *parts[0].shape[1:])
     return copy_rows(parts, torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))

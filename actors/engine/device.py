@@ -1,8 +1,8 @@
 """What differs between a GPU and a machine without one: streams, capture, copies.
 
-Both devices have the same verbs, so that packing, padding, staging and post-processing are the same
-code everywhere. All verbs but `Rows.wait` are called from one thread, the engine's. Also here: the
-static inputs that graphs read, and the readback of a pack's rows by item.
+Both devices have the same methods, so that packing, padding, staging and post-processing are the
+same code everywhere. All methods but `Rows.wait` are called from one thread, the engine's. Also
+here: the static inputs that graphs read, and the readback of a pack's rows by item.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from actors.kernels.attention import Shapes
 MEDIA = ("patches", "later")
 """Inputs that hold what clients sent, item after item; all others are metadata."""
 
-ALIGNED_BYTES = 256
-"""As torch's allocators align: kernels may read 16 bytes at a time."""
+ALIGNED_BYTES = 256  # as torch's allocators align: kernels may read 16 bytes at a time
 
 MediaRows = Mapping[str, Sequence[Tensor]]
 """For each input of media: uint8, one tensor per item, on the host or on the device."""
@@ -41,7 +40,7 @@ class Inputs(Protocol):
     tensors: dict[str, Tensor]
     """Inputs of media, for the largest graph; a smaller one reads the first rows."""
     metadata: Tensor
-    """uint8, for the graph with the most; see Places."""
+    """uint8, large enough for every graph; see Places."""
 
     def stage(self, metadata: Tensor, rows: MediaRows) -> None:
         """Writes the inputs of the next launch; called within `Device.running`.
@@ -52,8 +51,6 @@ class Inputs(Protocol):
 
 
 class Device(Protocol):
-    """Where a tower runs."""
-
     backend: str
     device: torch.device
 
@@ -105,7 +102,7 @@ class Device(Protocol):
 class Places:
     """Where the metadata of one graph lies in a buffer that all graphs of a path share.
 
-    The metadata of a pack is one piece of memory, so that one copy brings all of it to the device.
+    The metadata of a pack is one piece of memory, so that one copy moves all of it to the device.
     """
 
     def __init__(self, shapes: Shapes) -> None:
@@ -118,7 +115,6 @@ class Places:
                 self.size_bytes += -(-used // ALIGNED_BYTES) * ALIGNED_BYTES
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The inputs within a buffer of at least `size_bytes`."""
         return {
             name: buffer[span].view(dtype).view(shape)
             for name, (span, shape, dtype) in self.spans.items()
@@ -127,7 +123,8 @@ class Places:
     def packed(self, values: Mapping[str, Tensor], buffer: Tensor) -> Tensor:
         """The buffer, of `size_bytes`, with the first rows of each input filled from the host.
 
-        The other rows are zero: a valid index, and nothing of another graph's metadata.
+        The other rows are zeroed, which is a valid index, because they may hold another graph's
+        metadata.
         """
         target = buffer.numpy()  # slicing tensors would take longer than the copies
         for name, (span, _, dtype) in self.spans.items():
@@ -180,12 +177,11 @@ def start_readback(
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """Rows that are there already."""
+    """Rows that are on the host already."""
 
     rows: Tensor
 
     def wait(self) -> Tensor:
-        """See Rows."""
         return self.rows
 
 
@@ -197,7 +193,6 @@ class HostInputs:
         self.metadata = metadata
 
     def stage(self, metadata: Tensor, rows: MediaRows) -> None:
-        """See Inputs."""
         self.metadata[: len(metadata)] = metadata
         for name, parts in rows.items():
             copy_rows(parts, self.tensors[name][: count(parts)])
@@ -210,11 +205,9 @@ class CpuDevice:
     device = torch.device("cpu")
 
     def running(self) -> AbstractContextManager[object]:
-        """See Device."""
         return nullcontext()
 
     def beside(self) -> Device:
-        """Itself: nothing overlaps here."""
         return self
 
     def fork(self) -> None:
@@ -224,17 +217,14 @@ class CpuDevice:
         """Nothing to order."""
 
     def inputs(self, shapes: Shapes) -> Inputs:
-        """See Device."""
         return HostInputs(*allocate(shapes, self.device))
 
     def host_buffer(self, size_bytes: int) -> Tensor:
-        """See Device."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def capture(
         self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
     ) -> Callable[[], Tensor]:
-        """The function itself, after one warm-up."""
         run()
         return run
 
@@ -243,19 +233,15 @@ class CpuDevice:
         return HostRows(rows.clone())
 
     def keep(self, parts: Sequence[Tensor]) -> Rows:
-        """See Device: the host is the device."""
         return HostRows(torch.cat(list(parts)))
 
     def memory_bytes(self) -> int:
-        """Not counted on the CPU."""
-        return 0
+        return 0  # not counted on the CPU
 
     def used_bytes(self) -> int:
-        """Not counted on the CPU."""
-        return 0
+        return 0  # not counted on the CPU
 
     def alive(self) -> bool:
-        """Always."""
         return True
 
 
@@ -284,5 +270,4 @@ def concatenated(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def count(parts: Sequence[Tensor]) -> int:
-    """Rows of all parts."""
     return sum(map(len, parts))

@@ -31,8 +31,7 @@ from actors.types import Item, Pack
 
 log = logging.getLogger("ray.serve")
 
-MOST_LAUNCHED = 2
-"""Packs on the device at a time: one is computed, one is read back."""
+MOST_LAUNCHED = 2  # packs on the device at a time: one is computed, one is read back
 
 
 Labels = Sequence[str | None]
@@ -46,14 +45,11 @@ class WaitingItem:
     item: Item
     answer: Future[Item] = field(default_factory=Future)
     since: float = field(default_factory=monotonic)
-    alone: bool = False
-    """A pack with this item failed: it is retried by itself."""
+    alone: bool = False  # a pack with this item failed: it is retried by itself
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedPack:
-    """A pack that is on the device."""
-
     waiting: Sequence[WaitingItem]
     pack: Pack
     labels: Labels
@@ -116,7 +112,6 @@ class Engine:
             return monotonic() - max(self._progress, min(since)) if since else 0.0
 
     def alive(self) -> bool:
-        """Whether the engine's thread still runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -190,7 +185,6 @@ class Engine:
         self._launched.append(LaunchedPack(waiting, pack, labels, readback, started))
 
     def _complete(self, launched: LaunchedPack) -> None:
-        """Waits for the readback, fills in the items, completes their futures."""
         try:
             rows = launched.readback.wait()
         except Exception as error:

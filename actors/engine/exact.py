@@ -56,17 +56,14 @@ class ExactGraphSet(GraphSet):
 
     @torch.inference_mode()
     def capture(self, report: Report) -> None:
-        """Captures the largest budget, whose memory every layout's graph uses."""
         super().capture(report)
         with self.device.running():
             self.output = self.replays[self.budgets[-1], self.forms[-1]]()
 
     def captured(self) -> int:
-        """How many layouts can be replayed now."""
         return len(self.kept)
 
     def label(self, budget: int | None, plans: Sequence[ItemPlan]) -> str | None:
-        """See GraphSet."""
         if not self.tokens(plans):
             return SKIPPED
         layout = self._layout(plans)
@@ -81,7 +78,7 @@ class ExactGraphSet(GraphSet):
         patches: Sequence[Tensor],
         later: Sequence[Tensor] = (),
     ) -> Tensor:
-        """See GraphSet. A budget only says that the pack is small enough to be captured."""
+        """A budget only says that the pack is small enough to be captured."""
         if not self.tokens(plans):
             return self._nothing()
         if self.label(budget, plans) is None:
@@ -94,7 +91,6 @@ class ExactGraphSet(GraphSet):
             return self._replay(plans)()
 
     def _replay(self, plans: Sequence[ItemPlan]) -> Callable[[], Tensor]:
-        """The replay of this layout, captured now if need be."""
         layout = self._layout(plans)
         replay = self.kept.get(layout)
         if replay is None:

@@ -28,8 +28,7 @@ MEASURED_REPLAYS = 3
 CACHED_LAYOUTS = 32
 """Packs of the same plans in the same order whose metadata is cached, in pinned memory on CUDA."""
 
-SKIPPED = "skip"
-"""The label of a path on which a pack has no tokens."""
+SKIPPED = "skip"  # the label of a path on which a pack has no tokens
 
 
 class GraphSet:
@@ -58,7 +57,6 @@ class GraphSet:
 
     @torch.inference_mode()
     def capture(self, report: Report) -> None:
-        """Captures every budget, largest first."""
         for budget in reversed(self.budgets):
             started = perf_counter()
             for videos in reversed(self.forms):
@@ -100,7 +98,7 @@ class GraphSet:
         return None if budget is None else str(budget)
 
     def run(self, budget: int | None, items: Sequence[Item]) -> Tensor:
-        """See encode. Patches may lie on the device or on the host."""
+        """As `encode`, for items."""
         patches = [torch.as_tensor(item.patches[item.plan.rows(self.index)]) for item in items]
         later = [
             patches[i] if item.later is None else torch.as_tensor(item.later)
@@ -144,7 +142,6 @@ class GraphSet:
         return any(plan.frames for plan in plans) and bool(self.video_inputs(1))
 
     def video_inputs(self, tokens: int) -> Shapes:
-        """See VideoTower."""
         if not isinstance(self.tower, VideoTower):
             return {}
         return self.tower.video_inputs(self.path, tokens)
@@ -178,7 +175,6 @@ class GraphSet:
         return budget, self.segments.of(budget, videos=self.videos(plans))
 
     def static(self, shapes: Shapes) -> dict[str, Tensor]:
-        """The inputs of a graph, in these shapes."""
         media = {
             name: tensor[: shapes[name][0][0]]
             for name, tensor in self.inputs.tensors.items()
@@ -199,7 +195,6 @@ class GraphSet:
         return sum(plan.path_tokens[self.index] for plan in plans)
 
     def budget_shapes(self, budget: int, *, videos: bool) -> Shapes:
-        """Shapes of the inputs of a budget's graph."""
         return self._shapes(budget, self.segments.of(budget, videos=videos), videos)
 
     def _shapes(self, tokens: int, segments: int, videos: bool) -> Shapes:

@@ -25,14 +25,14 @@ MULTIPLE_TOKENS = 16
 def best_ladder(loads: Mapping[int, float], graphs: int, largest: int) -> tuple[int, ...]:
     """At most `graphs` ascending budgets, `largest` the last, that pad the loads least.
 
-    `loads`: how often a pack holds so many tokens; none is over `largest`. Exact: dynamic
-    programming over the distinct loads, for the best budgets are loads themselves.
+    `loads`: tokens of a pack -> how often; none is over `largest`. Exact: dynamic programming over
+    the distinct loads, for the best budgets are loads themselves.
     """
     rungs = np.array(sorted({*loads, largest}))
     times = np.array([loads.get(rung, 0.0) for rung in rungs.tolist()])
     packs = np.concatenate(([0.0], times.cumsum()))
     tokens = np.concatenate(([0.0], (times * rungs).cumsum()))
-    # best[n]: least padding of the n lowest rungs with so many budgets, the last of them at rung n.
+    # best[n]: least padding of the n lowest rungs with this many budgets, the last at rung n.
     best = np.concatenate(([0.0], np.full(len(rungs), np.inf)))
     steps: list[Indices] = []
     for _ in range(min(graphs, len(rungs))):
@@ -56,12 +56,12 @@ def padding_ratio(loads: Mapping[int, float], budgets: Sequence[int]) -> float:
 
 
 def content(loads: Mapping[int, float]) -> float:
-    """Tokens of all packs."""
+    """Tokens of all packs, without padding."""
     return sum(load * times for load, times in loads.items())
 
 
 def computed(loads: Mapping[int, float], budgets: Sequence[int]) -> float:
-    """The same, padding included."""
+    """Tokens of all packs, padding included."""
     return sum((at_least(budgets, load) or load) * times for load, times in loads.items())
 
 

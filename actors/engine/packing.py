@@ -28,8 +28,7 @@ WINDOW = 256
 """Items that one decision looks at (at least a full pack), so that planning is shorter than a
 replay."""
 
-NANOSECOND = 1e-9
-"""Plans that differ by less are equally good."""
+NANOSECOND = 1e-9  # plans that differ by less are equally good
 
 
 class OpenPack:
@@ -42,7 +41,6 @@ class OpenPack:
         self.frames = 0
 
     def admits(self, plan: ItemPlan) -> bool:
-        """Whether every limit still holds with this item."""
         most = self.capacity
         return (
             len(self.items) < most.items

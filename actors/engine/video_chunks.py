@@ -59,14 +59,14 @@ def chunk(item: Item, start: int, end: int) -> Item:
 
 
 def computed_tokens(plan: ItemPlan, patches: int) -> int:
-    """Tokens that the tower computes of so many of the item's patches."""
+    """Tokens that the tower computes from this many of the item's patches."""
     return plan.path_tokens[0] * patches // plan.patches
 
 
 def joined(item: Item, answers: Sequence[Future[Item]]) -> Future[Item]:
-    """Answers with the item when the last of its chunks is encoded, or when the first fails.
+    """A future of the item: done once all of its chunks are encoded, failed once one has failed.
 
-    Chunks that have not started by then are cancelled, as they are if the answer is cancelled.
+    Chunks that have not started by then are cancelled, as they are if the future is cancelled.
     """
     whole: Future[Item] = Future()
     # Emptied when `whole` is done: futures that refer to each other would keep the rows of their
@@ -106,7 +106,7 @@ def fill(item: Item, chunks: Sequence[Item]) -> None:
 
 
 def rows_of(item: Item) -> Tensor:
-    """[tokens, width] of an encoded item. Of a video that was cut into chunks a copy, which takes
-    long: not for the engine's thread."""
+    """[tokens, width] of an encoded item. Concatenates the chunks of a video, which takes too long
+    for the engine's thread."""
     rows: Tensor = torch.cat(item.rows) if isinstance(item.rows, tuple) else item.rows
     return rows

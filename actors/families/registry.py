@@ -30,13 +30,13 @@ def specs() -> Mapping[str, ModuleType]:
 
 @cache
 def readers() -> Mapping[str, Reader]:
-    """`model_type` of config.json -> what makes a spec of it."""
+    """`model_type` of config.json -> the function that makes a spec of it."""
     return {kind: read for spec in specs().values() for kind, read in spec.MODEL_TYPES.items()}
 
 
 @cache
 def video_styles() -> Mapping[str, VideoStyle]:
-    """`model_type` of a language model -> how it writes videos, where there is one for it here."""
+    """`model_type` of a language model -> how it writes videos, if it is supported here."""
     found = [getattr(spec, "VIDEO_STYLES", {}) for spec in specs().values()]
     return {kind: style for styles in found for kind, style in styles.items()}
 

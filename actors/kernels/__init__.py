@@ -13,5 +13,4 @@ from torch import Tensor
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each static input of a graph, by name."""
 
-Values = Mapping[str, Tensor]
-"""The inputs themselves."""
+Values = Mapping[str, Tensor]  # the inputs themselves

@@ -27,7 +27,7 @@ class Attention(Protocol):
     name: str
 
     def inputs(self, patches: int, segments: int) -> Shapes:
-        """Shapes and dtypes of the static inputs for a budget of so many patches."""
+        """Shapes and dtypes of the static inputs for a budget of this many patches."""
 
     def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
         """Host values of those inputs for segments of these lengths, padded to full size."""
@@ -53,12 +53,10 @@ class SegmentAttention:
         return {"segment_ends": ((segments,), torch.int32)}
 
     def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
-        """int32 [segments]."""
         ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return {"segment_ends": F.pad(ends, (0, segments - len(lengths)), value=sum(lengths))}
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
-        """See Attention."""
         query, key, value = qkv.permute(1, 2, 0, 3)
         out = torch.zeros_like(query)
         start = 0

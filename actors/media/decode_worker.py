@@ -102,7 +102,6 @@ def answer_of(began: float, error: Exception | None) -> Answer:
 
 
 def error_of(name: str, text: str) -> ServiceError | None:
-    """The error that an answer tells of."""
     if not name:
         return None
     known = ITEM_ERRORS.get(name)

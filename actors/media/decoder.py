@@ -1,9 +1,9 @@
 """Decodes media into items: in processes beside the replica or, without any, in its own threads.
 
-Threads that decode take the interpreter's lock several times per image, and the GPU thread waits
-for it. So a replica of a large model decodes in processes: it only hands out files and takes
-patches back, through shared memory. Each process has a thread here, which feeds it, hears it, and
-replaces it when it exits or hangs.
+Threads that decode take the GIL several times per image, and the GPU thread waits for it. So a
+replica of a large model decodes in processes: it only hands out files and takes patches back,
+through shared memory. Each process has a thread here, which sends it jobs, receives its answers,
+and replaces it when it exits or hangs.
 
 `concurrent.futures` and `pebble` cost 240 to 370 us of the replica's CPU per empty call. On the
 same machine, all of this costs 110 to 180 us per item under load, shared memory included.
@@ -45,18 +45,19 @@ AHEAD_PATCHES = 4 * CHUNK_PATCHES
 """A process that has more than this still to do is sent nothing else: others may be free sooner."""
 
 MAX_FRAMES = 8192
-"""Of a video that came as images. A message holds the size of each."""
+"""Frames of a video sent as images. Longer ones are decoded by threads, because a message holds the
+size of each frame."""
 
 START_SECONDS = 120
 MAX_FAILED_STARTS = 3
 
 ROOM_SECONDS = 0.01
-"""How often a thread looks for room in a full slab. Nothing tells it, because blocks are given back
-by finalizers, which may take no lock. The slab is full only while the GPU is far behind."""
+"""How often a thread looks for room in a full slab. It cannot be notified, because blocks are given
+back by finalizers, which may take no lock. The slab is full only while the GPU is far behind."""
 
 STOPPING = "this encoder is stopping: try again"
 FATAL = (
-    "the file ended, or held up, the process that decodes it, twice: it is damaged, or takes more "
+    "the process that decodes the file exited or hung twice: the file is damaged, or takes more "
     "memory or time than there is"
 )
 
@@ -72,12 +73,12 @@ class Job(Future[Item]):
         self.offset = 0
         """Of its block in the slab, while a process has it."""
         self.suspected = False
-        """Its process ended after it was begun: it is tried once more, alone in a process."""
+        """Its process ended after it was begun: it is retried once, alone in a process."""
         self.patches = media.plan.patches + len(media.frames)
         """A measure of the work: frames that came as images are decoded one by one."""
 
     def begin(self) -> bool:
-        """False: cancelled. A job that is tried again has begun before."""
+        """False: it was cancelled. A job that is retried has begun before."""
         return self.running() or self.set_running_or_notify_cancel()
 
 
@@ -95,7 +96,7 @@ class DecodeProcess:
 
     @property
     def wants_more(self) -> bool:
-        """Whether it is to be sent more, so that it has something to go on with."""
+        """Whether to send it more jobs now, so that it does not run dry."""
         if not self.jobs:
             return True
         if len(self.jobs) > CHUNK_ITEMS or self.jobs[0].suspected:
@@ -112,7 +113,7 @@ class DecodeProcess:
             self.channel.send(decode_worker.packed(orders))
 
     def receive(self) -> tuple[Any, ...]:
-        """The values of its next message. Empty: it ended, hangs, or sent what is no message."""
+        """The values of its next message. Empty: it exited, hangs, or sent something else."""
         try:
             return decode_worker.unpacked(self.channel.recv(decode_worker.MAX_MESSAGE_BYTES))
         except (OSError, ValueError, TypeError):
@@ -125,7 +126,7 @@ class DecodeProcess:
         self.channel.close()
 
     def _wait_at_most(self, seconds: float) -> None:
-        # Not settimeout, which polls before it reads: that gives the interpreter's lock away twice.
+        # Not settimeout, which polls before it reads: that releases the GIL twice.
         whole, part = divmod(seconds, 1)
         timeout = struct.pack("ll", int(whole), int(part * 1e6))
         self.channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
@@ -278,7 +279,7 @@ class Decoder:
                     job.set_exception(self._failure or Unavailable(STOPPING))
 
     def _start(self, slab: Slab) -> DecodeProcess:
-        """Raises Unavailable if it does not start, StartError if it has another model."""
+        """A new process. Raises Unavailable if none starts, StartError if it has another model."""
         expected = self.patchifier.spec.fingerprint
         for _ in range(MAX_FAILED_STARTS):
             process = DecodeProcess(self._model, slab.file, self._stall_seconds)
@@ -299,13 +300,13 @@ class Decoder:
         raise Unavailable(f"processes that decode ended {MAX_FAILED_STARTS} times at start")
 
     def _feed(self, process: DecodeProcess, slab: Slab) -> bool:
-        """Sends it jobs. Waits while there is nothing to do. False: closed, and all is done."""
+        """Sends jobs to a process. Waits while there are none. False: closed, and all is done."""
         while process.wants_more and (chunk := self._next(process, slab)):
             process.send(chunk, slab)
         return bool(process.jobs)
 
     def _next(self, process: DecodeProcess, slab: Slab) -> list[Job]:
-        """What to send to a process. Empty: it has enough, or it has nothing and all is done."""
+        """Jobs to send to a process. Empty: it has enough, or it has none and all is done."""
         with self._changed:
             while True:
                 if process.jobs and self._idle:
@@ -343,7 +344,7 @@ class Decoder:
         return chunk
 
     def _hear(self, process: DecodeProcess, slab: Slab) -> bool:
-        """Finishes the jobs that it answers. False: it ended, hangs, or is not to be trusted."""
+        """Completes the jobs that a process answers. False: it exited, hangs, or sent nonsense."""
         answers = process.receive()
         now = monotonic()
         for answer in answers:
@@ -364,9 +365,9 @@ class Decoder:
         return bool(answers)
 
     def _take_back(self, process: DecodeProcess, slab: Slab) -> None:
-        """Ends it. Its jobs wait again, in front; those that it had begun are suspected."""
+        """Ends a process. Its jobs return to the front of the queue; those begun are suspected."""
         process.end()
-        log.error("a process that decodes has ended, or does nothing any more: it is replaced")
+        log.error("a decoding process exited or hangs: it is replaced")
         self._series.decode_restarts.inc()
         again: list[Job] = []
         while process.jobs:

@@ -22,8 +22,7 @@ from actors.media import video_file
 from actors.media.patchify import Patchifier
 from actors.types import Clip, Item, Media
 
-Pixels = npt.NDArray[np.uint8]
-"""[height, width, 3]."""
+Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What Pillow may open (as JPEG also MPO): bitmaps, and no format that runs an interpreter."""

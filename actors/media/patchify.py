@@ -59,7 +59,7 @@ class Patchifier(ABC):
         raise AssertionError("a video for a family that takes none. This is a bug.")
 
     def shape(self, plan: ItemPlan) -> Shape:
-        """Of all patches of an item, including those of `Item.later`."""
+        """The shape of all patches of an item, those of `Item.later` included."""
         return 1, plan.patches, 3 * self.spec.sizing.patch_size**2
 
 
@@ -216,7 +216,7 @@ class WindowPatchifier(Patchifier):
 
 
 def patchifier_of(spec: ModelSpec) -> Patchifier:
-    """By the kind of the spec's sizing, which is the most specific that matches."""
+    """The patchifier for the spec's kind of sizing; subclasses are matched first."""
     match spec.sizing:
         case WindowedSizing() as windowed:
             return WindowedPatchifier(spec, windowed)
@@ -237,7 +237,6 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
 
 
 def size_of(image: Tensor) -> Size:
-    """Of uint8 [3, height, width]."""
     return Size(width=image.shape[2], height=image.shape[1])
 
 

@@ -39,7 +39,6 @@ class Slab:
         self._returned: deque[int] = deque()
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether it could hold so many bytes if it were empty."""
         return self._allocator.fits(size_bytes)
 
     def take(self, size_bytes: int) -> int | None:
@@ -57,14 +56,13 @@ class Slab:
         self._returned.append(offset)
 
     def write(self, offset: int, size_bytes: int, media: Media) -> None:
-        """The files of an item, one after the other, and that no process has begun it."""
+        """Writes an item's files, one after the other, and clears the mark that it was begun."""
         self.bytes[offset + size_bytes - MARK_BYTES] = not BEGUN
         for data in files_of(media):
             self.bytes[offset : offset + len(data)] = data
             offset += len(data)
 
     def begun(self, offset: int, size_bytes: int) -> bool:
-        """Whether a process has begun the item in this block."""
         return self.bytes[offset + size_bytes - MARK_BYTES] == BEGUN
 
     def item(self, offset: int, plan: ItemPlan, shape: Shape) -> Item:

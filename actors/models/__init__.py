@@ -1,1 +1,1 @@
-"""One file a family: a thin static-shape forward over its weights."""
+"""Towers of three kinds (packed, tiled, views), the layers that they share, and their weights."""

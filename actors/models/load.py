@@ -24,12 +24,10 @@ from actors.options import BlockChoice, ModelOptions, block_form
 from actors.spec.checkpoint import find
 from actors.spec.model_spec import ModelSpec
 
-DUMMY_SEED = 0
-"""Fixed: every replica of a service must give the same embeddings."""
+DUMMY_SEED = 0  # fixed: every replica of a service must give the same embeddings
 
 
 def family_of(model: ModelSpec) -> Family[Any]:
-    """How to build the tower of this spec."""
     tower = import_module(f"actors.families.{model.folder}.tower")
     family: Family[Any] = tower.family(model)
     return family
@@ -83,7 +81,6 @@ def build(
 def choose_attention(
     model: ModelSpec, device: torch.device, *, captured: bool = False
 ) -> Attention:
-    """See attention.choose."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     head_size = family_of(model).sizes(model).head_size
     return attention.choose(device, dtype, head_size, captured=captured)
@@ -96,7 +93,6 @@ def assemble(
     kernel: Attention,
     blocks: BlocksForm,
 ) -> Tower:
-    """The tower on its device, with this attention and these blocks."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     family = family_of(model)
     parts = family.parts(model, Weights(tensors, device, dtype))
@@ -106,6 +102,5 @@ def assemble(
 def form_of_blocks(
     model: ModelSpec, device: torch.device, asked: BlockChoice = "auto"
 ) -> BlocksForm:
-    """See options.block_form."""
     on_cuda = device.type == "cuda"
     return blocks_of(block_form(asked, on_cuda=on_cuda, dtype=model.dtype, fast=model.fast_blocks))

@@ -98,7 +98,6 @@ class PackedTower:
         }
 
     def forward(self, path: str, values: Values) -> Tensor:
-        """See Tower. Rows beyond the last segment: finite, otherwise undefined."""
         x = self.begin(values)
         cos, sin = (F.embedding(values["places"], t).flatten(1) for t in (self.cos, self.sin))
         x, tapped = self.blocks(x, cos, sin, values)  # frees the embedding's memory

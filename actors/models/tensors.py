@@ -135,7 +135,6 @@ def check(tensors: Any, names: Mapping[str, str], expected: Expected, shard: Pat
 
 
 def some(names: Iterable[str]) -> str:
-    """The first few."""
     ordered = sorted(names)
     rest = f" and {len(ordered) - 4} more" if len(ordered) > 4 else ""
     return (", ".join(ordered[:4]) or "none") + rest
@@ -145,8 +144,8 @@ class Dummy(Mapping[str, Tensor]):
     """Random float32 weights on a device: the same in every process, on any device.
 
     Matrices keep the variance of what they multiply, scales are about 1, biases small, so that
-    outputs are finite and differ; `faint` ones, by a part of their names, are a tenth of that. A
-    tensor is made when it is asked for, anew each time, and not kept: billions of parameters take
+    outputs are finite and differ; those whose name contains a part in `faint` are a tenth of that.
+    A tensor is made when it is asked for, anew each time, and not kept: billions of parameters take
     neither the time to draw them nor the memory to hold them.
     """
 

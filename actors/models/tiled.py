@@ -60,7 +60,7 @@ class TileTower:
         return {}
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
-        """See Tower. Raises ConfigError for a budget that is not whole tiles."""
+        """Raises ConfigError for a budget that is not whole tiles."""
         tiles, rest = divmod(tokens, self.sizing.tile_tokens)
         if rest:
             raise ConfigError(
@@ -82,7 +82,6 @@ class TileTower:
         return self.attention.metadata([rows] * used, tiles * rows, tiles)
 
     def forward(self, path: str, values: Values) -> Tensor:
-        """See Tower. Rows beyond the last segment: finite, otherwise undefined."""
         (rows, width), patches = self.parts.start.shape, self.sizing.side_patches**2
         x = F.linear(centred(values["patches"], self.dtype), self.parts.embedding)
         x = F.pad(x.view(-1, patches, width), (0, 0, rows - patches, 0)) + self.parts.start
@@ -107,7 +106,6 @@ def merge_order(raster: Tensor, sizing: TileSizing) -> Tensor:
 
 
 def tile_sizing(spec: ModelSpec) -> TileSizing:
-    """The spec's sizing. Raises CheckpointError if it is of another kind."""
     if not isinstance(spec.sizing, TileSizing):
         raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in tiles")
     return spec.sizing

@@ -34,7 +34,8 @@ class Tower(Protocol):
         """
 
     def forward(self, path: str, values: Values) -> Tensor:
-        """[tokens, width]. Fixed shapes in and out, nothing read back: safe to capture."""
+        """[tokens, width]. Fixed shapes in and out, nothing read back: safe to capture. Rows beyond
+        the last segment are finite, otherwise undefined."""
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         """[tokens of all items, width], item after item, from each path's output."""
@@ -74,5 +75,5 @@ class Family(Generic[Parts]):
     """Tensors that a checkpoint may have and that are not read, unless they are expected."""
     last_norms: tuple[str, ...] = ()
     """Parts of the names of norms that end a branch: random ones are a tenth as large. Otherwise
-    attention scores would grow from layer to layer, and a difference double in three layers: of 63
-    layers float32 was 6e-2 from float64 (256 wide; at a tenth 1e-6)."""
+    attention scores would grow from layer to layer, and rounding errors double every three layers:
+    with 63 layers of width 256 float32 was 6e-2 from float64, at a tenth 1e-6."""

@@ -36,14 +36,14 @@ class ViewTower(ABC):
 
     @abstractmethod
     def forward(self, path: str, values: Values) -> Tensor:
-        """See Tower. Rows beyond the last segment: finite, otherwise undefined."""
+        """See Tower."""
 
     @abstractmethod
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         """See Tower."""
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
-        """See Tower. A budget holds as many whole views as fit."""
+        """A budget holds as many whole views as fit."""
         views, patches = self.count(path, tokens), self.views.side_patches[PATHS.index(path)] ** 2
         return {
             "patches": ((views * patches, 3 * self.views.patch_size**2), torch.uint8),

@@ -23,7 +23,7 @@ from actors.telemetry.request_context import Origin
 from actors.types import Answer, Dtype, Embedding, Media, Reply, SharedBytes
 
 VERSION = 1
-"""Of the protocol. Routers use no replica that speaks another one."""
+"""Version of the protocol. Routers use no replica that speaks another one."""
 
 EMBEDDING_FIELDS = [field.name for field in fields(Embedding) if field.name != "data"]
 
@@ -63,19 +63,17 @@ def message_fields(value: Any) -> Any:
 
 @cache
 def _field_names(kind: type) -> list[str]:
-    """Empty where it is no dataclass."""
     return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
 
 def from_message(message: Any, kind: type[Value]) -> Value:
-    """The dataclass again."""
+    """The inverse of message_fields."""
     cached: Any = kind
     return kind(**{name: read(message) for name, read in _readers(cached)})
 
 
 @cache
 def _readers(kind: type) -> list[tuple[str, Callable[[Any], Any]]]:
-    """How each field of a dataclass is read from its message."""
     hints = get_type_hints(kind)
     return [(field.name, _reader(field.name, hints[field.name])) for field in fields(kind)]
 
@@ -108,7 +106,7 @@ def reply_message(reply: Reply) -> tuple[pb.EncodeReply, list[SharedBytes]]:
 
 
 def reply_of(message: pb.EncodeReply, shared: Sequence[SharedBytes]) -> Reply:
-    """The reply again. `shared`: what its ticket stands for."""
+    """The inverse of reply_message. `shared`: the rows that its ticket stands for."""
     answers: list[Answer] = [
         error_of(one.error) if one.HasField("error") else embedding_of(one.embedding, shared)
         for one in message.answers
@@ -123,7 +121,6 @@ def kept_message(kept: Kept, shared: list[SharedBytes]) -> pb.Kept:
 
 
 def kept_of(message: pb.Kept, shared: Sequence[SharedBytes]) -> Kept:
-    """The same again."""
     return Kept(from_message(message.media, Media), embedding_of(message.embedding, shared))
 
 
@@ -140,7 +137,6 @@ def embedding_message(embedding: Embedding, shared: list[SharedBytes]) -> pb.Emb
 
 
 def embedding_of(message: pb.Embedding, shared: Sequence[SharedBytes]) -> Embedding:
-    """The same again."""
     found = {name: read(message) for name, read in _readers(Embedding) if name != "data"}
     if message.HasField("shared"):
         return Embedding(shared[message.shared], **found)
@@ -148,7 +144,7 @@ def embedding_of(message: pb.Embedding, shared: Sequence[SharedBytes]) -> Embedd
 
 
 def error_message(error: Exception) -> pb.Error:
-    """Of any error. What is no ServiceError is our fault."""
+    """The message of any error. One that is no ServiceError becomes EncodeFailed."""
     if not isinstance(error, ServiceError):
         error = EncodeFailed(f"the encoder failed: {error!r}")
     retry = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
@@ -156,7 +152,7 @@ def error_message(error: Exception) -> pb.Error:
 
 
 def error_of(message: pb.Error) -> ServiceError:
-    """The same again; EncodeFailed where this version does not know the type."""
+    """The inverse of error_message; EncodeFailed for a type that this version does not know."""
     kind = ERROR_TYPES.get(message.type, EncodeFailed)
     if issubclass(kind, Overloaded):
         return kind(message.message, message.retry_after_seconds)

@@ -1,10 +1,10 @@
 """The replica's end of replica.proto: what routers call, over a unix socket or TCP.
 
-Who may call: processes that know the replica's token, a random one that only this Ray cluster is
-told (`record_replica_metadata`). The unix socket besides lies in a directory that only the
-replica's own user may enter; gRPC does not show a peer's credentials (SO_PEERCRED).
+Callers must know the replica's random token, which only this Ray cluster is told
+(`record_replica_metadata`). In addition, the unix socket is in a directory that only the replica's
+own user may enter, because gRPC does not show a peer's credentials (SO_PEERCRED).
 
-To Serve these are no requests: whoever owns the server calls `stop` before the process ends.
+Serve does not see these calls, so whoever owns the server calls `stop` before the process ends.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from actors.types import Dtype, Media, Reply, SharedBytes
 
 log = logging.getLogger("ray.serve")
 
-METADATA_KEY = "rpc"
-"""Of the endpoint in `record_replica_metadata`."""
+METADATA_KEY = "rpc"  # key of the endpoint in `record_replica_metadata`
 TOKEN_KEY, BEGUN_KEY, ERROR_KEY = "token", "begun", "error-bin"
-"""gRPC metadata: of a call; of its beginning, sent before any work; of its end."""
+"""Keys of gRPC metadata: with a call; in return, before any work; at the end."""
 
 MAX_MESSAGE_BYTES = 2**30
-"""Of a call or an answer. A reply holds at most 1000 items (limits.max_items) of INLINE_BYTES."""
+"""Limit of a call or an answer. A reply holds at most 1000 items (limits.max_items) of
+INLINE_BYTES."""
 MAX_ERROR_CHARS = 2000
-"""Of a message in the metadata, for which gRPC allows 8 KiB."""
+"""Limit of an error message in the metadata, for which gRPC allows 8 KiB."""
 TICKET_SECONDS = 30.0
-"""For which rows wait to be taken. The router asks at once; one that died never does."""
+"""How long rows wait to be taken. Routers ask at once, unless they died."""
 STALE_SECONDS = 60.0
-"""Age from which a socket that nobody listens on was left by a replica that was killed."""
+"""A socket of this age that nobody listens on was left by a replica that was killed."""
 DIRECTORY_PREFIX = "encoder-rpc-"
 SOCKET_NAME = "replica.sock"
 
@@ -76,14 +76,10 @@ TICKETS: dict[str, list[SharedBytes]] = {}
 class Endpoint:
     """Where a replica listens, and its token. Does not print the token."""
 
-    node: str
-    """Ray's id of the node."""
-    unix: str
-    """Path of the socket."""
-    tcp: str
-    """Address and port."""
-    actor: str
-    """Name of the replica's Ray actor, which hands over rows in shared memory."""
+    node: str  # Ray's id of the node
+    unix: str  # path of the socket
+    tcp: str  # address and port
+    actor: str  # name of the replica's Ray actor, which hands over rows in shared memory
     token: str = field(repr=False)
     version: int = VERSION
 
@@ -128,11 +124,10 @@ class ReplicaServer:
 
     @property
     def running(self) -> bool:
-        """Whether there is something to stop."""
         return self._server is not None
 
     async def start(self, node: str, host: str, actor: str) -> Endpoint:
-        """Listens; the second time it only says where. `host`: the node's address."""
+        """Starts to listen; a second call only returns where. `host`: the node's address."""
         if self._endpoint:
             return self._endpoint
         token = token_hex(32)
@@ -157,7 +152,7 @@ class ReplicaServer:
         return self._endpoint
 
     async def stop(self, grace_seconds: float) -> None:
-        """Takes no more calls, and waits so long for those that there are."""
+        """Takes no more calls, and waits at most `grace_seconds` for those in progress."""
         if (server := self._server) is None or self._endpoint is None:
             return
         self._server = None
@@ -165,7 +160,7 @@ class ReplicaServer:
         rmtree(Path(self._endpoint.unix).parent, ignore_errors=True)
 
     def _ticket(self, shared: list[SharedBytes]) -> str:
-        """For rows in shared memory, which stay at least until it is exchanged or expires."""
+        """A ticket for rows in shared memory, which stay until it is exchanged or expires."""
         if not shared:
             return ""
         ticket = token_hex(16)
@@ -206,7 +201,7 @@ def take(_: object, tickets: list[str]) -> list[list[SharedBytes] | None]:
 
 
 def _method(work: Callable[[Any], Awaitable[Any]]) -> Method:
-    """Says that the call has begun, and ends it with what `work` gives or raises."""
+    """A handler that announces the start of a call, and ends it with the result or error."""
 
     async def method(request: Any, context: grpc.aio.ServicerContext) -> Any:
         # Before the work: the router can tell a replica that died of the call from one that
@@ -257,7 +252,8 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 def generic_handler(
     service: ServiceDescriptor, methods: Mapping[str, Method]
 ) -> grpc.GenericRpcHandler:
-    """What a server registers. `methods`: every method of the service, all of them unary."""
+    """The handler that a server registers. `methods`: every method of the service, all of them
+    unary."""
     return grpc.method_handlers_generic_handler(
         service.full_name,
         {
@@ -274,7 +270,7 @@ def generic_handler(
 def stubs(
     service: ServiceDescriptor, channel: grpc.aio.Channel
 ) -> dict[str, grpc.aio.UnaryUnaryMultiCallable]:
-    """What a client calls, by the method's name."""
+    """The calls of a client, by the method's name."""
     return {method.name: _stub(method, channel) for method in service.methods}
 
 
@@ -301,7 +297,7 @@ def make_directory() -> Path:
 
 
 def is_stale(path: Path) -> bool:
-    """Whether nobody listens on a socket that is not new."""
+    """Whether a socket older than STALE_SECONDS has no listener."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)  # a process that hangs accepts nothing
         try:

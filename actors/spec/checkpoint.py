@@ -19,8 +19,7 @@ from actors.options import ModelOptions
 
 Json = dict[str, Any]
 
-REACH_SECONDS = 5
-"""How long the hub may take to answer before only its cache is used."""
+REACH_SECONDS = 5  # how long the hub may take to answer before only its cache is used
 
 FAMILIES = resources.files("actors") / "families"
 
@@ -73,7 +72,8 @@ class Hub:
 
     @cached_property
     def offline(self) -> bool:
-        """Whether only the cache is in reach. One short request replaces the library's retries."""
+        """Whether only the cache is in reach, by one short request instead of the library's
+        retries."""
         import httpx
         from huggingface_hub import constants
 
@@ -159,7 +159,7 @@ def preset_names() -> list[str]:
 
 
 def near(name: str) -> str:
-    """A question, where the name resembles a preset's."""
+    """A hint, if the name resembles a preset's."""
     meant = get_close_matches(name.lower(), preset_names(), 1, 0.8)
     return f"did you mean {meant[0]}? Otherwise: " if meant else ""
 

@@ -13,8 +13,7 @@ from actors.types import ItemPlan
 
 ALWAYS = 255.0
 """The dissimilarity of the first group of frames, which has none before it."""
-TINY = 1e-8
-"""As in torch's cosine_similarity: rows of zeros are similar to nothing."""
+TINY = 1e-8  # as in torch's cosine_similarity: rows of zeros are similar to nothing
 
 
 def retained_tokens(plan: ItemPlan, rate: float) -> int:
@@ -39,9 +38,9 @@ def retention_mask(
     judged = plan.group_tokens * plan.frames
     groups = rows[:judged].reshape(plan.frames, -1, rows.shape[1])
     lengths = np.maximum(np.linalg.norm(groups, axis=2), TINY)
-    products = (groups[1:] * groups[:-1]).sum(2)
+    dots = (groups[1:] * groups[:-1]).sum(2)
     unlike = np.full(groups.shape[:2], ALWAYS, np.float32)
-    unlike[1:] = 1 - products / (lengths[1:] * lengths[:-1])
+    unlike[1:] = 1 - dots / (lengths[1:] * lengths[:-1])
     order = np.argsort(-unlike.ravel(), kind="stable")
     mask = np.zeros(len(rows), np.bool_)
     mask[judged:] = True

@@ -14,8 +14,6 @@ import numpy as np
 
 
 class Sampling(Protocol):
-    """One rule."""
-
     @property
     def most(self) -> int:
         """The most frames of any video."""
@@ -51,7 +49,7 @@ class Strided:
     group: int
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        """See Sampling. Empty for fewer frames than a group."""
+        """Empty for fewer frames than a group."""
         most = min(self.most, frames) // self.group * self.group
         count = min(max(frames / fps * self.fps, self.least), most, frames)
         count = math.floor(count / self.group) * self.group
@@ -74,7 +72,7 @@ class Timed:
         return even(int(self.most_seconds * self.fps))
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        """See Sampling. An even number of frames; the last may be repeated."""
+        """An even number of frames; the last may be repeated."""
         last, seconds = frames - 1, frames / fps
         if seconds <= self.most_seconds:
             count = max(int(seconds * self.fps), 1)
@@ -96,11 +94,11 @@ class Thinning:
 
     @property
     def fps(self) -> float:
-        """See Sampling. The rate for a video of up to half a minute."""
+        """The rate for a video of up to half a minute."""
         return 3.0 * self.group
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        """See Sampling. An even number of frames; the last may be repeated."""
+        """An even number of frames; the last may be repeated."""
         seconds = frames / fps
         rate = (3 if seconds <= 30 else 1 if seconds <= 300 else 0.5) * self.group
         count = min(int(min(seconds, 2400) * rate), self.most)

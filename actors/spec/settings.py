@@ -60,7 +60,7 @@ def video_processor(files: Files) -> Json:
 
 
 def fixed_steps(resample: Resample) -> Json:
-    """Settings of a processor that may be absent but not otherwise."""
+    """Settings of a processor that may be absent but must not differ."""
     steps = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
     return {**steps, "resample": PIL_RESAMPLING[resample]}
 
@@ -84,7 +84,7 @@ def image_spec(
     resample: Resample = "bicubic",
     paths: tuple[str, ...] = ("default",),
 ) -> ModelSpec:
-    """The spec of a family that takes images. `folder`: empty, if it is called as the family."""
+    """The spec of a family that takes images. `folder`: default: the name of the family."""
     return ModelSpec(
         id=options.id,
         revision=options.revision,

@@ -18,17 +18,14 @@ import numpy.typing as npt
 from actors.errors import TooLarge
 from actors.types import ItemPlan, Size
 
-Resample = Literal["bicubic", "bilinear"]
-"""How a family's images are resized."""
+Resample = Literal["bicubic", "bilinear"]  # how a family's images are resized
 
 PATHS = ("global", "local")
 """The paths of models that see an image as a whole and in crops: see ViewSizing."""
 
-MAX_ASPECT = 200
-"""Images with a larger aspect ratio are rejected."""
+MAX_ASPECT = 200  # images with a larger aspect ratio are rejected
 
-SMALLEST_BUDGET_TOKENS = 64
-"""As in vLLM, unless the largest image has fewer tokens."""
+SMALLEST_BUDGET_TOKENS = 64  # as in vLLM, unless the largest image has fewer tokens
 
 
 class Sizing(Protocol):
@@ -70,8 +67,7 @@ class BlockSizing(ABC):
     """Resizes an image to one grid of merge blocks, which is one attention segment."""
 
     patch_size: int
-    merge_size: int
-    """merge_size ** 2 patches give one token."""
+    merge_size: int  # merge_size ** 2 patches give one token
 
     @abstractmethod
     def resized(self, size: Size) -> Size:
@@ -86,12 +82,10 @@ class BlockSizing(ABC):
         """A bound on the tokens of any plan."""
 
     def token_range(self) -> tuple[int, int]:
-        """See Sizing."""
         largest = self.largest_tokens()
         return min(SMALLEST_BUDGET_TOKENS, largest), largest
 
     def plan(self, size: Size) -> ItemPlan:
-        """See Sizing."""
         resized, block = self.resized(size), self.patch_size * self.merge_size
         down, across = math.ceil(resized.height / block), math.ceil(resized.width / block)
         grid = (1, down * self.merge_size, across * self.merge_size)
@@ -106,7 +100,6 @@ class PackedSizing(BlockSizing):
     max_pixels: int
 
     def resized(self, size: Size) -> Size:
-        """See smart_resize."""
         return smart_resize(
             size, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels
         )
@@ -122,8 +115,7 @@ class PackedSizing(BlockSizing):
 class WindowedSizing(PackedSizing):
     """As PackedSizing, with the patches of each attention window adjacent (Qwen2.5-VL)."""
 
-    window: int
-    """The side of a window in tokens."""
+    window: int  # the side of a window in tokens
 
     def order(self, rows: int, columns: int) -> tuple[npt.NDArray[np.int64], list[int]]:
         """The tokens of a grid of rows x columns patches, window by window; tokens per window.
@@ -166,8 +158,7 @@ class RoundingSizing(PackedSizing):
 class FittedSizing(BlockSizing):
     """Shrinks images until both sides fit, then stretches them to whole merge blocks (Pixtral)."""
 
-    max_side: int
-    """Limit of the longer side in pixels."""
+    max_side: int  # limit of the longer side in pixels
 
     def resized(self, size: Size) -> Size:
         """transformers.models.pixtral: get_resize_output_image_size. Raises TooLarge."""

@@ -22,21 +22,17 @@ TILES_PER_BUDGET = 16
 SCALED_OVER = 1.1
 """LLaVA-OneVision scales rows and columns down only where they are too long by this factor."""
 
-Layout = tuple[int, int]
-"""Rows and columns of tiles."""
+Layout = tuple[int, int]  # rows and columns of tiles
 
 
 @dataclass(frozen=True, slots=True)
 class TileSizing(ABC):
     """How a tile is divided, whatever the rule that lays out the tiles. See Sizing."""
 
-    tile_pixels: int
-    """The side of a tile."""
+    tile_pixels: int  # the side of a tile
     patch_size: int
-    merge_size: int
-    """merge_size ** 2 patches give one token (pixel shuffle)."""
-    max_tiles: int
-    """Without the overview."""
+    merge_size: int  # merge_size ** 2 patches give one token (pixel shuffle)
+    max_tiles: int  # without the overview
 
     @abstractmethod
     def layout(self, size: Size) -> Layout:
@@ -52,7 +48,6 @@ class TileSizing(ABC):
 
     @property
     def side_patches(self) -> int:
-        """Patches per side of a tile."""
         return self.tile_pixels // self.patch_size
 
     @property
@@ -60,7 +55,7 @@ class TileSizing(ABC):
         return (self.side_patches // self.merge_size) ** 2
 
     def plan(self, size: Size) -> ItemPlan:
-        """See Sizing. `grid_thw` is that of the canvas alone, so that it tells the layout."""
+        """`grid_thw` is that of the canvas alone, so that it tells the layout."""
         rows, columns = self.layout(size)
         tiles = with_overview(rows * columns)
         tokens = tiles * self.tile_tokens
@@ -68,7 +63,7 @@ class TileSizing(ABC):
         return ItemPlan(grid, tiles * self.side_patches**2, tokens, (tokens,))
 
     def token_range(self) -> tuple[int, int]:
-        """See Sizing. Every budget in between is a number of whole tiles."""
+        """Every budget in between is a number of whole tiles."""
         return self.tile_tokens, with_overview(self.max_tiles) * self.tile_tokens
 
 
@@ -158,11 +153,11 @@ class OneTile(TileSizing):
 
     @property
     def tile_tokens(self) -> int:
-        """Of its patches, and the class token."""
+        """Tokens of its patches, and the class token."""
         return self.class_tokens + (self.side_patches // self.merge_size) ** 2
 
     def token_range(self) -> tuple[int, int]:
-        """See Sizing. The largest budget holds TILES_PER_BUDGET images, as they are small."""
+        """The largest budget holds TILES_PER_BUDGET images, as they are small."""
         return self.tile_tokens, TILES_PER_BUDGET * self.tile_tokens
 
 
@@ -234,7 +229,7 @@ class AnyresSizing(TileSizing):
         return int(rows // ratio), int(columns // ratio)
 
     def plan(self, size: Size) -> ItemPlan:
-        """See Sizing. `grid_thw` is the canvas; tokens are the overview, the rest and newlines."""
+        """`grid_thw` is the canvas; tokens are the overview, the rest and newlines."""
         (rows, columns), side, kept = self.layout(size), self.side_patches, self.kept(size)
         down, across = self.scaled(kept)
         tiles = rows * columns + 1
@@ -247,7 +242,7 @@ class AnyresSizing(TileSizing):
         )
 
     def token_range(self) -> tuple[int, int]:
-        """See Sizing. One tile, as for a frame of a video, to the largest canvas with overview."""
+        """One tile, as for a frame of a video, to the largest canvas with overview."""
         return self.tile_tokens, (self.max_tiles + 1) * self.tile_tokens
 
 

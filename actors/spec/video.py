@@ -25,8 +25,7 @@ class VideoSizing(ABC):
     sampling: Sampling
     patch_size: int
     merge_size: int
-    group: int
-    """Frames per group, which are embedded together."""
+    group: int  # frames per group, which are embedded together
 
     @abstractmethod
     def resized(self, size: Size, frames: int) -> Size:
@@ -38,7 +37,6 @@ class VideoSizing(ABC):
 
     @property
     def most_groups(self) -> int:
-        """The most groups of any video."""
         return -(-self.sampling.most // self.group)
 
     @property
@@ -127,8 +125,7 @@ class TotalPixels(VideoSizing):
 
     min_pixels: int
     max_pixels: int
-    most_frame_tokens: int = 0
-    """A limit for each frame besides; 0: no limit."""
+    most_frame_tokens: int = 0  # limit of each frame, in addition; 0: no limit
 
     def resized(self, size: Size, frames: int) -> Size:
         """transformers: Qwen3VLVideoProcessor.resize, Glm4vVideoProcessor.resize."""
@@ -170,8 +167,7 @@ class FrameTiles(VideoSizing):
 class PooledGroups(VideoSizing):
     """Frames attend to each other within a group and are pooled to one picture (Kimi-K2.5)."""
 
-    pictures: BlockSizing
-    """How each frame is resized and divided."""
+    pictures: BlockSizing  # how each frame is resized and divided
 
     @property
     def least(self) -> int:
@@ -183,7 +179,7 @@ class PooledGroups(VideoSizing):
         return [tuple(found[i : i + self.group]) for i in range(0, len(found), self.group)]
 
     def resized(self, size: Size, frames: int) -> Size:
-        """See VideoSizing; before padding to whole merge blocks."""
+        """Before padding to whole merge blocks."""
         return self.pictures.resized(size)
 
     def longest_side_patches(self) -> int:

@@ -57,7 +57,7 @@ class CropSizing:
 
     @property
     def view_tokens(self) -> tuple[int, int]:
-        """See ViewSizing. The newlines of the whole image are computed with it."""
+        """The newlines of the whole image are computed with it."""
         return self.image_side * (self.image_side + 1), self.crops.tile_tokens
 
     def layout(self, size: Size) -> Layout | None:
@@ -98,11 +98,11 @@ class CropSizing:
         return whole + rows * self.crop_side * (columns * self.crop_side + 1)
 
     def largest_budget(self, most: int) -> int:
-        """See ViewSizing. All of it, as published."""
+        """All of it, as published."""
         return most
 
     def token_range(self) -> tuple[int, int]:
-        """See Sizing: an image without crops, and the most crops in the longest column."""
+        """An image without crops, and the most crops in the longest column."""
         found = layouts(self.crops.min_tiles, self.crops.max_tiles)
         return self.rows(None), max(map(self.rows, found))
 
@@ -161,14 +161,14 @@ class WindowSizing:
         return ItemPlan(grid, sum(patches), sum(tokens), tokens, path_patches=patches)
 
     def token_range(self) -> tuple[int, int]:
-        """See Sizing. The smallest is the whole view alone."""
+        """The smallest is the whole view alone."""
         square = self.longest_pixels // self.crop_pixels + 1
         strip = self.longest_pixels // max(1, self.longest_pixels // MAX_ASPECT) + 1
         whole, crop = self.view_tokens
         return whole, whole + max(square**2, strip) * crop
 
     def largest_budget(self, most: int) -> int:
-        """See ViewSizing. More would use the GPU no better and take more memory."""
+        """More would use the GPU no better and take more memory."""
         return min(most, IMAGES_PER_BUDGET * self.view_tokens[0])
 
     def windows(self, size: Size) -> Windows:

@@ -14,8 +14,7 @@ import numpy as np
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding
 
-Key = tuple[str, ...]
-"""The model's fingerprint and `Media.identity`."""
+Key = tuple[str, ...]  # the model's fingerprint and `Media.identity`
 
 
 class EmbeddingCache:

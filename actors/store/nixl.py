@@ -33,8 +33,7 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
 WORD_BYTES = 8
-READ_SECONDS = 5
-"""Time limit for reading one item; beyond it the embedding is lost."""
+READ_SECONDS = 5  # time limit for reading one item; beyond it the embedding is lost
 READ_THREAD = ThreadPoolExecutor(1, "nixl")
 """One thread per process reads, one item after the other: NIXL's agent is not thread-safe."""
 
@@ -64,7 +63,7 @@ class DeviceMemory:
         metrics.nixl_bytes.set_function(self._taken_bytes)
 
     def put(self, rows: Tensor, dtype: torch.dtype) -> SharedBytes | None:
-        """A copy in a dtype, to be referred to. None: there is no room now.
+        """Copies rows, converted to `dtype`, into this memory. None: there is no room now.
 
         rows: [tokens, width] on this device, complete.
         """
@@ -81,8 +80,8 @@ class DeviceMemory:
             summed = total(block)  # waits for the copy
             remote = RemoteBytes(ray.put(block, _tensor_transport="nixl"), size, summed)
         self._metrics.nixl_items.inc()
-        # In an object of its own: whoever hands a direct transport reference on keeps what Ray
-        # knows of it for ever (ray-project/ray#57962), whoever hands this one on does not.
+        # Wrapped in an ordinary object: a process that passes on a direct transport reference keeps
+        # Ray's metadata of it for ever (ray-project/ray#57962).
         return SharedBytes(ray.put([remote]), size)
 
     def _taken_bytes(self) -> float:
@@ -98,7 +97,8 @@ class DeviceMemory:
 def total(block: Tensor) -> int:
     """The sum of the 64-bit words of uint8 bytes [n], modulo 2 ** 64, and of the last few bytes.
 
-    In place and as fast as memory is read. Other rows, or what is left of them, have another one.
+    In place and as fast as memory is read. A checksum: memory that was overwritten before it was
+    read has another one.
     """
     whole = len(block) // WORD_BYTES * WORD_BYTES
     words = block[:whole].view(torch.int64).sum()
@@ -106,7 +106,7 @@ def total(block: Tensor) -> int:
 
 
 def check_transport(transport: Transport) -> None:
-    """Raises ConfigError where it takes a package that is not installed."""
+    """Raises ConfigError if the transport needs a package that is not installed."""
     if transport == "nixl" and find_spec("nixl") is None:
         raise ConfigError(
             "encoder.transport is nixl, but the package nixl is not installed here: "
@@ -115,7 +115,7 @@ def check_transport(transport: Transport) -> None:
 
 
 class Receiver:
-    """Has rows on a device of this process, wherever they were."""
+    """Brings rows to a device of this process."""
 
     def __init__(self, device: str) -> None:
         """Raises ConfigError where there is no NIXL."""
@@ -162,8 +162,9 @@ class Receiver:
 
 
 def forget(reference: Any) -> None:
-    """What Ray keeps of a direct transport object in a process that borrowed it, and never lets go
-    (ray-project/ray#57962): about a kilobyte each. Not in the process that owns it."""
+    """Drops what Ray keeps of a direct transport object in a process that borrowed it, about a
+    kilobyte each, and would never drop (ray-project/ray#57962). Not for the process that owns
+    it."""
     manager = ray._private.worker.global_worker.rdt_manager
     with manager._lock:
         manager._managed_rdt_metadata.pop(reference.hex(), None)

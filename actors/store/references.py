@@ -1,8 +1,8 @@
 """Embeddings that a replica keeps for a while, each under an id that nobody can guess.
 
 Bounded in time and in bytes: the one fetched longest ago is evicted first. An object in shared
-memory counts whole, once, as long as one of its embeddings is kept. Knows neither Ray nor clocks:
-time is an argument, in seconds of any steady clock. Not thread-safe.
+memory counts once, in full, while any of its embeddings is kept. Knows neither Ray nor clocks: time
+is an argument, in seconds of any steady clock. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from actors.options import ReferenceOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, Media, SharedBytes
 
-ID_BYTES = 24
-"""Of randomness."""
+ID_BYTES = 24  # random bytes in an id
 OVERHEAD_BYTES = 4096
 """What an entry takes besides its rows, so that many small ones are bounded too."""
 
@@ -39,14 +38,13 @@ class Kept:
 
     @property
     def size_bytes(self) -> int:
-        """Of memory, where nothing else of its object is kept."""
+        """Memory that it takes if nothing else of its object is kept."""
         data = self.embedding.data
         rows = data.object_bytes if isinstance(data, SharedBytes) else data.nbytes
         return rows + OVERHEAD_BYTES
 
     @property
     def shared_object(self) -> object | None:
-        """The object in shared memory that its rows lie in."""
         data = self.embedding.data
         return data.object_ref if isinstance(data, SharedBytes) else None
 
@@ -67,11 +65,11 @@ class References:
         self._users: Counter[object] = Counter()
         """How many entries each object in shared memory has."""
         self.bytes = 0
-        """Of memory that all entries together keep from being freed."""
+        """Memory that all entries together hold."""
 
     @property
     def largest_bytes(self) -> int:
-        """Of an object that can be kept."""
+        """Size of the largest object that can be kept."""
         return self._options.max_bytes - OVERHEAD_BYTES
 
     def keep(self, kept: Kept, now: float) -> str:
@@ -113,7 +111,6 @@ class References:
         return True
 
     def expire(self, now: float) -> None:
-        """Drops all entries whose time is over."""
         while self._ends and self._ends[first := next(iter(self._ends))] <= now:
             self._remove(first)
 

@@ -40,7 +40,7 @@ def as_bytes(rows: Tensor, dtype: Dtype) -> Bytes:
 
 
 async def converted(embedding: Embedding, dtype: Dtype) -> Embedding:
-    """The same in another dtype; in shared memory if it is large. Raises EmbeddingLost."""
+    """The embedding in another dtype, in shared memory if it is large. Raises EmbeddingLost."""
     if embedding.dtype == dtype:
         return embedding
     rows = tensor(await here(embedding))

@@ -19,8 +19,7 @@ from actors.store.rows import as_bytes
 from actors.store.shared_memory import INLINE_BYTES, MOST_TOGETHER_BYTES, share, share_together
 from actors.types import DTYPE_BYTES, Bytes, Dtype, Embedding, Item, Media, SharedBytes, Timings
 
-WRITERS = 4
-"""Threads that copy rows at the same time."""
+WRITERS = 4  # threads that copy rows at the same time
 
 
 class RowWriter:
@@ -47,11 +46,9 @@ class RowWriter:
         self.threads = ThreadPoolExecutor(WRITERS, "write")
 
     def close(self) -> None:
-        """Returns when everything is written."""
         self.threads.shutdown()
 
     def key(self, media: Media) -> Key:
-        """Of an item's rows in the cache."""
         return (self.fingerprint, *media.identity)
 
     def stays_on_device(self, media: Media, dtype: Dtype) -> bool:
@@ -137,11 +134,8 @@ class RowWriter:
 
 
 class Batch:
-    """Rows of one call. Those that leave the engine together are written together.
-
-    An object in Ray's shared memory costs its writer a third of a millisecond, and as much again
-    every process that gets its reference.
-    """
+    """Rows of one call. Those that leave the engine together are written together: an object in
+    Ray's shared memory is expensive (share_together)."""
 
     def __init__(self, writer: RowWriter, dtype: Dtype) -> None:
         self._writer = writer
@@ -151,7 +145,6 @@ class Batch:
         self._next_write: asyncio.Future[dict[int, Embedding]] | None = None
 
     async def write(self, media: Media, item: Item) -> Embedding:
-        """The embedding of an encoded item."""
         with self._lock:
             self._waiting.append((media, item))
             if self._next_write is None:

@@ -87,7 +87,6 @@ class Spans:
 
 
 def named(**attributes: Value) -> dict[str, Value]:
-    """Attributes as we name them: `encoder.items`."""
     return {f"encoder.{name}": value for name, value in attributes.items()}
 
 

@@ -69,7 +69,7 @@ def power_of_two(random: Random) -> Plan:
 
 
 def one_of(random: Random) -> Plan:
-    """Each item to any replica: the baseline for the other policies."""
+    """Each item to a replica drawn at random: the baseline for the other policies."""
 
     def plan(costs: Sequence[int], loads: Mapping[str, int]) -> list[Shard]:
         replicas = some(loads)
@@ -90,7 +90,6 @@ POLICIES: dict[Policy, Callable[[Random], Plan]] = {
 
 
 def some(loads: Mapping[str, int]) -> list[str]:
-    """The replicas, of which there must be one."""
     if not loads:
         raise ValueError("there is no replica to plan for")
     return list(loads)
@@ -99,7 +98,6 @@ def some(loads: Mapping[str, int]) -> list[str]:
 def shards(
     costs: Sequence[int], replicas: Sequence[str], chosen: Sequence[Sequence[int]]
 ) -> list[Shard]:
-    """What was chosen, without the replicas that got nothing."""
     return [
         Shard(replica, tuple(items), sum(costs[item] for item in items))
         for replica, items in zip(replicas, chosen, strict=True)

@@ -1,8 +1,8 @@
 """Sends an item to the replica whose cache should hold its embedding. Pure.
 
-A router goes by the embeddings that it had from each replica: as many as the replica's cache holds,
-the least recently used evicted first. With one router that is what the cache holds, with several
-about that. A wrong guess costs nothing but the choice of the replica.
+A router remembers which embeddings it got from each replica: as many as the replica's cache holds,
+evicting the least recently used. With one router that is exactly what the cache holds, with several
+approximately. A wrong guess costs nothing but the choice of the replica.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from actors.types import DTYPE_BYTES, Embedding, Media, Shard
 from router.policy.balance import Plan
 
 PATIENCE = 9
-"""How many times the item's own patches its replica may carry more than the least loaded one. A hit
-does not wait for that load and a miss does, so this pays off even if one hit in ten is a miss."""
+"""An item goes to the replica that should hold it if that carries at most this many times the
+item's own patches more than the least loaded one. A hit does not wait for that load but a miss
+does, so this pays off even if one expected hit in ten is a miss."""
 MAX_ENTRIES = 100_000
-"""Remembered for each replica: some 30 MB, however small the embeddings are."""
+"""Embeddings remembered for each replica: some 30 MB, however small the embeddings are."""
 
 Identity = tuple[str, ...]
 

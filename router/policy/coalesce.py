@@ -19,7 +19,6 @@ may stay on the device."""
 
 
 def key(media: Media, dtype: Dtype) -> Key:
-    """Of an item."""
     return media.identity, dtype, media.on_device
 
 
@@ -48,7 +47,6 @@ class InFlightItem:
 
     @property
     def key(self) -> Key:
-        """By which other requests join it."""
         return key(self.media, self.dtype)
 
 
@@ -61,5 +59,4 @@ class ShardCall:
 
     @property
     def wanted(self) -> bool:
-        """Whether any request still waits for one of its items."""
         return any(item.waiting for item in self.items if not item.answer.done())

@@ -16,11 +16,11 @@ REPORT_AGE_SECONDS = 1.5
 RETRY_AFTER_SECONDS = (1.0, 30.0)
 """The least and the most that a refused caller is told to wait."""
 WAITED_FRACTION = 0.25
-"""Of `max_queue_seconds`: what the oldest item must have waited before there is a queue at all."""
+"""The queue is not limited before its oldest item has waited for this fraction of
+`max_queue_seconds`."""
 LOOK_BACK_SECONDS = 5.0
 """Busy time over which the throughput is averaged; older work hardly counts."""
-MIN_BUSY_SECONDS = 1.0
-"""Busy time before a throughput is believed."""
+MIN_BUSY_SECONDS = 1.0  # busy time before a throughput is believed
 
 
 @dataclass(slots=True, eq=False)
@@ -28,10 +28,8 @@ class Reservation:
     """The patches of one item, from admission to release."""
 
     patches: int
-    since_seconds: float
-    """When it was admitted."""
-    replica: str | None = None
-    """Who carries them; None: between two replicas."""
+    since_seconds: float  # when it was admitted
+    replica: str | None = None  # the replica that has them; None: between two replicas
     released: bool = False
 
 
@@ -66,11 +64,11 @@ class Throughput:
         self._seen = 0.0
 
     def resume(self, now: float) -> None:
-        """There is work again."""
+        """Work begins again: the time before `now` does not count."""
         self._seen = now
 
     def did(self, patches: int, now: float) -> None:
-        """So many were done; since `resume` there was always work."""
+        """Counts patches that were done. Since `resume` there must have been work all the time."""
         passed = (now - self._seen) / LOOK_BACK_SECONDS
         kept = math.exp(-passed)
         # As if done evenly over the time that passed: a lump at its end would weigh too much.
@@ -79,7 +77,7 @@ class Throughput:
         self._seen = now
 
     def seconds(self, patches: float) -> float | None:
-        """How long so many take. None: not measured yet."""
+        """How long this many take. None: not measured yet."""
         if self._seconds < MIN_BUSY_SECONDS or not self._patches:
             return None
         return patches * self._seconds / self._patches
@@ -103,7 +101,6 @@ class Ledger:
 
     @property
     def outstanding(self) -> int:
-        """Patches admitted and not yet released."""
         return self._outstanding
 
     def own(self, replica: str) -> int:
@@ -135,7 +132,7 @@ class Ledger:
         return admitted
 
     def check_room(self, now: float, patches: int = 1) -> None:
-        """Raises Overloaded where `admit` would for so many patches."""
+        """Raises Overloaded where `admit` would for this many patches."""
         excess = self._outstanding + patches - self._limit
         if excess > 0:
             raise Overloaded(
@@ -152,7 +149,7 @@ class Ledger:
             )
 
     def assign(self, reservation: Reservation, replica: str | None) -> None:
-        """Moves the patches to a replica, or away from one. Nothing once released."""
+        """Moves the patches to a replica, or away from one. Once released, does nothing."""
         if reservation.released:
             return
         if reservation.replica is not None:
@@ -174,14 +171,14 @@ class Ledger:
         self._throughput.did(reservation.patches if done else 0, now)
 
     def report(self, reported: Mapping[str, int]) -> None:
-        """What the replicas say they carry. Forgets replicas that are gone and carry nothing."""
+        """Takes the replicas' reports of what they carry. Forgets idle replicas that are gone."""
         for replica, patches in reported.items():
             self._accounts.setdefault(replica, Account()).reported = patches
         for replica in [r for r, a in self._accounts.items() if r not in reported and not a.own]:
             del self._accounts[replica]
 
     def hear(self, replica: str, outstanding_patches: int, now: float) -> None:
-        """What a replica said that it has from all routers, with its answer to this one.
+        """Takes the load of all routers that a replica reported with an answer to this one.
 
         Reports alone come so late that all routers avoid and then prefer the same replicas: with
         eight routers that was worse than no balancing (`simulate --reports-alone`).
@@ -216,7 +213,6 @@ class Ledger:
         account.excluded_until_seconds = now + self._exclude_seconds
 
     def excluded(self, replica: str, now: float) -> bool:
-        """Whether it failed recently."""
         account = self._accounts.get(replica)
         return account is not None and now < account.excluded_until_seconds
 
@@ -233,6 +229,6 @@ class Ledger:
 
 
 def within(seconds: float | None) -> float:
-    """What a refused caller is told to wait."""
+    """Seconds that a refused caller is told to wait."""
     least, most = RETRY_AFTER_SECONDS
     return min(most, max(least, seconds or least))

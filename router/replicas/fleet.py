@@ -21,13 +21,8 @@ class ReplicaDied(ShardLost):
 
 
 class Fleet(Protocol):
-    """The replicas."""
-
     def reports(self) -> tuple[int, Mapping[str, int]]:
-        """A number that changes with every report, and what each replica reports to carry.
-
-        Outstanding patches by replica, in the order of their ids.
-        """
+        """A number that changes with every report, and the outstanding patches of each replica."""
 
     async def encode(
         self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float, *, keep: bool

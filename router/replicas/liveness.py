@@ -20,7 +20,7 @@ from router.replicas.fleet import ShardLost
 
 
 class Liveness:
-    """Of the replicas that have calls of one router."""
+    """Watches the replicas that have calls of one router."""
 
     def __init__(self, check: Callable[[str], Awaitable[None]], stall_seconds: float) -> None:
         """`check` returns if the replica is healthy."""
@@ -77,7 +77,7 @@ class Liveness:
             for call in self._calls[replica]:
                 if not call.expired():
                     call.reschedule(loop.time())
-            with suppress(Exception):  # that it fails is an answer
+            with suppress(Exception):  # a failure is an answer, too
                 await answer
             self.silent.discard(replica)
         self._answered_at[replica] = loop.time()

@@ -15,8 +15,7 @@ from typing import Any
 from actors.autoscaling import OUTSTANDING_PATCHES
 from actors.rpc.server import METADATA_KEY, Endpoint
 
-Deployment = tuple[str, str]
-"""Names of the application and of the deployment."""
+Deployment = tuple[str, str]  # names of the application and of the deployment
 
 
 class PinnedReplicaUnavailable(Exception):
@@ -36,7 +35,6 @@ class Replica:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any], stats: Mapping[str, Any]) -> Replica:
-        """From what Serve passes on."""
         shown = {name: said for name, said in metadata.items() if name != METADATA_KEY}
         return cls(shown, int(stats.get(OUTSTANDING_PATCHES, 0)), Endpoint.of(metadata))
 
@@ -57,16 +55,14 @@ class Membership:
         self._members: dict[Deployment, Members] = {}
 
     def publish(self, deployment: Deployment, replicas: Mapping[str, Replica]) -> None:
-        """Replaces what was known."""
         with self._lock:
             version = self._members.get(deployment, Members()).version + 1
             self._members[deployment] = Members(version, dict(sorted(replicas.items())))
 
     def members(self, deployment: Deployment) -> Members:
-        """What is known."""
         with self._lock:
             return self._members.get(deployment, Members())
 
 
 MEMBERSHIP = Membership()
-"""The one of this process: Serve constructs request routers and hands them nothing of ours."""
+"""One per process, because Serve constructs request routers and passes them nothing of ours."""

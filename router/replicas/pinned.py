@@ -32,16 +32,14 @@ class PinnedRequestRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Sends a pinned call to its replica. Calls that are not pinned: power of two."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Called by Serve once, before anything else."""
         self._by_name: dict[str, Any] = {}
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        """The controller's word: replicas came, went, or reported."""
+        """Called for news of the controller: replicas came, went, or reported."""
         super().update_replicas(replicas)
         self._publish()
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
-        """A call saw it first."""
         super().on_replica_actor_died(replica_id)
         self._publish()
 

@@ -23,17 +23,14 @@ class Keepers(Protocol):
         """What is kept under a name."""
 
     async def release(self, replica: str, name: str) -> bool:
-        """Lets go. False: there was nothing."""
+        """Drops what is kept under a name. False: there was nothing."""
 
 
 class KeptEmbeddings:
-    """Fetch and release over a fleet."""
-
     def __init__(self, fleet: Keepers) -> None:
         self._fleet = fleet
 
     async def fetch(self, reference: str) -> Kept:
-        """What is kept under an id. Raises NotFound, or Unavailable for now."""
         replica, name = self._find(reference)
         try:
             kept = await self._fleet.fetch(replica, name)
@@ -44,7 +41,6 @@ class KeptEmbeddings:
         return kept
 
     async def release(self, reference: str) -> None:
-        """Lets go before its time to live is over. Raises NotFound, or Unavailable for now."""
         replica, name = self._find(reference)
         try:
             released = await self._fleet.release(replica, name)
@@ -65,7 +61,6 @@ class KeptEmbeddings:
 
 
 def unknown(reference: str) -> NotFound:
-    """Expired, released, evicted, never there, or its replica ended: which, nobody knows."""
     return NotFound(
         f"no embedding is kept under {reference[:100]!r}: it expired, was released or evicted, or "
         "its replica ended; encode the item again"

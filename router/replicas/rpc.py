@@ -41,7 +41,7 @@ CHANNEL_OPTIONS = [
 
 
 class ReplicaChannel:
-    """To one replica. For one event loop."""
+    """A channel to one replica, for one event loop."""
 
     def __init__(self, endpoint: Endpoint, node: str) -> None:
         """`node`: Ray's id of this process's node."""
@@ -72,7 +72,7 @@ class ReplicaChannel:
             self._close_if_done()
 
     def retire(self) -> None:
-        """No more calls: closes once those that there are have ended. A drained replica answers."""
+        """Closes once the calls in progress have ended, which a draining replica still answers."""
         self._retired = True
         self._close_if_done()
 
@@ -82,7 +82,7 @@ class ReplicaChannel:
 
 
 def failure(error: grpc.aio.AioRpcError) -> Exception:
-    """What a status means for the items of the call."""
+    """The exception for a call that ended with this status."""
     code, details = error.code(), error.details() or error.code().name
     for key, value in error.trailing_metadata() or ():
         if key == ERROR_KEY:
@@ -99,14 +99,13 @@ def failure(error: grpc.aio.AioRpcError) -> Exception:
 
 
 class ReplicaChannels:
-    """To all replicas of a fleet, opened at the first call."""
+    """The channels to the replicas of a fleet, each opened at its first call."""
 
     def __init__(self, node: str) -> None:
         self._node = node
         self._channels: dict[str, ReplicaChannel] = {}
 
     def to(self, replica: str, endpoint: Endpoint) -> ReplicaChannel:
-        """The channel to a replica."""
         channel = self._channels.get(replica)
         if channel is None:
             self._channels[replica] = channel = ReplicaChannel(endpoint, self._node)

@@ -40,14 +40,12 @@ LOST = (
 )
 """What Ray raises where the replica is at fault, not the request."""
 
-GRACE_SECONDS = 1.0
-"""How much later than its items a call ends as a whole."""
+GRACE_SECONDS = 1.0  # how much longer than its items a call may take as a whole
 FETCH_SECONDS = 10.0
-"""For a fetch or a release. A fetch may wait until rows are written to shared memory."""
+"""Time limit of a fetch or a release. A fetch may wait until rows are written to shared memory."""
 CONFIRM_SECONDS, CONFIRMATIONS = 0.5, 10
-"""Between two questions to Serve whether an unreachable replica is dead, and how many."""
-SERVE_NAMESPACE = "serve"
-"""Of the actors of Serve's replicas."""
+"""Pause between two questions to Serve whether an unreachable replica is dead, and their number."""
+SERVE_NAMESPACE = "serve"  # of the actors of Serve's replicas
 ANYWHERE = "any"
 """The one replica of Serve's local testing mode, which has neither replicas nor gRPC."""
 
@@ -74,7 +72,6 @@ class ServeFleet:
         return self._members()[1]
 
     def reports(self) -> tuple[int, Mapping[str, int]]:
-        """See fleet.Fleet."""
         version, replicas = self._members()
         for gone in self._hand_overs.keys() - replicas.keys():
             del self._hand_overs[gone]
@@ -90,7 +87,7 @@ class ServeFleet:
         *,
         keep: bool = False,
     ) -> Reply:
-        """See fleet.Fleet. Cancelling it cancels the call."""
+        """Cancelling it cancels the call."""
         patches = sum(item.plan.patches for item in media)
         with self._spans.span(
             "route", "client", replica=replica, items=len(media), patches=patches
@@ -103,19 +100,16 @@ class ServeFleet:
             return reply_of(reply, await self._rows(replica, reply.ticket))
 
     async def check(self, replica: str) -> None:
-        """See fleet.Fleet."""
         if not self._local:
             await self._call(replica, "Check", pb.CheckRequest())
 
     async def fetch(self, replica: str, name: str) -> Kept | None:
-        """See references.Keepers."""
         reply = await self._call(replica, "Fetch", pb.FetchRequest(name=name), FETCH_SECONDS)
         if not reply.HasField("kept"):
             return None
         return kept_of(reply.kept, await self._rows(replica, reply.ticket))
 
     async def release(self, replica: str, name: str) -> bool:
-        """See references.Keepers."""
         request = pb.ReleaseRequest(name=name)
         reply = await self._call(replica, "Release", request, FETCH_SECONDS)
         return bool(reply.released)
@@ -197,9 +191,9 @@ class ServeFleet:
 class HandOver:
     """Exchanges tickets of one replica for rows in shared memory.
 
-    One call at a time takes all tickets that came meanwhile: a call of Ray costs milliseconds. Not
-    by a handle of Serve: it streams its answers, and object references in a stream of Ray's are
-    sometimes released before their receiver holds them, if that is on another node.
+    One call at a time takes all tickets that came meanwhile, because a call of Ray costs
+    milliseconds. It is no call of a Serve handle, which streams its answers: object references in a
+    stream are sometimes released before a receiver on another node holds them.
     """
 
     def __init__(self, actor: str) -> None:
@@ -257,7 +251,6 @@ def is_local_testing() -> bool:
 
 
 def node_id() -> str:
-    """Ray's id of this process's node."""
     found: str = ray.get_runtime_context().get_node_id()
     return found
 

@@ -25,8 +25,7 @@ class Cost:
 
     launch_seconds: float
     patch_seconds: float
-    attention_seconds: float
-    """Per pair of patches of the same image."""
+    attention_seconds: float  # per pair of patches of the same image
 
     def seconds(self, patches: Sequence[int]) -> float:
         """Of one shard, from the patches of each of its items."""
@@ -52,7 +51,7 @@ class Scenario:
     """`router.max_queue_seconds`."""
     report_period_seconds: float = 1.0
     report_delay_seconds: float = 0.3
-    """From a replica to the routers: what they know is so much older than it looks."""
+    """Delay of a report on its way from a replica to the routers."""
     answers_tell: bool = True
     """Replicas report their load with every answer, not only periodically."""
     deaths: Sequence[tuple[float, int]] = ()
@@ -65,8 +64,6 @@ class Scenario:
 
 @dataclass(slots=True)
 class Outcome:
-    """Results of a simulation."""
-
     latencies_seconds: list[float] = field(default_factory=list)
     """Of every admitted request, until the end of its last item."""
     busy_seconds: list[float] = field(default_factory=list)
@@ -87,8 +84,6 @@ class Outcome:
 
 @dataclass(slots=True)
 class Request:
-    """One request in flight."""
-
     router: int
     since: float
     left: int
@@ -96,27 +91,21 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedShard:
-    """A shard on a replica."""
-
     request: Request
     reservations: Sequence[Reservation]
 
     @property
     def patches(self) -> list[int]:
-        """Of its items."""
         return [one.patches for one in self.reservations]
 
 
 @dataclass(slots=True)
 class SimulatedReplica:
-    """One replica."""
-
     queue: deque[SimulatedShard] = field(default_factory=deque)
     alive: bool = True
 
     @property
     def outstanding(self) -> int:
-        """Patches accepted and not done."""
         return sum(sum(work.patches) for work in self.queue)
 
 
@@ -165,7 +154,6 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
 
     def run(self) -> Outcome:
-        """To the end of the last request."""
         for number, (second, patches) in enumerate(self.scenario.arrivals):
             router = number % len(self.plans)
             self._at(second, lambda r=router, p=patches: self._arrive(r, p))  # type: ignore[misc]

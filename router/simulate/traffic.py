@@ -13,13 +13,11 @@ H200_8B = Cost(launch_seconds=1.23e-3, patch_seconds=1.61e-6, attention_seconds=
 """Fitted by eye to the budget graphs of Qwen3-VL-8B's tower as of 2026-11-21 16:42 UTC
 (BENCHMARKS.md): within 5 % for 1, 8 and 20 images of 336x336, for 1024x1024 and for 1080p."""
 
-MEDIAN_PATCHES = 1000
-"""About 500 x 500 pixels in patches of 16."""
+MEDIAN_PATCHES = 1000  # about 500 x 500 pixels in patches of 16
 SIGMA = 1.1
-"""Of the logarithm: one image in a hundred has over 12 times the median."""
+"""Standard deviation of the logarithm: one image in a hundred has over 12 times the median."""
 LEAST_PATCHES, MOST_PATCHES = 64, 16384
-ITEMS = (1, 1, 2, 4, 8, 20)
-"""Items per request, equally likely."""
+ITEMS = (1, 1, 2, 4, 8, 20)  # items per request, equally likely
 
 
 def heavy_tailed(random: Random) -> int:
@@ -29,7 +27,7 @@ def heavy_tailed(random: Random) -> int:
 
 
 def drawn(random: Random, requests: int) -> list[list[int]]:
-    """The patches of the items of so many requests."""
+    """The patches of each item of this many requests."""
     return [[heavy_tailed(random) for _ in range(random.choice(ITEMS))] for _ in range(requests)]
 
 

@@ -33,7 +33,7 @@ DEFAULTS: Mapping[str, Json] = {
         **{"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
     },
 }
-"""What transformers takes for keys that `vision_config` lacks, by its `model_type`."""
+"""transformers' defaults for keys that `vision_config` lacks, by its `model_type`."""
 
 
 def siglip(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
@@ -65,7 +65,7 @@ def one_tile(
     width: int,
     class_tokens: int,
 ) -> ModelSpec:
-    """The spec of a tower whose images are divided as CLIP's or SigLIP's processor does it."""
+    """The spec of a tower whose images are divided as by CLIP's or SigLIP's processor."""
     processor = image_processor(files)
     cropped = vision["model_type"] == CLIP_TOWER
     size = processor.get("size")

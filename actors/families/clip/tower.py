@@ -60,7 +60,7 @@ POOLING = frozenset(
         ),
     }
 )
-"""SigLIP's pooling head, which nothing reads."""
+"""SigLIP's pooling head, which is not used."""
 
 
 def family(spec: ModelSpec) -> Family[TileParts]:
@@ -68,7 +68,7 @@ def family(spec: ModelSpec) -> Family[TileParts]:
 
 
 def dimensions(spec: ModelSpec) -> Dimensions:
-    """`depth` is that of the layers that are used."""
+    """`depth` counts only the layers that are used."""
     return Dimensions.read(spec, **LAYERS | {"depth": "used_layers"})
 
 
@@ -78,13 +78,13 @@ def expected(spec: ModelSpec) -> Expected:
 
 
 def layer_shapes(spec: ModelSpec) -> Expected:
-    """All that is before the end of the last layer."""
+    """Everything up to the end of the last layer that is used."""
     clip = is_clip(spec)
     return tower_shapes(dimensions(spec), tile_sizing(spec).side_patches ** 2, clip=clip)
 
 
 def tower_shapes(tower: Dimensions, positions: int, *, clip: bool = False) -> Expected:
-    """See layer_shapes; for a table of this many positions."""
+    """As layer_shapes, for a table of this many positions."""
     patch = (3, tower.patch_size, tower.patch_size)
     shapes = {
         **affine(PATCHES, (tower.width, *patch), bias=not clip),
@@ -106,7 +106,7 @@ def unused(spec: ModelSpec) -> frozenset[str]:
 def parts(
     spec: ModelSpec, weights: Weights, head: Callable[[Tensor], Tensor] | None = None
 ) -> TileParts:
-    """`head`: what follows the last layer; if not given, of SigLIP a norm, of CLIP nothing."""
+    """`head`: what follows the last layer. Default: a norm for SigLIP, nothing for CLIP."""
     tower = dimensions(spec)
     epsilon = float(spec.vision["layer_norm_eps"])
     clip = is_clip(spec)

@@ -16,33 +16,26 @@ from torch import Tensor
 
 from actors.models.layers.block import Affine, BlockWeights, layer_norm
 
-Place = Callable[[Tensor], Tensor]
-"""Moves a table to the tower's device and dtype."""
+Place = Callable[[Tensor], Tensor]  # moves a table to the tower's device and dtype
 
 EPSILON = 1e-6
-SHRINKING = 4
-"""Rows of patches per row of features: two convolutions with stride 2."""
-ALIGNMENT = 8
-"""Head sizes that attention kernels take are multiples of this."""
+SHRINKING = 4  # rows of patches per row of features: two convolutions with stride 2
+ALIGNMENT = 8  # head sizes that attention kernels take are multiples of this
 
 
 @dataclass(frozen=True, slots=True)
 class Relative:
     """Relative positions of one layer, for squares of one size."""
 
-    rows: Tensor
-    """[side, side, head size]: by the query's row and the key's."""
-    columns: Tensor
-    """[side, side, head size]."""
-    keys: Tensor
-    """[side ** 2, 2 x side + padding]: each key's row and column, one-hot."""
+    rows: Tensor  # [side, side, head size]: by the query's row and the key's
+    columns: Tensor  # [side, side, head size]
+    keys: Tensor  # [side ** 2, 2 x side + padding]: each key's row and column, one-hot
 
 
 @dataclass(frozen=True, slots=True)
 class SamLayer:
     weights: BlockWeights
-    window: int
-    """The side of a window; 0: the whole view."""
+    window: int  # the side of a window; 0: the whole view
 
 
 def forward(x: Tensor, layer: SamLayer, relative: Relative, heads: int) -> Tensor:
@@ -128,14 +121,11 @@ def resampled(positions: Tensor, side: int) -> Tensor:
 class Neck:
     """From the last layer to features with a quarter of the rows and columns."""
 
-    narrow: Tensor
-    """[channels, width, 1, 1]."""
+    narrow: Tensor  # [channels, width, 1, 1]
     norm1: Affine
-    mix: Tensor
-    """[channels, channels, 3, 3]."""
+    mix: Tensor  # [channels, channels, 3, 3]
     norm2: Affine
-    halving: Sequence[Tensor]
-    """Convolutions of 3 x 3 with stride 2."""
+    halving: Sequence[Tensor]  # convolutions of 3 x 3 with stride 2
 
     def __call__(self, x: Tensor) -> Tensor:
         """[views, side, side, width] to [views, (side / 4) ** 2, channels]."""

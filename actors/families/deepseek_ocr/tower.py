@@ -44,16 +44,15 @@ PREFIXES = (
 UNUSED = frozenset({"embeddings.patch_embedding.weight", "embeddings.position_ids"})
 """CLIP's own patch embedding: its patches are SAM's features."""
 
+# Constants of the published code:
 WINDOW = 14
 NECK_CHANNELS = 256
 MLP_RATIO = 4
 CLIP_EPSILON = 1e-5
-"""These four are constants of the published code."""
 
 SAM_BLOCKS = BlockNames(up=("mlp.lin1",), down="mlp.lin2")
 
-NEWLINE = -1
-"""Marks a newline in an order of rows."""
+NEWLINE = -1  # marks a newline in an order of rows
 
 
 def family(spec: ModelSpec) -> Family[Weights]:
@@ -66,8 +65,6 @@ def parts(spec: ModelSpec, weights: Weights) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class TransformerSizes:
-    """The sizes of one tower."""
-
     depth: int
     width: int
     heads: int
@@ -79,20 +76,14 @@ class TransformerSizes:
 
 @dataclass(frozen=True, slots=True)
 class OcrSizes:
-    """`vision_config`, as far as the towers depend on it."""
-
     sam: TransformerSizes
     clip: TransformerSizes
-    whole_view: frozenset[int]
-    """SAM's layers without windows."""
-    halving: tuple[int, int]
-    """Channels after each of the convolutions that end SAM."""
-    clip_side: int
-    """Of CLIP's table of positions."""
+    whole_view: frozenset[int]  # SAM's layers without windows
+    halving: tuple[int, int]  # channels after each of the convolutions that end SAM
+    clip_side: int  # of CLIP's table of positions
 
     @classmethod
     def of(cls, spec: ModelSpec) -> OcrSizes:
-        """Raises CheckpointError for what these towers do not compute."""
         with stated(spec):
             towers = spec.vision["width"]
             sam, clip = towers["sam_vit_b"], towers["clip-l-14-224"]
@@ -152,7 +143,6 @@ def expected_sam(sizes: OcrSizes, sizing: CropSizing) -> Expected:
 
 
 def crop_sizing(spec: ModelSpec) -> CropSizing:
-    """The spec's sizing. Raises CheckpointError if it is of another kind."""
     if not isinstance(spec.sizing, CropSizing):
         raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing with crops")
     return spec.sizing
@@ -162,14 +152,10 @@ def crop_sizing(spec: ModelSpec) -> CropSizing:
 class ViewTables:
     """What one path adds to its views, all of which have one size."""
 
-    side: int
-    """Patches per side."""
-    positions: Tensor
-    """[side, side, width of SAM], with the bias of the patch embedding."""
-    relatives: Sequence[sam.Relative]
-    """One per layer of SAM."""
-    start: Tensor
-    """[1 + tokens, width of CLIP]: the class token, then positions."""
+    side: int  # patches per side
+    positions: Tensor  # [side, side, width of SAM], with the bias of the patch embedding
+    relatives: Sequence[sam.Relative]  # one per layer of SAM
+    start: Tensor  # [1 + tokens, width of CLIP]: the class token, then positions
 
 
 class DeepseekOcrTower(ViewTower):
@@ -207,7 +193,7 @@ class DeepseekOcrTower(ViewTower):
         return len(self.tables[path].start)
 
     def forward(self, path: str, values: Values) -> Tensor:
-        """See Tower. `global` ends each row of tokens in a newline."""
+        """On the path `global` each row of tokens ends in a newline."""
         table = self.tables[path]
         x = F.linear(centred(values["patches"], self.dtype), self.embedding.weight)
         x = x.view(-1, table.side, table.side, x.shape[1]) + table.positions
@@ -226,7 +212,7 @@ class DeepseekOcrTower(ViewTower):
         return torch.cat([rows.unflatten(1, (side, side)), newlines], 2).flatten(0, 2)
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
-        """See Tower. Per item its crops as one grid, then the whole, then the separator."""
+        """Per item its crops as one grid, then the whole, then the separator."""
         whole, crops = outputs
         places = order(plans, self.sizing, len(whole), len(crops))
         if self.device.type == "cuda":  # so that the engine's thread does not wait for the copy
@@ -235,7 +221,6 @@ class DeepseekOcrTower(ViewTower):
 
 
 def neck(weights: Weights) -> sam.Neck:
-    """What ends SAM."""
     narrow, mix, *halving = (
         weights.place(weights.tensors[f"{name}.weight"])
         for name in ("neck.0", "neck.2", "net_2", "net_3")
@@ -244,7 +229,6 @@ def neck(weights: Weights) -> sam.Neck:
 
 
 def tables(weights: Weights, sizes: OcrSizes, embedding: Affine, side: int) -> ViewTables:
-    """For views of `side` x `side` patches."""
     named = weights.tensors
     positions = weights.place(sam.resampled(named["pos_embed"][0], side)) + embedding.bias
     known = named["embeddings.position_embedding.weight"].float()

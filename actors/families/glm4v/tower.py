@@ -24,8 +24,7 @@ from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 
-PREFIXES = ("model.visual.", "visual.")
-"""As published, and in older copies."""
+PREFIXES = ("model.visual.", "visual.")  # as published, and in older copies
 
 NAMES = BlockNames(
     up=("mlp.gate_proj", "mlp.up_proj"),
@@ -38,8 +37,7 @@ NAMES = BlockNames(
     ),
 )
 
-MERGER_EPSILON = 1e-5
-"""torch's default for LayerNorm: the configuration does not say."""
+MERGER_EPSILON = 1e-5  # torch's default for LayerNorm: the configuration does not say
 
 
 def family(spec: ModelSpec) -> Family[PackedParts]:

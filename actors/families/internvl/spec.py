@@ -21,12 +21,11 @@ from actors.spec.settings import (
 from actors.spec.tiles import StretchedTiles
 from actors.spec.video import FrameTiles
 
-FRAMES = 8
-"""As many segments as InternVL's model cards take of a video."""
+FRAMES = 8  # default number of frames of a video, as in InternVL's model cards
 
 
 def internvl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
-    """Under transformers' names."""
+    """Checkpoints with transformers' names."""
     vision, processor = config["vision_config"], image_processor(files)
     pooled = {"use_mean_pooling": True, "use_absolute_position_embeddings": True}
     only(vision, pooled, "vision_config")
@@ -43,7 +42,7 @@ def internvl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
 
 
 def internvl_chat(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
-    """Under the names of its own code: OpenGVLab/InternVL."""
+    """Checkpoints with the names of OpenGVLab/InternVL's own code."""
     vision, processor = config["vision_config"], image_processor(files)
     defaults = {"ps_version": "v1", "dynamic_image_size": False, "use_thumbnail": False}
     dynamic = {"ps_version": "v2", "dynamic_image_size": True, "use_thumbnail": True}

@@ -45,8 +45,7 @@ class InternVLNames:
     proj: str
     norms: tuple[str, str]
     scales: tuple[str, str]
-    projector: tuple[str, str, str]
-    """Norm, up, down."""
+    projector: tuple[str, str, str]  # norm, up, down
 
 
 NATIVE = InternVLNames(
@@ -83,8 +82,6 @@ CHAT = InternVLNames(
 
 @dataclass(frozen=True, slots=True)
 class InternVLSizes:
-    """`vision_config`, as far as the tower depends on it."""
-
     names: InternVLNames
     depth: int
     width: int
@@ -93,12 +90,10 @@ class InternVLSizes:
     norm: Norm
     epsilon: float
     qkv_bias: bool
-    qk_norm: bool
-    """RMSNorm over all of q and all of k (the 6B tower)."""
+    qk_norm: bool  # RMSNorm over all of q and all of k (the 6B tower)
 
     @classmethod
     def of(cls, spec: ModelSpec) -> InternVLSizes:
-        """Raises CheckpointError for what this tower does not compute."""
         vision, native = spec.vision, spec.family == "internvl"
         with stated(spec):
             if vision.get("hidden_act", "gelu") != "gelu":

@@ -111,7 +111,7 @@ class KimiK25Tower(PackedTower):
         return x + F.embedding(values["times"], self.times) if "times" in values else x
 
     def end(self, x: Tensor, tapped: Sequence[Tensor], values: Values) -> Tensor:
-        """See PackedTower. With videos, the pooled rows of all groups become contiguous."""
+        """With videos, the pooled rows of all groups become contiguous."""
         x = layer_norm(x, self.final, kimivl.EPSILON)
         if "pooled" in values:
             x = weighted(x, values["pooled"], values["pooled_weights"]).to(x.dtype)

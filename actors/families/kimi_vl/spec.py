@@ -11,7 +11,7 @@ from actors.spec.settings import CLIP_PIXELS, Reader, image_processor, image_spe
 from actors.spec.sizing import CappedSizing
 
 SIDE_PATCHES = 512
-"""Kimi-VL's own processor rejects images with as many patches on a side, whatever its settings."""
+"""Kimi-VL's own processor always rejects images with this many patches on a side."""
 
 
 def kimivl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:

@@ -44,8 +44,7 @@ NAMES = BlockNames(
 
 LAST_NORM = "encoder.final_layernorm"
 
-EPSILON = 1e-5
-"""torch's default for LayerNorm: the configuration does not say."""
+EPSILON = 1e-5  # torch's default for LayerNorm: the configuration does not say
 
 
 def family(spec: ModelSpec) -> Family[PackedParts]:
@@ -90,7 +89,6 @@ def parts(spec: ModelSpec, weights: Weights, projector: tuple[str, str] = PROJEC
 
 
 def projection(weights: Weights, names: tuple[str, str]) -> Merger:
-    """From the patches of a merge block to a token."""
     up, down = (weights.affine(name) for name in names)
     return Merger(weights.affine("pre_norm"), up, down, epsilon=EPSILON)
 

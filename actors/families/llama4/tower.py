@@ -24,8 +24,7 @@ PREFIXES = ("vision_model.", "multi_modal_projector.")
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
-EPSILON = 1e-5
-"""torch's default for LayerNorm: transformers does not read `norm_eps`."""
+EPSILON = 1e-5  # torch's default for LayerNorm: transformers does not read `norm_eps`
 
 
 def family(spec: ModelSpec) -> Family[TileParts]:
@@ -34,8 +33,6 @@ def family(spec: ModelSpec) -> Family[TileParts]:
 
 @dataclass(frozen=True, slots=True)
 class Llama4Sizes:
-    """`vision_config`, as far as the tower depends on it."""
-
     depth: int
     width: int
     mlp_width: int
@@ -45,7 +42,6 @@ class Llama4Sizes:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Llama4Sizes:
-        """Raises CheckpointError for what this tower does not compute."""
         vision = spec.vision
         rotary = vision.get("rope_parameters") or vision
         with stated(spec):

@@ -15,8 +15,7 @@ from actors.spec.checkpoint import Files, Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import Reader, only
 
-LLAMA_WIDTH = 4096
-"""What transformers takes for the width of a language model that does not say."""
+LLAMA_WIDTH = 4096  # transformers' default width of the language model
 
 
 def llava(options: ModelOptions, files: Files, config: Json) -> ModelSpec:

@@ -25,14 +25,13 @@ from actors.spec.settings import (
 from actors.spec.tiles import AnyresSizing
 from actors.spec.video import PooledFrames
 
-FRAMES = 32
-"""As many frames as LLaVA-OneVision's own code takes of a video."""
+FRAMES = 32  # default number of frames of a video, as in LLaVA-OneVision's own code
 
 ONEVISION: Json = DEFAULTS[SIGLIP_TOWER] | {
     **{"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 26},
     **{"num_attention_heads": 16, "image_size": 384, "patch_size": 14},
 }
-"""What transformers takes for keys that `vision_config` lacks: SigLIP so400m, one layer fewer."""
+"""transformers' defaults for keys that `vision_config` lacks: SigLIP so400m, one layer fewer."""
 
 QWEN_TOWERS: Mapping[str, Json] = {"google/siglip-so400m-patch14-384": ONEVISION}
 """`vision_config` by `mm_vision_tower`, for checkpoints that have none."""

@@ -1,6 +1,6 @@
 """The vision tower of LLaVA-OneVision: LLaVA's over SigLIP, and the order of its rows.
 
-Computes what transformers.models.llava_onevision computes in get_image_features, of each image as
+Computes what transformers.models.llava_onevision computes in get_image_features, for each image as
 if it were alone in its prompt, and in get_video_features. The graph ends with the projector;
 removing the padding, scaling and pooling follow it, as there.
 """
@@ -32,7 +32,7 @@ QWEN_PREFIXES = (
     "model.vision_tower.vision_tower.vision_model.",
     *("model.mm_projector.", "model.image_"),
 )
-"""Under the names of its own code, whose projector is called otherwise, too."""
+"""In checkpoints with the names of its own code, whose projector is named differently, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,7 @@ class OnevisionParts:
     """On the tower's device."""
 
     tiles: TileParts
-    newline: Tensor
-    """[1, width of a row]."""
+    newline: Tensor  # [1, width of a row]
 
 
 def family(spec: ModelSpec) -> Family[OnevisionParts]:

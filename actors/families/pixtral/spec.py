@@ -21,7 +21,7 @@ DEFAULTS: Json = {
     **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24},
     **{"num_attention_heads": 16, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu"},
 }
-"""What transformers takes for keys that `vision_config` lacks."""
+"""transformers' defaults for keys that `vision_config` lacks."""
 
 
 def pixtral(options: ModelOptions, files: Files, config: Json) -> ModelSpec:

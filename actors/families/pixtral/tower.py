@@ -47,8 +47,7 @@ NAMES = BlockNames(
     ),
 )
 
-EPSILON = 1e-5
-"""Of the tower's norms: the configuration does not say."""
+EPSILON = 1e-5  # of the tower's norms: the configuration does not say
 
 
 def family(spec: ModelSpec) -> Family[PackedParts]:

@@ -104,5 +104,6 @@ class WindowedTower(PackedTower):
         }
 
     def most_windows(self, tokens: int, segments: int) -> int:
-        """Of grids with this many tokens in all; each narrow grid wastes up to a window's side."""
+        """A bound for grids with this many tokens in all; a narrow grid wastes up to a window's
+        side."""
         return tokens // self.window + segments

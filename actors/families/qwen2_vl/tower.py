@@ -24,8 +24,7 @@ from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 
-PREFIXES = ("visual.", "model.visual.")
-"""As published, and as some have saved it since."""
+PREFIXES = ("visual.", "model.visual.")  # as published, and as some copies have it
 
 NAMES = BlockNames(up=("mlp.fc1",), down="mlp.fc2")
 
@@ -45,7 +44,7 @@ def expected(spec: ModelSpec) -> Expected:
 
 
 def shapes(spec: ModelSpec, tower: Dimensions, names: BlockNames, *, norm_bias: bool) -> Expected:
-    """Of Qwen2-VL's tower and Qwen2.5-VL's."""
+    """Shared by Qwen2-VL and Qwen2.5-VL."""
     patch = (3, int(spec.vision["temporal_patch_size"]), tower.patch_size, tower.patch_size)
     return {
         **affine("patch_embed.proj", (tower.width, *patch), bias=False),
@@ -64,7 +63,7 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
 def packed_parts(
     spec: ModelSpec, weights: Weights, depth: int, names: BlockNames, style: Style
 ) -> PackedParts:
-    """Of Qwen2-VL's tower and Qwen2.5-VL's."""
+    """Shared by Qwen2-VL and Qwen2.5-VL."""
     merger = Merger(
         norm=weights.affine("merger.ln_q"),
         up=weights.affine("merger.mlp.0"),

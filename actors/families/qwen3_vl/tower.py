@@ -37,8 +37,6 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
 
 @dataclass(frozen=True, slots=True)
 class Qwen3Sizes:
-    """`vision_config`, as far as the tower depends on it."""
-
     depth: int
     width: int
     mlp_width: int
@@ -47,16 +45,13 @@ class Qwen3Sizes:
     patch_size: int
     merge_size: int
     frames: int
-    positions_side: int
-    """The learned positions form a square table with this side."""
-    taps: tuple[int, ...]
-    """Layers that feed the deepstack mergers, in the order of the mergers."""
+    positions_side: int  # the learned positions form a square table with this side
+    taps: tuple[int, ...]  # layers that feed the deepstack mergers, in the order of the mergers
     activation: Activation
     theta: float
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Qwen3Sizes:
-        """Raises CheckpointError for what this tower does not compute."""
         vision = spec.vision
         with stated(spec):
             return cls(

@@ -53,8 +53,7 @@ PERCEPTION = BlockNames(
 ALIASES = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
 """Keys of the Perception Encoder's own configuration, and transformers' names of them."""
 
-THETA = 10000.0
-"""A constant of the published code."""
+THETA = 10000.0  # a constant of the published code
 
 CLASS_TOKENS = 4
 """Step3's own code repeats the class token four times: attention weighs it fourfold."""
@@ -75,20 +74,17 @@ def family(spec: ModelSpec) -> Family[StepParts]:
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """`vision_config`, as far as the towers depend on it."""
-
     depth: int
     width: int
     mlp_width: int
     heads: int
     epsilon: float
-    table_side: int
-    """Of the learned table of positions."""
+    table_side: int  # of the learned table of positions
     projector_bias: bool
 
     @classmethod
     def of(cls, spec: ModelSpec) -> StepSizes:
-        """Of both towers, under the keys of either. Raises CheckpointError."""
+        """Reads the configuration of either tower. Raises CheckpointError."""
         with stated(spec):
             vision = {ALIASES.get(key, key): value for key, value in spec.vision.items()}
             width = int(vision["hidden_size"])
@@ -144,7 +140,6 @@ def step3_expected(spec: ModelSpec) -> Expected:
 
 
 def window_sizing(spec: ModelSpec) -> WindowSizing:
-    """The spec's sizing. Raises CheckpointError if it is of another kind."""
     if not isinstance(spec.sizing, WindowSizing):
         raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in windows")
     return spec.sizing
@@ -179,8 +174,6 @@ class StepParts:
 
 
 class StepTower(ViewTower):
-    """The tower of both families."""
-
     def __init__(
         self, spec: ModelSpec, parts: StepParts, attention: Attention, blocks: BlocksForm
     ) -> None:
@@ -193,7 +186,6 @@ class StepTower(ViewTower):
         return len(self.parts.views[path].start)
 
     def forward(self, path: str, values: Values) -> Tensor:
-        """See Tower. Rows beyond the last segment: finite, otherwise undefined."""
         view, side = self.parts.views[path], self.sizing.side_patches[PATHS.index(path)]
         rows, width = view.start.shape
         classes = rows - side**2
@@ -210,7 +202,7 @@ class StepTower(ViewTower):
         return F.linear(x.flatten(0, 1), self.parts.projector.weight, self.parts.projector.bias)
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
-        """See Tower. Per item the crops, then the whole: transformers.models.step3p7."""
+        """Per item the crops, then the whole: transformers.models.step3p7."""
         whole, crops = (
             rows.split([plan.path_tokens[index] for plan in plans])
             for index, rows in enumerate(outputs)

@@ -131,6 +131,5 @@ def loaded() -> tuple[ctypes.CDLL, c_void_p]:
 
 
 def check(call: str, code: int) -> None:
-    """RuntimeError unless the code is that of success."""
     if code:
         raise RuntimeError(f"{call} failed with code {code}")

@@ -27,7 +27,8 @@ from actors.kernels.gemm.cublaslt import (
 from actors.kernels.gemm.skinny_gemm import SkinnyGemm, skinny_gemms
 
 MOST_LAUNCHES = 8
-"""In a row per algorithm, each with another layer's weights, so that L2 holds none of them."""
+"""Timed launches of an algorithm in a row, each with another layer's weights, so that L2 holds none
+of them."""
 MEASURED_OPERATIONS = 5e11
 """About a millisecond on a large GPU: larger shapes are launched fewer times in a row."""
 REPEATS = 3
@@ -49,13 +50,10 @@ def tuning() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class CublasLtGemm:
-    """A GEMM of one shape by one of cuBLASLt's algorithms."""
-
     plan: CublasLtPlan
     algorithm: Algorithm
 
     def run(self, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
-        """Enqueues one GEMM on the current stream. RuntimeError if cuBLASLt rejects it."""
         self.plan.run(self.algorithm, weight, bias, x, out)
 
 
@@ -137,7 +135,6 @@ def choices(
 
 
 def launches(shape: GemmShape) -> int:
-    """How often an algorithm is launched in a row to be timed."""
     fitting = MEASURED_OPERATIONS / (2 * shape.rows * shape.n * shape.k)
     return max(1, min(MOST_LAUNCHES, int(fitting)))
 
@@ -148,7 +145,7 @@ def aligned(*matrices: Tensor | None) -> bool:
 
 
 def graph_seconds(launch: Callable[[], None]) -> float:
-    """Of one replay of what `launch` enqueues, the fastest of a few: without the host's time."""
+    """Seconds of one replay of what `launch` enqueues, the fastest of a few."""
     launch()
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")

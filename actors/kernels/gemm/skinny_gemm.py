@@ -31,26 +31,23 @@ MOST_WEIGHTS = 8 * 1024**2
 """GEMMs with more weights, such as mergers, are bound by reading them, whatever the kernel."""
 TILE_ROWS = (32, 48, 56, 64, 72, 88, 104, 128, 144, 176, 208)
 """Not every multiple of 8, so that budgets share kernels: each takes 0.1 s or more to compile."""
-MOST_SUMS = 64 * 416
-"""Accumulators of a tile that fit into the registers."""
+MOST_SUMS = 64 * 416  # accumulators of a tile that fit into the registers
 CONCURRENT_BLOCKS = {1: 132, 2: 132, 3: 117, 4: 120}
 """Blocks that run at once on an H200, by splits: a cluster lies within one GPC."""
 EPILOGUES: dict[Epilogue, int] = {"bias": 0, "gelu_tanh": 1, "add": 2}
-COLUMNS = 64
-"""Of x and of the weight in a stage of the ring: 128 bytes."""
+COLUMNS = 64  # columns of x and of the weight in a stage of the ring: 128 bytes
 SHARED_BYTES = 226 * 1024
 ALIGNMENT_BYTES = 1024
 FEWEST_STAGES = 3
 MEASURED_TILES = 3
-UNIT = 8
-"""Rows, columns and strides are multiples of this: 16 bytes."""
+UNIT = 8  # rows, columns and strides are multiples of this: 16 bytes
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class GemmTile:
-    """64 x groups features and so many rows of the output; `splits` blocks divide k among them."""
+    """A tile of the output, 64 x groups features by `rows` rows. `splits` blocks divide k."""
 
     groups: int
     rows: int
@@ -64,7 +61,7 @@ class GemmTile:
 
     @property
     def added_bytes(self) -> int:
-        """Of the output that is added to."""
+        """Shared memory for the output that is added to."""
         return self.share * self.groups * 128 if self.epilogue == "add" else 0
 
     @property
@@ -99,13 +96,10 @@ class GemmTile:
 
 @dataclass(frozen=True, slots=True)
 class SkinnyGemm:
-    """A GEMM of one shape by our own kernel."""
-
     tile: GemmTile
     kernel: LoadedKernel
 
     def run(self, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
-        """Enqueues one GEMM on the current stream."""
         boxes = (x, self.tile.rows), (weight, 64 * self.tile.groups), (out, UNIT)
         maps = b"".join(tensor_map(matrix, (rows, COLUMNS)) for matrix, rows in boxes)
         n, k = weight.shape
@@ -119,7 +113,7 @@ class SkinnyGemm:
 
 
 def skinny_gemms(shape: GemmShape, epilogue: Epilogue, device: torch.device) -> list[SkinnyGemm]:
-    """The kernels that should be fastest for a shape, worth timing; none if it is not for them."""
+    """The kernels that should be fastest for a shape, to be timed; none if it is unsupported."""
     units = (shape.n, shape.k, shape.x_stride, shape.out_stride)
     if (
         shape.rows > OVERLAPPED_ROWS
@@ -166,7 +160,7 @@ def tiles(shape: GemmShape, epilogue: Epilogue) -> Iterator[GemmTile]:
 
 @cache
 def kernel_for(device: torch.device, dtype: torch.dtype, tile: GemmTile) -> LoadedKernel:
-    """On this device, which must be the current one. Raises what cuda.compiled and load raise."""
+    """A loaded kernel; the device must be the current one. Raises as cuda.compiled and load."""
     assert device.index == torch.cuda.current_device(), "This is a bug."
     memory = ALIGNMENT_BYTES + tile.stages * tile.stage_bytes + tile.added_bytes
     return cuda.load(image(ELEMENTS[dtype], tile), "multiply_few", tile.threads, memory)
@@ -174,18 +168,18 @@ def kernel_for(device: torch.device, dtype: torch.dtype, tile: GemmTile) -> Load
 
 @cache
 def image(element: str, tile: GemmTile) -> bytes:
-    """The cubin."""
     return cuda.compiled(source(element, tile))
 
 
 @cache
 def warn(error: str) -> None:
     """Once per process, however many shapes there are."""
-    log.warning("GEMMs with few rows by cuBLASLt: skinny_gemm.cu cannot be used: %s", error)
+    log.warning(
+        "skinny_gemm.cu cannot be used, so cuBLASLt computes GEMMs with few rows: %s", error
+    )
 
 
 def source(element: str, tile: GemmTile) -> str:
-    """The whole kernel as one text."""
     defined = {
         "GROUPS": tile.groups,
         "ROWS": tile.rows,

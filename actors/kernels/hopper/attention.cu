@@ -241,7 +241,7 @@ DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const
     int4 entry = plan.entry(table, blockIdx.x);
     for (int item = blockIdx.x; item < plan.items; item += gridDim.x) {
         Work work(plan, item, entry);
-        // The next one's, long before it is looked at.
+        // Loaded an item ahead, because the load takes long.
         entry = plan.entry(table, item + gridDim.x);
         if (work.strips == 0) continue;
         Place begin = place;
@@ -266,8 +266,8 @@ DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const
                         !work.kept() || strip + GROUPS >= work.strips, thread);
             // Shared strips are merged in the memory of the queries. That memory is freed only
             // here, where the results show that all loads from it have finished: an arrival on a
-            // barrier does not wait for them. Freed right after the loads, the next queries
-            // overwrote these.
+            // barrier does not wait for them. When it was freed right after the loads, the next
+            // queries overwrote these.
             if (work.shared) merge(ring.scratch, o, softmax, group, thread);
             if (!work.shared || group == 0)
                 store(qkv, plan.heads, work, work.row + 64 * strip, o, thread);

@@ -19,14 +19,11 @@ from actors.kernels import Shapes, Values
 from actors.kernels.hopper import cuda
 from actors.kernels.hopper.cuda import CAPABILITY, ELEMENTS, LoadedKernel, tensor_map
 
-GROUPS = 3
-"""Consumer warpgroups, each with 64 queries at a time."""
-TILE_ROWS, STRIP_ROWS = 64 * GROUPS, 64
-"""Queries of a tile and of a strip of the table."""
+GROUPS = 3  # consumer warpgroups, each with 64 queries at a time
+TILE_ROWS, STRIP_ROWS = 64 * GROUPS, 64  # queries of a tile and of a strip of the table
 LONG_PATCHES = 4096
 """Budgets from here on take a head size's last ring, smaller ones its first."""
-LANE_BYTES = 128
-"""A swizzled row in shared memory: 64 columns."""
+LANE_BYTES = 128  # a swizzled row in shared memory: 64 columns
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +32,7 @@ log = logging.getLogger(__name__)
 class Ring:
     """The circular buffer of keys and values: as large as registers and shared memory allow."""
 
-    keys: int
-    """In each stage."""
+    keys: int  # in each stage
     stages: int
 
     @property
@@ -66,18 +62,16 @@ class HopperAttention:
         return {"attention_items": ((1 + patches // TILE_ROWS + segments, 4), torch.int32)}
 
     def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
-        """Items of the longest segment come first: what ends last starts first."""
+        """Items of the longest segment come first, because they take longest."""
         shape, _ = self.inputs(patches, segments)["attention_items"]
         kept_patches = self.form(patches)[0].kept_patches
         return {"attention_items": item_table(lengths, kept_patches, shape[0])}
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
-        """See Attention. Writes over q; rows beyond the segments keep their q."""
         ring, kernel = self.form(len(qkv))
         return attend_(qkv, values["attention_items"], kernel, ring.keys)
 
     def form(self, patches: int) -> tuple[Ring, LoadedKernel]:
-        """What a budget of so many patches takes."""
         return self.forms[-1 if patches >= LONG_PATCHES else 0]
 
 
@@ -123,8 +117,8 @@ def attend_(qkv: Tensor, table: Tensor, kernel: LoadedKernel, keys: int) -> Tens
             tensor_map(flat, (STRIP_ROWS, rest), 2 * rest),
         ]
     )
-    processors = torch.cuda.get_device_properties(qkv.device).multi_processor_count
-    kernel.launch((processors, 1, 1), qkv, table, maps, heads)
+    sms = torch.cuda.get_device_properties(qkv.device).multi_processor_count
+    kernel.launch((sms, 1, 1), qkv, table, maps, heads)
     return flat[:, : heads * size]
 
 
@@ -132,7 +126,7 @@ def attend_(qkv: Tensor, table: Tensor, kernel: LoadedKernel, keys: int) -> Tens
 def kernels_for(
     device: torch.device, dtype: torch.dtype, size: int
 ) -> tuple[LoadedKernel, ...] | None:
-    """A kernel for each ring of this head size; None, and one line in the log, without them.
+    """A kernel for each ring of this head size. None, logged once, if they cannot be used.
 
     Each takes about a second to compile, so they are cached.
     """
@@ -151,7 +145,6 @@ def kernels_for(
 
 
 def build(element: str, size: int, ring: Ring) -> LoadedKernel:
-    """Compiles and loads one kernel on the current device."""
     cubin, threads = cuda.compiled(source(element, size, ring)), 128 * (GROUPS + 1)
     return cuda.load(cubin, "attend", threads, shared_bytes(size, ring))
 
@@ -165,7 +158,6 @@ def shared_bytes(size: int, ring: Ring) -> int:
 
 
 def source(element: str, size: int, ring: Ring) -> str:
-    """The whole kernel as one text."""
     defined = {
         "SIZE": size,
         "GROUPS": GROUPS,

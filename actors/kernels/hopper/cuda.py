@@ -32,7 +32,7 @@ Argument = Tensor | int | bytes
 
 @cache
 def overlaps(device: torch.device, rows: int) -> bool:
-    """Whether a kernel over so many rows starts before the previous one has finished.
+    """Whether a kernel over this many rows starts before the previous one has finished.
 
     Such kernels are launched with programmatic dependent launch. They must wait for the previous
     kernel (`griddepcontrol.wait`) before they read what it writes, and before they write.
@@ -48,10 +48,8 @@ class LoadedKernel:
     (`depend_wait` in ptx.cu) before it reads what that one writes, and before it writes.
     """
 
-    function: Any
-    """CUfunction."""
-    threads: int
-    """Of a block."""
+    function: Any  # CUfunction
+    threads: int  # of a block
     shared_bytes: int
 
     def launch(self, blocks: tuple[int, int, int], *arguments: Argument) -> None:

@@ -18,7 +18,7 @@ HEAD_SIZES = (64, 72, 80, 88, 96, 112, 128)
 SHORT_ROWS = 64
 LONG_ROWS = 128
 LONG_PATCHES = 1024
-"""Budgets of up to so many patches use short tiles, so that there are enough for all SMs."""
+"""Budgets of up to this many patches use short tiles, so that there are enough for all SMs."""
 
 
 class TritonAttention:
@@ -33,19 +33,17 @@ class TritonAttention:
         return {"attention_tiles": ((1 + tiles + segments, 4), torch.int32)}
 
     def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
-        """Tiles of the longest segment come first: what ends last starts first."""
+        """Tiles of the longest segment come first, because they take longest."""
         shape, _ = self.inputs(patches, segments)["attention_tiles"]
         return {"attention_tiles": tile_table(lengths, tile_rows(patches), shape[0])}
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
-        """See Attention. Writes over q; rows beyond the segments keep their q."""
         from actors.kernels.triton.attention_kernel import TileSizes, attend_  # needs Triton
 
         return attend_(qkv, values["attention_tiles"], TileSizes(tile_rows(len(qkv)), 64, 4, 3))
 
 
 def tile_rows(patches: int) -> int:
-    """Queries per tile in a budget of so many patches."""
     return SHORT_ROWS if patches <= LONG_PATCHES else LONG_ROWS
 
 

@@ -13,13 +13,11 @@ from triton.language.extra import cuda
 
 from actors.kernels.hopper.cuda import overlaps
 
-BLOCK = 1024
-"""Columns or pairs per program."""
+BLOCK = 1024  # columns or pairs per program
 
-WIDE = 2048
-"""Norms of wider rows take one row per program."""
+WIDE = 2048  # norms of wider rows take one row per program
 NORM_ROWS = 2048
-"""Norms of up to so many rows are fastest with four rows per program, others with two (H200)."""
+"""Norms of up to this many rows are fastest with four rows per program, others with two (H200)."""
 SHIFT_ROWS = 4
 
 

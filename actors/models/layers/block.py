@@ -100,7 +100,6 @@ class ReferenceBlocks:
     def __call__(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, values: Values
     ) -> tuple[Tensor, list[Tensor]]:
-        """See Blocks."""
         tapped = []
         windows = windows_of(values)
         for index, layer in enumerate(self.weights):
@@ -125,7 +124,6 @@ class ReferenceBlocks:
         return qkv
 
     def after(self, x: Tensor, attended: Tensor, layer: BlockWeights) -> Tensor:
-        """The part of a layer after attention."""
         y = F.linear(attended, layer.proj.weight, layer.proj.bias)
         if self.style.post_norm:
             x = x + self.norm(y, layer.norm1)
@@ -142,7 +140,6 @@ class ReferenceBlocks:
 
 
 def windows_of(values: Values) -> dict[str, Tensor]:
-    """The attention inputs that describe windows, without their prefix."""
     return {
         name.removeprefix(WINDOW): value
         for name, value in values.items()
@@ -151,7 +148,6 @@ def windows_of(values: Values) -> dict[str, Tensor]:
 
 
 def layer_norm(x: Tensor, norm: Affine, epsilon: float) -> Tensor:
-    """Over the last dimension."""
     return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, epsilon)
 
 

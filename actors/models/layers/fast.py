@@ -3,9 +3,9 @@
 Equal to ReferenceBlocks within the rounding of the dtype, and safe to capture. Two ideas:
 - The biases of proj and down are constants, so they are left out of the residual stream. Then the
   residual additions happen in the epilogues of the GEMMs, and each norm adds the biases so far.
-- GELU happens in the epilogue of the up GEMM. That takes an MLP width that is a multiple of 128, so
-  the width is padded with zeros, which every activation keeps. Without it GEMMs of odd widths, such
-  as Qwen2.5-VL's 3420, are slow.
+- GELU happens in the epilogue of the up GEMM, which needs an MLP width that is a multiple of 128.
+  So the width is padded with zeros, which every activation keeps. Without padding, GEMMs of odd
+  widths, such as Qwen2.5-VL's 3420, are slow.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class FastBlocks:
     def __call__(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, values: Values
     ) -> tuple[Tensor, list[Tensor]]:
-        """See Blocks."""
         tapped = []
         windows = windows_of(values)
         for index, layer in enumerate(self.layers):
@@ -109,12 +108,10 @@ class FastBlocks:
         self.proj(index, self.attention(qkv, seen), x)
 
     def mlp(self, index: int, layer: FastLayer, x: Tensor) -> None:
-        """Adds to x."""
         y = self.up(index, self.norm(x, layer.shift2, layer.norm2))
         self.down(index, self.activate(y) if self.activate else y, x)
 
     def norm(self, x: Tensor, shift: Tensor, by: Affine) -> Tensor:
-        """The norm of x + shift."""
         centred = self.style.norm == "layer"
         return norm(x, shift, by.weight, by.bias, self.style.epsilon, centred=centred)
 

@@ -16,7 +16,8 @@ class CompiledBlocks(ReferenceBlocks):
     """ReferenceBlocks with each half of a block through torch.compile; attention stays as it is.
 
     The number of rows is dynamic, so that all layers and budgets share one compilation. The first
-    call compiles, which takes seconds. It must not be in a capture, which every warm-up sees to.
+    call compiles, which takes seconds. It must not happen in a capture, which is why every capture
+    warms up first.
     """
 
     form: BlockForm = "compile"
@@ -35,7 +36,6 @@ class CompiledBlocks(ReferenceBlocks):
     def before(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, layer: BlockWeights
     ) -> Tensor:
-        """See ReferenceBlocks."""
         for rows in (x, cos, sin):
             if rows is not None:
                 torch._dynamo.mark_dynamic(rows, 0)
@@ -43,7 +43,6 @@ class CompiledBlocks(ReferenceBlocks):
         return made
 
     def after(self, x: Tensor, attended: Tensor, layer: BlockWeights) -> Tensor:
-        """See ReferenceBlocks."""
         for rows in (x, attended):
             torch._dynamo.mark_dynamic(rows, 0)
         made: Tensor = self.compiled_after(x, attended, layer)
@@ -51,7 +50,6 @@ class CompiledBlocks(ReferenceBlocks):
 
 
 def blocks_of(form: BlockForm) -> BlocksForm:
-    """What builds the blocks of a tower in this form."""
     if form == "reference":
         return ReferenceBlocks
     if form == "compile":

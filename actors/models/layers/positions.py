@@ -17,19 +17,16 @@ from actors.kernels.attention import Values
 PositionTaps = Callable[[Tensor, int, int, int], tuple[Tensor, Tensor]]
 """How a learned table of positions is resampled, such as bilinear_taps."""
 
-CUBIC = -0.75
-"""The parameter of the bicubic kernel, as in torch."""
+CUBIC = -0.75  # the parameter of the bicubic kernel, as in torch
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
     """Learned positions, resampled to each grid and added to the embedded patches."""
 
-    table: Tensor
-    """[side x side, width]."""
+    table: Tensor  # [side x side, width]
     resample: PositionTaps
-    taps: int
-    """Entries of the table per position."""
+    taps: int  # entries of the table per position
 
     def inputs_of(self, places: Tensor, rows: int, columns: int) -> dict[str, Tensor]:
         """The inputs of `add_to` for the patches of one grid."""
@@ -78,7 +75,7 @@ def centred_bilinear_taps(
 
 
 def linear_taps(source: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """See bilinear_taps; of places [patches, 2] on the table."""
+    """As bilinear_taps, for places [patches, 2] on the table."""
     floor = source.floor()
     below = floor.long()
     index = torch.stack([below, below + 1], -1).clamp(0, side - 1)

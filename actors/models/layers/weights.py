@@ -48,8 +48,6 @@ def stated(spec: ModelSpec) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The sizes that most towers have."""
-
     depth: int
     width: int
     mlp_width: int
@@ -101,17 +99,13 @@ class BlockNames:
 
     block: str = "blocks"
     norm1: str = "norm1"
-    qkv: tuple[str, ...] = ("attn.qkv",)
-    """One fused layer, or three."""
+    qkv: tuple[str, ...] = ("attn.qkv",)  # one fused layer, or three
     proj: str = "attn.proj"
     norm2: str = "norm2"
-    up: tuple[str, ...] = ("mlp.linear_fc1",)
-    """SwiGLU has two: gate, up."""
+    up: tuple[str, ...] = ("mlp.linear_fc1",)  # SwiGLU has two: gate, up
     down: str = "mlp.linear_fc2"
-    unbiased: frozenset[str] = frozenset()
-    """Those of the names above that have no bias."""
-    scales: tuple[str, str] | None = None
-    """Layer scales of proj and down."""
+    unbiased: frozenset[str] = frozenset()  # those of the names above that have no bias
+    scales: tuple[str, str] | None = None  # layer scales of proj and down
 
 
 CLIP_NAMES = BlockNames(
@@ -160,7 +154,6 @@ class Weights:
         return Affine(self.place(weight * scales[:, None]), self.place(bias * scales))
 
     def embedding(self, name: str, mean: Rgb, std: Rgb) -> Affine:
-        """The patch embedding for `uint8 - 128`: see patches.folded_embedding."""
         weight = self.tensors[f"{name}.weight"]
         bias = self.bias(name, weight)
         folded = folded_embedding(
@@ -209,6 +202,6 @@ def expected_blocks(names: BlockNames, depth: int, width: int, mlp_width: int) -
 
 
 def affine(name: str, weight: Sequence[int], *, bias: bool = True) -> Expected:
-    """A weight with this shape, and its bias."""
+    """Names and shapes of a weight with this shape, and of its bias."""
     weights = {f"{name}.weight": tuple(weight)}
     return weights | {f"{name}.bias": (weight[0],)} if bias else weights
