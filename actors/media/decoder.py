@@ -196,9 +196,9 @@ class Decoder:
         """Waits for all processes. Raises StartError, and closes, if one does not start."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure or self._started == len(self._threads), START_SECONDS
+                lambda: self._failure or self._started >= len(self._threads), START_SECONDS
             )
-            if self._started == len(self._threads):
+            if self._started >= len(self._threads):
                 return
         self.close()
         raise StartError(

@@ -31,7 +31,6 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 def prepare(patchifier: Patchifier, media: Media) -> Item:
     """Decodes one item and cuts it into patches. Raises InvalidMedia, TooLarge."""
     if media.clip:
-        assert isinstance(patchifier, Patchifier), "a video for a family of images. This is a bug."
         return patchifier.patchify_video(media.clip, decoded_frames(patchifier, media, media.clip))
     plan, patches = patchifier.patchify(decode(media.data))
     if plan != media.plan:

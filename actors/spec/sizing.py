@@ -42,10 +42,6 @@ class Sizing(Protocol):
         """The smallest useful token budget, and a bound on the tokens of any image."""
 
 
-PATHS = ("global", "local")
-"""Of models with two paths: every image as a whole, and crops of some."""
-
-
 @runtime_checkable
 class ViewSizing(Sizing, Protocol):
     """A sizing with two paths: each image as a whole (`global`), and crops of some (`local`)."""

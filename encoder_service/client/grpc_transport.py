@@ -58,6 +58,8 @@ class GrpcTransport:
         request = pb.FetchRequest(reference=reference)
         with service_errors():
             chunks = [chunk async for chunk in self.stub.Fetch(request, **self.settings)]
+        if not chunks:
+            raise ServiceError("invalid_response", "the service sent an empty stream")
         first = chunks[0]
         data = b"".join(chunk.embedding.data for chunk in chunks)
         return {

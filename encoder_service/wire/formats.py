@@ -55,12 +55,12 @@ class WireError(ValueError):
         self.kind = kind
 
 
-def check_json(body: bytes, most: int = MOST_VALUES) -> None:
+def check_json(body: bytes | bytearray, most: int = MOST_VALUES) -> None:
     """Raises WireError for too many values. base64 has none of the characters that are counted."""
     check_count(1 + body.count(b"[") + body.count(b"{") + body.count(b","), most)
 
 
-def check_msgpack(body: bytes) -> None:
+def check_msgpack(body: bytes | bytearray) -> None:
     """Raises WireError for too many values, as arrays and maps declare them, and for extensions.
 
     Reads only the headers, and skips the content of strings and binaries.
@@ -160,7 +160,7 @@ def write_safetensors(answer: Document, encoding: str) -> list[Piece]:
     return [tensors.to_safetensors(named, {"answer": json.dumps({**answer, "items": items})})]
 
 
-def read_safetensors(body: bytes) -> Document:
+def read_safetensors(body: bytes | bytearray) -> Document:
     """Reads what write_safetensors wrote. Raises WireError."""
     try:
         data, metadata = tensors.from_safetensors(body)
@@ -173,7 +173,7 @@ def read_safetensors(body: bytes) -> Document:
     return document
 
 
-def read_msgpack(body: bytes) -> Document:
+def read_msgpack(body: bytes | bytearray) -> Document:
     """Reads a map without extension types or long arrays. Raises WireError."""
     try:
         document = msgpack.unpackb(
@@ -189,7 +189,7 @@ def read_msgpack(body: bytes) -> Document:
     return as_map(document)
 
 
-def read_json(body: bytes) -> Document:
+def read_json(body: bytes | bytearray) -> Document:
     """Reads a map. Raises WireError."""
     try:
         document = json.loads(body)
@@ -225,7 +225,7 @@ WRITERS: dict[str, Callable[[Document, str], list[Piece]]] = {
     JSON: write_json,
     SAFETENSORS: write_safetensors,
 }
-READERS: dict[str, Callable[[bytes], Document]] = {
+READERS: dict[str, Callable[[bytes | bytearray], Document]] = {
     MSGPACK: read_msgpack,
     JSON: read_json,
     SAFETENSORS: read_safetensors,

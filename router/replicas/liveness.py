@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from contextvars import Context
 
 from router.replicas.fleet import ShardLost
@@ -72,13 +72,12 @@ class Liveness:
         loop = asyncio.get_running_loop()
         answer = asyncio.ensure_future(self._check(replica))
         await asyncio.wait([answer], timeout=self._half_seconds)
-        if not answer.done() or answer.exception():
+        if not answer.done() or answer.cancelled() or answer.exception():
             self.silent.add(replica)
             for call in self._calls[replica]:
                 if not call.expired():
                     call.reschedule(loop.time())
-            with suppress(Exception):  # a failure is an answer, too
-                await answer
+            await asyncio.wait([answer])  # a failure is an answer, too
             self.silent.discard(replica)
         self._answered_at[replica] = loop.time()
         self._look_in(replica, self._half_seconds)
