@@ -64,7 +64,9 @@ def to_safetensors(tensors: Mapping[str, Mapping[str, Any]], metadata: Mapping[s
     return b"".join([len(text).to_bytes(8, "little"), text, *chunks])
 
 
-def from_safetensors(body: bytes | bytearray) -> tuple[dict[str, bytes | bytearray], dict[str, str]]:
+def from_safetensors(
+    body: bytes | bytearray,
+) -> tuple[dict[str, bytes | bytearray], dict[str, str]]:
     """The memory of each tensor, and the metadata. Raises ValueError for a broken file."""
     start = 8 + int.from_bytes(body[:8], "little")
     if len(body) < start:

@@ -6,6 +6,7 @@ encoder_service -> router -> actors; within each package, folders are listed fro
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -220,3 +221,12 @@ def test_families_do_not_import_the_registry_nor_what_loads_them() -> None:
 def test_no_folder_has_too_many_files(layer: str) -> None:
     for folder in {path.parent for path in modules() if name_of(path).startswith(layer)}:
         assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder
+
+
+def test_contributing_lists_the_way_of_a_request() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:actors|router|encoder_service|tests)/[\w/.]+\.\w+)`", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    way = text.partition("## The way of a request")[2].partition("What a graph captured")[0]
+    files = re.findall(r"`([\w/]+\.py)`", way)
+    assert len(files) == len(set(files)) <= 45
