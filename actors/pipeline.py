@@ -74,7 +74,7 @@ class Pipeline:
         self.references = references
         self.series = series
         self.spans = spans
-        self._pending_write: asyncio.Task[Embedding] | None = None
+        self._writing_behind = False
         self._closed = False
 
     async def encode(
@@ -166,18 +166,24 @@ class Pipeline:
     def _may_be_answered_before_it_is_written(self, media: Media, dtype: Dtype) -> bool:
         """One item at a time: under load answers wait, because unwritten rows would fill the
         memory."""
-        if media.evs_rate or media.on_device:
-            return False
-        if self._pending_write and not self._pending_write.done():
+        if media.evs_rate or media.on_device or self._writing_behind:
             return False
         size_bytes = media.plan.tokens * self.writer.spec.width * DTYPE_BYTES[dtype]
         return INLINE_BYTES < size_bytes <= MOST_PENDING_BYTES
 
     def _write_behind(self, media: Media, item: Item, dtype: Dtype, batch: Batch) -> Embedding:
         """The embedding while its rows are being written."""
-        self._pending_write = asyncio.create_task(batch.write(media, item))
+
+        async def write() -> Embedding:
+            try:
+                return await batch.write(media, item)
+            finally:
+                self._writing_behind = False
+
+        self._writing_behind = True
         tokens, width = media.plan.tokens, self.writer.spec.width
-        data = SharedBytes(PendingWrite(self._pending_write), tokens * width * DTYPE_BYTES[dtype])
+        pending = PendingWrite(asyncio.create_task(write()))
+        data = SharedBytes(pending, tokens * width * DTYPE_BYTES[dtype])
         return self.writer.embedding(item, data, dtype, tokens)
 
     def _kept(self, media: Media, embedding: Embedding) -> Embedding:

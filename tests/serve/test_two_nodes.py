@@ -7,9 +7,12 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
+
 RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 
 
+@pytest.mark.extended
 def test_small_and_large_rows_come_from_another_node() -> None:
     command = [sys.executable, "-m", "tests.serve.two_nodes"]
     # A short path: those of sockets have a limit.

@@ -66,6 +66,7 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert operations(spec, items) == counter.get_total_flops()
 
 
+@pytest.mark.extended
 def test_a_run_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     workloads = ["--workload", "1x336", "512x512*4+224x224*2"]
