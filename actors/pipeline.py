@@ -30,7 +30,7 @@ from actors.spec.evs import retained_tokens
 from actors.store.references import Kept, PendingWrite, References, reference_id, written
 from actors.store.rows import converted
 from actors.store.shared_memory import INLINE_BYTES
-from actors.store.writer import Batch, RowWriter
+from actors.store.writer import RowBatch, RowWriter
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import Spans
 from actors.types import (
@@ -87,7 +87,7 @@ class Pipeline:
         """
         if self._closed:
             raise Unavailable("this encoder is stopping: try again")
-        batch = Batch(self.writer, dtype)
+        batch = RowBatch(self.writer, dtype)
         alone = len(media) == 1
         tasks = [
             asyncio.create_task(self._encode(one, dtype, batch, keep=keep, alone=alone))
@@ -104,7 +104,7 @@ class Pipeline:
         ]
 
     async def _encode(
-        self, media: Media, dtype: Dtype, batch: Batch, *, keep: bool, alone: bool
+        self, media: Media, dtype: Dtype, batch: RowBatch, *, keep: bool, alone: bool
     ) -> Embedding:
         tokens = retained_tokens(media.plan, media.evs_rate)
         if hit := self.cache.get(self.writer.key(media), tokens):
@@ -171,7 +171,7 @@ class Pipeline:
         size_bytes = media.plan.tokens * self.writer.spec.width * DTYPE_BYTES[dtype]
         return INLINE_BYTES < size_bytes <= MOST_PENDING_BYTES
 
-    def _write_behind(self, media: Media, item: Item, dtype: Dtype, batch: Batch) -> Embedding:
+    def _write_behind(self, media: Media, item: Item, dtype: Dtype, batch: RowBatch) -> Embedding:
         """The embedding while its rows are being written."""
 
         async def write() -> Embedding:

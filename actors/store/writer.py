@@ -133,7 +133,7 @@ class RowWriter:
         return rows[torch.from_numpy(mask)], group_tokens(mask, plan)
 
 
-class Batch:
+class RowBatch:
     """Rows of one call. Those that leave the engine together are written together: an object in
     Ray's shared memory is expensive (share_together)."""
 

@@ -21,7 +21,7 @@ from encoder_service.bench.mix import Shape, requests
 from encoder_service.config import ServiceOptions
 
 if TYPE_CHECKING:
-    from encoder_service.bench.engine.pipeline import Throughput
+    from encoder_service.bench.engine.pipeline import EngineRates
 
 MOST_SECONDS = 5.0
 """Of each of the two measurements of the engines."""
@@ -36,7 +36,7 @@ class EngineAlone:
 
     def measure(
         self, options: ActorOptions, pictures: list[bytes], in_flight: int, seconds: float
-    ) -> Throughput:
+    ) -> EngineRates:
         from encoder_service.bench.engine.pipeline import measure  # imports torch
 
         return measure(options, pictures, in_flight, seconds)
@@ -56,7 +56,7 @@ def measure_alone(
     engines = [engine.remote() for _ in range(replicas)]
     part = min(seconds, MOST_SECONDS)
     try:
-        found: list[Throughput] = ray.get(
+        found: list[EngineRates] = ray.get(
             [one.measure.remote(actor, sent, in_flight, part) for one in engines]
         )
     finally:

@@ -37,7 +37,7 @@ Begin = Callable[[Done], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Throughput:
+class EngineRates:
     engine: float
     """Of items decoded beforehand."""
     pipeline: float
@@ -66,7 +66,7 @@ class DecodeFigures:
 
 def measure(
     options: ActorOptions, pictures: Sequence[bytes], in_flight: int, seconds: float
-) -> Throughput:
+) -> EngineRates:
     """Each figure for this many seconds, with this many items in flight. Raises StartError."""
     series = EncoderMetrics()
     decoder = Decoder(options, series)
@@ -78,7 +78,7 @@ def measure(
     found = [rate(begin, in_flight, seconds) for begin in begins]
     decoder.close()
     engine.close()
-    return Throughput(*found)
+    return EngineRates(*found)
 
 
 def preprocess(

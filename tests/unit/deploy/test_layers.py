@@ -230,3 +230,17 @@ def test_contributing_lists_the_way_of_a_request() -> None:
     way = text.partition("## The way of a request")[2].partition("What a graph captured")[0]
     files = re.findall(r"`([\w/]+\.py)`", way)
     assert len(files) == len(set(files)) <= 45
+
+
+PUBLIC_AND_INTERNAL = {"Embedding", "ServiceError"}
+"""Each is a class of the client and another one of the actors; users import the client's."""
+
+
+def test_no_two_classes_share_a_name() -> None:
+    names = [
+        node.name
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert {name for name in names if names.count(name) > 1} == PUBLIC_AND_INTERNAL

@@ -16,7 +16,7 @@ from actors.families.registry import read
 from actors.options import ModelOptions
 from actors.store import writer
 from actors.store.cache import EmbeddingCache
-from actors.store.writer import Batch, RowWriter
+from actors.store.writer import RowBatch, RowWriter
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Bytes, Item, SharedBytes
 from tests.unit.fleet import item
@@ -49,7 +49,7 @@ def test_rows_that_arrive_while_others_are_written_are_written_together(
     async def run() -> None:
         loop = asyncio.get_running_loop()
         blocked = [loop.run_in_executor(one.threads, gate.wait, 10) for _ in range(writer.WRITERS)]
-        batch = Batch(one, "float32")
+        batch = RowBatch(one, "float32")
         items = [encoded(ROWS + number) for number in range(5)]
         waiting = [asyncio.create_task(batch.write(item(n), i)) for n, i in enumerate(items)]
         await asyncio.sleep(0)
@@ -77,7 +77,7 @@ def test_what_cannot_be_written_fails_its_own_call_alone(monkeypatch: pytest.Mon
     one = row_writer()
 
     async def run() -> None:
-        batch = Batch(one, "float32")
+        batch = RowBatch(one, "float32")
         with monkeypatch.context() as broken:
             broken.setattr(writer, "share_together", full)
             with pytest.raises(MemoryError):
