@@ -38,7 +38,7 @@ class Backend(Protocol):
     def check_room(self) -> None:
         """Raises Overloaded (429) while the router is full, before the body is read.
 
-        `encode` and `stream` raise it too, once the size of the request is known: policy/ledger.py.
+        `encode` and `stream` raise it too, once the size is known: router/policy/ledger.py.
         """
 
     async def encode(
