@@ -240,4 +240,7 @@ async def result_of(future: Future[Result]) -> Result:
     except asyncio.CancelledError:
         future.cancel()
         raise
-    return future.result()
+    try:
+        return future.result()
+    finally:
+        del future  # a failure's traceback would refer to it, in a cycle that keeps the file

@@ -157,6 +157,10 @@ class ReplicaServer:
             return
         self._server = None
         await server.stop(grace_seconds)
+        for _ in range(40):  # at most 2 s: routers exchange their last tickets
+            if not TICKETS:
+                break
+            await asyncio.sleep(0.05)
         rmtree(Path(self._endpoint.unix).parent, ignore_errors=True)
 
     def _ticket(self, shared: list[SharedBytes]) -> str:

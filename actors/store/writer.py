@@ -152,7 +152,10 @@ class RowBatch:
                 self._next_write = loop.run_in_executor(self._writer.threads, self._write)
             written = self._next_write
         # Shielded, because other items wait for the same write.
-        return (await asyncio.shield(written))[id(item)]
+        try:
+            return (await asyncio.shield(written))[id(item)]
+        finally:
+            del written  # a failure's traceback would refer to it, in a cycle that keeps the rows
 
     def _write(self) -> dict[int, Embedding]:
         """Everything that has arrived by now. In a thread."""

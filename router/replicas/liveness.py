@@ -77,7 +77,8 @@ class Liveness:
             for call in self._calls[replica]:
                 if not call.expired():
                     call.reschedule(loop.time())
-            await asyncio.wait([answer])  # a failure is an answer, too
+            await asyncio.wait([answer])
+            answer.cancelled() or answer.exception()  # a failure is an answer, too
             self.silent.discard(replica)
         self._answered_at[replica] = loop.time()
         self._look_in(replica, self._half_seconds)

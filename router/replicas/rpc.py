@@ -6,8 +6,8 @@ Over the unix socket of a replica on this node, else over TCP. gRPC reopens a ch
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -40,13 +40,17 @@ CHANNEL_OPTIONS = [
 ]
 
 
+STOPPED = "Cancelling all calls"
+"""What gRPC says of calls that outlasted the grace of a server that stops: not a death."""
+
+
 class ReplicaChannel:
     """A channel to one replica, for one event loop."""
 
     def __init__(self, endpoint: Endpoint, node: str) -> None:
         """`node`: Ray's id of this process's node."""
         self.endpoint = endpoint
-        near = endpoint.node == node and Path(endpoint.unix).exists()
+        near = endpoint.node == node and os.access(endpoint.unix, os.W_OK)
         target = f"unix:{endpoint.unix}" if near else endpoint.tcp
         self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
         self._stubs = stubs(SERVICE, self._channel)
@@ -91,7 +95,7 @@ def failure(error: grpc.aio.AioRpcError) -> Exception:
         return DeadlineExceeded("the replica did not answer within the time that was left")
     if code == StatusCode.RESOURCE_EXHAUSTED:
         return TooLarge(f"the items or their embeddings are too large for a call: {details}")
-    if code in {StatusCode.CANCELLED, StatusCode.UNAUTHENTICATED}:
+    if code in {StatusCode.CANCELLED, StatusCode.UNAUTHENTICATED} or details == STOPPED:
         return ShardLost(details)
     if any(key == BEGUN_KEY for key, _ in error.initial_metadata() or ()):
         return ReplicaDied(details)

@@ -96,18 +96,20 @@ class ServeFleet:
             if self._local:
                 return await self._encode_locally(call)
             request = pb.EncodeRequest(**message_fields(call))
+            hand_over = self._hand_over(replica)
             reply = await self._call(replica, "Encode", request, timeout_seconds + GRACE_SECONDS)
-            return reply_of(reply, await self._rows(replica, reply.ticket))
+            return reply_of(reply, await hand_over.take(reply.ticket))
 
     async def check(self, replica: str) -> None:
         if not self._local:
             await self._call(replica, "Check", pb.CheckRequest())
 
     async def fetch(self, replica: str, name: str) -> Kept | None:
+        hand_over = self._hand_over(replica)
         reply = await self._call(replica, "Fetch", pb.FetchRequest(name=name), FETCH_SECONDS)
         if not reply.HasField("kept"):
             return None
-        return kept_of(reply.kept, await self._rows(replica, reply.ticket))
+        return kept_of(reply.kept, await hand_over.take(reply.ticket))
 
     async def release(self, replica: str, name: str) -> bool:
         request = pb.ReleaseRequest(name=name)
@@ -124,13 +126,11 @@ class ServeFleet:
             self._confirm(replica)
             raise
 
-    async def _rows(self, replica: str, ticket: str) -> list[SharedBytes]:
-        """The rows in shared memory that a ticket stands for. Raises ShardLost."""
-        if not ticket:
-            return []
+    def _hand_over(self, replica: str) -> HandOver:
+        """To be asked for before the call: a draining replica answers, but is no longer listed."""
         if replica not in self._hand_overs:
             self._hand_overs[replica] = HandOver(self._endpoint(replica).actor)
-        return await self._hand_overs[replica].take(ticket)
+        return self._hand_overs[replica]
 
     def _endpoint(self, replica: str) -> Endpoint:
         member = self._members()[1].get(replica)
@@ -204,14 +204,19 @@ class HandOver:
         self._taking: asyncio.Task[None] | None = None
 
     async def take(self, ticket: str) -> list[SharedBytes]:
-        """The rows. Raises ShardLost where they are lost."""
+        """The rows in shared memory that a ticket stands for; "": none. Raises ShardLost."""
+        if not ticket:
+            return []
         loop = asyncio.get_running_loop()
         rows: asyncio.Future[list[SharedBytes]] = loop.create_future()
         self._waiting[ticket] = rows
         if self._taking is None:
             # A context of its own: in a request's, Serve would cancel the calls with the request.
             self._taking = loop.create_task(self._take_all(), context=Context())
-        return await rows
+        try:
+            return await rows
+        finally:
+            del rows  # a failure's traceback would refer to it, in a cycle that keeps the request
 
     async def _take_all(self) -> None:
         while self._waiting:
@@ -222,14 +227,15 @@ class HandOver:
 
     async def _take(self, waiting: dict[str, asyncio.Future[list[SharedBytes]]]) -> None:
         try:
-            if self._actor is None:
-                self._actor = await asyncio.to_thread(
-                    ray.get_actor, self._actor_name, SERVE_NAMESPACE
-                )
-            taken = await self._actor.__ray_call__.remote(take, list(waiting))
+            async with asyncio.timeout(FETCH_SECONDS):
+                if self._actor is None:
+                    self._actor = await asyncio.to_thread(
+                        ray.get_actor, self._actor_name, SERVE_NAMESPACE
+                    )
+                taken = await self._actor.__ray_call__.remote(take, list(waiting))
         except Exception as error:
-            lost = ShardLost(f"its rows in shared memory are lost: {brief(error)}")
-            taken = [lost] * len(waiting)
+            reason = f"its rows in shared memory are lost: {brief(error)}"
+            taken = [ShardLost(reason) for _ in waiting]
         for future, rows in zip(waiting.values(), taken, strict=True):
             if future.done():  # nobody waits any more
                 continue

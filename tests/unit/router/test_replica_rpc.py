@@ -39,7 +39,7 @@ from actors.types import Dtype, Media, Reply, SharedBytes
 from router.replicas import rpc
 from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost
 from router.replicas.membership import Replica
-from router.replicas.rpc import ReplicaChannel, ReplicaChannels
+from router.replicas.rpc import STOPPED, ReplicaChannel, ReplicaChannels, failure
 from tests.unit.fleet import embedding, item
 
 NODE = "node"
@@ -441,3 +441,13 @@ def test_inline_rows_are_read_only() -> None:
             assert not data.flags.writeable
 
     run(test)
+
+
+def test_the_end_of_a_drain_is_no_death() -> None:
+    begun = grpc.aio.Metadata(("begun", "1"))
+    stopped = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, begun, grpc.aio.Metadata(), STOPPED)
+    died = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, begun, grpc.aio.Metadata(), "Socket closed"
+    )
+    assert type(failure(stopped)) is ShardLost
+    assert type(failure(died)) is ReplicaDied
