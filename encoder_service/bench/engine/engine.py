@@ -103,7 +103,7 @@ class Bench:
         ladders = self.limits.budgets, self.limits.segments
         for form in FORMS:
             if form in settings.modes:
-                on_cuda = device.backend == "cuda"
+                on_cuda = device.backend == "cuda" or form == "compile"  # the CPU compiles, too
                 block_form(form, on_cuda=on_cuda, dtype=spec.dtype, fast=spec.fast_blocks)
                 tower = build(spec, weights, device.device, blocks_of(form))
                 self.captured[form] = self.graphs(tower, *ladders)

@@ -67,6 +67,7 @@ def test_operations_are_those_that_torch_counts() -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(600)
 def test_a_run_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     workloads = ["--workload", "1x336", "512x512*4+224x224*2"]
@@ -103,6 +104,7 @@ def test_only_budgets_that_a_workload_may_need_are_captured(
 
 @pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, by itself
+@pytest.mark.timeout(600)
 def test_other_forms_of_the_blocks(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     # One image: two may be split into packs, or not.
@@ -114,6 +116,7 @@ def test_other_forms_of_the_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(600)
 def test_every_budget_and_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     what = ["--workload", "8x336", "--modes", "budget", "--every-budget", "--profile", "8x336"]
