@@ -119,7 +119,7 @@ def test_no_process_outlives_an_owner_that_is_killed() -> None:
 
 
 def alive(process: int) -> bool:
-    """Whether it runs: one that ended may wait for whoever has become its parent."""
+    """Whether a process runs. One that has exited may still be a zombie of its new parent."""
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rsplit(") ", 1)[1][0] != "Z"
