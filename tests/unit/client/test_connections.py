@@ -176,6 +176,41 @@ def test_redirects_are_errors_and_not_followed(status: bytes) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("body", [b'{"error": "no host"}', b"null", b"[1]", b"<html>"])
+def test_errors_of_a_proxy_are_retryable_whatever_they_say(body: bytes) -> None:
+    head = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+    async def run() -> None:
+        async with client(says(head + body)) as (http, _):
+            with pytest.raises(ServiceError, match="503") as failed:
+                await http.model()
+            assert (failed.value.type, failed.value.retryable) == ("unavailable", True)
+
+    asyncio.run(run())
+
+
+def test_a_model_card_that_is_not_json_is_an_invalid_response() -> None:
+    async def run() -> None:
+        async with client(says(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nno")) as (http, _):
+            with pytest.raises(ServiceError, match="not JSON") as failed:
+                await http.model()
+            assert failed.value.type == "invalid_response"
+
+    asyncio.run(run())
+
+
+def test_a_size_that_nobody_sends_takes_no_memory() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 999999999999999\r\n\r\n"
+
+    async def run() -> None:
+        async with client(says(head, close=True)) as (http, _):
+            with pytest.raises(ServiceError) as failed:
+                await http.model()
+            assert failed.value.type == "unavailable"
+
+    asyncio.run(run())
+
+
 def test_a_request_of_many_pieces_comes_whole() -> None:
     async def run() -> None:
         async with client(says(sized(b""))) as (http, server):
