@@ -74,13 +74,11 @@ class Spans:
                 # Not by a token: a stream may be closed in another context than it was opened in.
                 ORIGIN.set(outer)
 
-    def past(
-        self, name: str, seconds: float, *, ago_seconds: float = 0, **attributes: Value
-    ) -> None:
-        """Adds a span for work that took `seconds` and ended `ago_seconds` ago."""
+    def past(self, name: str, seconds: float, **attributes: Value) -> None:
+        """Adds a span for work that has just ended and took `seconds`."""
         if self.tracer is None:
             return
-        outer, end = ORIGIN.get(), time.time_ns() - int(ago_seconds * 1e9)
+        outer, end = ORIGIN.get(), time.time_ns()
         values = named(**attributes, request_id=outer.request_id)
         start = end - int(seconds * 1e9)
         self.tracer.start_span(name, parent(outer), attributes=values, start_time=start).end(end)
