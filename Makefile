@@ -20,12 +20,15 @@ serve: setup
 demo: setup
 	tests/loopback $(BIN)/python -m tests.demo
 
+# One worker runs everything that needs Ray, the other begins with the rest.
+PYTEST := OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -n 2 --dist loadgroup
+
 test: setup
-	OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest
+	$(PYTEST)
 
 # The rest of what CI runs: chats, videos, two paths, manifests, the status page, fuzzing.
 test-extended: setup
-	OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -m 'extended and not gpu and not slow'
+	$(PYTEST) -m 'extended and not gpu and not slow'
 
 # Embeddings, proxy and connector in vLLM itself, in an environment of its own: CONTRIBUTING.md.
 VLLM_PYTHON ?= .venv-vllm/bin/python

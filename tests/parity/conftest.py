@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,21 @@ def qwen3vl(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return made(request.param, tmp_path_factory)
 
 
+@pytest.fixture(autouse=True)
+def largest_errors(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Reports the errors that a test saw: with pytest-xdist it ran in another process."""
+    SEEN.clear()
+    yield
+    for family, error in SEEN.items():
+        record_property(family, error)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The largest errors that this run saw, beside what the README says."""
-    for family, error in SEEN.items():
+    largest: dict[str, float] = {}
+    for report in terminalreporter.getreports(""):  # of fixtures' ends
+        for family, error in getattr(report, "user_properties", ()):
+            if family in rows():
+                largest[family] = max(error, largest.get(family, 0.0))
+    for family, error in largest.items():
         terminalreporter.write_line(f"{family}: {error:.1e} (README: {rows()[family].error:.0e})")

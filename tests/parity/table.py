@@ -22,7 +22,7 @@ MARGIN = 4
 """How much larger an error may be than the README's: another machine adds up in another order."""
 
 SEEN: dict[str, float] = {}
-"""The largest error of each family in this run."""
+"""The largest error of each family in this test."""
 
 FAMILIES = {
     "qwen3_vl": "Qwen3-VL",
