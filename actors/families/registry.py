@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from pkgutil import iter_modules
+from pathlib import Path
 from types import ModuleType
 
-from actors import families
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Files, find
@@ -24,8 +23,8 @@ from actors.spec.video import VideoStyle
 @cache
 def specs() -> Mapping[str, ModuleType]:
     """The spec.py of each folder."""
-    folders = sorted(entry.name for entry in iter_modules(families.__path__) if entry.ispkg)
-    return {name: import_module(f"{families.__name__}.{name}.spec") for name in folders}
+    folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/spec.py"))
+    return {name: import_module(f"actors.families.{name}.spec") for name in folders}
 
 
 @cache

@@ -16,8 +16,7 @@ from actors.families.registry import read
 from actors.kernels import attention
 from actors.kernels.attention import Attention
 from actors.models import tensors as checkpoint_tensors
-from actors.models.layers.block import BlocksForm
-from actors.models.layers.forms import blocks_of
+from actors.models.layers.block import BlocksForm, blocks_of
 from actors.models.layers.weights import Weights
 from actors.models.tower import Family, Tower
 from actors.options import BlockChoice, ModelOptions, block_form

@@ -17,8 +17,7 @@ from torch import Tensor
 from actors.errors import CheckpointError
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import Affine, BlocksForm, BlockWeights, Style
-from actors.models.layers.patches import centred
-from actors.models.layers.positions import Positions, places, rotary_tables
+from actors.models.layers.patches import Positions, centred, places, rotary_tables
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing
 from actors.types import ItemPlan

@@ -1,12 +1,8 @@
-"""Towers of the second kind: every tile is one attention segment of fixed length.
-
-A family gives its `TileParts`, which are mostly weights. The patches of a tile lie in merge-block
-order after its class token, whatever their order in the model: attention does not depend on it,
-and the pixel shuffle becomes a view.
-"""
+"""Towers whose attention segments have a fixed length: tiles, or views on two paths."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,9 +13,9 @@ from torch import Tensor
 from actors.errors import CheckpointError, ConfigError
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import BlocksForm, BlockWeights, Style
-from actors.models.layers.patches import centred
-from actors.models.layers.positions import places
+from actors.models.layers.patches import centred, places
 from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import PATHS, ViewSizing
 from actors.spec.tiles import TileSizing
 from actors.types import ItemPlan
 
@@ -44,7 +40,11 @@ class TileParts:
 
 
 class TileTower:
-    """See Tower. One path; the metadata of an item is the number of its tiles."""
+    """See Tower. One path; every tile is a segment; the metadata of an item is their number.
+
+    The patches of a tile lie in merge-block order after its class token, whatever their order in
+    the model: attention does not depend on it, and the pixel shuffle becomes a view.
+    """
 
     def __init__(
         self, spec: ModelSpec, parts: TileParts, attention: Attention, blocks: BlocksForm
@@ -109,3 +109,50 @@ def tile_sizing(spec: ModelSpec) -> TileSizing:
     if not isinstance(spec.sizing, TileSizing):
         raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in tiles")
     return spec.sizing
+
+
+class ViewTower(ABC):
+    """See Tower. The whole image is one view on one path, each crop one on the other.
+
+    Every view is a segment, its patches row by row; the metadata of an item is their number. Both
+    paths run the same weights, over views of two sizes.
+    """
+
+    def __init__(self, spec: ModelSpec, attention: Attention) -> None:
+        if not isinstance(spec.sizing, ViewSizing):
+            raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in views")
+        self.spec = spec
+        self.views: ViewSizing = spec.sizing
+        self.attention = attention
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+
+    @abstractmethod
+    def view_rows(self, path: str) -> int:
+        """Rows of a view in the blocks: its tokens or patches, and class tokens."""
+
+    @abstractmethod
+    def forward(self, path: str, values: Values) -> Tensor:
+        """See Tower."""
+
+    @abstractmethod
+    def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
+        """See Tower."""
+
+    def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
+        """A budget holds as many whole views as fit."""
+        views, patches = self.count(path, tokens), self.views.side_patches[PATHS.index(path)] ** 2
+        return {
+            "patches": ((views * patches, 3 * self.views.patch_size**2), torch.uint8),
+            **self.attention.inputs(views * self.view_rows(path), views),
+        }
+
+    def metadata(
+        self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
+    ) -> dict[str, Tensor]:
+        views, rows = self.count(path, tokens), self.view_rows(path)
+        used = self.count(path, sum(plan.path_tokens[PATHS.index(path)] for plan in plans))
+        return self.attention.metadata([rows] * used, views * rows, views)
+
+    def count(self, path: str, tokens: int) -> int:
+        """Whole views with this many tokens."""
+        return tokens // self.views.view_tokens[PATHS.index(path)]

@@ -18,7 +18,7 @@ from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.models.tower import VideoTower
 from actors.options import ModelOptions
-from actors.spec.evs import retention_mask
+from actors.spec.video import retention_mask
 from actors.types import Clip, Item, Size
 from encoder_service import Client, Frames
 from encoder_service.app import build

@@ -28,8 +28,8 @@ from actors.models.layers.weights import (
     expected_blocks,
     stated,
 )
+from actors.models.tiled import ViewTower
 from actors.models.tower import Family
-from actors.models.views import ViewTower
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import PATHS
 from actors.spec.tiles import Layout

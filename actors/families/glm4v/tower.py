@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.models.layers.block import Style, layer_norm, rms_norm, swiglu
-from actors.models.layers.positions import Positions, bicubic_taps
+from actors.models.layers.patches import Positions, bicubic_taps
 from actors.models.layers.weights import (
     BlockNames,
     Dimensions,

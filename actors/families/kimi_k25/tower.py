@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.families.kimi_vl import tower as kimivl
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import Affine, BlocksForm, layer_norm
-from actors.models.layers.positions import weighted
+from actors.models.layers.patches import weighted
 from actors.models.layers.weights import Expected, Weights
 from actors.models.packed import PackedParts, PackedTower, segments_of
 from actors.models.tower import Family

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.models.layers.block import Affine, BlockWeights, Style, layer_norm
-from actors.models.layers.patches import Merger
-from actors.models.layers.positions import Positions, bicubic_taps
+from actors.models.layers.patches import Merger, Positions, bicubic_taps
 from actors.models.layers.weights import (
     LAYERS,
     BlockNames,

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.models.layers.block import Affine, BlockWeights, Style, layer_norm
-from actors.models.layers.patches import folded_embedding
-from actors.models.layers.positions import places, rotary_tables
+from actors.models.layers.patches import folded_embedding, places, rotary_tables
 from actors.models.layers.weights import Expected, Weights, affine, halves, stated
 from actors.models.tiled import TileParts, TileTower, merge_order, tile_sizing
 from actors.models.tower import Family

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from actors.families.clip.tower import LAST_NORM, NAMES, POOLING, tower_shapes
 from actors.models.layers.block import Style, layer_norm
-from actors.models.layers.patches import Merger
-from actors.models.layers.positions import Positions, centred_bilinear_taps
+from actors.models.layers.patches import Merger, Positions, centred_bilinear_taps
 from actors.models.layers.weights import LAYERS, Dimensions, Expected, Weights, affine
 from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family

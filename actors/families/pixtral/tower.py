@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.kernels.attention import Attention
 from actors.models.layers.block import BlocksForm, Style, rms_norm
-from actors.models.layers.positions import rotary_tables
+from actors.models.layers.patches import rotary_tables
 from actors.models.layers.weights import (
     LAYERS,
     BlockNames,

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from actors.models.layers.block import Activation, Style
-from actors.models.layers.patches import Merger
-from actors.models.layers.positions import Positions, bilinear_taps
+from actors.models.layers.patches import Merger, Positions, bilinear_taps
 from actors.models.layers.weights import (
     BlockNames,
     Expected,

@@ -18,8 +18,7 @@ from torch import Tensor
 from actors.errors import CheckpointError
 from actors.kernels.attention import Attention, Values
 from actors.models.layers.block import Affine, BlocksForm, BlockWeights, Style, layer_norm
-from actors.models.layers.patches import centred
-from actors.models.layers.positions import places, rotary_tables
+from actors.models.layers.patches import centred, places, rotary_tables
 from actors.models.layers.weights import (
     CLIP_NAMES,
     BlockNames,
@@ -30,8 +29,8 @@ from actors.models.layers.weights import (
     halves,
     stated,
 )
+from actors.models.tiled import ViewTower
 from actors.models.tower import Family
-from actors.models.views import ViewTower
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import PATHS
 from actors.spec.views import WindowSizing
