@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.errors import CheckpointError
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import Affine, BlocksForm, BlockWeights, Style
 from actors.models.layers.patches import Positions, centred, places, rotary_tables
@@ -52,9 +51,8 @@ class PackedTower:
     def __init__(
         self, spec: ModelSpec, parts: PackedParts, attention: Attention, blocks: BlocksForm
     ) -> None:
-        if not isinstance(spec.sizing, BlockSizing):
-            raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in blocks")
         self.spec = spec
+        assert isinstance(spec.sizing, BlockSizing)
         self.sizing = spec.sizing
         self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
         self.attention = attention

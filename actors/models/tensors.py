@@ -38,8 +38,9 @@ def load(
 ) -> dict[str, Tensor]:
     """The tensors whose names start with a prefix, keyed without it, on the CPU.
 
-    In the checkpoint's own precision. Raises CheckpointError that names tensors which are missing,
-    unexpected, misshapen or quantised. `unused` tensors may be present and are not read.
+    In the checkpoint's own precision. `model.` may precede any prefix. `unused` tensors may be
+    present and are not read. Raises CheckpointError that names tensors which are missing,
+    unexpected, misshapen or quantised.
     """
     weights: dict[str, Tensor] = {}
     for shard, names in located(files, prefixes, expected, unused).items():
@@ -60,10 +61,11 @@ def located(
     shards: dict[str, str] = index.get("weight_map", {}) if index else single(files)
     found: dict[str, str] = {}
     for stored in sorted(shards):
-        prefix = next((prefix for prefix in prefixes if stored.startswith(prefix)), None)
+        name = stored.removeprefix("model.")
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
         if prefix is None:
             continue
-        name = stored.removeprefix(prefix)
+        name = name.removeprefix(prefix)
         if name in unused:
             continue
         if name in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.errors import CheckpointError, ConfigError
+from actors.errors import ConfigError
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import BlocksForm, BlockWeights, Style
 from actors.models.layers.patches import centred, places
@@ -50,7 +51,8 @@ class TileTower:
         self, spec: ModelSpec, parts: TileParts, attention: Attention, blocks: BlocksForm
     ) -> None:
         self.spec = spec
-        self.sizing = tile_sizing(spec)
+        assert isinstance(spec.sizing, TileSizing)
+        self.sizing = spec.sizing
         self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -99,16 +101,11 @@ class TileTower:
         return outputs[0][: sum(plan.tokens for plan in plans)]
 
 
-def merge_order(raster: Tensor, sizing: TileSizing) -> Tensor:
+def merge_order(raster: Tensor, merge: int) -> Tensor:
     """From a table with a row for each patch of a tile in raster order to merge-block order."""
-    row, column = places(sizing.side_patches, sizing.side_patches, sizing.merge_size).unbind(1)
-    return raster[row * sizing.side_patches + column]
-
-
-def tile_sizing(spec: ModelSpec) -> TileSizing:
-    if not isinstance(spec.sizing, TileSizing):
-        raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in tiles")
-    return spec.sizing
+    side = math.isqrt(len(raster))
+    row, column = places(side, side, merge).unbind(1)
+    return raster[row * side + column]
 
 
 class ViewTower(ABC):
@@ -119,10 +116,9 @@ class ViewTower(ABC):
     """
 
     def __init__(self, spec: ModelSpec, attention: Attention) -> None:
-        if not isinstance(spec.sizing, ViewSizing):
-            raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in views")
         self.spec = spec
-        self.views: ViewSizing = spec.sizing
+        assert isinstance(spec.sizing, ViewSizing)
+        self.views = spec.sizing
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
 

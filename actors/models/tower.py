@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from actors.errors import CheckpointError
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import BlocksForm
 from actors.models.layers.weights import Expected, Weights
@@ -15,6 +16,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan
 
 Parts = TypeVar("Parts")
+SizingKind = TypeVar("SizingKind")
 
 
 class Tower(Protocol):
@@ -52,22 +54,15 @@ class VideoTower(Tower, Protocol):
         """
 
 
-class Heads(Protocol):
-    """The sizes of a tower, as far as they are the same in every family."""
-
-    @property
-    def head_size(self) -> int:
-        """Decides which attention kernel is chosen."""
-
-
 @dataclass(frozen=True, slots=True)
 class Family(Generic[Parts]):
     """How to build the tower of one spec. Each family's tower.py has `family(spec)`."""
 
     prefixes: tuple[str, ...]
-    """Of the tower's tensors in a checkpoint."""
-    expected: Callable[[ModelSpec], Expected]
-    sizes: Callable[[ModelSpec], Heads]
+    """Of the tower's tensors in a checkpoint, after `model.`, which not all of them have."""
+    expected: Expected
+    head_size: int
+    """Decides which attention kernel is chosen."""
     parts: Callable[[ModelSpec, Weights], Parts]
     """From tensors as `expected` names them."""
     tower: Callable[[ModelSpec, Parts, Attention, BlocksForm], Tower]
@@ -77,3 +72,10 @@ class Family(Generic[Parts]):
     """Parts of the names of norms that end a branch: random ones are a tenth as large. Otherwise
     attention scores would grow from layer to layer, and rounding errors double every three layers:
     with 63 layers of width 256 float32 was 6e-2 from float64, at a tenth 1e-6."""
+
+
+def sizing_of(spec: ModelSpec, kind: type[SizingKind]) -> SizingKind:
+    """The spec's sizing, which must be of this kind. Raises CheckpointError."""
+    if not isinstance(spec.sizing, kind):
+        raise CheckpointError(f"model.id {spec.id!r}: this tower needs a {kind.__name__}")
+    return spec.sizing

@@ -35,6 +35,10 @@ class Sizing(Protocol):
     def patch_size(self) -> int:
         """The side of a patch in pixels."""
 
+    @property
+    def merge_size(self) -> int:
+        """merge_size ** 2 patches give one token."""
+
     def plan(self, size: Size) -> ItemPlan:
         """Grid, patches and tokens of an image of this size. Raises TooLarge."""
 

@@ -18,6 +18,9 @@ from actors.spec.sampling import Sampling
 from actors.spec.sizing import BlockSizing, at_least, longest_side, smart_resize
 from actors.types import Clip, ItemPlan, Size
 
+FRAMES_PER_GROUP = 2
+"""Of the Qwen-VL and GLM-V families. A tower with other groups takes images only."""
+
 POOLED = 2
 """LLaVA-OneVision pools frames to this fraction of their rows and columns, rounded up."""
 

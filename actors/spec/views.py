@@ -42,6 +42,10 @@ class CropSizing:
         return self.crops.patch_size
 
     @property
+    def merge_size(self) -> int:
+        return self.crops.merge_size
+
+    @property
     def side_patches(self) -> tuple[int, int]:
         return self.image_pixels // self.patch_size, self.crops.side_patches
 

@@ -46,6 +46,9 @@ class Affine:
     weight: Tensor
     bias: Tensor
 
+    def linear(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:

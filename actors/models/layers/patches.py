@@ -5,8 +5,10 @@ Patches lie in merge-block order: the merge_size ** 2 patches of one token are a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +55,7 @@ class Merger:
     """One token from merge_size ** 2 patches: norm, linear, GELU, linear."""
 
     def __init__(
-        self, norm: Affine, up: Affine, down: Affine, kind: Norm = "layer", epsilon: float = 1e-6
+        self, norm: Affine, up: Affine, down: Affine, *, kind: Norm = "layer", epsilon: float = 1e-6
     ) -> None:
         """`norm`: over each patch, or over all patches of a token, as its size says."""
         self.norm = norm
@@ -115,6 +117,22 @@ def places(rows: int, columns: int, merge: int) -> Tensor:
     raster = torch.stack([row, column], -1)
     blocks = raster.view(rows // merge, merge, columns // merge, merge, 2)
     return blocks.transpose(1, 2).reshape(-1, 2)
+
+
+def resized_table(
+    table: Tensor, side: int, mode: Literal["bilinear", "bicubic"] = "bicubic"
+) -> Tensor:
+    """A learned table of positions for views of side x side: float32 [side ** 2, width].
+
+    Bicubic with antialiasing, bilinear without.
+    """
+    table, trained = table.float(), math.isqrt(len(table))
+    if side == trained:
+        return table
+    raster = table.T.reshape(1, -1, trained, trained)
+    antialias = mode == "bicubic"
+    raster = F.interpolate(raster, size=(side, side), mode=mode, antialias=antialias)
+    return raster.flatten(2)[0].T
 
 
 def bilinear_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
