@@ -36,6 +36,9 @@ class ToyTower:
             "items": ((segments,), torch.int32),
         }
 
+    def video_inputs(self, path: str, tokens: int) -> Shapes:
+        return {}
+
     def metadata(
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
     ) -> dict[str, Tensor]:

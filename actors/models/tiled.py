@@ -134,6 +134,9 @@ class ViewTower(ABC):
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         """See Tower."""
 
+    def video_inputs(self, path: str, tokens: int) -> Shapes:
+        return {}
+
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """A budget holds as many whole views as fit."""
         views, patches = self.count(path, tokens), self.views.side_patches[PATHS.index(path)] ** 2

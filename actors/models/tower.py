@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from actors.errors import CheckpointError
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import BlocksForm
 from actors.models.layers.weights import Expected, Weights
@@ -16,7 +15,6 @@ from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan
 
 Parts = TypeVar("Parts")
-SizingKind = TypeVar("SizingKind")
 
 
 class Tower(Protocol):
@@ -26,6 +24,12 @@ class Tower(Protocol):
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """Static inputs of a graph for a budget of `tokens`; no shape shrinks as `tokens` grows."""
+
+    def video_inputs(self, path: str, tokens: int) -> Shapes:
+        """Static inputs of a graph for packs with videos, besides `inputs`.
+
+        Empty: the graph for images serves, or there are no videos.
+        """
 
     def metadata(
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
@@ -41,17 +45,6 @@ class Tower(Protocol):
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         """[tokens of all items, width], item after item, from each path's output."""
-
-
-@runtime_checkable
-class VideoTower(Tower, Protocol):
-    """A tower whose family takes videos."""
-
-    def video_inputs(self, path: str, tokens: int) -> Shapes:
-        """Static inputs of a graph for packs with videos, besides `inputs`.
-
-        Empty: the graph for images serves.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +65,3 @@ class Family(Generic[Parts]):
     """Parts of the names of norms that end a branch: random ones are a tenth as large. Otherwise
     attention scores would grow from layer to layer, and rounding errors double every three layers:
     with 63 layers of width 256 float32 was 6e-2 from float64, at a tenth 1e-6."""
-
-
-def sizing_of(spec: ModelSpec, kind: type[SizingKind]) -> SizingKind:
-    """The spec's sizing, which must be of this kind. Raises CheckpointError."""
-    if not isinstance(spec.sizing, kind):
-        raise CheckpointError(f"model.id {spec.id!r}: this tower needs a {kind.__name__}")
-    return spec.sizing

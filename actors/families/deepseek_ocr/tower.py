@@ -55,11 +55,9 @@ NEWLINE = -1  # marks a newline in an order of rows
 def family(spec: ModelSpec) -> Family[Weights]:
     # CLIP's head size: SAM has its own attention.
     head_size = OcrSizes.of(spec).clip.head_size
-    return Family(PREFIXES, expected(spec), head_size, parts, DeepseekOcrTower, UNUSED)
-
-
-def parts(spec: ModelSpec, weights: Weights) -> Weights:
-    return weights
+    return Family(
+        PREFIXES, expected(spec), head_size, lambda spec, weights: weights, DeepseekOcrTower, UNUSED
+    )
 
 
 @dataclass(frozen=True, slots=True)
