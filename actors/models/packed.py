@@ -17,6 +17,7 @@ from torch import Tensor
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import Affine, BlocksForm, BlockWeights, Style
 from actors.models.layers.patches import Positions, centred, places, rotary_tables
+from actors.models.tower import Tower
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing
 from actors.types import ItemPlan
@@ -45,8 +46,8 @@ class PackedParts:
     theta: float = 10000.0
 
 
-class PackedTower:
-    """See Tower. One path; one attention segment per image, or per temporal group of a video."""
+class PackedTower(Tower):
+    """One path; one attention segment per image, or per temporal group of a video."""
 
     def __init__(
         self, spec: ModelSpec, parts: PackedParts, attention: Attention, blocks: BlocksForm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +15,7 @@ from actors.errors import ConfigError
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import BlocksForm, BlockWeights, Style
 from actors.models.layers.patches import centred, places
+from actors.models.tower import Tower
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import PATHS, ViewSizing
 from actors.spec.tiles import TileSizing
@@ -40,8 +41,8 @@ class TileParts:
     """cos, sin: float32 [rows of `start`, head size / 2]."""
 
 
-class TileTower:
-    """See Tower. One path; every tile is a segment; the metadata of an item is their number.
+class TileTower(Tower):
+    """One path; every tile is a segment; the metadata of an item is their number.
 
     The patches of a tile lie in merge-block order after its class token, whatever their order in
     the model: attention does not depend on it, and the pixel shuffle becomes a view.
@@ -57,9 +58,6 @@ class TileTower:
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.blocks = blocks(parts.layers, parts.style, attention, ())
-
-    def video_inputs(self, path: str, tokens: int) -> Shapes:
-        return {}
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """Raises ConfigError for a budget that is not whole tiles."""
@@ -108,8 +106,8 @@ def merge_order(raster: Tensor, merge: int) -> Tensor:
     return raster[row * side + column]
 
 
-class ViewTower(ABC):
-    """See Tower. The whole image is one view on one path, each crop one on the other.
+class ViewTower(Tower):
+    """The whole image is one view on one path, each crop one on the other.
 
     Every view is a segment, its patches row by row; the metadata of an item is their number. Both
     paths run the same weights, over views of two sizes.
@@ -125,17 +123,6 @@ class ViewTower(ABC):
     @abstractmethod
     def view_rows(self, path: str) -> int:
         """Rows of a view in the blocks: its tokens or patches, and class tokens."""
-
-    @abstractmethod
-    def forward(self, path: str, values: Values) -> Tensor:
-        """See Tower."""
-
-    @abstractmethod
-    def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
-        """See Tower."""
-
-    def video_inputs(self, path: str, tokens: int) -> Shapes:
-        return {}
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """A budget holds as many whole views as fit."""

@@ -30,6 +30,7 @@ class Tower(Protocol):
 
         Empty: the graph for images serves, or there are no videos.
         """
+        return {}
 
     def metadata(
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int

@@ -18,9 +18,10 @@ from actors.spec.video import VideoSizing
 PIL_RESAMPLING: dict[Resample, int] = {"bilinear": 2, "bicubic": 3}
 """PIL.Image.Resampling, as processors' JSON has it."""
 
-CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
-CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
-CLIP_PIXELS: Json = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+CLIP_PIXELS: Json = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
 HALVES: Json = {"image_mean": 0.5, "image_std": 0.5}
 IMAGENET_PIXELS: Json = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 """The mean and standard deviation of pixels, where the image processor does not say."""

@@ -26,16 +26,7 @@ from actors.spec.model_spec import ModelSpec
 
 PREFIXES = ("visual.",)
 
-NAMES = BlockNames(
-    up=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
-    unbiased=frozenset(
-        {
-            *("norm1", "norm2", "attn.qkv", "attn.proj"),
-            *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-        }
-    ),
-)
+NAMES = BlockNames(up=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj", biased=False)
 
 MERGER_EPSILON = 1e-5  # torch's default for LayerNorm: the configuration does not say
 

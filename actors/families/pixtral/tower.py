@@ -29,19 +29,15 @@ from actors.spec.settings import rope_theta
 
 PREFIXES = ("vision_tower.", "multi_modal_projector.")
 
-QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
-MLP = ("feed_forward.gate_proj", "feed_forward.up_proj")
 NAMES = BlockNames(
     block="transformer.layers",
     norm1="attention_norm",
-    qkv=QKV,
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     proj="attention.o_proj",
     norm2="ffn_norm",
-    up=MLP,
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
-    unbiased=frozenset(
-        {*QKV, *MLP, "attention_norm", "attention.o_proj", "ffn_norm", "feed_forward.down_proj"}
-    ),
+    biased=False,
 )
 
 EPSILON = 1e-5  # of the tower's norms: the configuration does not say

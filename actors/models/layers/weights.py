@@ -89,7 +89,8 @@ class BlockNames:
     norm2: str = "norm2"
     up: tuple[str, ...] = ("mlp.linear_fc1",)  # SwiGLU has two: gate, up
     down: str = "mlp.linear_fc2"
-    unbiased: frozenset[str] = frozenset()  # those of the names above that have no bias
+    biased: bool = True  # whether they have biases
+    unbiased: frozenset[str] = frozenset()  # the names above of those that still have none
     scales: tuple[str, str] | None = None  # layer scales of proj and down
     qk_norm: tuple[str, str] | None = None  # RMSNorm over all heads of q, and of k
 
@@ -199,7 +200,9 @@ def expected_blocks(names: BlockNames, depth: int, width: int, mlp_width: int) -
     for layer in range(depth):
         block = f"{names.block}.{layer}"
         for part, weight in parts.items():
-            shapes |= affine(f"{block}.{part}", weight, bias=part not in names.unbiased)
+            shapes |= affine(
+                f"{block}.{part}", weight, bias=names.biased and part not in names.unbiased
+            )
         shapes |= {f"{block}.{scale}": (width,) for scale in names.scales or ()}
         shapes |= {f"{block}.{norm}.weight": (width,) for norm in names.qk_norm or ()}
     return shapes
