@@ -26,7 +26,7 @@ from actors.errors import (
     Unavailable,
 )
 from actors.media.decoder import Decoder
-from actors.spec.evs import retained_tokens
+from actors.spec.video import retained_tokens
 from actors.store.references import Kept, PendingWrite, References, reference_id, written
 from actors.store.rows import converted
 from actors.store.shared_memory import INLINE_BYTES

@@ -99,7 +99,7 @@ class Media:
     frames: tuple[bytes, ...] = ()
     """The image files of a video that was sent as frames; `data` is empty then."""
     evs_rate: float = 0.0
-    """Share of a video's rows to drop after encoding, where little changes (spec/evs.py)."""
+    """Share of a video's rows to drop after encoding, where little changes (spec/video.py)."""
     on_device: bool = False
     """The caller can read rows from the encoder's device (store/nixl.py), so large ones may stay
     there if `encoder.transport` is nixl."""

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.families.qwen3_vl.spec import qwen3vl
+from actors.families.registry import read
 from actors.kernels.attention import Shapes, Values
 from actors.options import ModelOptions
-from actors.spec.checkpoint import find
 from actors.spec.model_spec import ModelSpec
 from actors.types import Item, ItemPlan
 
@@ -25,10 +24,7 @@ class ToyTower:
     """Rows of four values: the sum of each of a token's four patches."""
 
     def __init__(self) -> None:
-        files = find(OPTIONS)
-        config = files.read_json("config.json")
-        assert config
-        self.spec: ModelSpec = qwen3vl(OPTIONS, files, config)
+        self.spec: ModelSpec = read(OPTIONS)
         self.forwards = 0
 
     def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
@@ -39,6 +35,9 @@ class ToyTower:
             "patches": ((4 * tokens, 3), torch.uint8),
             "items": ((segments,), torch.int32),
         }
+
+    def video_inputs(self, path: str, tokens: int) -> Shapes:
+        return {}
 
     def metadata(
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int

@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.engine.budgets import Segments
 from actors.engine.device import Device, MediaRows, Places, concatenated
 from actors.kernels.attention import Shapes
-from actors.models.tower import Tower, VideoTower
+from actors.models.tower import Tower
 from actors.types import Item, ItemPlan
 
 Report = Callable[[int, float], None]
@@ -142,8 +142,6 @@ class GraphSet:
         return any(plan.frames for plan in plans) and bool(self.video_inputs(1))
 
     def video_inputs(self, tokens: int) -> Shapes:
-        if not isinstance(self.tower, VideoTower):
-            return {}
         return self.tower.video_inputs(self.path, tokens)
 
     def _nothing(self) -> Tensor:

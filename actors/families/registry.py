@@ -9,35 +9,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from pkgutil import iter_modules
+from pathlib import Path
 from types import ModuleType
 
-from actors import families
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Files, find
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import Reader
+from actors.spec.settings import ModelSource, Reader
 from actors.spec.video import VideoStyle
 
 
 @cache
-def specs() -> Mapping[str, ModuleType]:
+def specs() -> list[ModuleType]:
     """The spec.py of each folder."""
-    folders = sorted(entry.name for entry in iter_modules(families.__path__) if entry.ispkg)
-    return {name: import_module(f"{families.__name__}.{name}.spec") for name in folders}
+    folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/spec.py"))
+    return [import_module(f"actors.families.{name}.spec") for name in folders]
 
 
 @cache
 def readers() -> Mapping[str, Reader]:
     """`model_type` of config.json -> the function that makes a spec of it."""
-    return {kind: read for spec in specs().values() for kind, read in spec.MODEL_TYPES.items()}
+    return {kind: read for spec in specs() for kind, read in spec.MODEL_TYPES.items()}
 
 
 @cache
 def video_styles() -> Mapping[str, VideoStyle]:
     """`model_type` of a language model -> how it writes videos, if it is supported here."""
-    found = [getattr(spec, "VIDEO_STYLES", {}) for spec in specs().values()]
+    found = [getattr(spec, "VIDEO_STYLES", {}) for spec in specs()]
     return {kind: style for styles in found for kind, style in styles.items()}
 
 
@@ -54,7 +53,7 @@ def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
             f"supported are {', '.join(sorted(readers()))}"
         )
     try:
-        return readers()[model_type](options, files, config)
+        return readers()[model_type](ModelSource(options, files, config))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"model.id {options.id!r}: its configuration lacks or misstates {error}"

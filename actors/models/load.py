@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.errors import CheckpointError
 from actors.families.registry import read
 from actors.kernels import attention
 from actors.kernels.attention import Attention
 from actors.models import tensors as checkpoint_tensors
-from actors.models.layers.block import BlocksForm
-from actors.models.layers.forms import blocks_of
+from actors.models.layers.block import BlocksForm, blocks_of
 from actors.models.layers.weights import Weights
 from actors.models.tower import Family, Tower
 from actors.options import BlockChoice, ModelOptions, block_form
@@ -28,8 +28,14 @@ DUMMY_SEED = 0  # fixed: every replica of a service must give the same embedding
 
 
 def family_of(model: ModelSpec) -> Family[Any]:
+    """Raises CheckpointError for what `vision_config` lacks."""
     tower = import_module(f"actors.families.{model.folder}.tower")
-    family: Family[Any] = tower.family(model)
+    try:
+        family: Family[Any] = tower.family(model)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"model.id {model.id!r}: vision_config lacks or misstates {error}"
+        ) from error
     return family
 
 
@@ -60,11 +66,10 @@ def tensors(options: ModelOptions, model: ModelSpec, device: torch.device) -> Ma
     A checkpoint's are on the CPU; random ones are made on the tower's device.
     """
     family = family_of(model)
-    expected = family.expected(model)
     if model.dummy:
-        return checkpoint_tensors.Dummy(expected, DUMMY_SEED, device, family.last_norms)
-    unused = family.unused - expected.keys()
-    return checkpoint_tensors.load(find(options), family.prefixes, expected, unused)
+        return checkpoint_tensors.Dummy(family.expected, DUMMY_SEED, device, family.last_norms)
+    unused = family.unused - family.expected.keys()
+    return checkpoint_tensors.load(find(options), family.prefixes, family.expected, unused)
 
 
 def build(
@@ -82,8 +87,7 @@ def choose_attention(
     model: ModelSpec, device: torch.device, *, captured: bool = False
 ) -> Attention:
     dtype: torch.dtype = getattr(torch, model.dtype)
-    head_size = family_of(model).sizes(model).head_size
-    return attention.choose(device, dtype, head_size, captured=captured)
+    return attention.choose(device, dtype, family_of(model).head_size, captured=captured)
 
 
 def assemble(

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.errors import CheckpointError
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import Affine, BlocksForm, BlockWeights, Style
-from actors.models.layers.patches import centred
-from actors.models.layers.positions import Positions, places, rotary_tables
+from actors.models.layers.patches import Positions, centred, places, rotary_tables
+from actors.models.tower import Tower
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing
 from actors.types import ItemPlan
@@ -47,15 +46,14 @@ class PackedParts:
     theta: float = 10000.0
 
 
-class PackedTower:
-    """See Tower. One path; one attention segment per image, or per temporal group of a video."""
+class PackedTower(Tower):
+    """One path; one attention segment per image, or per temporal group of a video."""
 
     def __init__(
         self, spec: ModelSpec, parts: PackedParts, attention: Attention, blocks: BlocksForm
     ) -> None:
-        if not isinstance(spec.sizing, BlockSizing):
-            raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in blocks")
         self.spec = spec
+        assert isinstance(spec.sizing, BlockSizing)
         self.sizing = spec.sizing
         self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
         self.attention = attention

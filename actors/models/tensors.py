@@ -38,8 +38,9 @@ def load(
 ) -> dict[str, Tensor]:
     """The tensors whose names start with a prefix, keyed without it, on the CPU.
 
-    In the checkpoint's own precision. Raises CheckpointError that names tensors which are missing,
-    unexpected, misshapen or quantised. `unused` tensors may be present and are not read.
+    In the checkpoint's own precision. `model.` may precede any prefix. `unused` tensors may be
+    present and are not read. Raises CheckpointError that names tensors which are missing,
+    unexpected, misshapen or quantised.
     """
     weights: dict[str, Tensor] = {}
     for shard, names in located(files, prefixes, expected, unused).items():
@@ -60,10 +61,11 @@ def located(
     shards: dict[str, str] = index.get("weight_map", {}) if index else single(files)
     found: dict[str, str] = {}
     for stored in sorted(shards):
-        prefix = next((prefix for prefix in prefixes if stored.startswith(prefix)), None)
+        name = stored.removeprefix("model.")
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
         if prefix is None:
             continue
-        name = stored.removeprefix(prefix)
+        name = name.removeprefix(prefix)
         if name in unused:
             continue
         if name in found:
@@ -96,11 +98,7 @@ def single(files: Files) -> dict[str, str]:
 def reconcile(found: Iterable[str], expected: Expected, prefixes: Sequence[str]) -> None:
     """Raises CheckpointError unless exactly the expected tensors were found."""
     left_over = set(found) - set(expected)
-    if scales := [name for name in left_over if name.endswith(QUANTISED)]:
-        raise CheckpointError(
-            f"the vision tower is quantised: it has {some(scales)}. Quantised towers are not "
-            "supported: take the checkpoint in bfloat16"
-        )
+    refuse_quantised(name for name in left_over if name.endswith(QUANTISED))
     missing = set(expected) - set(found)
     if missing or left_over:
         raise CheckpointError(
@@ -115,16 +113,11 @@ def check(tensors: Any, names: Mapping[str, str], expected: Expected, shard: Pat
     if absent := set(names.values()) - set(tensors.keys()):
         raise CheckpointError(f"{shard} lacks {some(absent)}, which the index says it holds")
     headers = {name: tensors.get_slice(stored) for name, stored in names.items()}
-    quantised = [
+    refuse_quantised(
         f"{name} {header.get_dtype()}"
         for name, header in headers.items()
         if header.get_dtype() not in DTYPES
-    ]
-    if quantised:
-        raise CheckpointError(
-            f"the vision tower is quantised: {some(quantised)}. Quantised towers are not "
-            "supported: take the checkpoint in bfloat16"
-        )
+    )
     misshapen = [
         f"{name} {header.get_shape()} instead of {list(expected[name])}"
         for name, header in headers.items()
@@ -132,6 +125,14 @@ def check(tensors: Any, names: Mapping[str, str], expected: Expected, shard: Pat
     ]
     if misshapen:
         raise CheckpointError(f"tensors do not fit config.json: {some(misshapen)}")
+
+
+def refuse_quantised(names: Iterable[str]) -> None:
+    if found := list(names):
+        raise CheckpointError(
+            f"the vision tower is quantised: it has {some(found)}. Quantised towers are not "
+            "supported: take the checkpoint in bfloat16"
+        )
 
 
 def some(names: Iterable[str]) -> str:

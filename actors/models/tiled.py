@@ -1,12 +1,9 @@
-"""Towers of the second kind: every tile is one attention segment of fixed length.
-
-A family gives its `TileParts`, which are mostly weights. The patches of a tile lie in merge-block
-order after its class token, whatever their order in the model: attention does not depend on it,
-and the pixel shuffle becomes a view.
-"""
+"""Towers whose attention segments have a fixed length: tiles, or views on two paths."""
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.errors import CheckpointError, ConfigError
+from actors.errors import ConfigError
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import BlocksForm, BlockWeights, Style
-from actors.models.layers.patches import centred
-from actors.models.layers.positions import places
+from actors.models.layers.patches import centred, places
+from actors.models.tower import Tower
 from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import PATHS, ViewSizing
 from actors.spec.tiles import TileSizing
 from actors.types import ItemPlan
 
@@ -43,21 +41,23 @@ class TileParts:
     """cos, sin: float32 [rows of `start`, head size / 2]."""
 
 
-class TileTower:
-    """See Tower. One path; the metadata of an item is the number of its tiles."""
+class TileTower(Tower):
+    """One path; every tile is a segment; the metadata of an item is their number.
+
+    The patches of a tile lie in merge-block order after its class token, whatever their order in
+    the model: attention does not depend on it, and the pixel shuffle becomes a view.
+    """
 
     def __init__(
         self, spec: ModelSpec, parts: TileParts, attention: Attention, blocks: BlocksForm
     ) -> None:
         self.spec = spec
-        self.sizing = tile_sizing(spec)
+        assert isinstance(spec.sizing, TileSizing)
+        self.sizing = spec.sizing
         self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.blocks = blocks(parts.layers, parts.style, attention, ())
-
-    def video_inputs(self, path: str, tokens: int) -> Shapes:
-        return {}
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """Raises ConfigError for a budget that is not whole tiles."""
@@ -99,13 +99,46 @@ class TileTower:
         return outputs[0][: sum(plan.tokens for plan in plans)]
 
 
-def merge_order(raster: Tensor, sizing: TileSizing) -> Tensor:
+def merge_order(raster: Tensor, merge: int) -> Tensor:
     """From a table with a row for each patch of a tile in raster order to merge-block order."""
-    row, column = places(sizing.side_patches, sizing.side_patches, sizing.merge_size).unbind(1)
-    return raster[row * sizing.side_patches + column]
+    side = math.isqrt(len(raster))
+    row, column = places(side, side, merge).unbind(1)
+    return raster[row * side + column]
 
 
-def tile_sizing(spec: ModelSpec) -> TileSizing:
-    if not isinstance(spec.sizing, TileSizing):
-        raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing in tiles")
-    return spec.sizing
+class ViewTower(Tower):
+    """The whole image is one view on one path, each crop one on the other.
+
+    Every view is a segment, its patches row by row; the metadata of an item is their number. Both
+    paths run the same weights, over views of two sizes.
+    """
+
+    def __init__(self, spec: ModelSpec, attention: Attention) -> None:
+        self.spec = spec
+        assert isinstance(spec.sizing, ViewSizing)
+        self.views = spec.sizing
+        self.attention = attention
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+
+    @abstractmethod
+    def view_rows(self, path: str) -> int:
+        """Rows of a view in the blocks: its tokens or patches, and class tokens."""
+
+    def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
+        """A budget holds as many whole views as fit."""
+        views, patches = self.count(path, tokens), self.views.side_patches[PATHS.index(path)] ** 2
+        return {
+            "patches": ((views * patches, 3 * self.views.patch_size**2), torch.uint8),
+            **self.attention.inputs(views * self.view_rows(path), views),
+        }
+
+    def metadata(
+        self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
+    ) -> dict[str, Tensor]:
+        views, rows = self.count(path, tokens), self.view_rows(path)
+        used = self.count(path, sum(plan.path_tokens[PATHS.index(path)] for plan in plans))
+        return self.attention.metadata([rows] * used, views * rows, views)
+
+    def count(self, path: str, tokens: int) -> int:
+        """Whole views with this many tokens."""
+        return tokens // self.views.view_tokens[PATHS.index(path)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -25,6 +25,13 @@ class Tower(Protocol):
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """Static inputs of a graph for a budget of `tokens`; no shape shrinks as `tokens` grows."""
 
+    def video_inputs(self, path: str, tokens: int) -> Shapes:
+        """Static inputs of a graph for packs with videos, besides `inputs`.
+
+        Empty: the graph for images serves, or there are no videos.
+        """
+        return {}
+
     def metadata(
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
     ) -> dict[str, Tensor]:
@@ -41,33 +48,15 @@ class Tower(Protocol):
         """[tokens of all items, width], item after item, from each path's output."""
 
 
-@runtime_checkable
-class VideoTower(Tower, Protocol):
-    """A tower whose family takes videos."""
-
-    def video_inputs(self, path: str, tokens: int) -> Shapes:
-        """Static inputs of a graph for packs with videos, besides `inputs`.
-
-        Empty: the graph for images serves.
-        """
-
-
-class Heads(Protocol):
-    """The sizes of a tower, as far as they are the same in every family."""
-
-    @property
-    def head_size(self) -> int:
-        """Decides which attention kernel is chosen."""
-
-
 @dataclass(frozen=True, slots=True)
 class Family(Generic[Parts]):
     """How to build the tower of one spec. Each family's tower.py has `family(spec)`."""
 
     prefixes: tuple[str, ...]
-    """Of the tower's tensors in a checkpoint."""
-    expected: Callable[[ModelSpec], Expected]
-    sizes: Callable[[ModelSpec], Heads]
+    """Of the tower's tensors in a checkpoint, after `model.`, which not all of them have."""
+    expected: Expected
+    head_size: int
+    """Decides which attention kernel is chosen."""
     parts: Callable[[ModelSpec, Weights], Parts]
     """From tensors as `expected` names them."""
     tower: Callable[[ModelSpec, Parts, Attention, BlocksForm], Tower]

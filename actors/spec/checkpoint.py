@@ -31,10 +31,12 @@ class Files(Protocol):
         """The content of a JSON file; None: there is no such file."""
 
     def path(self, name: str) -> Path | None:
-        """A local path of a file, fetched if need be; None: there is no such file."""
+        """A local path of a file, fetched if need be; None: there is no such file, or only what
+        JSON files contain is known."""
+        return None
 
 
-class Folder:
+class Folder(Files):
     """A checkpoint on disk."""
 
     def __init__(self, folder: Path) -> None:
@@ -49,21 +51,18 @@ class Folder:
         return parse(path.read_bytes(), str(path)) if path else None
 
 
-class Preset:
+class Preset(Files):
     """Published sizes without weights, kept in this package: actors/families/*/NAME.json."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.files = parse(presets()[name].read_bytes(), f"preset {name}")
 
-    def path(self, name: str) -> Path | None:
-        return None  # a preset has no weights
-
     def read_json(self, name: str) -> Json | None:
         return self.files.get(name)
 
 
-class Hub:
+class Hub(Files):
     """A repository on the Hugging Face hub, through its cache on disk."""
 
     def __init__(self, repository: str, revision: str | None) -> None:
@@ -114,7 +113,7 @@ class Hub:
         return parse(path.read_bytes(), f"{self.repository}/{name}") if path else None
 
 
-class Noted:
+class Noted(Files):
     """Files that remember what was read of them, for processes that cannot read it again."""
 
     def __init__(self, files: Files) -> None:
@@ -129,14 +128,11 @@ class Noted:
         return content
 
 
-class Notes:
+class Notes(Files):
     """What Noted remembered, in place of the files."""
 
     def __init__(self, contents: Mapping[str, Json | None]) -> None:
         self.contents = contents
-
-    def path(self, name: str) -> Path | None:
-        return None  # only the content is known
 
     def read_json(self, name: str) -> Json | None:
         return self.contents[name]

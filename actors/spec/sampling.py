@@ -69,7 +69,8 @@ class Timed:
 
     @property
     def most(self) -> int:
-        return even(int(self.most_seconds * self.fps))
+        count = int(self.most_seconds * self.fps)
+        return count + count % 2
 
     def indices(self, frames: int, fps: float) -> list[int]:
         """An even number of frames; the last may be repeated."""
@@ -172,7 +173,3 @@ def rounded(values: np.ndarray[tuple[int], np.dtype[np.floating]]) -> list[int]:
     """Truncated to integers."""
     indices: list[int] = values.astype(int).tolist()
     return indices
-
-
-def even(count: int) -> int:
-    return count + count % 2

@@ -6,7 +6,7 @@ Settings that preprocessing does not support raise ValueError with the key. No t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.options import ModelOptions
@@ -15,48 +15,106 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import Resample, Sizing
 from actors.spec.video import VideoSizing
 
-Reader = Callable[[ModelOptions, Files, Json], ModelSpec]
-"""From a model's options, files and config.json to its spec."""
-
 PIL_RESAMPLING: dict[Resample, int] = {"bilinear": 2, "bicubic": 3}
 """PIL.Image.Resampling, as processors' JSON has it."""
 
-CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
-CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
-CLIP_PIXELS: Json = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+CLIP_PIXELS: Json = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
 HALVES: Json = {"image_mean": 0.5, "image_std": 0.5}
 IMAGENET_PIXELS: Json = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 """The mean and standard deviation of pixels, where the image processor does not say."""
 
-FRAMES_PER_GROUP = 2
-"""Of the Qwen-VL and GLM-V families. A tower with other groups takes images only."""
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What a spec is made from: a model's options and its files."""
+
+    options: ModelOptions
+    files: Files
+    config: Json
+    """config.json."""
+
+    @property
+    def vision(self) -> Json:
+        return dict(self.config["vision_config"])
+
+    @property
+    def text_width(self) -> int:
+        """The width of the language model, for which the embeddings are."""
+        return int(self.config["text_config"]["hidden_size"])
+
+    def image_processor(self, defaults: Json, resample: Resample = "bicubic") -> Json:
+        """The image processor's settings; transformers 5 saves them in processor_config.json."""
+        settings = self.files.read_json("preprocessor_config.json")
+        if settings is None:
+            together = self.files.read_json("processor_config.json") or {}
+            settings = together.get("image_processor", {})
+        only(settings, fixed_steps(resample), "the image processor")
+        if abs((settings.get("rescale_factor") or 1 / 255) * 255 - 1) > 1e-6:
+            raise ValueError("rescale_factor of the image processor: only 1/255 is supported")
+        return defaults | settings
+
+    def video_processor(self) -> Json:
+        """The video processor's settings, in transformers' order of precedence.
+
+        Checkpoints older than video processors have those of the image processor.
+        """
+        together = self.files.read_json("processor_config.json") or {}
+        for settings in (
+            together.get("video_processor"),
+            self.files.read_json("video_preprocessor_config.json"),
+            self.files.read_json("preprocessor_config.json"),
+        ):
+            if settings is not None:
+                return dict(settings)
+        return {}
+
+    def spec(
+        self,
+        family: str,
+        processor: Json,
+        vision: Json,
+        sizing: Sizing,
+        width: int,
+        *,
+        folder: str = "",
+        resample: Resample = "bicubic",
+        paths: tuple[str, ...] = ("default",),
+    ) -> ModelSpec:
+        """The spec of a family that takes images. `folder`: default: the name of the family."""
+        return ModelSpec(
+            id=self.options.id,
+            revision=self.options.revision,
+            family=family,
+            folder=folder or family,
+            dtype=self.options.dtype,
+            dummy=self.options.load_format == "dummy",
+            sizing=sizing,
+            resample=resample,
+            width=int(width),
+            mean=rgb(processor["image_mean"]),
+            std=rgb(processor["image_std"]),
+            vision=vision,
+            paths=paths,
+        )
+
+    def with_video(self, model: ModelSpec, video: VideoSizing) -> ModelSpec:
+        """The spec with videos, as far as the video processor's settings allow."""
+        settings = self.video_processor()
+        only(settings, fixed_steps("bicubic"), "the video processor")
+        for key, value in (("image_mean", model.mean), ("image_std", model.std)):
+            if settings.get(key) is not None and rgb(settings[key]) != value:
+                raise ValueError(
+                    f"{key} of the video processor: only the image processor's {value}"
+                )
+        groups = int(model.vision.get("temporal_patch_size", video.group))
+        return replace(model, video=video) if groups == video.group else model
 
 
-def image_processor(files: Files, resample: Resample = "bicubic") -> Json:
-    """The image processor's settings; transformers 5 saves them inside processor_config.json."""
-    settings = files.read_json("preprocessor_config.json")
-    if settings is None:
-        settings = (files.read_json("processor_config.json") or {}).get("image_processor", {})
-    only(settings, fixed_steps(resample), "the image processor")
-    if abs((settings.get("rescale_factor") or 1 / 255) * 255 - 1) > 1e-6:
-        raise ValueError("rescale_factor of the image processor: only 1/255 is supported")
-    return dict(settings)
-
-
-def video_processor(files: Files) -> Json:
-    """The video processor's settings, in transformers' order of precedence.
-
-    Checkpoints older than video processors have those of the image processor.
-    """
-    together = (files.read_json("processor_config.json") or {}).get("video_processor")
-    for settings in (
-        together,
-        files.read_json("video_preprocessor_config.json"),
-        files.read_json("preprocessor_config.json"),
-    ):
-        if settings is not None:
-            return dict(settings)
-    return {}
+Reader = Callable[[ModelSource], ModelSpec]
+"""How a family's spec.py makes a spec."""
 
 
 def fixed_steps(resample: Resample) -> Json:
@@ -70,51 +128,6 @@ def only(settings: Json, fixed: Json, whose: str) -> None:
     for key, value in fixed.items():
         if settings.get(key) not in (None, value):
             raise ValueError(f"{key} of {whose}: only {value} is supported")
-
-
-def image_spec(
-    family: str,
-    options: ModelOptions,
-    processor: Json,
-    vision: Json,
-    sizing: Sizing,
-    width: int,
-    *,
-    folder: str = "",
-    resample: Resample = "bicubic",
-    paths: tuple[str, ...] = ("default",),
-) -> ModelSpec:
-    """The spec of a family that takes images. `folder`: default: the name of the family."""
-    return ModelSpec(
-        id=options.id,
-        revision=options.revision,
-        family=family,
-        folder=folder or family,
-        dtype=options.dtype,
-        dummy=options.load_format == "dummy",
-        sizing=sizing,
-        resample=resample,
-        width=int(width),
-        mean=rgb(processor["image_mean"]),
-        std=rgb(processor["image_std"]),
-        vision=vision,
-        paths=paths,
-    )
-
-
-def with_video(model: ModelSpec, settings: Json, video: VideoSizing) -> ModelSpec:
-    """The spec with videos, as far as the video processor's settings allow."""
-    only(settings, fixed_steps("bicubic"), "the video processor")
-    for key, value in (("image_mean", model.mean), ("image_std", model.std)):
-        if settings.get(key) is not None and rgb(settings[key]) != value:
-            raise ValueError(f"{key} of the video processor: only the image processor's {value}")
-    groups = int(model.vision.get("temporal_patch_size", video.group))
-    return replace(model, video=video) if groups == video.group else model
-
-
-def group_sizes(vision: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Patch size, merge size and frames per group."""
-    return int(vision["patch_size"]), int(vision["spatial_merge_size"]), FRAMES_PER_GROUP
 
 
 def frame_settings(settings: Json) -> tuple[float, int, int]:
@@ -141,7 +154,7 @@ def pixel_range(processor: Json, smallest: int, largest: int) -> tuple[int, int]
     )
 
 
-def rope_theta(vision: Json) -> float:
+def rope_theta(vision: Mapping[str, Any]) -> float:
     """Under today's name or that of 2024; else transformers' default."""
     today = vision.get("rope_parameters") or {}
     return float(today.get("rope_theta") or vision.get("rope_theta") or 10000.0)
@@ -171,8 +184,8 @@ def rgb(value: float | list[float]) -> tuple[float, float, float]:
 
 def side(value: int | list[int] | dict[str, int]) -> int:
     """The side of a square, in whichever form JSON has it."""
-    if isinstance(value, int):
-        return value
+    if not isinstance(value, list | dict):
+        return int(value)
     one, *others = value.values() if isinstance(value, dict) else value
     if others != [one]:
         raise ValueError(f"a size of {value}: only squares are supported")

@@ -35,6 +35,10 @@ class Sizing(Protocol):
     def patch_size(self) -> int:
         """The side of a patch in pixels."""
 
+    @property
+    def merge_size(self) -> int:
+        """merge_size ** 2 patches give one token."""
+
     def plan(self, size: Size) -> ItemPlan:
         """Grid, patches and tokens of an image of this size. Raises TooLarge."""
 
@@ -253,6 +257,15 @@ def longest_side(max_pixels: int, patch_size: int, merge_size: int) -> int:
     return math.ceil(side / factor + 1) * merge_size
 
 
+def check_aspect(size: Size) -> None:
+    """Raises TooLarge for an aspect ratio over MAX_ASPECT."""
+    if max(size.width, size.height) > MAX_ASPECT * min(size.width, size.height):
+        raise TooLarge(
+            f"an image of {size.width} x {size.height} pixels has an aspect ratio over "
+            f"{MAX_ASPECT}: crop it"
+        )
+
+
 def at_least(size: Size, side: int) -> Size:
     """The size, enlarged until no side is shorter than `side`."""
     if min(size.width, size.height) >= side:
@@ -270,11 +283,8 @@ def smart_resize(
     groups of `group`, equal to video_processing_qwen3_vl.smart_resize, where the range is that of
     all frames together. Raises TooLarge for an aspect ratio over MAX_ASPECT.
     """
+    check_aspect(size)
     width, height = size.width, size.height
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        raise TooLarge(
-            f"an image of {width} x {height} pixels has an aspect ratio over {MAX_ASPECT}: crop it"
-        )
     new_width, new_height = round(width / factor) * factor, round(height / factor) * factor
     whole = round(frames / group) * group
     if whole * new_width * new_height > max_pixels:

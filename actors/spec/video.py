@@ -1,7 +1,8 @@
 """What a video costs, from its header alone: which frames, what size, which groups. No torch.
 
 The front door and the router plan with it from the container's header, the actor decodes only the
-frames that it names. Also how language models write videos in prompts (VideoStyle).
+frames that it names. Also how language models write videos in prompts (VideoStyle), and which rows
+Efficient Video Sampling keeps.
 """
 
 from __future__ import annotations
@@ -9,13 +10,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from actors.errors import InvalidMedia, TooLarge
 from actors.spec.sampling import Sampling
 from actors.spec.sizing import BlockSizing, at_least, longest_side, smart_resize
 from actors.types import Clip, ItemPlan, Size
 
+FRAMES_PER_GROUP = 2
+"""Of the Qwen-VL and GLM-V families. A tower with other groups takes images only."""
+
 POOLED = 2
 """LLaVA-OneVision pools frames to this fraction of their rows and columns, rounded up."""
+
+EVS_FIRST = 255.0
+"""The dissimilarity of the first group of frames, which has none before it."""
+EVS_TINY = 1e-8  # as in torch's cosine_similarity: rows of zeros are similar to nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,3 +256,43 @@ class VideoStyle:
     """The image token stands for the rows of videos, too."""
     timed: bool = False
     """The positions of their rows depend on the time between groups."""
+
+
+def retained_tokens(plan: ItemPlan, rate: float) -> int:
+    """Rows that Efficient Video Sampling keeps of a video at a rate in [0, 1), at least one group.
+
+    All rows of an image, and of a video of one group. Efficient Video Sampling (arXiv 2510.14624)
+    drops the rows that change least. It saves the language model's time, not the encoder's.
+    """
+    if plan.frames < 2 or not rate:
+        return plan.tokens
+    rows = plan.group_tokens * plan.frames
+    return max(plan.group_tokens, int(rows * (1 - rate))) + plan.tokens - rows
+
+
+def retention_mask(
+    rows: npt.NDArray[np.float32], plan: ItemPlan, rate: float
+) -> npt.NDArray[np.bool_]:
+    """Which rows [tokens, width] of a video are kept: bool [tokens].
+
+    The rows that are least similar to the row at the same place in the previous group, over the
+    whole video; of equal ones the earlier. Rows after the last group are kept. As in SGLang's
+    evs_core.
+    """
+    judged = plan.group_tokens * plan.frames
+    groups = rows[:judged].reshape(plan.frames, -1, rows.shape[1])
+    lengths = np.maximum(np.linalg.norm(groups, axis=2), EVS_TINY)
+    dots = (groups[1:] * groups[:-1]).sum(2)
+    unlike = np.full(groups.shape[:2], EVS_FIRST, np.float32)
+    unlike[1:] = 1 - dots / (lengths[1:] * lengths[:-1])
+    order = np.argsort(-unlike.ravel(), kind="stable")
+    mask = np.zeros(len(rows), np.bool_)
+    mask[judged:] = True
+    mask[order[: retained_tokens(plan, rate) - (len(rows) - judged)]] = True
+    return mask
+
+
+def group_tokens(mask: npt.NDArray[np.bool_], plan: ItemPlan) -> tuple[int, ...]:
+    """Rows kept of each group."""
+    judged = mask[: plan.group_tokens * plan.frames]
+    return tuple(judged.reshape(plan.frames, -1).sum(1).tolist())

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from actors.errors import TooLarge
-from actors.spec.sizing import MAX_ASPECT
+from actors.spec.sizing import MAX_ASPECT, check_aspect
 from actors.spec.tiles import Layout, StretchedTiles, layouts
 from actors.types import ItemPlan, Size
 
@@ -40,6 +39,10 @@ class CropSizing:
     @property
     def patch_size(self) -> int:
         return self.crops.patch_size
+
+    @property
+    def merge_size(self) -> int:
+        return self.crops.merge_size
 
     @property
     def side_patches(self) -> tuple[int, int]:
@@ -173,12 +176,8 @@ class WindowSizing:
 
     def windows(self, size: Size) -> Windows:
         """Raises TooLarge for an aspect ratio over MAX_ASPECT."""
+        check_aspect(size)
         width, height = size.width, size.height
-        if max(width, height) > MAX_ASPECT * min(width, height):
-            raise TooLarge(
-                f"an image of {width} x {height} pixels has an aspect ratio over {MAX_ASPECT}: "
-                "crop it"
-            )
         thin = min(width, height) < THIN_PIXELS
         if thin and max(width / height, height / width) > THIN_ASPECT:
             width = height = max(width, height)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from actors.engine.video_chunks import rows_of
-from actors.spec.evs import group_tokens, retention_mask
 from actors.spec.model_spec import ModelSpec
+from actors.spec.video import group_tokens, retention_mask
 from actors.store.cache import EmbeddingCache, Key
 from actors.store.nixl import DeviceMemory
 from actors.store.rows import as_bytes

@@ -11,8 +11,8 @@ import numpy as np
 from actors.engine.budgets import model_capacity
 from actors.errors import ServiceError, TooLarge
 from actors.options import ReferenceOptions
-from actors.spec.evs import retained_tokens
 from actors.spec.model_spec import ModelSpec
+from actors.spec.video import retained_tokens
 from actors.types import Answer, Embedding, Media
 from encoder_service import __version__
 from encoder_service.api.errors import fault

@@ -12,7 +12,7 @@ from actors.engine.budgets import Segments, model_capacity
 from actors.engine.capture import capture
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
-from actors.families.step3_vl.tower import StepTower, window_sizing
+from actors.families.step3_vl.tower import StepTower
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import PATHS
@@ -36,7 +36,7 @@ def worst_error(model: ModelSpec, device: Device, most: int = 8) -> float:
     """Relative, over both paths' graphs of one, two and `most` views, in bfloat16 and float32."""
     tower, reference = towers(model, device)
     assert isinstance(tower, StepTower)
-    image, crop = window_sizing(tower.spec).view_tokens
+    image, crop = tower.views.view_tokens
     options = GraphOptions(
         token_budgets=(most * image,),
         global_token_budgets=(image, 2 * image, most * image),
@@ -59,7 +59,8 @@ def worst_error(model: ModelSpec, device: Device, most: int = 8) -> float:
 def items_within(tower: StepTower, path: str, budget: int, seed: int) -> list[Item]:
     """Items of mixed sizes with random pixels that together fit a budget of a path."""
     random, generator = Random(seed), np.random.default_rng(seed)
-    sizing, index = window_sizing(tower.spec), PATHS.index(path)
+    sizing, index = tower.spec.sizing, PATHS.index(path)
+    assert isinstance(sizing, WindowSizing)
     most = 2 * sizing.image_pixels
     plans = [one_of_each(sizing.plan(Size(99, 99)), sizing)]
     for _ in range(20):

@@ -9,7 +9,7 @@ from actors.engine.budgets import Segments, model_capacity
 from actors.engine.capture import capture
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
-from actors.families.kimi_k25.tower import KimiK25Tower
+from actors.families.kimi_vl.tower import KimiTower
 from actors.options import GraphOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan
@@ -37,7 +37,7 @@ def worst_error(preset: str, device: Device, budgets: tuple[int, ...]) -> float:
     assert graphs.captured() == 2 * len(budgets)
     worst = 0.0
     assert tower.spec.video
-    pictures = tower.spec.video.group if isinstance(tower, KimiK25Tower) else 1
+    pictures = tower.spec.video.group if isinstance(tower, KimiTower) else 1
     for budget in graphs.budgets:
         groups = budget // 64
         pack = [

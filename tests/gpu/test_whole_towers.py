@@ -72,7 +72,7 @@ def worst_error(model: ModelSpec, device: Device) -> float:
 
 def expected(model: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The shapes of all weights of the tower, by their names."""
-    return dict(load.family_of(model).expected(model))
+    return dict(load.family_of(model).expected)
 
 
 def layers(model: ModelSpec) -> int:

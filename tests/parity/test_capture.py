@@ -21,7 +21,6 @@ from actors.kernels.attention import SegmentAttention, Values
 from actors.models import load
 from actors.models.layers.block import ReferenceBlocks
 from actors.models.layers.weights import Weights
-from actors.models.tower import VideoTower
 from actors.options import ModelOptions
 from tests import checkpoints
 from tests.checkpoints_clip import write_clip, write_llava, write_onevision, write_siglip
@@ -105,7 +104,7 @@ def forwards(folder: Path, *, reference: bool = False) -> Sequence[Tensor]:
             tokens = 2 * model.sizing.token_range()[1]
             shapes = tower.inputs(path, tokens, 3)
             if videos:
-                more = tower.video_inputs(path, tokens) if isinstance(tower, VideoTower) else {}
+                more = tower.video_inputs(path, tokens)
                 if not more:
                     continue
                 shapes = shapes | more

@@ -57,13 +57,15 @@ def test_a_fault_of_any_family_is_named(pair: Pair, tmp_path: Path, fault: str) 
     for shard in folder.glob("*.safetensors"):
         weights |= load_file(shard)
         shard.unlink()
-    stored = next(name for name in sorted(weights) if name.startswith(prefix))
-    name = stored.removeprefix(prefix)
+    stored = next(
+        name for name in sorted(weights) if name.removeprefix("model.").startswith(prefix)
+    )
+    name = stored.removeprefix("model.").removeprefix(prefix)
     if fault == "missing":
         del weights[stored]
     elif fault == "left over":
-        name = "surplus.weight"
-        weights[prefix + name] = torch.zeros(2)
+        whole, name = stored.removesuffix(name), "surplus.weight"
+        weights[whole + name] = torch.zeros(2)
     elif fault == "misshapen":
         weights[stored] = torch.zeros(3, 1, 4)
     else:

@@ -20,7 +20,7 @@ from actors.engine.capture import capture
 from actors.engine.device import CpuDevice
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet
-from actors.families.step3_vl.tower import StepTower, window_sizing
+from actors.families.step3_vl.tower import StepTower
 from actors.media.image import decode
 from actors.media.patchify import cut_blocks, patchifier_of
 from actors.models.load import load
@@ -93,7 +93,7 @@ def test_equals_the_reference(pair: Pair, sizes: Sequence[Size], spare: int | No
     outputs = []
     for index, path in enumerate(PATHS):
         tokens = sum(plan.path_tokens[index] for plan in plans)
-        view = window_sizing(pair.tower.spec).view_tokens[index]
+        view = pair.tower.views.view_tokens[index]
         budget = None if spare is None else tokens + spare * view
         outputs.append(encode(pair.tower, path, budget, items))
     ours = pair.tower.postprocess(outputs, plans)
@@ -152,8 +152,8 @@ def encode(tower: StepTower, path: str, budget: int | None, items: Sequence[Item
 
 
 def random_item(tower: StepTower, size: Size, seed: int) -> Item:
-    plan = window_sizing(tower.spec).plan(size)
-    shape = (plan.patches, 3 * window_sizing(tower.spec).patch_size ** 2)
+    plan = tower.views.plan(size)
+    shape = (plan.patches, 3 * tower.views.patch_size**2)
     return Item(plan, np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
 
 
@@ -161,10 +161,10 @@ def random_item(tower: StepTower, size: Size, seed: int) -> Item:
 def theirs(pair: Pair, item: Item) -> Tensor:
     """Rows of all crops of an item, then of the whole view."""
     tower, rows = pair.tower, []
-    patch = window_sizing(tower.spec).patch_size
+    patch = tower.views.patch_size
     mean, std = (torch.tensor(v)[:, None, None] for v in (tower.spec.mean, tower.spec.std))
     for index in (1, 0):
-        side = window_sizing(tower.spec).side_patches[index]
+        side = tower.views.side_patches[index]
         patches = torch.as_tensor(item.patches[item.plan.rows(index)])
         grid = patches.view(-1, side, side, 3, patch, patch)
         views = grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, side * patch, side * patch)

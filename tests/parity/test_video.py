@@ -19,7 +19,7 @@ from actors.engine.device import CpuDevice
 from actors.engine.engine import Engine
 from actors.engine.exact import ExactGraphSet
 from actors.engine.graphs import GraphSet
-from actors.families.kimi_k25.tower import KimiK25Tower
+from actors.families.kimi_vl.tower import KimiTower
 from actors.models.packed import PackedTower, segments_of
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, Item, Size
@@ -58,7 +58,7 @@ def made(pair: Pair, clip: Clip) -> tuple[Item, Tensor]:
 def in_groups(pair: Pair, clip: Clip) -> tuple[Item, Tensor]:
     """The same of Kimi-K2.5."""
     tower, video = pair.tower, pair.tower.spec.video
-    assert isinstance(tower, KimiK25Tower)
+    assert isinstance(tower, KimiTower)
     assert video
     generator = torch.Generator().manual_seed(clip.frames)
     shape = (len(video.indices(clip)), 3, clip.size.height, clip.size.width)

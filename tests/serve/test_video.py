@@ -18,7 +18,7 @@ from actors.media.image import decode
 from actors.media.patchify import resize
 from actors.models.load import load
 from actors.options import ModelOptions
-from actors.spec.evs import retention_mask
+from actors.spec.video import retention_mask
 from actors.types import Clip, Size
 from encoder_service import Client, Embedding, Frames, ServiceError
 from encoder_service.app import build

@@ -1,73 +1,51 @@
-"""CLIP and SigLIP, every image as one tile: transformers.models.clip, siglip."""
+"""CLIP and SigLIP on their own, every image as one tile: transformers.models.clip, siglip."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from actors.options import ModelOptions
-from actors.spec.checkpoint import Files, Json
+from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import (
-    CLIP_PIXELS,
-    HALVES,
-    Reader,
-    image_processor,
-    image_spec,
-    only,
-    side,
-    tower_pixels,
-)
+from actors.spec.settings import CLIP_PIXELS, HALVES, ModelSource, only, side, tower_pixels
 from actors.spec.tiles import OneTile
 
 SIGLIP_TOWER, CLIP_TOWER = "siglip_vision_model", "clip_vision_model"
 
+BASE: Json = {
+    **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
+    **{"num_attention_heads": 12, "image_size": 224},
+}
 DEFAULTS: Mapping[str, Json] = {
-    SIGLIP_TOWER: {
-        **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
-        **{"num_attention_heads": 12, "image_size": 224, "patch_size": 16},
-        **{"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
-    },
-    CLIP_TOWER: {
-        **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
-        **{"num_attention_heads": 12, "image_size": 224, "patch_size": 32},
-        **{"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
-    },
+    SIGLIP_TOWER: BASE
+    | {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    CLIP_TOWER: BASE | {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
 }
 """transformers' defaults for keys that `vision_config` lacks, by its `model_type`."""
 
 
-def siglip(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+def siglip(source: ModelSource) -> ModelSpec:
     """Rows of the last hidden state, not pooled."""
-    return alone("siglip", SIGLIP_TOWER, options, files, config, class_tokens=0)
+    return alone("siglip", SIGLIP_TOWER, source, class_tokens=0)
 
 
-def clip(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+def clip(source: ModelSource) -> ModelSpec:
     """Rows of the last hidden state, that of the class token first."""
-    return alone("clip", CLIP_TOWER, options, files, config, class_tokens=1)
+    return alone("clip", CLIP_TOWER, source, class_tokens=1)
 
 
-def alone(
-    family: str, kind: str, options: ModelOptions, files: Files, config: Json, class_tokens: int
-) -> ModelSpec:
+def alone(family: str, kind: str, source: ModelSource, class_tokens: int) -> ModelSpec:
     """A tower without a language model: all of its layers, no projector."""
-    vision = DEFAULTS[kind] | config["vision_config"] | {"model_type": kind}
+    vision = DEFAULTS[kind] | source.vision | {"model_type": kind}
     vision |= {"used_layers": vision["num_hidden_layers"]}
-    width = vision["hidden_size"]
-    return one_tile(family, "clip", options, files, vision, width, class_tokens)
+    return one_tile(family, "clip", source, vision, vision["hidden_size"], class_tokens)
 
 
 def one_tile(
-    family: str,
-    folder: str,
-    options: ModelOptions,
-    files: Files,
-    vision: Json,
-    width: int,
-    class_tokens: int,
+    family: str, folder: str, source: ModelSource, vision: Json, width: int, class_tokens: int
 ) -> ModelSpec:
     """The spec of a tower whose images are divided as by CLIP's or SigLIP's processor."""
-    processor = image_processor(files)
     cropped = vision["model_type"] == CLIP_TOWER
+    processor = source.image_processor(CLIP_PIXELS if cropped else HALVES)
     size = processor.get("size")
     if cropped:
         only(processor, {"do_center_crop": True}, "the image processor")
@@ -86,9 +64,7 @@ def one_tile(
         cropped=cropped,
         class_tokens=class_tokens,
     )
-    processor = (CLIP_PIXELS if cropped else HALVES) | processor
-    vision |= {"spatial_merge_size": 1}
-    return image_spec(family, options, processor, vision, sizing, width, folder=folder)
+    return source.spec(family, processor, vision, sizing, width, folder=folder)
 
 
-MODEL_TYPES: Mapping[str, Reader] = {"siglip": siglip, "clip": clip}
+MODEL_TYPES = {"siglip": siglip, "clip": clip}

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
 from actors.families.clip.spec import CLIP_TOWER
 from actors.models.layers.block import Activation, Style, layer_norm
 from actors.models.layers.weights import (
-    LAYERS,
     BlockNames,
     Dimensions,
     Expected,
     Weights,
     affine,
     expected_blocks,
+    table_side,
 )
-from actors.models.tiled import TileParts, TileTower, merge_order, tile_sizing
+from actors.models.tiled import TileParts, TileTower, merge_order
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 
@@ -64,31 +63,27 @@ POOLING = frozenset(
 
 
 def family(spec: ModelSpec) -> Family[TileParts]:
-    return Family(PREFIXES, expected, dimensions, parts, TileTower, unused(spec))
+    tower = dimensions(spec)
+    last = {} if is_clip(spec) else affine(LAST_NORM, (tower.width,))
+    expected = layer_shapes(spec) | last
+    return Family(PREFIXES, expected, tower.head_size, parts, TileTower, unused(spec))
 
 
 def dimensions(spec: ModelSpec) -> Dimensions:
     """`depth` counts only the layers that are used."""
-    return Dimensions.read(spec, **LAYERS | {"depth": "used_layers"})
-
-
-def expected(spec: ModelSpec) -> Expected:
-    last = {} if is_clip(spec) else affine(LAST_NORM, (dimensions(spec).width,))
-    return layer_shapes(spec) | last
+    return Dimensions.read(spec, depth="used_layers")
 
 
 def layer_shapes(spec: ModelSpec) -> Expected:
     """Everything up to the end of the last layer that is used."""
-    clip = is_clip(spec)
-    return tower_shapes(dimensions(spec), tile_sizing(spec).side_patches ** 2, clip=clip)
+    return tower_shapes(spec, dimensions(spec), clip=is_clip(spec))
 
 
-def tower_shapes(tower: Dimensions, positions: int, *, clip: bool = False) -> Expected:
-    """As layer_shapes, for a table of this many positions."""
+def tower_shapes(spec: ModelSpec, tower: Dimensions, *, clip: bool = False) -> Expected:
     patch = (3, tower.patch_size, tower.patch_size)
     shapes = {
         **affine(PATCHES, (tower.width, *patch), bias=not clip),
-        **affine(POSITIONS, (positions + clip, tower.width), bias=False),
+        **affine(POSITIONS, (table_side(spec) ** 2 + clip, tower.width), bias=False),
         **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width),
     }
     if clip:
@@ -123,25 +118,17 @@ def parts(
         def head(x: Tensor) -> Tensor:
             return layer_norm(x, last, epsilon)
 
+    positions, classes = weights.tensors[f"{POSITIONS}.weight"].float(), None
+    if clip:
+        classes, positions = positions[:1] + weights.tensors[CLASS].float(), positions[1:]
     return TileParts(
-        embedding=weights.embedding(PATCHES, spec.mean, spec.std).weight,
-        start=weights.place(start(spec, weights, clip=clip)),
+        embedding=weights.embedding(PATCHES, spec).weight,
+        start=weights.start(PATCHES, spec, merge_order(positions, tower.merge_size), classes),
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, ACTIVATIONS[spec.vision["hidden_act"]], epsilon),
         head=head or (lambda x: x),
         stem=stem,
     )
-
-
-def start(spec: ModelSpec, weights: Weights, *, clip: bool = False) -> Tensor:
-    """See TileParts.start, in float32."""
-    positions = weights.tensors[f"{POSITIONS}.weight"].float()
-    precise = Weights(weights.tensors, positions.device, torch.float32)
-    bias = precise.embedding(PATCHES, spec.mean, spec.std).bias
-    patches = merge_order(positions[1:] if clip else positions, tile_sizing(spec)) + bias
-    if not clip:
-        return patches
-    return torch.cat([positions[:1] + weights.tensors[CLASS].float(), patches])
 
 
 def is_clip(spec: ModelSpec) -> bool:

@@ -44,12 +44,8 @@ def forward(x: Tensor, layer: SamLayer, relative: Relative, heads: int) -> Tenso
     y = layer_norm(x, weights.norm1, EPSILON)
     y = attend(windows(y, window) if window else y, weights, relative, heads)
     x = x + (joined(y, x.shape[1]) if window else y)
-    y = F.gelu(affine(layer_norm(x, weights.norm2, EPSILON), weights.up))
-    return x + affine(y, weights.down)
-
-
-def affine(x: Tensor, layer: Affine) -> Tensor:
-    return F.linear(x, layer.weight, layer.bias)
+    y = F.gelu(weights.up.linear(layer_norm(x, weights.norm2, EPSILON)))
+    return x + weights.down.linear(y)
 
 
 def attend(x: Tensor, layer: BlockWeights, relative: Relative, heads: int) -> Tensor:
@@ -59,7 +55,7 @@ def attend(x: Tensor, layer: BlockWeights, relative: Relative, heads: int) -> Te
     softmax(scale x q.k + rows[q, k] + columns[q, k]) from one GEMM.
     """
     squares, side, _, width = x.shape
-    qkv = affine(x, layer.qkv).view(squares, side * side, 3, heads, -1)
+    qkv = layer.qkv.linear(x).view(squares, side * side, 3, heads, -1)
     query, key, value = qkv.permute(2, 0, 3, 1, 4)
     at = query.unflatten(2, (side, side))
     to_rows = torch.einsum("bnhwc,hkc->bnhwk", at, relative.rows).flatten(2, 3)
@@ -68,7 +64,7 @@ def attend(x: Tensor, layer: BlockWeights, relative: Relative, heads: int) -> Te
     query = torch.cat([query * query.shape[-1] ** -0.5, to_rows, to_columns], -1)
     key = torch.cat([key, relative.keys.expand(squares, heads, -1, -1)], -1)
     out = F.scaled_dot_product_attention(F.pad(query, (0, padding)), key, value, scale=1.0)
-    return affine(out.transpose(1, 2).reshape(squares, side, side, width), layer.proj)
+    return layer.proj.linear(out.transpose(1, 2).reshape(squares, side, side, width))
 
 
 def windows(x: Tensor, window: int) -> Tensor:
@@ -105,16 +101,6 @@ def distances(table: Tensor, side: int) -> Tensor:
         table = F.interpolate(table.t()[None], size=length, mode="linear")[0].t()
     places = torch.arange(side)
     return table[places[:, None] - places + side - 1]
-
-
-def resampled(positions: Tensor, side: int) -> Tensor:
-    """A table of positions [rows, columns, width] for another side: bicubic, antialiased."""
-    positions = positions.float()
-    if len(positions) == side:
-        return positions
-    channels = positions.permute(2, 0, 1)[None]
-    resized = F.interpolate(channels, size=(side, side), mode="bicubic", antialias=True)
-    return resized[0].permute(1, 2, 0)
 
 
 @dataclass(frozen=True, slots=True)

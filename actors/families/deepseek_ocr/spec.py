@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from actors.options import ModelOptions
-from actors.spec.checkpoint import Files, Json
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import HALVES, Reader, image_spec, only
+from actors.spec.settings import HALVES, ModelSource, only
 from actors.spec.sizing import PATHS
 from actors.spec.tiles import StretchedTiles
 from actors.spec.views import CropSizing
 
 
-def deepseek_ocr(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+def deepseek_ocr(source: ModelSource) -> ModelSpec:
     """Its `model_type` has other towers, too, which are refused.
 
     `tile_size`, `min_patches` and `max_patches` of the processor are named as transformers names
     them for unlimited_ocr. Defaults are those of the model's own code: 2 to 9 crops of 640 pixels.
     """
-    vision, projector = config["vision_config"], config["projector_config"]
+    vision, projector = source.vision, source.config["projector_config"]
     only(vision, {"model_name": "deeplip_b_l"}, "vision_config")
     only(projector, {"projector_type": "linear"}, "projector_config")
-    processor = files.read_json("processor_config.json") or {}
+    processor = HALVES | (source.files.read_json("processor_config.json") or {})
     fixed = {"patch_size": 16, "downsample_ratio": 4, "normalize": True}
     only(processor, fixed, "the processor")
     sizing = CropSizing(
@@ -35,8 +31,8 @@ def deepseek_ocr(options: ModelOptions, files: Files, config: Json) -> ModelSpec
             min_tiles=int(processor.get("min_patches", 2)),
         ),
     )
-    pixels, width = HALVES | processor, projector["n_embed"]
-    return image_spec("deepseek_ocr", options, pixels, vision, sizing, width, paths=PATHS)
+    width = projector["n_embed"]
+    return source.spec("deepseek_ocr", processor, vision, sizing, width, paths=PATHS)
 
 
-MODEL_TYPES: Mapping[str, Reader] = {"deepseek_vl_v2": deepseek_ocr}
+MODEL_TYPES = {"deepseek_vl_v2": deepseek_ocr}

@@ -6,7 +6,7 @@ the checkpoint's own (`seperator` and `layrnorm`, too).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,32 +14,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.errors import CheckpointError
 from actors.families.deepseek_ocr import sam
 from actors.kernels.attention import Attention, Values
 from actors.models.layers.block import Affine, BlocksForm, Style, layer_norm
-from actors.models.layers.patches import centred
+from actors.models.layers.patches import centred, resized_table
 from actors.models.layers.weights import (
     CLIP_NAMES,
     BlockNames,
+    Dimensions,
     Expected,
     Weights,
     affine,
     expected_blocks,
-    stated,
+    table_side,
 )
+from actors.models.tiled import ViewTower
 from actors.models.tower import Family
-from actors.models.views import ViewTower
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import PATHS
 from actors.spec.tiles import Layout
 from actors.spec.views import CropSizing
 from actors.types import ItemPlan
 
-PREFIXES = (
-    *("model.sam_model.", "model.vision_model.", "model.projector."),
-    *("model.image_", "model.view_"),
-)
+PREFIXES = ("sam_model.", "vision_model.", "projector.", "image_", "view_")
 
 UNUSED = frozenset({"embeddings.patch_embedding.weight", "embeddings.position_ids"})
 """CLIP's own patch embedding: its patches are SAM's features."""
@@ -56,60 +53,54 @@ NEWLINE = -1  # marks a newline in an order of rows
 
 
 def family(spec: ModelSpec) -> Family[Weights]:
-    return Family(PREFIXES, expected, OcrSizes.of, parts, DeepseekOcrTower, UNUSED)
-
-
-def parts(spec: ModelSpec, weights: Weights) -> Weights:
-    return weights
-
-
-@dataclass(frozen=True, slots=True)
-class TransformerSizes:
-    depth: int
-    width: int
-    heads: int
-
-    @property
-    def head_size(self) -> int:
-        return self.width // self.heads
+    # CLIP's head size: SAM has its own attention.
+    head_size = OcrSizes.of(spec).clip.head_size
+    return Family(
+        PREFIXES, expected(spec), head_size, lambda spec, weights: weights, DeepseekOcrTower, UNUSED
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class OcrSizes:
-    sam: TransformerSizes
-    clip: TransformerSizes
+    sam: Dimensions
+    clip: Dimensions
     whole_view: frozenset[int]  # SAM's layers without windows
     halving: tuple[int, int]  # channels after each of the convolutions that end SAM
     clip_side: int  # of CLIP's table of positions
 
     @classmethod
     def of(cls, spec: ModelSpec) -> OcrSizes:
-        with stated(spec):
-            towers = spec.vision["width"]
-            sam, clip = towers["sam_vit_b"], towers["clip-l-14-224"]
-            first, second = sam["downsample_channels"]
-            if second != clip["width"]:
-                raise ValueError(f"downsample_channels {second}: CLIP's width is {clip['width']}")
-            return cls(
-                sam=TransformerSizes(sam["layers"], sam["width"], sam["heads"]),
-                clip=TransformerSizes(clip["layers"], clip["width"], clip["heads"]),
-                whole_view=frozenset(sam["global_attn_indexes"]),
-                halving=(int(first), int(second)),
-                clip_side=clip["image_size"] // clip["patch_size"],
-            )
+        towers = spec.vision["width"]
+        sam, clip = towers["sam_vit_b"], towers["clip-l-14-224"]
+        first, second = sam["downsample_channels"]
+        if second != clip["width"]:
+            raise ValueError(f"downsample_channels {second}: CLIP's width is {clip['width']}")
+        return cls(
+            sam=dimensions(spec, sam),
+            clip=dimensions(spec, clip),
+            whole_view=frozenset(sam["global_attn_indexes"]),
+            halving=(int(first), int(second)),
+            clip_side=clip["image_size"] // clip["patch_size"],
+        )
 
-    @property
-    def head_size(self) -> int:
-        """Of CLIP; SAM has its own attention."""
-        return self.clip.head_size
+
+def dimensions(spec: ModelSpec, tower: Mapping[str, int]) -> Dimensions:
+    return Dimensions(
+        depth=tower["layers"],
+        width=tower["width"],
+        mlp_width=MLP_RATIO * tower["width"],
+        heads=tower["heads"],
+        patch_size=spec.sizing.patch_size,
+        merge_size=spec.sizing.merge_size,
+    )
 
 
 def expected(spec: ModelSpec) -> Expected:
-    sizes, sizing = OcrSizes.of(spec), crop_sizing(spec)
+    sizes = OcrSizes.of(spec)
     clip, channels = sizes.clip.width, NECK_CHANNELS
     first, second = sizes.halving
     return {
-        **expected_sam(sizes, sizing),
+        **expected_sam(sizes, table_side(spec)),
         **affine("neck.0", (channels, sizes.sam.width, 1, 1), bias=False),
         **affine("neck.1", (channels,)),
         **affine("neck.2", (channels, channels, 3, 3), bias=False),
@@ -119,33 +110,26 @@ def expected(spec: ModelSpec) -> Expected:
         "embeddings.class_embedding": (clip,),
         "embeddings.position_embedding.weight": (sizes.clip_side**2 + 1, clip),
         **affine("pre_layrnorm", (clip,)),
-        **expected_blocks(CLIP_NAMES, sizes.clip.depth, clip, MLP_RATIO * clip),
+        **expected_blocks(CLIP_NAMES, sizes.clip.depth, clip, sizes.clip.mlp_width),
         **affine("layers", (spec.width, clip + second)),
         "newline": (spec.width,),
         "seperator": (spec.width,),
     }
 
 
-def expected_sam(sizes: OcrSizes, sizing: CropSizing) -> Expected:
+def expected_sam(sizes: OcrSizes, side: int) -> Expected:
     """SAM's layers, and what is before them."""
-    width, side = sizes.sam.width, sizing.side_patches[0]
-    patch = sizing.crops.patch_size
+    sam = sizes.sam
     shapes: Expected = {
-        **affine("patch_embed.proj", (width, 3, patch, patch)),
-        "pos_embed": (1, side, side, width),
+        **affine("patch_embed.proj", (sam.width, 3, sam.patch_size, sam.patch_size)),
+        "pos_embed": (1, side, side, sam.width),
+        **expected_blocks(SAM_BLOCKS, sam.depth, sam.width, sam.mlp_width),
     }
-    shapes |= expected_blocks(SAM_BLOCKS, sizes.sam.depth, width, MLP_RATIO * width)
-    for layer in range(sizes.sam.depth):
+    for layer in range(sam.depth):
         trained = side if layer in sizes.whole_view else WINDOW
-        table = (2 * trained - 1, sizes.sam.head_size)
+        table = (2 * trained - 1, sam.head_size)
         shapes |= {f"blocks.{layer}.attn.rel_pos_{axis}": table for axis in "hw"}
     return shapes
-
-
-def crop_sizing(spec: ModelSpec) -> CropSizing:
-    if not isinstance(spec.sizing, CropSizing):
-        raise CheckpointError(f"model.id {spec.id!r}: this tower needs a sizing with crops")
-    return spec.sizing
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +153,11 @@ class DeepseekOcrTower(ViewTower):
         blocks: BlocksForm,
     ) -> None:
         super().__init__(spec, attention)
-        self.sizing = crop_sizing(spec)
+        assert isinstance(spec.sizing, CropSizing)
+        self.sizing = spec.sizing
         self.sizes = sizes = OcrSizes.of(spec)
         self.device = weights.device
-        self.embedding = weights.embedding("patch_embed.proj", spec.mean, spec.std)
+        self.embedding = weights.embedding("patch_embed.proj", spec)
         self.sam = [
             sam.SamLayer(layer, 0 if index in sizes.whole_view else WINDOW)
             for index, layer in enumerate(weights.blocks(SAM_BLOCKS, sizes.sam.depth))
@@ -204,7 +189,7 @@ class DeepseekOcrTower(ViewTower):
         y = layer_norm(y, self.before_clip, CLIP_EPSILON)
         y, _ = self.clip(y.flatten(0, 1), None, None, values)
         y = y.view(-1, *table.start.shape)[:, 1:]
-        rows = F.linear(torch.cat([y, features], -1), self.projector.weight, self.projector.bias)
+        rows = self.projector.linear(torch.cat([y, features], -1))
         if path == "local":
             return rows.flatten(0, 1)
         side = self.sizing.image_side
@@ -229,20 +214,19 @@ def neck(weights: Weights) -> sam.Neck:
 
 
 def tables(weights: Weights, sizes: OcrSizes, embedding: Affine, side: int) -> ViewTables:
-    named = weights.tensors
-    positions = weights.place(sam.resampled(named["pos_embed"][0], side)) + embedding.bias
+    named, width = weights.tensors, sizes.sam.width
+    trained = resized_table(named["pos_embed"].view(-1, width), side).view(side, side, width)
     known = named["embeddings.position_embedding.weight"].float()
-    grid = known[1:].view(sizes.clip_side, sizes.clip_side, -1)
     first = known[:1] + named["embeddings.class_embedding"].float()
+    rest = resized_table(known[1:], side // sam.SHRINKING)
     relatives = []
     for index in range(sizes.sam.depth):
         rows, columns = (named[f"blocks.{index}.attn.rel_pos_{axis}"] for axis in "hw")
         square = side if index in sizes.whole_view else WINDOW
         relatives.append(sam.relative_positions(rows, columns, square, weights.place))
-    rest = sam.resampled(grid, side // sam.SHRINKING).flatten(0, 1)
     return ViewTables(
         side=side,
-        positions=positions,
+        positions=weights.place(trained) + embedding.bias,
         relatives=relatives,
         start=weights.place(torch.cat([first, rest])),
     )

@@ -10,54 +10,35 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.models.layers.block import Style, layer_norm, rms_norm, swiglu
-from actors.models.layers.positions import Positions, bicubic_taps
+from actors.models.layers.block import Affine, Style, layer_norm, rms_norm, swiglu
+from actors.models.layers.patches import Positions, bicubic_taps
 from actors.models.layers.weights import (
     BlockNames,
     Dimensions,
-    Expected,
     Weights,
     affine,
     expected_blocks,
+    table_side,
 )
 from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 
-PREFIXES = ("model.visual.", "visual.")  # as published, and in older copies
+PREFIXES = ("visual.",)
 
-NAMES = BlockNames(
-    up=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
-    unbiased=frozenset(
-        {
-            *("norm1", "norm2", "attn.qkv", "attn.proj"),
-            *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-        }
-    ),
-)
+NAMES = BlockNames(up=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj", biased=False)
 
 MERGER_EPSILON = 1e-5  # torch's default for LayerNorm: the configuration does not say
 
 
 def family(spec: ModelSpec) -> Family[PackedParts]:
-    return Family(PREFIXES, expected, dimensions, parts, PackedTower)
-
-
-def dimensions(spec: ModelSpec) -> Dimensions:
-    # The blocks' MLP is as wide as the rows of the embedding; intermediate_size is the merger's.
-    return Dimensions.read(spec, mlp_width="out_hidden_size")
-
-
-def expected(spec: ModelSpec) -> Expected:
     tower = dimensions(spec)
     patch = (3, int(spec.vision["temporal_patch_size"]), tower.patch_size, tower.patch_size)
-    side = int(spec.vision["image_size"]) // tower.patch_size
     inner = int(spec.vision["intermediate_size"])
-    return {
+    expected = {
         **affine("patch_embed.proj", (tower.width, *patch)),
         **affine("post_conv_layernorm", (tower.width,), bias=False),
-        **affine("embeddings.position_embedding", (side**2, tower.width), bias=False),
+        **affine("embeddings.position_embedding", (table_side(spec) ** 2, tower.width), bias=False),
         **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width),
         **affine("post_layernorm", (tower.width,), bias=False),
         **affine("downsample", (spec.width, tower.width, tower.merge_size, tower.merge_size)),
@@ -67,6 +48,12 @@ def expected(spec: ModelSpec) -> Expected:
         **affine("merger.up_proj", (inner, spec.width), bias=False),
         **affine("merger.down_proj", (spec.width, inner), bias=False),
     }
+    return Family(PREFIXES, expected, tower.head_size, parts, PackedTower)
+
+
+def dimensions(spec: ModelSpec) -> Dimensions:
+    # The blocks' MLP is as wide as the rows of the embedding; intermediate_size is the merger's.
+    return Dimensions.read(spec, mlp_width="out_hidden_size")
 
 
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
@@ -74,8 +61,9 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
     epsilon = float(spec.vision["rms_norm_eps"])
     first, last = weights.affine("post_conv_layernorm"), weights.affine("post_layernorm")
     # The patches of a token are adjacent, each with all its channels.
-    downsample = weights.place(weights.tensors["downsample.weight"].permute(0, 2, 3, 1).flatten(1))
-    downsample_bias = weights.place(weights.tensors["downsample.bias"])
+    filters = weights.tensors["downsample.weight"].permute(0, 2, 3, 1).flatten(1)
+    bias = weights.tensors["downsample.bias"]
+    downsample = Affine(weights.place(filters), weights.place(bias))
     proj, norm = weights.affine("merger.proj"), weights.affine("merger.post_projection_norm")
     up = weights.affine("merger.gate_proj", "merger.up_proj")
     down = weights.affine("merger.down_proj")
@@ -85,14 +73,14 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
 
     def head(x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         x = rms_norm(x, last, epsilon).view(-1, tower.merged)
-        x = F.linear(F.linear(x, downsample, downsample_bias), proj.weight)
+        x = F.linear(downsample.linear(x), proj.weight)
         x = F.gelu(layer_norm(x, norm, MERGER_EPSILON))
         return F.linear(swiglu(F.linear(x, up.weight)), down.weight)
 
     table = weights.place(weights.tensors["embeddings.position_embedding.weight"])
     return PackedParts(
-        embedding=weights.embedding("patch_embed.proj", spec.mean, spec.std),
-        later=weights.later_embedding("patch_embed.proj", spec.std),
+        embedding=weights.embedding("patch_embed.proj", spec),
+        later=weights.later_embedding("patch_embed.proj", spec),
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "swiglu", epsilon=epsilon, norm="rms"),
         head=head,

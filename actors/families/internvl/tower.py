@@ -8,15 +8,22 @@ end in -hf) and `internvl_chat` (the first ones, whose code is not in transforme
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.models.layers.block import BlockWeights, Norm, Style
-from actors.models.layers.weights import Expected, Weights, affine, stated
-from actors.models.tiled import TileParts, TileTower, merge_order, tile_sizing
+from actors.models.layers.block import Norm, Style, layer_norm
+from actors.models.layers.weights import (
+    BlockNames,
+    Dimensions,
+    Expected,
+    Weights,
+    affine,
+    expected_blocks,
+    table_side,
+)
+from actors.models.tiled import TileParts, TileTower, merge_order
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 
@@ -26,165 +33,110 @@ PROJECTOR_EPSILON = 1e-5
 """torch's default for LayerNorm: the projector's is not configured."""
 
 
-def family(spec: ModelSpec) -> Family[TileParts]:
-    sizes = InternVLSizes.of(spec)
-    return Family(sizes.names.prefixes, expected, InternVLSizes.of, parts, TileTower)
-
-
 @dataclass(frozen=True, slots=True)
 class InternVLNames:
     """What one scheme calls the tensors, without the checkpoint's prefix."""
 
     prefixes: tuple[str, ...]
-    class_token: str
+    classes: str
     patches: str
     positions: str
-    block: str
-    qkv: tuple[str, ...]
-    qk_norm: tuple[str, str]
-    proj: str
-    norms: tuple[str, str]
-    scales: tuple[str, str]
+    blocks: BlockNames
     projector: tuple[str, str, str]  # norm, up, down
+    qkv_bias: str  # these two: keys of vision_config
+    qk_norm: str
 
 
 NATIVE = InternVLNames(
-    prefixes=(
-        *("vision_tower.", "multi_modal_projector."),
-        *("model.vision_tower.", "model.multi_modal_projector."),
-    ),
-    class_token="embeddings.cls_token",
+    prefixes=("vision_tower.", "multi_modal_projector."),
+    classes="embeddings.cls_token",
     patches="embeddings.patch_embeddings.projection",
     positions="embeddings.position_embeddings",
-    block="encoder.layer",
-    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-    qk_norm=("attention.q_norm", "attention.k_norm"),
-    proj="attention.projection_layer",
-    norms=("layernorm_before", "layernorm_after"),
-    scales=("lambda_1", "lambda_2"),
+    blocks=BlockNames(
+        block="encoder.layer",
+        norm1="layernorm_before",
+        qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+        proj="attention.projection_layer",
+        norm2="layernorm_after",
+        up=("mlp.fc1",),
+        down="mlp.fc2",
+        scales=("lambda_1", "lambda_2"),
+        qk_norm=("attention.q_norm", "attention.k_norm"),
+    ),
     projector=("layer_norm", "linear_1", "linear_2"),
+    qkv_bias="attention_bias",
+    qk_norm="use_qk_norm",
 )
 
 CHAT = InternVLNames(
     prefixes=("vision_model.", "mlp1."),
-    class_token="embeddings.class_embedding",
+    classes="embeddings.class_embedding",
     patches="embeddings.patch_embedding",
     positions="embeddings.position_embedding",
-    block="encoder.layers",
-    qkv=("attn.qkv",),
-    qk_norm=("attn.q_norm", "attn.k_norm"),
-    proj="attn.proj",
-    norms=("norm1", "norm2"),
-    scales=("ls1", "ls2"),
+    blocks=BlockNames(
+        block="encoder.layers",
+        up=("mlp.fc1",),
+        down="mlp.fc2",
+        scales=("ls1", "ls2"),
+        qk_norm=("attn.q_norm", "attn.k_norm"),
+    ),
     projector=("0", "1", "3"),
+    qkv_bias="qkv_bias",
+    qk_norm="qk_normalization",
 )
 
 
-@dataclass(frozen=True, slots=True)
-class InternVLSizes:
-    names: InternVLNames
-    depth: int
-    width: int
-    mlp_width: int
-    heads: int
-    norm: Norm
-    epsilon: float
-    qkv_bias: bool
-    qk_norm: bool  # RMSNorm over all of q and all of k (the 6B tower)
+def family(spec: ModelSpec) -> Family[TileParts]:
+    head_size = Dimensions.read(spec).head_size
+    return Family(names_of(spec).prefixes, expected(spec), head_size, parts, TileTower)
 
-    @classmethod
-    def of(cls, spec: ModelSpec) -> InternVLSizes:
-        vision, native = spec.vision, spec.family == "internvl"
-        with stated(spec):
-            if vision.get("hidden_act", "gelu") != "gelu":
-                raise ValueError(f"hidden_act {vision['hidden_act']!r}: only gelu is supported")
-            return cls(
-                names=NATIVE if native else CHAT,
-                depth=int(vision["num_hidden_layers"]),
-                width=int(vision["hidden_size"]),
-                mlp_width=int(vision["intermediate_size"]),
-                heads=int(vision["num_attention_heads"]),
-                norm=NORMS[vision["norm_type"]],
-                epsilon=float(vision.get("layer_norm_eps", 1e-6)),
-                qkv_bias=bool(vision["attention_bias" if native else "qkv_bias"]),
-                qk_norm=bool(vision["use_qk_norm" if native else "qk_normalization"]),
-            )
 
-    @property
-    def head_size(self) -> int:
-        return self.width // self.heads
+def names_of(spec: ModelSpec) -> InternVLNames:
+    return NATIVE if spec.family == "internvl" else CHAT
+
+
+def block_names(spec: ModelSpec) -> BlockNames:
+    """Those of the tensors that this tower has."""
+    names, unbiased = names_of(spec), set[str]()
+    blocks = names.blocks
+    if NORMS[spec.vision["norm_type"]] == "rms":
+        unbiased |= {blocks.norm1, blocks.norm2}
+    if not spec.vision[names.qkv_bias]:
+        unbiased |= set(blocks.qkv)
+    qk_norm = blocks.qk_norm if spec.vision[names.qk_norm] else None
+    return replace(blocks, unbiased=frozenset(unbiased), qk_norm=qk_norm)
 
 
 def expected(spec: ModelSpec) -> Expected:
-    sizes, sizing = InternVLSizes.of(spec), tile_sizing(spec)
-    names, width = sizes.names, sizes.width
-    merged = width * sizing.merge_size**2
+    tower, names = Dimensions.read(spec), names_of(spec)
     norm, up, down = names.projector
-    shapes: Expected = {
-        names.class_token: (1, 1, width),
-        names.positions: (1, 1 + sizing.side_patches**2, width),
-        **affine(names.patches, (width, 3, sizing.patch_size, sizing.patch_size)),
-        **affine(norm, (merged,)),
-        **affine(up, (spec.width, merged)),
+    patch = (3, tower.patch_size, tower.patch_size)
+    return {
+        names.classes: (1, 1, tower.width),
+        names.positions: (1, 1 + table_side(spec) ** 2, tower.width),
+        **affine(names.patches, (tower.width, *patch)),
+        **affine(norm, (tower.merged,)),
+        **affine(up, (spec.width, tower.merged)),
         **affine(down, (spec.width, spec.width)),
+        **expected_blocks(block_names(spec), tower.depth, tower.width, tower.mlp_width),
     }
-    for layer in range(sizes.depth):
-        block = f"{names.block}.{layer}"
-        for name in names.norms:
-            shapes |= affine(f"{block}.{name}", (width,), bias=sizes.norm == "layer")
-        for name in names.qkv:
-            rows = 3 * width // len(names.qkv)
-            shapes |= affine(f"{block}.{name}", (rows, width), bias=sizes.qkv_bias)
-        if sizes.qk_norm:
-            shapes |= {f"{block}.{name}.weight": (width,) for name in names.qk_norm}
-        shapes |= {f"{block}.{name}": (width,) for name in names.scales}
-        shapes |= affine(f"{block}.{names.proj}", (width, width))
-        shapes |= affine(f"{block}.mlp.fc1", (sizes.mlp_width, width))
-        shapes |= affine(f"{block}.mlp.fc2", (width, sizes.mlp_width))
-    return shapes
 
 
 def parts(spec: ModelSpec, weights: Weights) -> TileParts:
-    sizes = InternVLSizes.of(spec)
-    embedding = weights.embedding(sizes.names.patches, spec.mean, spec.std)
-    norm, up, down = (weights.affine(name) for name in sizes.names.projector)
+    tower, names = Dimensions.read(spec), names_of(spec)
+    norm, up, down = (weights.affine(name) for name in names.projector)
+    epsilon = float(spec.vision.get("layer_norm_eps", 1e-6))
 
     def head(x: Tensor) -> Tensor:
-        x = F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, PROJECTOR_EPSILON)
-        return F.linear(F.gelu(F.linear(x, up.weight, up.bias)), down.weight, down.bias)
+        return down.linear(F.gelu(up.linear(layer_norm(x, norm, PROJECTOR_EPSILON))))
 
+    positions = weights.tensors[names.positions][0].float()
+    classes = positions[:1] + weights.tensors[names.classes][0].float()
+    patches = merge_order(positions[1:], tower.merge_size)
     return TileParts(
-        embedding=embedding.weight,
-        start=weights.place(start(spec, weights.tensors, sizes)),
-        layers=[layer(weights, sizes, f"{sizes.names.block}.{i}") for i in range(sizes.depth)],
-        style=Style(sizes.heads, "gelu", sizes.epsilon, sizes.norm),
+        embedding=weights.embedding(names.patches, spec).weight,
+        start=weights.start(names.patches, spec, patches, classes),
+        layers=weights.blocks(block_names(spec), tower.depth),
+        style=Style(tower.heads, "gelu", epsilon, NORMS[spec.vision["norm_type"]]),
         head=head,
-    )
-
-
-def start(spec: ModelSpec, tensors: Mapping[str, Tensor], sizes: InternVLSizes) -> Tensor:
-    """See TileParts.start, in float32."""
-    names = sizes.names
-    positions = tensors[names.positions][0].float()
-    precise = Weights(tensors, positions.device, torch.float32)
-    bias = precise.embedding(names.patches, spec.mean, spec.std).bias
-    patches = merge_order(positions[1:], tile_sizing(spec)) + bias
-    return torch.cat([positions[:1] + tensors[names.class_token][0].float(), patches])
-
-
-def layer(weights: Weights, sizes: InternVLSizes, block: str) -> BlockWeights:
-    """One layer; layer scales are folded into the linear layers before them."""
-    names = sizes.names
-    qk_norm = None
-    if sizes.qk_norm:
-        scales = [weights.tensors[f"{block}.{name}.weight"] for name in names.qk_norm]
-        qk_norm = weights.place(torch.stack(scales))
-    return BlockWeights(
-        norm1=weights.affine(f"{block}.{names.norms[0]}"),
-        qkv=weights.affine(*(f"{block}.{name}" for name in names.qkv)),
-        proj=weights.scaled(f"{block}.{names.proj}", f"{block}.{names.scales[0]}"),
-        norm2=weights.affine(f"{block}.{names.norms[1]}"),
-        up=weights.affine(f"{block}.mlp.fc1"),
-        down=weights.scaled(f"{block}.mlp.fc2", f"{block}.{names.scales[1]}"),
-        qk_norm=qk_norm,
     )

@@ -1,21 +1,28 @@
-"""Kimi-VL: moonshotai/Kimi-VL-A3B-*, whose code transformers does not have."""
+"""Kimi-VL (moonshotai/Kimi-VL-A3B-*, not in transformers) and Kimi-K2.5 (moonshotai/Kimi-K2.5)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
-from actors.options import ModelOptions
-from actors.spec.checkpoint import Files, Json
+from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import CLIP_PIXELS, Reader, image_processor, image_spec
-from actors.spec.sizing import CappedSizing
+from actors.spec.sampling import Paced
+from actors.spec.settings import CLIP_PIXELS, HALVES, ModelSource, only
+from actors.spec.sizing import CappedSizing, ShrinkingSizing
+from actors.spec.video import PooledGroups
 
 SIDE_PATCHES = 512
 """Kimi-VL's own processor always rejects images with this many patches on a side."""
 
+GROUP_FRAMES, FRAME_PATCHES = 4, 4096
+"""Frames of a group and patches of a frame, as published for Kimi-K2.5."""
 
-def kimivl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
-    vision, processor = config["vision_config"], image_processor(files)
+MOST_FRAMES = 2048
+"""Kimi-K2.5 itself has no limit: this is more than the service accepts by default."""
+
+
+def kimivl(source: ModelSource) -> ModelSpec:
+    vision, processor = source.vision, source.image_processor(CLIP_PIXELS)
     if processor.get("pad_input") is not True:
         raise ValueError("pad_input of the image processor: only true is supported")
     if vision["init_pos_emb_height"] != vision["init_pos_emb_width"]:
@@ -26,8 +33,30 @@ def kimivl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
         max_patches=int(processor.get("in_token_limit", 4096)),
         max_side_patches=SIDE_PATCHES,
     )
-    pixels, width = CLIP_PIXELS | processor, config["text_config"]["hidden_size"]
-    return image_spec("kimi_vl", options, pixels, vision, sizing, width)
+    return source.spec("kimi_vl", processor, vision, sizing, source.text_width)
+
+
+def kimik25(source: ModelSource) -> ModelSpec:
+    """As in transformers.models.kimi_k25."""
+    # Published keys have a prefix, transformers' keys have none.
+    plain = {key.removeprefix("vt_"): value for key, value in source.vision.items()}
+    side = plain.get("init_pos_emb_height", plain.get("pos_emb_height"))
+    if side != plain.get("init_pos_emb_width", plain.get("pos_emb_width")):
+        raise ValueError("init_pos_emb_height: only that of init_pos_emb_width is supported")
+    media = (source.files.read_json("preprocessor_config.json") or {}).get("media_proc_cfg", {})
+    only(media, {"fixed_output_tokens": None}, "the image processor")
+    sizing = ShrinkingSizing(
+        patch_size=int(plain["patch_size"]),
+        merge_size=merge_size(plain),
+        max_patches=int(media.get("in_patch_limit", 16384)),
+        max_side_patches=int(media.get("patch_limit_on_one_side", 512)),
+    )
+    frames = plain.get("init_pos_emb_time", plain.get("pos_emb_time", 4))
+    vision = plain | {"init_pos_emb_height": side, "pos_emb_time": frames}
+    model = source.spec(
+        "kimi_k25", HALVES | media, vision, sizing, source.text_width, folder="kimi_vl"
+    )
+    return replace(model, video=grouped_video(sizing, int(frames), media))
 
 
 def merge_size(vision: Json) -> int:
@@ -37,4 +66,19 @@ def merge_size(vision: Json) -> int:
     return int(merge)
 
 
-MODEL_TYPES: Mapping[str, Reader] = {"kimi_vl": kimivl}
+def grouped_video(sizing: ShrinkingSizing, longest_group: int, media: Json) -> PooledGroups:
+    """How videos are divided, as `media_proc_cfg` says."""
+    only(media, {"in_patch_limit_video": None}, "the image processor")
+    each = int(media.get("in_patch_limit_each_frame") or FRAME_PATCHES)
+    rule = Paced(
+        float(media.get("sample_fps") or 2),
+        int(media.get("max_num_frames_each_video") or MOST_FRAMES),
+    )
+    group = int(media.get("temporal_merge_kernel_size") or GROUP_FRAMES)
+    if group > longest_group:
+        raise ValueError(f"temporal_merge_kernel_size: {group} is over pos_emb_time")
+    pictures = replace(sizing, max_patches=each)
+    return PooledGroups(rule, sizing.patch_size, sizing.merge_size, group, pictures=pictures)
+
+
+MODEL_TYPES = {"kimi_vl": kimivl, "kimi_k25": kimik25}

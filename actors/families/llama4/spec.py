@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from actors.options import ModelOptions
-from actors.spec.checkpoint import Files, Json
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import HALVES, Reader, image_processor, image_spec, only, tile_sides
+from actors.spec.settings import HALVES, ModelSource, only, tile_sides
 from actors.spec.tiles import PaddedTiles
 
+WIDTHS = ("projector_input_dim", "projector_output_dim", "vision_output_dim")
 
-def llama4(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
-    vision, processor = config["vision_config"], image_processor(files, "bilinear")
+
+def llama4(source: ModelSource) -> ModelSpec:
+    vision, processor = source.vision, source.image_processor(HALVES, "bilinear")
     only(vision, {"multi_modal_projector_bias": False}, "vision_config")
     only(processor, {"resize_to_max_canvas": False}, "the image processor")
+    widths = {int(vision[key]) for key in WIDTHS}
+    if len(widths) != 1:
+        raise ValueError(f"{', '.join(WIDTHS)}: one width is supported, not {sorted(widths)}")
     sizing = PaddedTiles(
         **tile_sides(vision, processor),
         merge_size=round(1 / vision["pixel_shuffle_ratio"]),
         max_tiles=int(processor.get("max_patches", 16)),
     )
-    pixels, width = HALVES | processor, config["text_config"]["hidden_size"]
-    return image_spec("llama4", options, pixels, vision, sizing, width, resample="bilinear")
+    return source.spec("llama4", processor, vision, sizing, source.text_width, resample="bilinear")
 
 
-MODEL_TYPES: Mapping[str, Reader] = {"llama4": llama4}
+MODEL_TYPES = {"llama4": llama4}

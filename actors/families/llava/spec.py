@@ -5,30 +5,27 @@ Of the same `model_type` are Pixtral, and LLaVA-OneVision under the names of its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from actors.families.clip.spec import CLIP_TOWER, DEFAULTS, SIGLIP_TOWER, one_tile
 from actors.families.llava_onevision.spec import llava_qwen
 from actors.families.pixtral.spec import pixtral
-from actors.options import ModelOptions
-from actors.spec.checkpoint import Files, Json
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import Reader, only
+from actors.spec.settings import ModelSource, only
 
 LLAMA_WIDTH = 4096  # transformers' default width of the language model
 
 
-def llava(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+def llava(source: ModelSource) -> ModelSpec:
+    config = source.config
     if "mm_vision_tower" in config:
-        return llava_qwen(options, files, config)
+        return llava_qwen(source)
     only(config, {"projector_hidden_act": "gelu"}, "config.json")
-    kind = config["vision_config"].get("model_type")
+    kind: str = source.vision.get("model_type", "")
     if kind == "pixtral":
-        return pixtral(options, files, config)
+        return pixtral(source)
     if kind not in DEFAULTS:
         towers = ", ".join([*DEFAULTS, "pixtral"])
         raise ValueError(f"model_type of vision_config: {kind!r} is none of {towers}")
-    vision = DEFAULTS[kind] | config["vision_config"]
+    vision = DEFAULTS[kind] | source.vision
     layer, depth = config.get("vision_feature_layer", -2), int(vision["num_hidden_layers"])
     used = layer + (depth + 1 if layer < 0 else 0)
     strategy = config.get("vision_feature_select_strategy", "default")
@@ -42,7 +39,7 @@ def llava(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
     vision |= {"used_layers": used, "projector_bias": bias}
     width = config["text_config"].get("hidden_size", LLAMA_WIDTH)
     class_tokens = int(kind == CLIP_TOWER and strategy == "full")
-    return one_tile("llava", "llava", options, files, vision, width, class_tokens)
+    return one_tile("llava", "llava", source, vision, width, class_tokens)
 
 
-MODEL_TYPES: Mapping[str, Reader] = {"llava": llava}
+MODEL_TYPES = {"llava": llava}

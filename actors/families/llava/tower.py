@@ -6,7 +6,6 @@ Computes what transformers.models.llava computes in LlavaMultiModalProjector, to
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from actors.families.clip import tower as clip
 from actors.models.layers.weights import Expected, Weights, affine
@@ -14,18 +13,14 @@ from actors.models.tiled import TileParts, TileTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 
-PREFIXES = tuple(
-    model + part
-    for model in ("", "model.")
-    for part in ("vision_tower.vision_model.", "vision_tower.", "multi_modal_projector.")
-)
-"""As published, and as transformers saves them today."""
+PREFIXES = ("vision_tower.vision_model.", "vision_tower.", "multi_modal_projector.")
 
 PROJECTOR = ("linear_1", "linear_2")
 
 
 def family(spec: ModelSpec) -> Family[TileParts]:
-    return Family(PREFIXES, expected, clip.dimensions, parts, TileTower, clip.unused(spec))
+    unused, head_size = clip.unused(spec), clip.dimensions(spec).head_size
+    return Family(PREFIXES, expected(spec), head_size, parts, TileTower, unused)
 
 
 def expected(spec: ModelSpec, projector: tuple[str, str] = PROJECTOR) -> Expected:
@@ -39,8 +34,4 @@ def expected(spec: ModelSpec, projector: tuple[str, str] = PROJECTOR) -> Expecte
 
 def parts(spec: ModelSpec, weights: Weights, projector: tuple[str, str] = PROJECTOR) -> TileParts:
     up, down = (weights.affine(name) for name in projector)
-
-    def head(x: Tensor) -> Tensor:
-        return F.linear(F.gelu(F.linear(x, up.weight, up.bias)), down.weight, down.bias)
-
-    return clip.parts(spec, weights, head)
+    return clip.parts(spec, weights, lambda x: down.linear(F.gelu(up.linear(x))))

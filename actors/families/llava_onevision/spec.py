@@ -6,22 +6,10 @@ from collections.abc import Mapping
 from itertools import product
 
 from actors.families.clip.spec import DEFAULTS, SIGLIP_TOWER
-from actors.options import ModelOptions
-from actors.spec.checkpoint import Files, Json
+from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sampling import Evenly
-from actors.spec.settings import (
-    CLIP_PIXELS,
-    HALVES,
-    Reader,
-    image_processor,
-    image_spec,
-    only,
-    side,
-    tower_pixels,
-    video_processor,
-    with_video,
-)
+from actors.spec.settings import CLIP_PIXELS, HALVES, ModelSource, only, side, tower_pixels
 from actors.spec.tiles import AnyresSizing
 from actors.spec.video import PooledFrames
 
@@ -37,25 +25,26 @@ QWEN_TOWERS: Mapping[str, Json] = {"google/siglip-so400m-patch14-384": ONEVISION
 """`vision_config` by `mm_vision_tower`, for checkpoints that have none."""
 
 
-def llava_onevision(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+def llava_onevision(source: ModelSource) -> ModelSpec:
+    config, processor = source.config, source.image_processor(CLIP_PIXELS)
     last = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
     only(config, last | {"projector_hidden_act": "gelu"}, "config.json")
     vision = ONEVISION | config.get("vision_config", {})
     only(vision, {"model_type": SIGLIP_TOWER}, "vision_config")
     bias = config.get("multimodal_projector_bias", True)
     vision |= {"model_type": SIGLIP_TOWER, "projector_bias": bias}
-    processor = CLIP_PIXELS | image_processor(files)
     grids = [one.get("image_grid_pinpoints") for one in (processor, config)]
     pinpoints: list[list[int]] | None = grids[0] or grids[1]
     if grids[1] and grids[1] != pinpoints:
         raise ValueError("image_grid_pinpoints: config.json and the image processor differ")
     aspect = config.get("vision_aspect_ratio", "anyres_max_9")
-    width = config["text_config"]["hidden_size"]
-    return anyres("llava_onevision", options, files, vision, processor, pinpoints, aspect, width)
+    sizing = anyres(vision, processor, pinpoints, aspect)
+    return tiled("llava_onevision", source, processor, vision, sizing, source.text_width)
 
 
-def llava_qwen(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+def llava_qwen(source: ModelSource) -> ModelSpec:
     """lmms-lab/llava-onevision-qwen2-*, of `model_type` llava, whose reader calls this one."""
+    config = source.config
     tower = config["mm_vision_tower"]
     if tower not in QWEN_TOWERS:
         raise ValueError(f"mm_vision_tower: {tower!r} is none of {', '.join(QWEN_TOWERS)}")
@@ -66,21 +55,13 @@ def llava_qwen(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
     }
     only(config, fixed, "config.json")
     vision = QWEN_TOWERS[tower] | {"model_type": SIGLIP_TOWER, "projector_bias": True}
-    pinpoints, aspect = config["image_grid_pinpoints"], config["image_aspect_ratio"]
-    width = config["hidden_size"]
-    return anyres("llava_qwen", options, files, vision, HALVES, pinpoints, aspect, width)
+    sizing = anyres(vision, HALVES, config["image_grid_pinpoints"], config["image_aspect_ratio"])
+    return tiled("llava_qwen", source, HALVES, vision, sizing, config["hidden_size"])
 
 
 def anyres(
-    family: str,
-    options: ModelOptions,
-    files: Files,
-    vision: Json,
-    processor: Json,
-    pinpoints: list[list[int]] | None,
-    aspect: str,
-    width: int,
-) -> ModelSpec:
+    vision: Json, processor: Json, pinpoints: list[list[int]] | None, aspect: str
+) -> AnyresSizing:
     """`pinpoints`: heights and widths of canvases, in pixels."""
     patch, pixels = side(vision["patch_size"]), tower_pixels(vision, processor.get("size"))
     whole = [pixels * tiles for tiles in range(1, 7)]
@@ -91,7 +72,7 @@ def anyres(
     if before or not most.isdecimal() or not int(most):
         raise ValueError(f"vision_aspect_ratio: {aspect!r} is no anyres_max_N")
     layouts = tuple((height // pixels, across // pixels) for height, across in canvases)
-    sizing = AnyresSizing(
+    return AnyresSizing(
         tile_pixels=pixels // patch * patch,
         patch_size=patch,
         merge_size=1,
@@ -100,21 +81,26 @@ def anyres(
         canvases=layouts,
         most_tiles=int(most),
     )
-    vision |= {"spatial_merge_size": 1, "used_layers": vision["num_hidden_layers"]}
-    folder = "llava_onevision"
-    model = image_spec(family, options, processor, vision, sizing, width, folder=folder)
-    return pooled_video(model, files, sizing)
 
 
-def pooled_video(model: ModelSpec, files: Files, sizing: AnyresSizing) -> ModelSpec:
+def tiled(
+    family: str,
+    source: ModelSource,
+    processor: Json,
+    vision: Json,
+    sizing: AnyresSizing,
+    width: int,
+) -> ModelSpec:
     """With videos. The model's own processor samples no frames unless it is told to."""
-    settings, pixels = video_processor(files), sizing.picture_pixels
+    vision |= {"used_layers": vision["num_hidden_layers"]}
+    model = source.spec(family, processor, vision, sizing, width, folder="llava_onevision")
+    settings, pixels = source.video_processor(), sizing.picture_pixels
     only(settings, {"fps": None}, "the video processor")
     if side(settings.get("size") or pixels) != pixels:
         raise ValueError(f"size of the video processor: only the tower's {pixels} is supported")
     rule = Evenly(int(settings.get("num_frames") or FRAMES))
     video = PooledFrames(rule, sizing.patch_size, 1, 1, picture_pixels=pixels)
-    return with_video(model, settings, video)
+    return source.with_video(model, video)
 
 
-MODEL_TYPES: Mapping[str, Reader] = {"llava_onevision": llava_onevision}
+MODEL_TYPES = {"llava_onevision": llava_onevision}

@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.errors import CheckpointError
 from actors.families.clip import tower as clip
 from actors.families.llava import tower as llava
 from actors.kernels.attention import Attention
 from actors.models.layers.block import BlocksForm
-from actors.models.layers.weights import Expected, Weights
+from actors.models.layers.weights import Weights
 from actors.models.tiled import TileParts, TileTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
@@ -27,11 +26,8 @@ from actors.spec.tiles import AnyresSizing, Layout
 from actors.spec.video import PooledFrames
 from actors.types import ItemPlan
 
-PREFIXES = (*llava.PREFIXES, "image_", "model.image_")
-QWEN_PREFIXES = (
-    "model.vision_tower.vision_tower.vision_model.",
-    *("model.mm_projector.", "model.image_"),
-)
+PREFIXES = (*llava.PREFIXES, "image_")
+QWEN_PREFIXES = ("vision_tower.vision_tower.vision_model.", "mm_projector.", "image_")
 """In checkpoints with the names of its own code, whose projector is named differently, too."""
 
 
@@ -44,21 +40,18 @@ class OnevisionParts:
 
 
 def family(spec: ModelSpec) -> Family[OnevisionParts]:
-    prefixes = QWEN_PREFIXES if is_qwen(spec) else PREFIXES
-    unused = clip.unused(spec)
-    return Family(prefixes, expected, clip.dimensions, parts, OnevisionTower, unused)
-
-
-def is_qwen(spec: ModelSpec) -> bool:
-    return spec.family == "llava_qwen"
+    return Family(
+        QWEN_PREFIXES if spec.family == "llava_qwen" else PREFIXES,
+        llava.expected(spec, projector(spec)) | {"newline": (spec.width,)},
+        clip.dimensions(spec).head_size,
+        parts,
+        OnevisionTower,
+        clip.unused(spec),
+    )
 
 
 def projector(spec: ModelSpec) -> tuple[str, str]:
-    return ("0", "2") if is_qwen(spec) else llava.PROJECTOR
-
-
-def expected(spec: ModelSpec) -> Expected:
-    return llava.expected(spec, projector(spec)) | {"newline": (spec.width,)}
+    return ("0", "2") if spec.family == "llava_qwen" else llava.PROJECTOR
 
 
 def parts(spec: ModelSpec, weights: Weights) -> OnevisionParts:
@@ -73,8 +66,8 @@ class OnevisionTower(TileTower):
         self, spec: ModelSpec, parts: OnevisionParts, attention: Attention, blocks: BlocksForm
     ) -> None:
         super().__init__(spec, parts.tiles, attention, blocks)
-        if not isinstance(spec.sizing, AnyresSizing) or not isinstance(spec.video, PooledFrames):
-            raise CheckpointError(f"model.id {spec.id!r}: this tower needs an AnyresSizing")
+        assert isinstance(spec.sizing, AnyresSizing)
+        assert isinstance(spec.video, PooledFrames)
         self.anyres, self.frames = spec.sizing, spec.video
         self.newline = parts.newline
 

@@ -10,24 +10,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from actors.families.clip.tower import LAST_NORM, NAMES, POOLING, tower_shapes
+from actors.families.clip.tower import LAST_NORM, NAMES, PATCHES, POOLING, POSITIONS, tower_shapes
 from actors.models.layers.block import Style, layer_norm
-from actors.models.layers.patches import Merger
-from actors.models.layers.positions import Positions, centred_bilinear_taps
-from actors.models.layers.weights import LAYERS, Dimensions, Expected, Weights, affine
+from actors.models.layers.patches import Merger, Positions, centred_bilinear_taps
+from actors.models.layers.weights import Dimensions, Weights, affine
 from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
+from actors.spec.settings import rope_theta
 
-PREFIXES = tuple(
-    prefix + part
-    for prefix, parts in (
-        ("", ("visual.vision_model.", "mlp_AR.")),
-        ("model.", ("visual.vision_model.", "projector.")),
-    )
-    for part in parts
-)
-"""As published, and as transformers names them."""
+PREFIXES = ("visual.vision_model.", "mlp_AR.", "projector.")
+"""The projector's are as published, and as transformers names it."""
 
 UNUSED = POOLING | {"embeddings.packing_position_embedding.weight", "embeddings.position_ids"}
 """SigLIP's pooling, and another table of positions."""
@@ -36,45 +29,33 @@ PROJECTOR_EPSILON = 1e-5
 
 
 def family(spec: ModelSpec) -> Family[PackedParts]:
-    return Family(PREFIXES, expected, dimensions, parts, PackedTower, UNUSED)
-
-
-def dimensions(spec: ModelSpec) -> Dimensions:
-    return Dimensions.read(spec, **LAYERS)
-
-
-def expected(spec: ModelSpec) -> Expected:
-    tower = dimensions(spec)
-    side = int(spec.vision["image_size"]) // tower.patch_size
-    return {
-        **tower_shapes(tower, side**2),
+    tower = Dimensions.read(spec)
+    expected = {
+        **tower_shapes(spec, tower),
         **affine(LAST_NORM, (tower.width,)),
         **affine("pre_norm", (tower.width,)),
         **affine("linear_1", (tower.merged, tower.merged)),
         **affine("linear_2", (spec.width, tower.merged)),
     }
+    return Family(PREFIXES, expected, tower.head_size, parts, PackedTower, UNUSED)
 
 
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
-    tower = dimensions(spec)
+    tower = Dimensions.read(spec)
     epsilon = float(spec.vision["layer_norm_eps"])
     last = weights.affine(LAST_NORM)
-    merger = Merger(
-        norm=weights.affine("pre_norm"),
-        up=weights.affine("linear_1"),
-        down=weights.affine("linear_2"),
-        epsilon=PROJECTOR_EPSILON,
-    )
+    norm, up, down = (weights.affine(name) for name in ("pre_norm", "linear_1", "linear_2"))
+    merger = Merger(norm, up, down, epsilon=PROJECTOR_EPSILON)
 
     def head(x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         return merger(layer_norm(x, last, epsilon))
 
-    table = weights.place(weights.tensors["embeddings.position_embedding.weight"])
+    table = weights.place(weights.tensors[f"{POSITIONS}.weight"])
     return PackedParts(
-        embedding=weights.embedding("embeddings.patch_embedding", spec.mean, spec.std),
+        embedding=weights.embedding(PATCHES, spec),
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "gelu_tanh", epsilon),
         head=head,
         positions=Positions(table, centred_bilinear_taps, taps=4),
-        theta=float(spec.vision["rope_theta"]),
+        theta=rope_theta(spec.vision),
     )

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from actors.options import ModelOptions
-from actors.spec.checkpoint import Files, Json
+from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import (
-    CLIP_PIXELS,
-    Reader,
-    image_processor,
-    image_spec,
-    only,
-    rope_theta,
-)
+from actors.spec.settings import CLIP_PIXELS, ModelSource, only
 from actors.spec.sizing import FittedSizing
 
 DEFAULTS: Json = {
@@ -24,8 +14,9 @@ DEFAULTS: Json = {
 """transformers' defaults for keys that `vision_config` lacks."""
 
 
-def pixtral(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+def pixtral(source: ModelSource) -> ModelSpec:
     """Of `model_type` llava, whose reader calls this one."""
+    config = source.config
     strategy = config.get("vision_feature_select_strategy", "default")
     if strategy != "full" or config.get("vision_feature_layer", -2) != -1:
         raise ValueError(
@@ -33,30 +24,28 @@ def pixtral(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
             "are supported"
         )
     bias = config.get("multimodal_projector_bias", True)
-    return fitted("pixtral", options, files, config, {"projector_bias": bias}, merge=1)
+    return fitted("pixtral", source, {"projector_bias": bias}, merge=1)
 
 
-def mistral3(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+def mistral3(source: ModelSource) -> ModelSpec:
+    config = source.config
     only(config, {"vision_feature_layer": -1}, "config.json")
     projector = {
         "projector_bias": config.get("multimodal_projector_bias", False),
         "projector_epsilon": config["text_config"].get("rms_norm_eps", 1e-5),
     }
-    merge = config.get("spatial_merge_size", 2)
-    return fitted("mistral3", options, files, config, projector, merge)
+    return fitted("mistral3", source, projector, config.get("spatial_merge_size", 2))
 
 
-def fitted(
-    family: str, options: ModelOptions, files: Files, config: Json, projector: Json, merge: int
-) -> ModelSpec:
-    vision, processor = DEFAULTS | config["vision_config"], image_processor(files)
-    only(config, {"projector_hidden_act": "gelu"}, "config.json")
+def fitted(family: str, source: ModelSource, projector: Json, merge: int) -> ModelSpec:
+    vision, processor = DEFAULTS | source.vision, source.image_processor(CLIP_PIXELS)
+    only(source.config, {"projector_hidden_act": "gelu"}, "config.json")
     only(vision, {"hidden_act": "silu"}, "vision_config")
     size = processor.get("size") or {"longest_edge": vision["image_size"]}
-    vision |= projector | {"spatial_merge_size": merge, "rope_theta": rope_theta(vision)}
     sizing = FittedSizing(int(vision["patch_size"]), merge, int(size["longest_edge"]))
-    pixels, width = CLIP_PIXELS | processor, config["text_config"]["hidden_size"]
-    return image_spec(family, options, pixels, vision, sizing, width, folder="pixtral")
+    return source.spec(
+        family, processor, vision | projector, sizing, source.text_width, folder="pixtral"
+    )
 
 
-MODEL_TYPES: Mapping[str, Reader] = {"mistral3": mistral3}
+MODEL_TYPES = {"mistral3": mistral3}

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from actors.kernels.attention import Attention
 from actors.models.layers.block import BlocksForm, Style, rms_norm
-from actors.models.layers.positions import rotary_tables
+from actors.models.layers.patches import rotary_tables
 from actors.models.layers.weights import (
-    LAYERS,
     BlockNames,
     Dimensions,
-    Expected,
     Weights,
     affine,
     expected_blocks,
@@ -27,41 +25,28 @@ from actors.models.layers.weights import (
 from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
+from actors.spec.settings import rope_theta
 
-PREFIXES = tuple(
-    model + part for model in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")
-)
+PREFIXES = ("vision_tower.", "multi_modal_projector.")
 
-QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
-MLP = ("feed_forward.gate_proj", "feed_forward.up_proj")
 NAMES = BlockNames(
     block="transformer.layers",
     norm1="attention_norm",
-    qkv=QKV,
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     proj="attention.o_proj",
     norm2="ffn_norm",
-    up=MLP,
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
-    unbiased=frozenset(
-        {*QKV, *MLP, "attention_norm", "attention.o_proj", "ffn_norm", "feed_forward.down_proj"}
-    ),
+    biased=False,
 )
 
 EPSILON = 1e-5  # of the tower's norms: the configuration does not say
 
 
 def family(spec: ModelSpec) -> Family[PackedParts]:
-    return Family(PREFIXES, expected, dimensions, parts, PixtralTower)
-
-
-def dimensions(spec: ModelSpec) -> Dimensions:
-    return Dimensions.read(spec, **LAYERS)
-
-
-def expected(spec: ModelSpec) -> Expected:
-    tower, bias = dimensions(spec), bool(spec.vision["projector_bias"])
+    tower, bias = Dimensions.read(spec), bool(spec.vision["projector_bias"])
     patch = (3, tower.patch_size, tower.patch_size)
-    shapes = {
+    expected = {
         **affine("patch_conv", (tower.width, *patch), bias=False),
         **affine("ln_pre", (tower.width,), bias=False),
         **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width),
@@ -69,13 +54,13 @@ def expected(spec: ModelSpec) -> Expected:
         **affine("linear_2", (spec.width, spec.width), bias=bias),
     }
     if spec.family == "mistral3":
-        shapes |= affine("norm", (tower.width,), bias=False)
-        shapes |= affine("patch_merger.merging_layer", (tower.width, tower.merged), bias=False)
-    return shapes
+        expected |= affine("norm", (tower.width,), bias=False)
+        expected |= affine("patch_merger.merging_layer", (tower.width, tower.merged), bias=False)
+    return Family(PREFIXES, expected, tower.head_size, parts, PixtralTower)
 
 
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
-    tower, before = dimensions(spec), weights.affine("ln_pre")
+    tower, before = Dimensions.read(spec), weights.affine("ln_pre")
     first, second = weights.affine("linear_1"), weights.affine("linear_2")
     norm, merging = None, None
     if spec.family == "mistral3":
@@ -92,16 +77,15 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
         if norm is not None and merging is not None:
             x = rms_norm(x, norm, float(spec.vision["projector_epsilon"]))
             x = F.linear(x.view(-1, tower.merged), merging)
-        x = F.gelu(F.linear(x, first.weight, first.bias))
-        return F.linear(x, second.weight, second.bias)
+        return second.linear(F.gelu(first.linear(x)))
 
     return PackedParts(
-        embedding=weights.embedding("patch_conv", spec.mean, spec.std),
+        embedding=weights.embedding("patch_conv", spec),
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "swiglu", epsilon=EPSILON, norm="rms"),
         head=head,
         stem=stem,
-        theta=float(spec.vision["rope_theta"]),
+        theta=rope_theta(spec.vision),
     )
 
 

@@ -1,61 +1,55 @@
-"""Qwen2-VL: transformers.models.qwen2_vl."""
+"""Qwen2-VL and Qwen2.5-VL: transformers.models.qwen2_vl, qwen2_5_vl."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from actors.options import ModelOptions
-from actors.spec.checkpoint import Files, Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sampling import Strided
-from actors.spec.settings import (
-    CLIP_PIXELS,
-    FRAMES_PER_GROUP,
-    Reader,
-    frame_settings,
-    group_sizes,
-    image_processor,
-    image_spec,
-    only,
-    pixel_range,
-    total_pixels,
-    video_processor,
-    with_video,
-)
-from actors.spec.sizing import PackedSizing
-from actors.spec.video import FramePixels, VideoStyle
+from actors.spec.settings import CLIP_PIXELS, ModelSource, frame_settings, only, pixel_range
+from actors.spec.sizing import PackedSizing, WindowedSizing
+from actors.spec.video import FRAMES_PER_GROUP, FramePixels, VideoStyle
 
 PIXELS = (3136, 1003520)
 """The range of an image's pixels, where the image processor does not say."""
 
 
-def qwen2vl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+def qwen2vl(source: ModelSource) -> ModelSpec:
     """The `hidden_size` of `vision_config` is the language model's."""
-    vision, processor = config["vision_config"], image_processor(files)
+    vision, processor = source.vision, source.image_processor(CLIP_PIXELS)
     only(vision, {"hidden_act": "quick_gelu"}, "vision_config")
-    sizing = PackedSizing(
-        int(vision["patch_size"]),
-        int(vision["spatial_merge_size"]),
-        *pixel_range(processor, *PIXELS),
-    )
-    pixels, width = CLIP_PIXELS | processor, vision["hidden_size"]
-    return strided_video(image_spec("qwen2_vl", options, pixels, vision, sizing, width), files)
+    patch, merge = int(vision["patch_size"]), int(vision["spatial_merge_size"])
+    sizing = PackedSizing(patch, merge, *pixel_range(processor, *PIXELS))
+    model = source.spec("qwen2_vl", processor, vision, sizing, vision["hidden_size"])
+    return strided_video(model, source)
 
 
-def strided_video(model: ModelSpec, files: Files) -> ModelSpec:
+def qwen25vl(source: ModelSource) -> ModelSpec:
+    vision, processor = source.vision, source.image_processor(CLIP_PIXELS)
+    only(vision, {"hidden_act": "silu"}, "vision_config")
+    patch, merge = int(vision["patch_size"]), int(vision["spatial_merge_size"])
+    window = int(vision["window_size"]) // (patch * merge)
+    sizing = WindowedSizing(patch, merge, *pixel_range(processor, *PIXELS), window)
+    width = vision["out_hidden_size"]
+    model = source.spec("qwen2_5_vl", processor, vision, sizing, width, folder="qwen2_vl")
+    return strided_video(model, source)
+
+
+def strided_video(model: ModelSpec, source: ModelSource) -> ModelSpec:
     """With videos as in transformers' Qwen2VLVideoProcessor."""
-    settings = video_processor(files)
-    smallest, largest = total_pixels(settings, 128 * 28 * 28, 768 * 28 * 28)
+    settings = source.video_processor()
+    smallest, largest = pixel_range(settings, 128 * 28 * 28, 768 * 28 * 28)
     capped = settings.get("cap_pixels_per_frame")
     video = FramePixels(
         Strided(*frame_settings(settings), FRAMES_PER_GROUP),
-        *group_sizes(model.vision),
-        min_pixels=int(settings.get("min_pixels") or smallest),
-        max_pixels=int(settings.get("max_pixels") or largest),
+        *(model.sizing.patch_size, model.sizing.merge_size, FRAMES_PER_GROUP),
+        min_pixels=smallest,
+        max_pixels=largest,
         most_tokens=int(settings.get("max_video_tokens", 128000)) if capped else 0,
     )
-    return with_video(model, settings, video)
+    return source.with_video(model, video)
 
 
-MODEL_TYPES: Mapping[str, Reader] = {"qwen2_vl": qwen2vl}
-VIDEO_STYLES: Mapping[str, VideoStyle] = {"qwen2_vl": VideoStyle("qwen2_vl")}
+MODEL_TYPES = {"qwen2_vl": qwen2vl, "qwen2_5_vl": qwen25vl}
+VIDEO_STYLES = {
+    "qwen2_vl": VideoStyle("qwen2_vl"),
+    "qwen2_5_vl": VideoStyle("qwen2_5_vl", timed=True),
+}

@@ -2,62 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from actors.options import ModelOptions
-from actors.spec.checkpoint import Files, Json
+from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sampling import Spread
 from actors.spec.settings import (
     HALVES,
-    Reader,
+    ModelSource,
     frame_settings,
-    group_sizes,
-    image_processor,
-    image_spec,
+    only,
     pixel_range,
     total_pixels,
-    video_processor,
-    with_video,
 )
 from actors.spec.sizing import PackedSizing
-from actors.spec.video import MeanTimes, VideoStyle
+from actors.spec.video import FRAMES_PER_GROUP, MeanTimes, VideoStyle
 
 
-def qwen3vl(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
-    vision, processor = config["vision_config"], image_processor(files)
-    deepstack = len(vision["deepstack_visual_indexes"])
-    sizing = PackedSizing(
-        int(vision["patch_size"]),
-        int(vision["spatial_merge_size"]),
-        *pixel_range(processor, 65536, 16777216),
-    )
-    width = int(vision["out_hidden_size"]) * (1 + deepstack)
-    model = image_spec("qwen3_vl", options, HALVES | processor, vision, sizing, width)
-    return spread_video(replace(model, deepstack=deepstack), files)
+def qwen3vl(source: ModelSource) -> ModelSpec:
+    return with_deepstack(source, source.vision)
 
 
-def qwen35(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+def qwen35(source: ModelSource) -> ModelSpec:
     """Qwen3-VL's tower without deepstack."""
-    vision = config["vision_config"] | {"deepstack_visual_indexes": []}
-    return replace(qwen3vl(options, files, {"vision_config": vision}), family="qwen3_5")
+    model = with_deepstack(source, source.vision | {"deepstack_visual_indexes": []})
+    return replace(model, family="qwen3_5")
 
 
-def spread_video(model: ModelSpec, files: Files) -> ModelSpec:
+def with_deepstack(source: ModelSource, vision: Json) -> ModelSpec:
     """With videos as in transformers' Qwen3VLVideoProcessor."""
-    settings = video_processor(files)
+    processor, settings = source.image_processor(HALVES), source.video_processor()
+    only(vision, {"hidden_act": "gelu_pytorch_tanh"}, "vision_config")
+    deepstack = len(vision["deepstack_visual_indexes"])
+    patch, merge = int(vision["patch_size"]), int(vision["spatial_merge_size"])
+    sizing = PackedSizing(patch, merge, *pixel_range(processor, 65536, 16777216))
+    width = int(vision["out_hidden_size"]) * (1 + deepstack)
+    model = source.spec("qwen3_vl", processor, vision, sizing, width)
     capped = settings.get("cap_pixels_per_frame")
     video = MeanTimes(
         Spread(*frame_settings(settings)),
-        *group_sizes(model.vision),
+        *(patch, merge, FRAMES_PER_GROUP),
         *total_pixels(settings, 128 * 32 * 32, 768 * 32 * 32),
         most_frame_tokens=int(settings.get("max_video_tokens", 768)) if capped else 0,
     )
-    return with_video(model, settings, video)
+    return source.with_video(replace(model, deepstack=deepstack), video)
 
 
-MODEL_TYPES: Mapping[str, Reader] = {
+MODEL_TYPES = {
     "qwen3_vl": qwen3vl,
     "qwen3_vl_moe": qwen3vl,
     "qwen3_5": qwen35,
@@ -65,7 +56,7 @@ MODEL_TYPES: Mapping[str, Reader] = {
 }
 
 GROUP = ("<{seconds:.1f} seconds><|vision_start|>", "<|vision_end|>")
-VIDEO_STYLES: Mapping[str, VideoStyle] = {
+VIDEO_STYLES = {
     "qwen3_vl": VideoStyle("qwen3_vl", *GROUP),
     "qwen3_vl_moe": VideoStyle("qwen3_vl", *GROUP),
     "qwen3_5": VideoStyle("qwen3_5", *GROUP),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from actors.options import ModelOptions
-from actors.spec.checkpoint import Files, Json
+from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import CLIP_PIXELS, Reader, image_processor, image_spec, only, side
+from actors.spec.settings import CLIP_PIXELS, ModelSource, only, side
 from actors.spec.sizing import PATHS
 from actors.spec.views import PaddedWindows, WindowSizing
 
@@ -16,47 +14,51 @@ MERGE_SIZE = 4
 """Two convolutions with a stride of 2 each follow the blocks of every Step3 tower."""
 
 
-def step3p7(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+ALIASES = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+"""Keys of the Perception Encoder's own configuration, and transformers' names of them."""
+
+
+def step3p7(source: ModelSource) -> ModelSpec:
     """Images are divided as transformers' own processor does."""
-    return perception(options, files, config, WindowSizing)
+    return perception(source, WindowSizing)
 
 
-def step3vl10b(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+def step3vl10b(source: ModelSource) -> ModelSpec:
     """Images are divided as stepfun-ai/Step3-VL-10B's own code does."""
-    return perception(options, files, config, PaddedWindows)
+    return perception(source, PaddedWindows)
 
 
-def step3(options: ModelOptions, files: Files, config: Json) -> ModelSpec:
+def step3(source: ModelSource) -> ModelSpec:
     """Step3 (321B), which has a tower of its own."""
-    only(config, {"understand_projector_stride": 2}, "config.json")
-    vision = {"projector_bias": config.get("projector_bias", True)} | config["vision_config"]
-    spec = windowed("step3_vl", options, files, config, vision, PaddedWindows)
+    only(source.config, {"understand_projector_stride": 2}, "config.json")
+    spec = windowed("step3_vl", source, source.vision, PaddedWindows, projector_bias=True)
     return replace(spec, fast_blocks=False)  # its norms follow attention and MLP
 
 
-def perception(
-    options: ModelOptions, files: Files, config: Json, sizing: type[WindowSizing]
-) -> ModelSpec:
+def perception(source: ModelSource, sizing: type[WindowSizing]) -> ModelSpec:
     """Step3-VL-10B and Step-3.7, which have a Perception Encoder."""
-    vision = {"projector_bias": config.get("projector_bias", False)} | config["vision_config"]
+    vision = {ALIASES.get(key, key): value for key, value in source.vision.items()}
     without = {"use_cls_token": False, "ues_cls_token": False, "use_ln_post": False}
-    only(vision, without, "vision_config")
-    only(
-        vision, dict.fromkeys(("use_ln_pre", "use_abs_posemb", "use_rope2d"), True), "vision_config"
-    )
-    return windowed("step3p7", options, files, config, vision, sizing)
+    used = dict.fromkeys(("use_ln_pre", "use_abs_posemb", "use_rope2d"), True)
+    only(vision, without | used, "vision_config")
+    if (ratio := vision.get("mlp_ratio")) is not None:
+        vision["intermediate_size"] = int(vision["hidden_size"] * ratio)
+    return windowed("step3p7", source, vision, sizing, projector_bias=False)
 
 
 def windowed(
     family: str,
-    options: ModelOptions,
-    files: Files,
-    config: Json,
+    source: ModelSource,
     vision: Json,
     kind: type[WindowSizing],
+    *,
+    projector_bias: bool,
 ) -> ModelSpec:
+    """`projector_bias`: unless config.json says so."""
     only(vision, {"hidden_act": "quick_gelu", "num_channels": 3}, "vision_config")
-    processor = image_processor(files, "bilinear")
+    bias = source.config.get("projector_bias", projector_bias)
+    vision = {"projector_bias": bias, "layer_norm_eps": 1e-5} | vision
+    processor = source.image_processor(CLIP_PIXELS, "bilinear")
     sizing = kind(
         image_pixels=side(processor.get("size") or vision["image_size"]),
         crop_pixels=int(processor.get("patch_size", 504)),
@@ -67,20 +69,19 @@ def windowed(
     for pixels in (sizing.image_pixels, sizing.crop_pixels):
         if pixels % (MERGE_SIZE * sizing.patch_size):
             raise ValueError(f"a view of {pixels} pixels: only whole tokens are supported")
-    return image_spec(
+    return source.spec(
         family,
-        options,
-        CLIP_PIXELS | processor,
+        processor,
         vision,
         sizing,
-        config["text_config"]["hidden_size"],
+        source.text_width,
         folder="step3_vl",
         resample="bilinear",
         paths=PATHS,
     )
 
 
-MODEL_TYPES: Mapping[str, Reader] = {
+MODEL_TYPES = {
     "step3p7": step3p7,
     "step_robotics": step3vl10b,
     "step3_vl": step3,

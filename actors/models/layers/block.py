@@ -1,7 +1,7 @@
-"""The transformer block that the families share, in its reference form: plain torch.
+"""The transformer block that the families share: plain torch, and the same with torch.compile.
 
 Norm, qkv, rotary, attention, projection, norm, MLP over one packed sequence. What differs between
-families is data (`Style`). The other forms of the block are in forms.py and fast.py.
+families is data (`Style`). The fast form of the block is in fast.py.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ class Affine:
 
     weight: Tensor
     bias: Tensor
+
+    def linear(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,53 @@ class ReferenceBlocks:
     def mlp(self, x: Tensor, layer: BlockWeights) -> Tensor:
         up = ACTIVATIONS[self.style.activation](F.linear(x, layer.up.weight, layer.up.bias))
         return F.linear(up, layer.down.weight, layer.down.bias)
+
+
+class CompiledBlocks(ReferenceBlocks):
+    """ReferenceBlocks with each half of a block through torch.compile; attention stays as it is.
+
+    The number of rows is dynamic, so that all layers and budgets share one compilation. The first
+    call compiles, which takes seconds. It must not happen in a capture, which is why every capture
+    warms up first.
+    """
+
+    form: BlockForm = "compile"
+
+    def __init__(
+        self,
+        weights: Sequence[BlockWeights],
+        style: Style,
+        attention: Attention,
+        taps: Sequence[int] = (),
+    ) -> None:
+        super().__init__(weights, style, attention, taps)
+        self.compiled_before = torch.compile(super().before, fullgraph=True)
+        self.compiled_after = torch.compile(super().after, fullgraph=True)
+
+    def before(
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, layer: BlockWeights
+    ) -> Tensor:
+        for rows in (x, cos, sin):
+            if rows is not None:
+                torch._dynamo.mark_dynamic(rows, 0)
+        made: Tensor = self.compiled_before(x, cos, sin, layer)
+        return made
+
+    def after(self, x: Tensor, attended: Tensor, layer: BlockWeights) -> Tensor:
+        for rows in (x, attended):
+            torch._dynamo.mark_dynamic(rows, 0)
+        made: Tensor = self.compiled_after(x, attended, layer)
+        return made
+
+
+def blocks_of(form: BlockForm) -> BlocksForm:
+    if form == "reference":
+        return ReferenceBlocks
+    if form == "compile":
+        return CompiledBlocks
+    from actors.models.layers.fast import FastBlocks  # needs Triton, which comes with CUDA
+
+    return FastBlocks
 
 
 def windows_of(values: Values) -> dict[str, Tensor]:

@@ -1,15 +1,29 @@
-"""What is before and after the blocks: bytes to embedded patches, patches to tokens."""
+"""What is before and after the blocks: bytes to embedded patches, positions, patches to tokens.
+
+Patches lie in merge-block order: the merge_size ** 2 patches of one token are adjacent.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.kernels.attention import Values
 from actors.kernels.gemm.gemm import Gemm
 from actors.models.layers.block import NORMS, Affine, Norm
 
 Rgb = tuple[float, float, float]
+
+PositionTaps = Callable[[Tensor, int, int, int], tuple[Tensor, Tensor]]
+"""How a learned table of positions is resampled, such as bilinear_taps."""
+
+CUBIC = -0.75  # the parameter of the bicubic kernel, as in torch
 
 
 def folded_embedding(weight: Tensor, bias: Tensor, mean: Rgb, std: Rgb) -> Affine:
@@ -41,7 +55,7 @@ class Merger:
     """One token from merge_size ** 2 patches: norm, linear, GELU, linear."""
 
     def __init__(
-        self, norm: Affine, up: Affine, down: Affine, kind: Norm = "layer", epsilon: float = 1e-6
+        self, norm: Affine, up: Affine, down: Affine, *, kind: Norm = "layer", epsilon: float = 1e-6
     ) -> None:
         """`norm`: over each patch, or over all patches of a token, as its size says."""
         self.norm = norm
@@ -67,3 +81,124 @@ class Merger:
         centred = self.kind == "layer"
         by = self.norm
         return norm(x, self.nothing, by.weight, by.bias, self.epsilon, centred=centred)
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Learned positions, resampled to each grid and added to the embedded patches."""
+
+    table: Tensor  # [side x side, width]
+    resample: PositionTaps
+    taps: int  # entries of the table per position
+
+    def inputs_of(self, places: Tensor, rows: int, columns: int) -> dict[str, Tensor]:
+        """The inputs of `add_to` for the patches of one grid."""
+        side = int(len(self.table) ** 0.5)
+        taps, weights = self.resample(places, rows, columns, side)
+        return {"taps": taps.int(), "tap_weights": weights}
+
+    def add_to(self, x: Tensor, values: Values) -> Tensor:
+        """x plus the positions; may write over x."""
+        taps, weights = values["taps"], values["tap_weights"]
+        if x.is_cuda:
+            from actors.kernels.triton.elementwise import add_positions_  # Triton needs CUDA
+
+            add_positions_(x, self.table, taps, weights)
+            return x
+        return x + weighted(self.table, taps, weights).to(x.dtype)
+
+
+def places(rows: int, columns: int, merge: int) -> Tensor:
+    """Row and column of each patch of a grid: int64 [rows x columns, 2].
+
+    Equal to transformers.vision_utils.get_vision_position_ids.
+    """
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    raster = torch.stack([row, column], -1)
+    blocks = raster.view(rows // merge, merge, columns // merge, merge, 2)
+    return blocks.transpose(1, 2).reshape(-1, 2)
+
+
+def resized_table(
+    table: Tensor, side: int, mode: Literal["bilinear", "bicubic"] = "bicubic"
+) -> Tensor:
+    """A learned table of positions for views of side x side: float32 [side ** 2, width].
+
+    Bicubic with antialiasing, bilinear without.
+    """
+    table, trained = table.float(), math.isqrt(len(table))
+    if side == trained:
+        return table
+    raster = table.T.reshape(1, -1, trained, trained)
+    antialias = mode == "bicubic"
+    raster = F.interpolate(raster, size=(side, side), mode=mode, antialias=antialias)
+    return raster.flatten(2)[0].T
+
+
+def bilinear_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
+    """Resamples a learned table of side x side positions to a grid: bilinear, corners aligned.
+
+    Returns indices into the flat table, int64 [patches, 4], and their weights, float32, as
+    transformers.vision_utils.get_vision_interpolation_indices_and_weights.
+    """
+    spans = torch.tensor([rows - 1, columns - 1]).clamp(min=1)
+    return linear_taps(places.float() * (side - 1) / spans, side)
+
+
+def centred_bilinear_taps(
+    places: Tensor, rows: int, columns: int, side: int
+) -> tuple[Tensor, Tensor]:
+    """As bilinear_taps, but with pixel centres aligned and borders repeated."""
+    source = (places.float() + 0.5) * side / torch.tensor([rows, columns]) - 0.5
+    return linear_taps(source, side)
+
+
+def linear_taps(source: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """As bilinear_taps, for places [patches, 2] on the table."""
+    floor = source.floor()
+    below = floor.long()
+    index = torch.stack([below, below + 1], -1).clamp(0, side - 1)
+    share = source - floor
+    weight = torch.stack([1 - share, share], -1)
+    taps = index[:, 0, :, None] * side + index[:, 1, None, :]
+    weights = weight[:, 0, :, None] * weight[:, 1, None, :]
+    return taps.flatten(1), weights.flatten(1)
+
+
+def bicubic_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
+    """As bilinear_taps, but bicubic with pixel centres aligned: [patches, 16].
+
+    Equal to torch's interpolate and grid_sample with align_corners=False and repeated borders.
+    """
+    source = (places.float() + 0.5) * side / torch.tensor([rows, columns]) - 0.5
+    floor = source.floor()
+    offsets = torch.arange(-1, 3)
+    index = (floor.long()[..., None] + offsets).clamp(0, side - 1)
+    distance = ((source - floor)[..., None] - offsets).abs()
+    near = ((CUBIC + 2) * distance - (CUBIC + 3)) * distance**2 + 1
+    far = ((CUBIC * distance - 5 * CUBIC) * distance + 8 * CUBIC) * distance - 4 * CUBIC
+    weight = torch.where(distance <= 1, near, far)
+    taps = index[:, 0, :, None] * side + index[:, 1, None, :]
+    weights = weight[:, 0, :, None] * weight[:, 1, None, :]
+    return taps.flatten(1), weights.flatten(1)
+
+
+def rotary_tables(
+    length: int, head_size: int, theta: float, slower: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of one axis: float32 [length, head_size / 4]; rows and columns share them.
+
+    `slower` scales all frequencies.
+    """
+    axis = head_size // 2
+    frequencies = slower / theta ** (torch.arange(0, axis, 2, dtype=torch.float32) / axis)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def weighted(table: Tensor, taps: Tensor, weights: Tensor) -> Tensor:
+    """Sums [rows, width] of a table's rows `taps` [rows, n], times float32 `weights` [rows, n]."""
+    total = F.embedding(taps[:, 0], table) * weights[:, 0, None]
+    for tap in range(1, taps.shape[1]):
+        total = total + F.embedding(taps[:, tap], table) * weights[:, tap, None]
+    return total

@@ -5,45 +5,30 @@ Every checkpoint has the same six parts in a block, under names of its own (`Blo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from actors.errors import CheckpointError
 from actors.models.layers.block import Affine, BlockWeights
-from actors.models.layers.patches import Rgb, folded_embedding, scaled_to_bytes
+from actors.models.layers.patches import folded_embedding, scaled_to_bytes
 from actors.spec.model_spec import ModelSpec
+from actors.spec.settings import side
 
 Expected = dict[str, tuple[int, ...]]
 """Name and shape of every tensor of a tower, without the checkpoint's prefix."""
 
-USUAL = {
-    "depth": "depth",
+KEYS = {
+    "depth": "num_hidden_layers",
     "width": "hidden_size",
     "mlp_width": "intermediate_size",
-    "heads": "num_heads",
-    "patch_size": "patch_size",
-    "merge_size": "spatial_merge_size",
+    "heads": "num_attention_heads",
 }
 """The usual key of `vision_config` for each of the Dimensions."""
 
-LAYERS = {"depth": "num_hidden_layers", "heads": "num_attention_heads"}
-"""The keys of towers that follow transformers' conventions."""
-
-
-@contextmanager
-def stated(spec: ModelSpec) -> Iterator[None]:
-    """Around code that reads `vision_config`. Raises CheckpointError for what it lacks."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"model.id {spec.id!r}: vision_config lacks or misstates {error}"
-        ) from error
+QWEN_KEYS = KEYS | {"depth": "depth", "heads": "num_heads"}
+"""The same in Qwen-VL and GLM-V."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +42,10 @@ class Dimensions:
 
     @classmethod
     def read(cls, spec: ModelSpec, **keys: str) -> Dimensions:
-        """From `vision_config`, under the USUAL keys unless given. Raises CheckpointError."""
-        with stated(spec):
-            return cls(
-                **{field: integer(spec.vision[key]) for field, key in (USUAL | keys).items()}
-            )
+        """From `vision_config`, under the usual keys unless given."""
+        usual = QWEN_KEYS if "depth" in spec.vision else KEYS
+        stated = {field: int(spec.vision[key]) for field, key in (usual | keys).items()}
+        return cls(**stated, patch_size=spec.sizing.patch_size, merge_size=spec.sizing.merge_size)
 
     @property
     def head_size(self) -> int:
@@ -73,24 +57,25 @@ class Dimensions:
         return self.width * self.merge_size**2
 
 
-def halves(linear: Affine, heads: int) -> Affine:
-    """Reorders q or k from a rotary embedding of neighbours to one of halves, as ours is."""
-
-    def sort(rows: Tensor) -> Tensor:
-        pairs: Tensor = rows.unflatten(0, (heads, -1, 2))
-        return pairs.transpose(1, 2).flatten(0, 2)
-
-    return Affine(sort(linear.weight), sort(linear.bias))
+def table_side(spec: ModelSpec) -> int:
+    """Rows and columns of the learned table of positions, one for each patch."""
+    return side(spec.vision["image_size"]) // spec.sizing.patch_size
 
 
-def integer(value: Any) -> int:
-    """An integer, or a list of two equal ones."""
-    if isinstance(value, list):
-        first, second = value
-        if first != second:
-            raise ValueError(f"a size of {value}: only squares are supported")
-        return int(first)
-    return int(value)
+def neighbours_to_halves(head_size: int) -> Tensor:
+    """The order of a head that rotates neighbouring values, for our rotary, of halves."""
+    return torch.arange(head_size).view(-1, 2).t().flatten()
+
+
+def reordered(layer: BlockWeights, heads: int, order: Tensor) -> BlockWeights:
+    """The layer with the values of each head of q and k in this order; scores stay the same."""
+
+    def sort(values: Tensor) -> Tensor:
+        query, key, value = values.unflatten(0, (3, heads, -1))
+        return torch.stack([query[:, place], key[:, place], value]).flatten(0, 2)
+
+    place = order.to(layer.qkv.weight.device)
+    return replace(layer, qkv=Affine(sort(layer.qkv.weight), sort(layer.qkv.bias)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +89,10 @@ class BlockNames:
     norm2: str = "norm2"
     up: tuple[str, ...] = ("mlp.linear_fc1",)  # SwiGLU has two: gate, up
     down: str = "mlp.linear_fc2"
-    unbiased: frozenset[str] = frozenset()  # those of the names above that have no bias
+    biased: bool = True  # whether they have biases
+    unbiased: frozenset[str] = frozenset()  # the names above of those that still have none
     scales: tuple[str, str] | None = None  # layer scales of proj and down
+    qk_norm: tuple[str, str] | None = None  # RMSNorm over all heads of q, and of k
 
 
 CLIP_NAMES = BlockNames(
@@ -153,20 +140,31 @@ class Weights:
         weight, bias = (self.tensors[f"{linear}.{part}"] for part in ("weight", "bias"))
         return Affine(self.place(weight * scales[:, None]), self.place(bias * scales))
 
-    def embedding(self, name: str, mean: Rgb, std: Rgb) -> Affine:
-        weight = self.tensors[f"{name}.weight"]
-        bias = self.bias(name, weight)
-        folded = folded_embedding(
-            weight if weight.dim() == 5 else weight[:, :, None], bias, mean, std
-        )
+    def embedding(self, name: str, spec: ModelSpec) -> Affine:
+        """For `uint8 - 128`: see patches.folded_embedding."""
+        folded = self.folded(name, spec)
         return Affine(self.place(folded.weight), self.place(folded.bias))
 
-    def later_embedding(self, name: str, std: Rgb) -> Tensor | None:
+    def folded(self, name: str, spec: ModelSpec) -> Affine:
+        """As `embedding`, in float32 where the checkpoint's tensors are."""
+        weight, patch = self.tensors[f"{name}.weight"], spec.sizing.patch_size
+        frames = weight.reshape(len(weight), 3, -1, patch, patch)
+        return folded_embedding(frames, self.bias(name, weight), spec.mean, spec.std)
+
+    def later_embedding(self, name: str, spec: ModelSpec) -> Tensor | None:
         """See PackedParts.later. None: the tower's groups do not have two frames."""
         weight = self.tensors[f"{name}.weight"]
         if weight.dim() < 5 or weight.shape[2] != 2:
             return None
-        return self.place(scaled_to_bytes(weight[:, :, 1], std).flatten(1).float())
+        return self.place(scaled_to_bytes(weight[:, :, 1], spec.std).flatten(1).float())
+
+    def start(
+        self, embedding: str, spec: ModelSpec, positions: Tensor, classes: Tensor | None = None
+    ) -> Tensor:
+        """What is added to the embedded patches of a view: `positions` [patches, width] and the
+        bias of their embedding, in float32. Before it `classes`, the rows of class tokens."""
+        rows = positions + self.folded(embedding, spec).bias
+        return self.place(rows if classes is None else torch.cat([classes, rows]))
 
     def blocks(self, names: BlockNames, depth: int) -> list[BlockWeights]:
         ends = names.scales or (None, None)
@@ -178,9 +176,15 @@ class Weights:
                 norm2=self.affine(f"{block}.{names.norm2}"),
                 up=self.affine(*(f"{block}.{name}" for name in names.up)),
                 down=self.scaled(f"{block}.{names.down}", ends[1] and f"{block}.{ends[1]}"),
+                qk_norm=self.stacked(f"{block}.{name}.weight" for name in names.qk_norm or ()),
             )
             for block in (f"{names.block}.{layer}" for layer in range(depth))
         ]
+
+    def stacked(self, names: Iterable[str]) -> Tensor | None:
+        """Tensors of one shape as one; None: there are none."""
+        found = [self.tensors[name] for name in names]
+        return self.place(torch.stack(found)) if found else None
 
 
 def expected_blocks(names: BlockNames, depth: int, width: int, mlp_width: int) -> Expected:
@@ -196,8 +200,11 @@ def expected_blocks(names: BlockNames, depth: int, width: int, mlp_width: int) -
     for layer in range(depth):
         block = f"{names.block}.{layer}"
         for part, weight in parts.items():
-            shapes |= affine(f"{block}.{part}", weight, bias=part not in names.unbiased)
+            shapes |= affine(
+                f"{block}.{part}", weight, bias=names.biased and part not in names.unbiased
+            )
         shapes |= {f"{block}.{scale}": (width,) for scale in names.scales or ()}
+        shapes |= {f"{block}.{norm}.weight": (width,) for norm in names.qk_norm or ()}
     return shapes
 
 

@@ -16,7 +16,7 @@ from actors.engine.graphs import GraphSet, Report
 from actors.engine.packing import Packing, smallest_first
 from actors.errors import ConfigError
 from actors.families.registry import read
-from actors.models.layers.forms import blocks_of
+from actors.models.layers.block import blocks_of
 from actors.models.load import build, tensors
 from actors.models.tower import Tower
 from actors.options import BlockForm, GraphOptions, ModelOptions, PackingOptions, block_form

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from actors.families.deepseek_ocr.tower import WINDOW, OcrSizes, crop_sizing
+from actors.families.deepseek_ocr.tower import WINDOW, OcrSizes
 from actors.families.step3_vl.tower import CLASS_TOKENS
 from actors.models.load import family_of
 from actors.spec.model_spec import ModelSpec
 from actors.spec.tiles import TileSizing
-from actors.spec.views import WindowSizing
+from actors.spec.views import CropSizing, WindowSizing
 from actors.types import ItemPlan
 
 Unit = Literal["patch", "sam", "row", "quarter", "token"]
@@ -40,7 +40,7 @@ class Segment:
 
 
 def operations(spec: ModelSpec, plans: Sequence[ItemPlan]) -> int:
-    shapes = family_of(spec).expected(spec)
+    shapes = family_of(spec).expected
     views = Counter(view for plan in plans for view in views_of(spec, plan, shapes))
     weights = multiplied(spec, shapes)
     gemms = sum(count * linear(weights, view) for view, count in views.items())
@@ -90,10 +90,9 @@ def views_of(spec: ModelSpec, plan: ItemPlan, shapes: Mapping[str, Sequence[int]
         return [Segment(patches, patches + classes, tokens)] * (plan.path_tokens[0] // tokens)
     if isinstance(sizing, WindowSizing):
         sides, classes = sizing.side_patches, CLASS_TOKENS * (spec.family == "step3_vl")
-    elif spec.family == "deepseek_ocr":
+    elif isinstance(sizing, CropSizing):
         # CLIP's rows: SAM's features, a fourth of the rows and columns of patches, and a class.
-        crops = crop_sizing(spec)
-        sides = crops.side_patches
+        sides = sizing.side_patches
         counts = [all_ // side**2 for all_, side in zip(plan.path_patches, sides, strict=True)]
         ocr = [Segment(side**2, side**2 // 16 + 1, side**2 // 16) for side in sides]
         return [ocr[0]] * counts[0] + [ocr[1]] * counts[1]

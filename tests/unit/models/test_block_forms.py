@@ -11,8 +11,14 @@ import torch
 from actors.errors import ConfigError
 from actors.families.registry import read
 from actors.kernels.attention import Attention
-from actors.models.layers.block import Blocks, BlockWeights, ReferenceBlocks, Style
-from actors.models.layers.forms import CompiledBlocks, blocks_of
+from actors.models.layers.block import (
+    Blocks,
+    BlockWeights,
+    CompiledBlocks,
+    ReferenceBlocks,
+    Style,
+    blocks_of,
+)
 from actors.models.load import build, form_of_blocks, load, tensors
 from actors.options import BlockChoice, BlockForm, ModelOptions, block_form
 from actors.types import Dtype

@@ -7,8 +7,15 @@ import torch
 from torch._dynamo.utils import counters
 
 from actors.kernels.attention import SegmentAttention
-from actors.models.layers.block import WINDOW, Affine, Blocks, BlockWeights, ReferenceBlocks, Style
-from actors.models.layers.forms import CompiledBlocks
+from actors.models.layers.block import (
+    WINDOW,
+    Affine,
+    Blocks,
+    BlockWeights,
+    CompiledBlocks,
+    ReferenceBlocks,
+    Style,
+)
 
 pytestmark = [
     pytest.mark.extended,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.media.patchify import cut_blocks
-from actors.models.layers.positions import bicubic_taps, places
+from actors.models.layers.patches import bicubic_taps, places
 from actors.spec.sizing import WindowedSizing
 
 WINDOW = 4

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.spec.evs import group_tokens, retained_tokens, retention_mask
+from actors.spec.video import group_tokens, retained_tokens, retention_mask
 from actors.types import ItemPlan
 
 

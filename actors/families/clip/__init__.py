@@ -1,1 +1,0 @@
-"""CLIP and SigLIP on their own."""

@@ -1,1 +1,0 @@
-"""DeepSeek-OCR: SAM, then CLIP, over the whole image and its crops."""

@@ -1,1 +1,0 @@
-"""InternVL 2 to 3.5, under both schemes of tensor names."""

@@ -1,1 +1,0 @@
-"""Kimi-K2.5: Kimi-VL's tower, with videos."""

@@ -1,1 +1,0 @@
-"""Kimi-VL, whose tower is MoonViT."""

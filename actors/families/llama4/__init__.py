@@ -1,1 +1,0 @@
-"""Llama 4, Scout and Maverick."""

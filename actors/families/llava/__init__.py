@@ -1,1 +1,0 @@
-"""LLaVA 1.5 and its relatives: CLIP or SigLIP with a projector."""

@@ -1,1 +1,0 @@
-"""LLaVA-OneVision, under both schemes of tensor names."""

@@ -1,1 +1,0 @@
-"""PaddleOCR-VL: SigLIP at any size."""

@@ -1,1 +1,0 @@
-"""Pixtral and Mistral 3."""

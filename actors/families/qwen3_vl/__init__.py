@@ -1,1 +1,0 @@
-"""Qwen3-VL and Qwen3.5, dense and MoE."""
