@@ -18,7 +18,7 @@ from encoder_service import __version__
 from encoder_service.api.errors import fault
 from encoder_service.api.schema import RequestOptions
 from encoder_service.config import LimitOptions, ServiceOptions
-from encoder_service.wire.tensors import WIDTHS
+from encoder_service.wire.formats import WIDTHS
 
 Json = dict[str, Any]
 

@@ -33,8 +33,8 @@ from encoder_service.intake.limits import INLINE_BYTES, offload
 from encoder_service.ops.metrics import CONTENT_TYPE, merge
 from encoder_service.ops.status import page, policy
 from encoder_service.service import Service
-from encoder_service.wire.documents import choose, render
-from encoder_service.wire.formats import JSON, MSGPACK, Piece, WireError
+from encoder_service.wire.documents import choose
+from encoder_service.wire.formats import JSON, MSGPACK, WRITERS, Piece, WireError
 
 ENCODE_PATH = "/v1/encode"
 CHAT_PATH = "/v1/chat/completions"
@@ -135,7 +135,8 @@ async def rendered(document: Json, accept: str, encoding: str = "base64") -> Res
     """The document as a response. Formats that copy the data are written in a thread."""
     size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
     copied_bytes = 0 if accept == MSGPACK else size_bytes
-    return await response(*await offload(copied_bytes, render, document, accept, encoding))
+    pieces = await offload(copied_bytes, WRITERS[accept], document, encoding)
+    return await response(pieces, accept)
 
 
 async def response(pieces: Sequence[Piece], media_type: str) -> Response:

@@ -27,8 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from encoder_service.client.embedding import Embedding, ServiceError
 from encoder_service.client.sources import Sample, Samples, Source, count, samples
-from encoder_service.wire.formats import Document
-from encoder_service.wire.tensors import to_safetensors
+from encoder_service.wire.formats import Document, to_safetensors
 
 FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large")
 """Recorded for the item, which is not retried."""

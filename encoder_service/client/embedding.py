@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from encoder_service.wire.tensors import to_array
+from encoder_service.wire.formats import to_array
 
 if TYPE_CHECKING:
     import torch
@@ -139,16 +139,18 @@ LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens")
 
 
 def read_items(document: Mapping[str, Any]) -> list[Embedding | ServiceError]:
-    shared = {name: document[name] for name in ("model", "weights", "timings")}
-    shared["family"] = document.get("family", "")
-    return [
-        service_error(item["error"])
-        if "error" in item
-        else Embedding(
-            **shared
-            | {"data": b""}
-            | item
-            | {name: tuple(item[name]) for name in LISTS if name in item}
-        )
-        for item in document["items"]
-    ]
+    """The items of a response document. Raises ServiceError if it is none."""
+    try:
+        shared = {name: document[name] for name in ("model", "weights", "timings")}
+        shared |= {"family": document.get("family", ""), "data": b""}
+        return [read_item(shared, item) for item in document["items"]]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        message = f"not a response of this service: {error!r}"
+        raise ServiceError("invalid_response", message) from error
+
+
+def read_item(shared: Mapping[str, Any], item: Mapping[str, Any]) -> Embedding | ServiceError:
+    if "error" in item:
+        return service_error(item["error"])
+    lists = {name: tuple(item[name]) for name in LISTS if name in item}
+    return Embedding(**{**shared, **item, **lists})

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.signatures import VIDEOS, name_format
+from encoder_service.wire.documents import VIDEOS, RequestItem, name_format
 
 File = str | Path | bytes | Image.Image
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -18,8 +17,8 @@ import msgpack
 from yarl import URL
 
 from encoder_service.client.embedding import ServiceError, service_error
-from encoder_service.wire.documents import RequestItem, parse_response
-from encoder_service.wire.formats import MSGPACK, Document, WireError, read_json
+from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.formats import MSGPACK, Document, WireError, read_json, read_msgpack
 
 IDLE_SECONDS = 5.0
 """Connections idle for longer are closed: the server may have closed its end by then."""
@@ -27,6 +26,8 @@ HEAD_BYTES = 64 * 1024
 """Longest line and header value of a response."""
 PIECE_BYTES = 256 * 1024
 """Larger request bodies are sent in pieces: asyncio copies what the socket cannot take at once."""
+MOST_BYTES = 2**31
+"""Of a body that is read into one buffer, whose size a header says before any of it has come."""
 
 
 class Transport(Protocol):
@@ -38,12 +39,8 @@ class Transport(Protocol):
     async def fetch(self, reference: str) -> Document:
         """The response document of the one item that is kept under an id."""
 
-    async def release(self, reference: str) -> None:
-        """Deletes what is kept under an id."""
-
-    async def model(self) -> Document:
-        """The model card."""
-
+    async def release(self, reference: str) -> None: ...
+    async def model(self) -> Document: ...
     async def ready(self) -> bool: ...
     async def close(self) -> None: ...
 
@@ -65,25 +62,11 @@ def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
     return GrpcTransport(url, token, timeout_seconds)
 
 
-MOST_BYTES = 2**31
-"""Of a body that is read into one buffer, whose size a header says before any of it has come."""
-
-
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
-    status: int
-    content_type: str
-    body: bytes | bytearray
-
-
 class HttpTransport:
     """HTTP with msgpack both ways. Connections are kept alive and used again."""
 
     def __init__(self, url: str, token: str | None, timeout_seconds: float) -> None:
-        """Goes through the environment's proxy, if it names one for this host. Raises ValueError.
-
-        A name and password in the URL are sent instead of the token.
-        """
+        """Raises ValueError. A name and password in the URL are sent instead of the token."""
         address = URL(url)
         if not address.host:
             raise ValueError(f"{url!r}: the host is missing")
@@ -107,11 +90,7 @@ class HttpTransport:
         await self.request("DELETE", path_of(reference))
 
     async def model(self) -> Document:
-        answer = await self.request("GET", "/v1/model")
-        try:
-            return read_json(answer.body)
-        except WireError as error:
-            raise ServiceError("invalid_response", str(error), answer.status) from error
+        return await self.document("GET", "/v1/model")
 
     async def ready(self) -> bool:
         try:
@@ -125,19 +104,20 @@ class HttpTransport:
             await self.session.close()
 
     async def document(self, method: str, path: str, body: bytes = b"") -> Document:
-        answer = await self.request(method, path, body, {"accept": MSGPACK})
+        response, received = await self.request(method, path, body)
+        read = read_msgpack if response.content_type == MSGPACK else read_json
         try:
-            return parse_response(answer.body, answer.content_type)
+            return read(received)
         except WireError as error:
-            raise ServiceError("invalid_response", str(error), answer.status) from error
+            raise ServiceError("invalid_response", str(error), response.status) from error
 
     async def request(
-        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
-    ) -> HttpAnswer:
-        """A 2xx response; any other one is raised as ServiceError."""
+        self, method: str, path: str, body: bytes = b""
+    ) -> tuple[aiohttp.ClientResponse, bytes | bytearray]:
+        """A 2xx response and its body; any other one is raised as ServiceError."""
         if self.session is None:
             self.session = self.open_session()
-        content: dict[str, Any] = {"headers": headers or {}}
+        content: dict[str, Any] = {"headers": {"accept": MSGPACK}}
         if body:
             content["headers"] |= {"content-type": MSGPACK, "content-length": str(len(body))}
             content["data"] = pieces(body) if len(body) > PIECE_BYTES else body
@@ -151,7 +131,7 @@ class HttpTransport:
         except (aiohttp.ClientError, UnicodeError) as error:  # UnicodeError: not a host name
             raise ServiceError("unavailable", f"{self.url}: {error!r}", retryable=True) from error
         if 200 <= response.status < 300:
-            return HttpAnswer(response.status, response.headers.get("content-type", ""), received)
+            return response, received
         raise http_error(response, received)
 
     def open_session(self) -> aiohttp.ClientSession:

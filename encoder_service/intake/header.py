@@ -23,7 +23,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
 from actors.types import Size
-from encoder_service.wire.signatures import SUPPORTED, name_format
+from encoder_service.wire.documents import SUPPORTED, name_format
 
 MOST_READS = 50_000
 MOST_EXIF_BYTES = 16 * 2**20
