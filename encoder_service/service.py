@@ -16,7 +16,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.store.references import Kept
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Media
-from encoder_service.api.answer import Json, check_size, document, item_document, model_card
+from encoder_service.api.answer import check_size, document, item_document, model_card
 from encoder_service.api.auth import Tokens
 from encoder_service.api.errors import AtItem
 from encoder_service.api.schema import RequestOptions
@@ -27,6 +27,7 @@ from encoder_service.ops.exchange import Exchange, Observer
 from encoder_service.ops.metrics import Scrape, ServiceMetrics
 from encoder_service.ops.status import Glance, SingleFlight, status
 from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.formats import Document
 
 STATUS_SECONDS = 1.0
 """Maximum age of the status: replicas are asked this often, however many clients look."""
@@ -94,13 +95,13 @@ class Service:
     def authorize(self, authorization: str | None) -> None:
         self.tokens.authorize(authorization)
 
-    async def look(self) -> Json:
+    async def look(self) -> Document:
         glance = await self.backend.glance()
         return await asyncio.to_thread(status, self.card, self.cache_max_bytes, glance, time.time())
 
     async def encode(
         self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
-    ) -> Json:
+    ) -> Document:
         """The response document. Raises ServiceError, or AtItem for the first item that failed."""
         started = time.perf_counter()
         deadline = self._deadline(options)
@@ -122,7 +123,7 @@ class Service:
 
     async def stream(
         self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
-    ) -> AsyncGenerator[Json]:
+    ) -> AsyncGenerator[Document]:
         """The document of each item as soon as it is ready. Raises as `encode` does.
 
         The deadline covers the waiting done here, not the time that the consumer takes.
@@ -148,7 +149,7 @@ class Service:
                 index = positions[place]
                 yield self._item(index, items[index], media[place], answer, options, exchange)
 
-    async def fetch(self, reference: str, request_id: str) -> Json:
+    async def fetch(self, reference: str, request_id: str) -> Document:
         """The response document of the item that is kept under an id. Raises NotFound."""
         started = time.perf_counter()
         deadline = Deadline(self.limits.timeout_seconds)
@@ -180,7 +181,7 @@ class Service:
         answer: Answer,
         options: RequestOptions,
         exchange: Exchange,
-    ) -> Json:
+    ) -> Document:
         """An item's document. With on_error `fail` its error is raised."""
         if isinstance(answer, ServiceError) and options.on_error == "fail":
             raise AtItem(index, answer)

@@ -17,8 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from actors.errors import InvalidOption, UnsupportedMedia
-from encoder_service.api.answer import Json
-from encoder_service.api.envelope import Envelope, http_exception
+from encoder_service.api.errors import Envelope, http_exception
 from encoder_service.api.schema import (
     DESCRIPTION,
     ENCODE,
@@ -34,7 +33,7 @@ from encoder_service.ops.metrics import CONTENT_TYPE, merge
 from encoder_service.ops.status import page, policy
 from encoder_service.service import Service
 from encoder_service.wire.documents import choose
-from encoder_service.wire.formats import JSON, MSGPACK, WRITERS, Piece, WireError
+from encoder_service.wire.formats import JSON, MSGPACK, WRITERS, Document, Piece, WireError
 
 ENCODE_PATH = "/v1/encode"
 CHAT_PATH = "/v1/chat/completions"
@@ -131,7 +130,7 @@ def answer_format(accept: str) -> str:
         raise UnsupportedMedia(str(error)) from None
 
 
-async def rendered(document: Json, accept: str, encoding: str = "base64") -> Response:
+async def rendered(document: Document, accept: str, encoding: str = "base64") -> Response:
     """The document as a response. Formats that copy the data are written in a thread."""
     size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
     copied_bytes = 0 if accept == MSGPACK else size_bytes

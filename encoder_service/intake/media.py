@@ -19,7 +19,7 @@ from actors.types import Clip, Kind, Media, Size
 from encoder_service.config import FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.intake.header import is_simple, read_header
-from encoder_service.intake.limits import offload
+from encoder_service.intake.limits import check_items, offload
 from encoder_service.wire.documents import RequestItem
 
 UNBOUNDED_BYTES = 2**62
@@ -44,11 +44,7 @@ class Admission:
         """
         if not items:
             raise InvalidRequest("the request has no items: send at least one image")
-        if len(items) > self.limits.max_items:
-            raise TooLarge(
-                f"{len(items)} items in one request; limits.max_items is {self.limits.max_items}: "
-                "send several requests"
-            )
+        check_items(len(items), self.limits)
         files: Sequence[bytes | ServiceError] = [
             item.data for item in items if item.data is not None
         ]
