@@ -19,6 +19,7 @@ from actors.families.registry import read
 from actors.options import ActorOptions, EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import check_transport
+from actors.telemetry.request_context import LOG
 from actors.telemetry.tracing import check_tracing
 from encoder_service.config import ServiceOptions, fit, parse, resources
 from encoder_service.ingress import Ingress
@@ -27,7 +28,7 @@ from encoder_service.llm.chat import Chat
 from encoder_service.llm.spec import LlmSpec
 from router.router import Router
 
-log = logging.getLogger("ray.serve")
+log = logging.getLogger(LOG)
 
 DUMMY = """
 ######################################################################

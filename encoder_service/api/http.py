@@ -1,8 +1,4 @@
-"""The API over HTTP: a FastAPI application around one Service.
-
-Health, metrics, the status page and the documentation need no token, because probes, scrapers and
-browsers send none, and these pages show nothing of any request's content.
-"""
+"""The API over HTTP: a FastAPI application around one Service."""
 
 from __future__ import annotations
 
@@ -18,15 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from actors.errors import InvalidOption, UnsupportedMedia
 from encoder_service.api.errors import Envelope, http_exception
-from encoder_service.api.schema import (
-    DESCRIPTION,
-    ENCODE,
-    ERRORS,
-    FETCH,
-    MISSING,
-    describe,
-    request_options,
-)
+from encoder_service.api.schema import ENCODE, ERRORS, FETCH, MISSING, describe, request_options
 from encoder_service.api.upload import check_length, read
 from encoder_service.intake.limits import INLINE_BYTES, offload
 from encoder_service.ops.metrics import CONTENT_TYPE, merge
@@ -46,11 +34,14 @@ def build(service: Service) -> FastAPI:
     """The application. llm/http.py adds the chat API if there is a language model."""
     app = FastAPI(
         title="Encoder Service",
-        description=DESCRIPTION,
+        description="The vision encoders of vision-language models as a separate service. Images "
+        "and videos in, embeddings out, with rows in the order of the model's own processor.",
         version=service.card["versions"]["encoder-service"],
         redoc_url=None,
         exception_handlers={HTTPException: http_exception},
     )
+    # Routes without `authorize` serve probes, scrapers and browsers, which send no token. They show
+    # nothing of any request's content.
     app.add_middleware(Envelope, observer=service.observer, counted=COUNTED)
 
     @app.post(ENCODE_PATH, responses=ERRORS, openapi_extra=ENCODE, response_class=Response)
@@ -70,7 +61,7 @@ def build(service: Service) -> FastAPI:
             document = await service.encode(items, options, request.state.exchange)
         return await rendered(document, accept, options.encoding or "base64")
 
-    @app.get(REFERENCE_PATH, responses=ERRORS | MISSING, openapi_extra=FETCH)
+    @app.get(REFERENCE_PATH, responses=MISSING, openapi_extra=FETCH)
     async def fetch(request: Request, reference: str) -> Response:
         """The embedding that is kept under an id: a response with one item."""
         service.authorize(request.headers.get("authorization"))
@@ -78,7 +69,7 @@ def build(service: Service) -> FastAPI:
         document = await service.fetch(reference, request.state.exchange.request_id)
         return await rendered(document, accept)
 
-    @app.delete(REFERENCE_PATH, responses=ERRORS | MISSING, status_code=204)
+    @app.delete(REFERENCE_PATH, responses=MISSING, status_code=204)
     async def release(request: Request, reference: str) -> None:
         """Releases a kept embedding before it expires."""
         service.authorize(request.headers.get("authorization"))
@@ -139,11 +130,10 @@ async def rendered(document: Document, accept: str, encoding: str = "base64") ->
 
 
 async def response(pieces: Sequence[Piece], media_type: str) -> Response:
-    """A body in pieces whose length is their number of bytes.
+    """On uvloop, which Ray's actors run, rows are sent from the shared memory that they are in.
 
-    On uvloop, which Ray's actors run, rows are sent from the shared memory that they are in:
-    copying 3.3 MB in a thread takes as much CPU time as sending them. asyncio's own loop only
-    accepts bytes.
+    Copying 3.3 MB in a thread takes as much CPU time as sending them. asyncio's own loop accepts
+    only bytes.
     """
     if type(asyncio.get_running_loop()).__module__.startswith("uvloop"):
         return InPieces(pieces, media_type)

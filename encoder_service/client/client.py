@@ -1,11 +1,4 @@
-"""A client of the service, over HTTP or gRPC; AsyncClient is the same for an event loop.
-
-    with Client("http://localhost:8000") as client:
-        for embedding in client.encode(["cat.jpg", "dog.png"]):
-            print(embedding.grid_thw, embedding.numpy().shape)
-
-Needs neither torch nor Ray.
-"""
+"""The clients of the service, over HTTP or gRPC. They need neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -20,9 +13,15 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 from rich.console import Console
 
-from encoder_service.client.dataset import DatasetOptions, Written, encode_dataset
-from encoder_service.client.embedding import Embedding, ServiceError, read_items
-from encoder_service.client.sources import Samples, Source, check_list, request_item
+from encoder_service.client.dataset import DatasetOptions, Samples, Written, encode_dataset
+from encoder_service.client.items import (
+    Embedding,
+    ServiceError,
+    Source,
+    check_list,
+    read_items,
+    request_item,
+)
 from encoder_service.client.transports import connect
 
 LONGEST_BACKOFF_SECONDS = 5.0
@@ -116,7 +115,7 @@ class AsyncClient:
         return await encode_dataset(self, given, out, options or DatasetOptions(), console)
 
     async def fetch(self, reference: str) -> Embedding:
-        """The embedding that is kept under an id. Raises ServiceError: "not_found" if expired."""
+        """The embedding that is kept under an id. Raises ServiceError "not_found" if expired."""
         (found,) = read_items(await self.persist(lambda: self.transport.fetch(reference)))
         assert isinstance(found, Embedding)
         return found
@@ -183,6 +182,10 @@ def blocking(
 
 class Client:
     """AsyncClient for code without an event loop, or in a notebook: its loop runs in a thread.
+
+        with Client("http://localhost:8000") as client:
+            for embedding in client.encode(["cat.jpg", "dog.png"]):
+                print(embedding.grid_thw, embedding.numpy().shape)
 
     Takes the same arguments. Safe to share among threads.
     """

@@ -15,18 +15,19 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from encoder_service.client.embedding import Embedding, ServiceError
-from encoder_service.client.sources import Sample, Samples, Source, count, samples
+from encoder_service.client.items import Embedding, ServiceError, Source
 from encoder_service.wire.formats import Document, to_safetensors
 
 FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large")
@@ -40,7 +41,12 @@ MANIFEST = "manifest.jsonl"
 FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
 """What the manifest says of an embedding."""
 
+SVG = "image/svg+xml"
+"""Skipped in folders: it has no pixels, and the service does not take it."""
+
 Entry = tuple[str, Embedding | ServiceError]
+Samples = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
+"""A folder or a file, several of them, or rows with an image in a column (as of `datasets`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,13 @@ class Written:
     """Failed items that the same call would retry."""
     failures: tuple[str, ...] = ()
     """The first few, with their errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    name: str
+    """Its path as it was found, or the number of its row."""
+    source: Source
 
 
 class EncodeCalls(Protocol):
@@ -153,6 +166,56 @@ def remaining(found: Iterator[Sample], before: list[Document]) -> Iterator[Sampl
     yield from found
 
 
+def samples(given: Samples, column: str) -> Iterator[Sample]:
+    """The items, in the same order every time. Raises ValueError if two have the same name."""
+    seen: set[str] = set()
+    entries: Iterable[Any] = [given] if isinstance(given, str | Path) else given
+    for position, entry in enumerate(entries):
+        for sample in expanded_entry(entry, position, column):
+            if sample.name in seen:
+                raise ValueError(f"{sample.name!r} is there twice: names must be unique")
+            seen.add(sample.name)
+            yield sample
+
+
+def expanded_entry(entry: Any, position: int, column: str) -> Iterator[Sample]:
+    """A row or a file is one item; a folder is all images and videos below it, by name."""
+    if isinstance(entry, Mapping):
+        yield Sample(f"{position:09}", row_image(entry, position, column))
+        return
+    name = str(entry)
+    if name.startswith("https://") or not Path(name).is_dir():
+        yield Sample(name, name)
+        return
+    for path in sorted(Path(name).rglob("*")):
+        kind = guess_type(path)[0] or ""
+        if kind.startswith(("image/", "video/")) and kind != SVG and path.is_file():
+            yield Sample(str(path), path)
+
+
+def row_image(row: Mapping[str, Any], position: int, column: str) -> Source:
+    """A row's image: decoded, a file's bytes, a path, or the map that `datasets` makes of these."""
+    found = row.get(column)
+    if isinstance(found, Mapping):
+        found = found.get("bytes") or found.get("path")
+    if not isinstance(found, str | Path | bytes | Image.Image):
+        raise ValueError(
+            f"row {position}: column {column!r} holds no image but {type(found).__name__}; "
+            f"columns are {sorted(row)}"
+        )
+    return found
+
+
+def count(given: Samples, column: str) -> int | None:
+    """How many items there are, if that is known without reading them."""
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        rows = given and isinstance(given[0], Mapping)
+        return len(given) if rows else sum(1 for _ in samples(given, column))
+    if isinstance(given, str | Path):
+        return sum(1 for _ in samples(given, column))
+    return len(given) if isinstance(given, Sized) else None
+
+
 async def encode_in_order(
     caller: EncodeCalls, left: Iterator[Sample], options: DatasetOptions
 ) -> AsyncGenerator[Entry]:
@@ -231,7 +294,7 @@ class Manifest:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.path = folder / MANIFEST
-        self.shards: list[dict[str, Any]] = []
+        self.shards: list[Document] = []
         lines = self.read()
         if not lines:
             self.append({"settings": dict(settings)})
@@ -244,7 +307,7 @@ class Manifest:
                 )
         self.shards = lines[1:]
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Document]:
         """The complete lines. Truncates a last line that was cut off when a run was killed."""
         if not self.path.exists():
             return []
@@ -261,16 +324,15 @@ class Manifest:
         return lines
 
     @property
-    def items(self) -> list[dict[str, Any]]:
+    def items(self) -> list[Document]:
         """The latest entry of every item, in the order of the items."""
         latest = {item["name"]: item for shard in self.shards for item in shard["items"]}
         return list(latest.values())
 
-    def add(self, file: str | None, items: list[dict[str, Any]]) -> None:
+    def add(self, file: str | None, items: list[Document]) -> None:
         """Records a shard that is on disk; `file` is None if all of its items failed."""
-        shard = {"file": file, "items": items}
-        self.append(shard)
-        self.shards.append(shard)
+        self.shards.append({"file": file, "items": items})
+        self.append(self.shards[-1])
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Writes a line, which is on the disk when this returns."""
@@ -287,30 +349,33 @@ def write_shard(manifest: Manifest, entries: Sequence[Entry], suffix: str) -> No
     if file:
         path = manifest.path.parent / file
         unfinished = path.with_name(f"{file}.tmp")
-        WRITERS[suffix](unfinished, encoded)
+        with unfinished.open("wb") as shard:
+            shard.write(parquet_file(encoded) if suffix == "parquet" else tensor_file(encoded))
+            shard.flush()
+            os.fsync(shard.fileno())  # so that a named file is never half written
         unfinished.replace(path)
     manifest.add(file, [manifest_entry(name, one) for name, one in entries])
 
 
-def manifest_entry(name: str, one: Embedding | ServiceError) -> dict[str, Any]:
+def manifest_entry(name: str, one: Embedding | ServiceError) -> Document:
     if isinstance(one, ServiceError):
         return {"name": name, "error": {"type": one.type, "message": one.message}}
     return {"name": name} | {fact: getattr(one, fact) for fact in FACTS}
 
 
-def write_safetensors(path: Path, entries: Sequence[tuple[str, Embedding]]) -> None:
-    """Writes tensors by name; "items" in the metadata is JSON of their manifest entries."""
+def tensor_file(entries: Sequence[tuple[str, Embedding]]) -> bytes:
+    """Tensors by name; "items" in the metadata is JSON of their manifest entries."""
     tensors = {
         name: {"dtype": one.dtype, "shape": one.shape, "data": one.data} for name, one in entries
     }
     first = entries[0][1]
     items = [manifest_entry(name, one) for name, one in entries]
     metadata = {"model": first.model, "weights": first.weights, "items": json.dumps(items)}
-    write_to_disk(path, to_safetensors(tensors, metadata))
+    return to_safetensors(tensors, metadata)
 
 
-def write_parquet(path: Path, entries: Sequence[tuple[str, Embedding]]) -> None:
-    """Writes one row per item: its manifest entry, and its bytes in the column "data"."""
+def parquet_file(entries: Sequence[tuple[str, Embedding]]) -> memoryview:
+    """One row per item: its manifest entry, and its bytes in the column "data"."""
     import pyarrow
     from pyarrow import parquet
 
@@ -320,18 +385,4 @@ def write_parquet(path: Path, entries: Sequence[tuple[str, Embedding]]) -> None:
     ]
     sink = pyarrow.BufferOutputStream()
     parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
-    write_to_disk(path, sink.getvalue())
-
-
-def write_to_disk(path: Path, data: bytes) -> None:
-    """Returns when the data is on the disk, so that a named file is never half written."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-WRITERS: dict[str, Callable[[Path, Sequence[tuple[str, Embedding]]], None]] = {
-    "safetensors": write_safetensors,
-    "parquet": write_parquet,
-}
+    return memoryview(sink.getvalue())

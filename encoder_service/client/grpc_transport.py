@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from encoder_service.client.embedding import ServiceError, service_error
+from encoder_service.client.items import ServiceError, service_error
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.encoder_grpc import EncoderStub

@@ -16,7 +16,7 @@ import aiohttp
 import msgpack
 from yarl import URL
 
-from encoder_service.client.embedding import ServiceError, service_error
+from encoder_service.client.items import ServiceError, service_error
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import MSGPACK, Document, WireError, read_json, read_msgpack
 

@@ -19,7 +19,7 @@ from actors.media.patchify import patchifier_of
 from encoder_service import client
 from encoder_service.api.auth import Tokens
 from encoder_service.api.http import ENCODE_PATH, build
-from encoder_service.client.embedding import read_items
+from encoder_service.client.items import read_items
 from encoder_service.config import AuthOptions, FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.intake.media import probe

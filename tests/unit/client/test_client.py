@@ -19,8 +19,7 @@ from fastapi import FastAPI, Request, Response
 
 import encoder_service
 from encoder_service.client import AsyncClient, Client, Embedding, ServiceError, Source
-from encoder_service.client.embedding import TOKEN, service_error
-from encoder_service.client.sources import request_item
+from encoder_service.client.items import TOKEN, request_item, service_error
 from encoder_service.client.transports import HttpTransport
 from encoder_service.wire import documents as wire
 from encoder_service.wire import encoder_pb2 as pb
