@@ -57,8 +57,9 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     try:
         options = parse(args)
-        check_resources(options, ray.cluster_resources())
-        check_object_store(options, ray.cluster_resources())
+        cluster = ray.cluster_resources()
+        check_resources(options, cluster)
+        check_object_store(options, cluster)
         spec = read(options.model)
         # Checked here too: one sentence instead of a traceback in every replica.
         fit(options, spec)
@@ -174,10 +175,9 @@ def check_object_store(options: ServiceOptions, cluster: Mapping[str, float]) ->
 
 def check_resources(options: ServiceOptions, cluster: Mapping[str, float]) -> None:
     """Raises ConfigError if the cluster lacks resources that the replicas request."""
-    needed = resources(options, options.encoder.least_replicas)
     lacking = [
         f"{count:g} {name} asked for, {cluster.get(name, 0):g} there"
-        for name, count in needed.items()
+        for name, count in resources(options, options.encoder.least_replicas).items()
         if count > cluster.get(name, 0)
     ]
     if not lacking:
@@ -188,7 +188,6 @@ def check_resources(options: ServiceOptions, cluster: Mapping[str, float]) -> No
         "configs/tiny.yaml, or set encoder.device to cpu and encoder.num_gpus to 0."
     )
     # On Kubernetes nodes may still be added: the autoscaler acts on pending requests.
-    if "KUBERNETES_SERVICE_HOST" in os.environ:
-        log.warning(message)
-        return
-    raise ConfigError(message)
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:
+        raise ConfigError(message)
+    log.warning(message)

@@ -37,10 +37,7 @@ class Backend(Protocol):
     """The fleet behind the front door. Raises only the errors of actors/errors.py."""
 
     def check_room(self) -> None:
-        """Raises Overloaded (429) while the router is full, before the body is read.
-
-        `encode` and `stream` raise it too, once the size is known: router/policy/ledger.py.
-        """
+        """Raises Overloaded (429) while the router is full, before the body is read."""
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
@@ -56,7 +53,7 @@ class Backend(Protocol):
         """What is kept under an id, its data as an array. Raises NotFound."""
 
     async def release(self, reference: str) -> None:
-        """Releases what is kept under an id. Raises NotFound."""
+        """Raises NotFound."""
 
     async def ready_replicas(self) -> int:
         """How many encoders accept work. Raises Unavailable if there is none."""
@@ -76,12 +73,13 @@ class Service:
         self.limits = options.limits
         self.references = options.references
         self.tokens = Tokens(options.auth)
+        self.authorize = self.tokens.authorize
         self.admission = Admission(spec, options.limits, options.fetch)
         self.buffered = Buffered(options.limits.max_buffered_bytes)
         self.backend = backend
         self.metrics = ServiceMetrics()
-        access = options.logging.access_log
-        self.observer = Observer(self.metrics, open_spans(options.tracing, "ingress"), access)
+        spans = open_spans(options.tracing, "ingress")
+        self.observer = Observer(self.metrics, spans, options.logging.access_log)
         self.card = model_card(options, spec)
         self.cache_max_bytes = options.cache.max_bytes
         self.status = SingleFlight(self.look, STATUS_SECONDS)
@@ -91,9 +89,6 @@ class Service:
         """What /readyz reports; each raises Unavailable if it is not ready."""
         # /metrics needs no token: requests that arrive together share one scrape of the fleet.
         self.scrape = SingleFlight(backend.scrape, 0)
-
-    def authorize(self, authorization: str | None) -> None:
-        self.tokens.authorize(authorization)
 
     async def look(self) -> Document:
         glance = await self.backend.glance()
@@ -105,9 +100,7 @@ class Service:
         """The response document. Raises ServiceError, or AtItem for the first item that failed."""
         started = time.perf_counter()
         deadline = self._deadline(options)
-        admitted = await deadline.keep(self._admit(items, options))
-        media = [one for one in admitted if isinstance(one, Media)]
-        exchange.admitted(media)
+        admitted, media = await deadline.keep(self._admit(items, options, exchange))
         check_size(media, options, self.spec, self.limits, self.references)
         found: list[Answer] = []
         if media:
@@ -129,10 +122,8 @@ class Service:
         The deadline covers the waiting done here, not the time that the consumer takes.
         """
         deadline = self._deadline(options)
-        admitted = await deadline.keep(self._admit(items, options))
+        admitted, media = await deadline.keep(self._admit(items, options, exchange))
         positions = [i for i, one in enumerate(admitted) if isinstance(one, Media)]
-        media = [one for one in admitted if isinstance(one, Media)]
-        exchange.admitted(media)
         if options.reference:
             check_size(media, options, self.spec, self.limits, self.references)
         for index, one in enumerate(admitted):
@@ -163,15 +154,16 @@ class Service:
         await deadline.keep(self.backend.release(reference))
 
     async def _admit(
-        self, items: Sequence[RequestItem], options: RequestOptions
-    ) -> list[Media | ServiceError]:
-        """Each item's media or error. With on_error `fail` the first error is raised."""
+        self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
+    ) -> tuple[list[Media | ServiceError], list[Media]]:
+        """Each item's media or error, and the media. With on_error `fail` an error is raised."""
         admitted = await self.admission.admit(items, options.evs_rate)
-        if options.on_error == "fail":
-            for index, one in enumerate(admitted):
-                if isinstance(one, ServiceError):
-                    raise AtItem(index, one)
-        return admitted
+        for index, one in enumerate(admitted):
+            if isinstance(one, ServiceError) and options.on_error == "fail":
+                raise AtItem(index, one)
+        media = [one for one in admitted if isinstance(one, Media)]
+        exchange.admitted(media)
+        return admitted, media
 
     def _item(
         self,

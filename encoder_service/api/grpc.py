@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -40,7 +40,7 @@ MOST_WATCHES = 4
 Health = health_pb2.HealthCheckResponse
 
 
-Context = grpc.ServicerContext
+Context: TypeAlias = grpc.ServicerContext
 """Serve gives a ray.serve.grpc_util.RayServegRPCContext, which has some of its methods."""
 
 

@@ -3,9 +3,8 @@
     DIR/manifest.jsonl       the settings, then one line per shard: its file and its items, in order
     DIR/00000.safetensors    one tensor [tokens, width] per item, by the item's name
 
-A shard appears only when it is complete, and counts once the manifest names it: a run that was
-killed continues after the last line. Only the items' order and sizes decide what is in a shard, so
-that an interrupted run leaves the same files as an uninterrupted one.
+A shard counts once the manifest names it. Only the items' order and sizes decide what is in a
+shard, so that an interrupted run leaves the same files as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -44,6 +43,8 @@ FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
 SVG = "image/svg+xml"
 """Skipped in folders: it has no pixels, and the service does not take it."""
 
+Sample = tuple[str, Source]
+"""A source and its name: its path as it was found, or the number of its row."""
 Entry = tuple[str, Embedding | ServiceError]
 Samples = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
 """A folder or a file, several of them, or rows with an image in a column (as of `datasets`)."""
@@ -79,13 +80,6 @@ class Written:
     """The first few, with their errors."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    name: str
-    """Its path as it was found, or the number of its row."""
-    source: Source
-
-
 class EncodeCalls(Protocol):
     """The part of AsyncClient that is used here."""
 
@@ -101,50 +95,50 @@ async def encode_dataset(
     if options.concurrency < 1:
         raise ValueError(f"concurrency is {options.concurrency}: it must be at least 1")
     with locked(out):
-        return await write(caller, given, out, options, console)
-
-
-async def write(
-    caller: EncodeCalls, given: Samples, out: Path, options: DatasetOptions, console: Console | None
-) -> Written:
-    """Encodes what earlier runs into the folder have not finished."""
-    card = await caller.model()
-    served = {key: card.get(key) for key in ("model", "revision", "weights")}
-    chosen = {key: value for key, value in asdict(options).items() if key != "concurrency"}
-    manifest = await asyncio.to_thread(Manifest, out, served | chosen)
-    found = manifest.items
-    done = [item["name"] for item in found if not is_retried(item)]
-    with progress_bar(console, await asyncio.to_thread(count, given, options.column)) as advance:
-        advance(len(done))
-        left = remaining(samples(given, options.column), found)
-        waiting: list[Entry] = []
-        held_bytes = 0
-        async with aclosing(encode_in_order(caller, left, options)) as entries:
-            async for entry in entries:
-                waiting.append(entry)
-                held_bytes += len(entry[1].data) if isinstance(entry[1], Embedding) else 0
-                if held_bytes >= options.shard_bytes or len(waiting) == ITEMS_PER_SHARD:
-                    await asyncio.to_thread(write_shard, manifest, waiting, options.format)
-                    waiting, held_bytes = [], 0
-                advance(1)
-        if waiting:
-            await asyncio.to_thread(write_shard, manifest, waiting, options.format)
-    return summary(manifest.items, len(done), str(card["weights"]))
-
-
-def summary(items: list[Document], resumed: int, weights: str) -> Written:
-    failed = [item for item in items if "error" in item]
+        card = await caller.model()
+        served = {key: card.get(key) for key in ("model", "revision", "weights")}
+        chosen = {key: value for key, value in asdict(options).items() if key != "concurrency"}
+        manifest = await asyncio.to_thread(Manifest, out, served | chosen)
+        resumed = sum(not is_retried(item) for item in manifest.items)
+        total = await asyncio.to_thread(count, given, options.column)
+        with progress_bar(console, total) as advance:
+            advance(resumed)
+            await write(caller, given, manifest, options, advance)
+    failed = [item for item in manifest.items if "error" in item]
     return Written(
-        encoded=len(items) - len(failed),
+        encoded=len(manifest.items) - len(failed),
         failed=len(failed),
         resumed=resumed,
-        weights=weights,
+        weights=str(card["weights"]),
         retryable=sum(map(is_retried, failed)),
         failures=tuple(
             f"{item['name']}: {item['error']['type']}: {item['error']['message']}"
             for item in failed[:SHOWN_FAILURES]
         ),
     )
+
+
+async def write(
+    caller: EncodeCalls,
+    given: Samples,
+    manifest: Manifest,
+    options: DatasetOptions,
+    advance: Callable[[int], None],
+) -> None:
+    """Encodes and writes what earlier runs into the folder have not finished."""
+    left = remaining(samples(given, options.column), manifest.items)
+    waiting: list[Entry] = []
+    held_bytes = 0
+    async with aclosing(encode_in_order(caller, left, options)) as entries:
+        async for entry in entries:
+            waiting.append(entry)
+            held_bytes += len(entry[1].data) if isinstance(entry[1], Embedding) else 0
+            if held_bytes >= options.shard_bytes or len(waiting) == ITEMS_PER_SHARD:
+                await asyncio.to_thread(write_shard, manifest, waiting, options.format)
+                waiting, held_bytes = [], 0
+            advance(1)
+    if waiting:
+        await asyncio.to_thread(write_shard, manifest, waiting, options.format)
 
 
 def is_retried(item: Document) -> bool:
@@ -156,8 +150,8 @@ def remaining(found: Iterator[Sample], before: list[Document]) -> Iterator[Sampl
     """Items of earlier runs to retry, then all new ones. Raises ValueError for another dataset."""
     for position, item in enumerate(before):
         name, sample = item["name"], next(found, None)
-        if sample is None or sample.name != name:
-            now = "there is none" if sample is None else f"it is {sample.name!r}"
+        if sample is None or sample[0] != name:
+            now = "there is none" if sample is None else f"it is {sample[0]!r}"
             raise ValueError(
                 f"item {position} was {name!r} in the run before, now {now}: use another folder"
             )
@@ -171,26 +165,26 @@ def samples(given: Samples, column: str) -> Iterator[Sample]:
     seen: set[str] = set()
     entries: Iterable[Any] = [given] if isinstance(given, str | Path) else given
     for position, entry in enumerate(entries):
-        for sample in expanded_entry(entry, position, column):
-            if sample.name in seen:
-                raise ValueError(f"{sample.name!r} is there twice: names must be unique")
-            seen.add(sample.name)
-            yield sample
+        for name, source in expanded_entry(entry, position, column):
+            if name in seen:
+                raise ValueError(f"{name!r} is there twice: names must be unique")
+            seen.add(name)
+            yield name, source
 
 
 def expanded_entry(entry: Any, position: int, column: str) -> Iterator[Sample]:
     """A row or a file is one item; a folder is all images and videos below it, by name."""
     if isinstance(entry, Mapping):
-        yield Sample(f"{position:09}", row_image(entry, position, column))
+        yield f"{position:09}", row_image(entry, position, column)
         return
     name = str(entry)
     if name.startswith("https://") or not Path(name).is_dir():
-        yield Sample(name, name)
+        yield name, name
         return
     for path in sorted(Path(name).rglob("*")):
         kind = guess_type(path)[0] or ""
         if kind.startswith(("image/", "video/")) and kind != SVG and path.is_file():
-            yield Sample(str(path), path)
+            yield str(path), path
 
 
 def row_image(row: Mapping[str, Any], position: int, column: str) -> Source:
@@ -221,21 +215,19 @@ async def encode_in_order(
 ) -> AsyncGenerator[Entry]:
     """Each item's name and result, in order, with `options.concurrency` items in flight."""
     under_way: deque[tuple[str, asyncio.Task[Embedding | ServiceError]]] = deque()
-
-    async def first() -> Entry:
-        name, task = under_way[0]
-        answer = await task
-        under_way.popleft()
-        return name, answer
-
     try:
-        while (sample := await asyncio.to_thread(next, left, None)) is not None:
-            call = asyncio.create_task(encode_one(caller, sample.source, options.dtype))
-            under_way.append((sample.name, call))
-            if len(under_way) == options.concurrency:
-                yield await first()
-        while under_way:
-            yield await first()
+        while True:
+            sample = await asyncio.to_thread(next, left, None)
+            if sample is not None:
+                call = asyncio.create_task(encode_one(caller, sample[1], options.dtype))
+                under_way.append((sample[0], call))
+            elif not under_way:
+                return
+            if sample is None or len(under_way) == options.concurrency:
+                name, task = under_way[0]
+                answer = await task
+                under_way.popleft()
+                yield name, answer
     finally:
         for _, task in under_way:
             task.cancel()
@@ -257,7 +249,7 @@ async def encode_one(caller: EncodeCalls, source: Source, dtype: str) -> Embeddi
 
 @contextmanager
 def progress_bar(console: Console | None, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar, if there is a console. Yields a function that advances it by some items."""
+    """Yields a function that advances the bar by some items."""
     if console is None:
         yield lambda items: None
         return
@@ -269,10 +261,7 @@ def progress_bar(console: Console | None, total: int | None) -> Iterator[Callabl
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other runs from writing to the folder. Raises ValueError if one is writing there.
-
-    The lock is on the manifest file; the kernel releases it when the process ends, however it ends.
-    """
+    """Keeps other runs from writing to the folder. Raises ValueError if one is writing there."""
     folder.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":  # has no fcntl
         yield

@@ -46,10 +46,7 @@ class Transport(Protocol):
 
 
 def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
-    """A transport for the URL's scheme. Raises ValueError for a URL or token that cannot be used.
-
-    Opens no connection yet, and needs no running event loop for http:// and https://.
-    """
+    """Opens no connection yet. Raises ValueError for a URL or token that cannot be used."""
     scheme = urlsplit(url).scheme
     if scheme not in ("http", "https", "grpc", "grpcs"):
         raise ValueError(f"{url!r}: the scheme must be http, https, grpc or grpcs")
@@ -209,10 +206,9 @@ def path_of(reference: str) -> str:
 
 
 def environment_proxy(url: URL) -> URL | None:
-    """The proxy that http_proxy, https_proxy, all_proxy and no_proxy name for a URL.
+    """The proxy that the environment names for a URL. Raises ValueError if it is no HTTP proxy.
 
-    aiohttp's own trust_env knows no all_proxy, and would send credentials from ~/.netrc. Raises
-    ValueError for a kind of proxy that aiohttp cannot use.
+    aiohttp's own trust_env knows no all_proxy, and would send credentials from ~/.netrc.
     """
     proxies = getproxies()
     found = proxies.get(url.scheme) or proxies.get("all")
