@@ -7,9 +7,8 @@ import json
 from typing import Any
 
 import msgpack
-import numpy as np
-import safetensors
 import torch
+from safetensors.torch import load
 
 from encoder_service.wire.formats import JSON, MSGPACK
 
@@ -26,20 +25,22 @@ def parse_response(body: bytes, content_type: str) -> dict[str, Any]:
             if "data" in item:
                 item["data"] = memory(item)
         return document
-    tensors = dict(safetensors.deserialize(body))
+    tensors = load(body)
     document = json.loads(metadata(body)["answer"])
     for item in document["items"]:
         if str(item["index"]) in tensors:
-            item["data"] = bytes(tensors[str(item["index"])]["data"])
+            item["data"] = octets(tensors[str(item["index"])])
     return document
 
 
 def memory(item: dict[str, Any]) -> bytes:
     if isinstance(item["data"], str):
         return base64.b64decode(item["data"], validate=True)
-    rows = torch.tensor(item["data"], dtype=getattr(torch, item["dtype"]))
-    array: np.ndarray[Any, Any] = rows.view(torch.uint8).numpy()
-    return array.tobytes()
+    return octets(torch.tensor(item["data"], dtype=getattr(torch, item["dtype"])))
+
+
+def octets(rows: torch.Tensor) -> bytes:
+    return rows.view(torch.uint8).numpy().tobytes()
 
 
 def metadata(body: bytes) -> dict[str, str]:

@@ -10,9 +10,10 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
+from grpc import ServicerContext as Context
 from grpc_health.v1 import health_pb2
 
 from actors.errors import InvalidRequest, ServiceError
@@ -40,16 +41,12 @@ MOST_WATCHES = 4
 Health = health_pb2.HealthCheckResponse
 
 
-Context: TypeAlias = grpc.ServicerContext
-"""Serve gives a ray.serve.grpc_util.RayServegRPCContext, which has some of its methods."""
-
-
 class Refused(Exception):
     """Ends a call whose status is already set: a stream, or a call without a valid token."""
 
 
 class EncoderCalls:
-    """The service encoder.v1.Encoder."""
+    """The service encoder.v1.Encoder. Contexts are ray.serve.grpc_util.RayServegRPCContext."""
 
     service: Service
 

@@ -14,14 +14,21 @@ from starlette.types import Receive, Scope, Send
 
 from actors.errors import InvalidOption, UnsupportedMedia
 from encoder_service.api.errors import Envelope, http_exception
-from encoder_service.api.schema import ENCODE, ERRORS, FETCH, MISSING, describe, request_options
+from encoder_service.api.schema import (
+    ANSWER,
+    ENCODE,
+    ERRORS,
+    MISSING,
+    OPEN,
+    describe,
+    request_options,
+)
 from encoder_service.api.upload import check_length, read
 from encoder_service.intake.limits import INLINE_BYTES, offload
 from encoder_service.ops.metrics import CONTENT_TYPE, merge
 from encoder_service.ops.status import page, policy
 from encoder_service.service import Service
-from encoder_service.wire.documents import choose
-from encoder_service.wire.formats import JSON, MSGPACK, WRITERS, Document, Piece, WireError
+from encoder_service.wire.formats import JSON, MSGPACK, WRITERS, Document, Piece
 
 ENCODE_PATH = "/v1/encode"
 CHAT_PATH = "/v1/chat/completions"
@@ -44,13 +51,13 @@ def build(service: Service) -> FastAPI:
     # nothing of any request's content.
     app.add_middleware(Envelope, observer=service.observer, counted=COUNTED)
 
-    @app.post(ENCODE_PATH, responses=ERRORS, openapi_extra=ENCODE, response_class=Response)
+    @app.post(ENCODE_PATH, responses=ERRORS | ANSWER, openapi_extra=ENCODE, response_class=Response)
     async def encode(request: Request) -> Response:
         """Embeddings of images and videos, in the order of the request."""
         service.authorize(request.headers.get("authorization"))
         if request.query_params:
             raise InvalidOption("options belong in the body's `options`, not in the query")
-        accept = answer_format(request.headers.get("accept", ""))
+        accept = choose(request.headers.get("accept", ""))
         check_length(request, service.limits)  # 413 before 429: retrying would not help
         service.backend.check_room()
         with service.buffered.hold() as take:
@@ -61,11 +68,11 @@ def build(service: Service) -> FastAPI:
             document = await service.encode(items, options, request.state.exchange)
         return await rendered(document, accept, options.encoding or "base64")
 
-    @app.get(REFERENCE_PATH, responses=MISSING, openapi_extra=FETCH)
+    @app.get(REFERENCE_PATH, responses=MISSING | ANSWER, response_class=Response)
     async def fetch(request: Request, reference: str) -> Response:
         """The embedding that is kept under an id: a response with one item."""
         service.authorize(request.headers.get("authorization"))
-        accept = answer_format(request.headers.get("accept", ""))
+        accept = choose(request.headers.get("accept", ""))
         document = await service.fetch(reference, request.state.exchange.request_id)
         return await rendered(document, accept)
 
@@ -87,23 +94,23 @@ def build(service: Service) -> FastAPI:
         service.authorize(request.headers.get("authorization"))
         return await service.status.get()
 
-    @app.get("/", response_class=HTMLResponse)
+    @app.get("/", response_class=HTMLResponse, openapi_extra=OPEN)
     async def status_page() -> HTMLResponse:
         """The status as a page. It asks for the token in the browser if one is required."""
         headers = {"content-security-policy": policy(), "cache-control": "no-cache"}
         return HTMLResponse(page(), headers=headers)
 
-    @app.get("/healthz")
+    @app.get("/healthz", openapi_extra=OPEN)
     async def healthz() -> dict[str, str]:
         """The process is alive."""
         return {"status": "ok"}
 
-    @app.get("/readyz", responses={503: ERRORS[503]})
+    @app.get("/readyz", responses={503: ERRORS[503]}, openapi_extra=OPEN)
     async def readyz() -> dict[str, int]:
         """How many replicas are ready: weights loaded, every path captured. 503 if none is."""
         return {name: await count() for name, count in service.ready.items()}
 
-    @app.get("/metrics", response_class=Response)
+    @app.get("/metrics", response_class=Response, openapi_extra=OPEN)
     async def metrics() -> Response:
         """The series of all replicas, for Prometheus: one address is scraped, not each replica."""
         text = await asyncio.to_thread(merge, await service.scrape.get())
@@ -113,12 +120,27 @@ def build(service: Service) -> FastAPI:
     return app
 
 
-def answer_format(accept: str) -> str:
-    """The response's content type. Raises UnsupportedMedia before any work is done."""
-    try:
-        return choose(accept)
-    except WireError as error:
-        raise UnsupportedMedia(str(error)) from None
+def choose(accept: str) -> str:
+    """The content type that an Accept header prefers: by q, then exactness, then order.
+
+    Raises UnsupportedMedia before any work is done.
+    """
+    offers: list[tuple[tuple[float, int, int], str]] = []
+    for position, entry in enumerate((accept.strip() or "*/*").split(",")):
+        wanted, *parameters = (part.strip().lower() for part in entry.split(";"))
+        quality = next((p[2:] for p in parameters if p.startswith("q=")), "1")
+        try:
+            weight = float(quality)
+        except ValueError:
+            raise UnsupportedMedia(f"Accept: q={quality!r} is not a number") from None
+        found = next((one for one in WRITERS if wanted in ("*/*", "application/*", one)), None)
+        if found and weight > 0:
+            offers.append(((weight, 2 - wanted.count("*"), -position), found))
+    if not offers:
+        raise UnsupportedMedia(
+            f"Accept: {accept!r} is not available; available are {', '.join(WRITERS)}"
+        )
+    return max(offers)[1]
 
 
 async def rendered(document: Document, accept: str, encoding: str = "base64") -> Response:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.json_schema import models_json_schema
 
 from actors.errors import InvalidOption
 from actors.types import Dtype, Grid, Kind, Source
@@ -179,8 +178,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 MISSING = ERRORS | {404: {"model": ErrorDocument, "description": "Not kept, or no longer."}}
 
-OPEN = {"/", "/healthz", "/readyz", "/metrics"}
-"""Paths that need no token."""
+OPEN: dict[str, Any] = {"security": []}
+"""Of routes that need no token."""
 
 
 def schema(model: type[BaseModel]) -> dict[str, Any]:
@@ -190,11 +189,14 @@ def schema(model: type[BaseModel]) -> dict[str, Any]:
 FILES = {"type": "array", "items": {"type": "string", "format": "binary"}}
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 
-ANSWER: dict[str, Any] = {
-    "content": {
-        "application/msgpack": schema(EncodeDocument),
-        "application/json": schema(EncodeDocument),
-        "application/vnd.safetensors": BINARY,
+ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": EncodeDocument,
+        "description": "Embeddings, in the order of the request.",
+        "content": {
+            "application/msgpack": schema(EncodeDocument),
+            "application/vnd.safetensors": BINARY,
+        },
     }
 }
 
@@ -227,32 +229,22 @@ ENCODE: dict[str, Any] = {
             "video/*": BINARY,
         },
     },
-    "responses": {"200": {"description": "Embeddings, in the order of the request.", **ANSWER}},
 }
-
-FETCH: dict[str, Any] = {"responses": {"200": {"description": "One embedding.", **ANSWER}}}
 
 
 def describe(app: FastAPI, *, closed: bool) -> None:
-    """Adds the schemas that the bodies refer to and, if `closed`, the bearer token."""
+    """Adds the schemas of ENCODE to the OpenAPI document and, if `closed`, the bearer token."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = plain()
-            models: list[tuple[type[BaseModel], Any]] = [
-                (EncodeBody, "validation"),
-                (EncodeDocument, "validation"),
-            ]
-            _, shared = models_json_schema(models, ref_template=PREFIX + "{model}")
-            document["components"]["schemas"] |= shared["$defs"]
+            body = EncodeBody.model_json_schema(ref_template=PREFIX + "{model}")
+            document["components"]["schemas"] |= body.pop("$defs") | {EncodeBody.__name__: body}
             if closed:
                 bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
                 document["components"]["securitySchemes"] = bearer
                 document["security"] = [{"bearer": []}]
-            for path in OPEN & document["paths"].keys():
-                for operation in document["paths"][path].values():
-                    operation["security"] = []
         return app.openapi_schema or {}
 
     app.openapi = openapi  # type: ignore[method-assign]

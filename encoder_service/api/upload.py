@@ -17,7 +17,7 @@ from actors.types import Kind
 from encoder_service.config import LimitOptions
 from encoder_service.intake.limits import Take, check_body_bytes, offload
 from encoder_service.wire.documents import RequestItem, parse_request
-from encoder_service.wire.formats import WireError, read_json
+from encoder_service.wire.formats import UnsupportedType, WireError, read_json
 
 MOST_OPTIONS_BYTES = 4096
 CHARSETS = (b"utf-8", b"us-ascii")
@@ -37,9 +37,10 @@ async def read(
     body = await read_body(request, limits, take)
     try:
         return await offload(len(body), parse_request, body, content_type)
+    except UnsupportedType as error:
+        raise UnsupportedMedia(str(error)) from None
     except WireError as error:
-        kind = UnsupportedMedia if error.kind == "unsupported" else InvalidRequest
-        raise kind(str(error)) from None
+        raise InvalidRequest(str(error)) from None
 
 
 async def read_body(request: Request, limits: LimitOptions, take: Take) -> bytes:

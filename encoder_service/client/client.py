@@ -11,14 +11,15 @@ from functools import update_wrapper
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
+from PIL import Image
 from rich.console import Console
 
 from encoder_service.client.dataset import DatasetOptions, Samples, Written, encode_dataset
 from encoder_service.client.items import (
     Embedding,
+    Frames,
     ServiceError,
     Source,
-    check_list,
     read_items,
     request_item,
 )
@@ -86,7 +87,9 @@ class AsyncClient:
         for `fetch`. `evs_rate`: the share of each video's rows that is dropped where little
         changes from frame to frame.
         """
-        check_list(sources)
+        if isinstance(sources, str | Path | bytes | Image.Image | Frames):
+            one = type(sources).__name__
+            raise TypeError(f"encode takes a list, not one {one}: encode([source])")
         items = await asyncio.to_thread(lambda: [request_item(source) for source in sources])
         options = {
             "dtype": dtype,
@@ -173,7 +176,7 @@ def blocking(
 ) -> Callable[Concatenate[Client, Arguments], Result]:
     """The method of AsyncClient as one of Client, with its signature and documentation."""
 
-    def call(self: Client, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def call(self: Client, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         return self.run(method(self.client, *args, **kwargs))
 
     update_wrapper(call, method)

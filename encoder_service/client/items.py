@@ -188,12 +188,6 @@ def read_item(shared: Mapping[str, Any], item: Mapping[str, Any]) -> Embedding |
     return Embedding(**{**shared, **item, **lists})
 
 
-def check_list(sources: object) -> None:
-    """Raises TypeError for a single source: a string would be taken for a list of letters."""
-    if isinstance(sources, File | Frames):
-        raise TypeError(f"encode takes a list, not one {type(sources).__name__}: encode([source])")
-
-
 def request_item(source: Source) -> RequestItem:
     """What is sent for a source. Reads files. Raises OSError."""
     if isinstance(source, Frames):

@@ -1,14 +1,11 @@
-"""How a client reaches a service. The scheme of the URL chooses HTTP or gRPC.
-
-grpc is imported only for grpc:// URLs: in vLLM's environment the EC connector needs HTTP alone.
-"""
+"""How a client reaches a service over HTTP. The scheme of the URL chooses HTTP or gRPC."""
 
 from __future__ import annotations
 
 import json
 from base64 import b64encode
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -20,6 +17,9 @@ from encoder_service.client.items import ServiceError, service_error
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import MSGPACK, Document, WireError, read_json, read_msgpack
 
+if TYPE_CHECKING:
+    from encoder_service.client.grpc_transport import GrpcTransport
+
 IDLE_SECONDS = 5.0
 """Connections idle for longer are closed: the server may have closed its end by then."""
 HEAD_BYTES = 64 * 1024
@@ -30,19 +30,7 @@ MOST_BYTES = 2**31
 """Of a body that is read into one buffer, whose size a header says before any of it has come."""
 
 
-class Transport(Protocol):
-    """Calls to one service. Every call raises ServiceError, also when nothing answers."""
-
-    async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
-        """The response document."""
-
-    async def fetch(self, reference: str) -> Document:
-        """The response document of the one item that is kept under an id."""
-
-    async def release(self, reference: str) -> None: ...
-    async def model(self) -> Document: ...
-    async def ready(self) -> bool: ...
-    async def close(self) -> None: ...
+Transport: TypeAlias = "HttpTransport | GrpcTransport"
 
 
 def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
@@ -54,13 +42,18 @@ def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
         raise ValueError("the token has a line break or another character that no header can carry")
     if scheme in ("http", "https"):
         return HttpTransport(url, token, timeout_seconds)
+    # Only here, because in vLLM's environment the EC connector needs HTTP alone.
     from encoder_service.client.grpc_transport import GrpcTransport
 
     return GrpcTransport(url, token, timeout_seconds)
 
 
 class HttpTransport:
-    """HTTP with msgpack both ways. Connections are kept alive and used again."""
+    """HTTP with msgpack both ways, over connections that are kept alive.
+
+    Every call raises ServiceError, also when nothing answers. `encode` and `fetch` return response
+    documents, `model` the model card. GrpcTransport has the same methods.
+    """
 
     def __init__(self, url: str, token: str | None, timeout_seconds: float) -> None:
         """Raises ValueError. A name and password in the URL are sent instead of the token."""

@@ -104,11 +104,9 @@ async def offload(
 ) -> Result:
     """work(...), in a thread if it touches more than INLINE_BYTES.
 
-    The event loop stays responsive only as far as the work releases the GIL: hashing and
-    decompressing do, Python code does every few milliseconds, a C parser holds it until it
-    returns. Hence wire/formats.py bounds the number of values in a body before it is parsed.
-    json.loads still makes one string of a body: a few tenths of a second for the 128 MiB that
-    limits.max_body_bytes allows by default.
+    The event loop stays responsive only as far as the work releases the GIL. A C parser holds it
+    until it returns, hence wire/formats.py bounds the number of values in a body. json.loads still
+    makes one string of a body: a few tenths of a second for 128 MiB.
     """
     if size_bytes <= INLINE_BYTES:
         return work(*args, **kwargs)

@@ -6,14 +6,14 @@ Knows neither HTTP, gRPC, models nor limits on items.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from encoder_service.wire.formats import (
     JSON,
     MSGPACK,
-    WRITERS,
     Document,
+    UnsupportedType,
     WireError,
     check_json,
     check_msgpack,
@@ -75,11 +75,8 @@ class RequestItem:
 
     def document(self) -> Document:
         """The entry of "items" in a msgpack request."""
-        if self.frames is not None:
-            rate = {} if self.fps is None else {"fps": self.fps}
-            return {"type": self.type, "frames": list(self.frames), **rate}
-        source = {"url": self.url} if self.data is None else {"data": self.data}
-        return {"type": self.type, **source}
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def parse_request(body: bytes, content_type: str) -> tuple[list[RequestItem], dict[str, Any]]:
@@ -96,10 +93,9 @@ def parse_request(body: bytes, content_type: str) -> tuple[list[RequestItem], di
         check_json(body)
         document = read_json(body)
     else:
-        raise WireError(
+        raise UnsupportedType(
             f"content type {content_type!r} is not supported: send {JSON}, {MSGPACK}, "
-            "multipart/form-data, one image as image/* or one video as video/*",
-            "unsupported",
+            "multipart/form-data, one image as image/* or one video as video/*"
         )
     check_keys(document, {"items", "options"}, "the request")
     items, options = document.get("items"), document.get("options")
@@ -145,27 +141,6 @@ def content(data: Any, where: str) -> bytes:
     if not isinstance(data, bytes):
         raise WireError(f"{where} must be bytes (msgpack) or base64 (JSON)")
     return data
-
-
-def choose(accept: str) -> str:
-    """The content type that an Accept header prefers: by q, then exactness, then order."""
-    offers: list[tuple[tuple[float, int, int], str]] = []
-    for position, entry in enumerate((accept.strip() or "*/*").split(",")):
-        wanted, *parameters = (part.strip().lower() for part in entry.split(";"))
-        quality = next((p[2:] for p in parameters if p.startswith("q=")), "1")
-        try:
-            weight = float(quality)
-        except ValueError:
-            raise WireError(f"Accept: q={quality!r} is not a number") from None
-        found = next((one for one in WRITERS if wanted in ("*/*", "application/*", one)), None)
-        if found and weight > 0:
-            offers.append(((weight, 2 - wanted.count("*"), -position), found))
-    if not offers:
-        raise WireError(
-            f"Accept: {accept!r} is not available; available are {', '.join(WRITERS)}",
-            "unsupported",
-        )
-    return max(offers)[1]
 
 
 def check_keys(given: Document, known: set[str], where: str) -> None:

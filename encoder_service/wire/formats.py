@@ -11,7 +11,7 @@ import binascii
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -48,13 +48,11 @@ Piece = bytes | memoryview
 
 
 class WireError(ValueError):
-    """Bytes that cannot be read, or a format that is not supported."""
+    """Bytes that cannot be read."""
 
-    def __init__(
-        self, message: str, kind: Literal["malformed", "unsupported"] = "malformed"
-    ) -> None:
-        super().__init__(message)
-        self.kind = kind
+
+class UnsupportedType(WireError):
+    """A body of a content type that is not supported."""
 
 
 # The parsers of msgpack and JSON hold the GIL while they build values, and an empty list of one
@@ -124,8 +122,6 @@ def write_msgpack(answer: Document, encoding: str) -> list[Piece]:
 
 def write_json(answer: Document, encoding: str) -> list[Piece]:
     """Data becomes base64 or rows of numbers, in chunks, so that no call holds the GIL for long."""
-    if encoding not in ("base64", "float"):
-        raise WireError(f'options.encoding must be "base64" or "float", not {encoding!r}')
     data_pieces = float_pieces if encoding == "float" else base64_pieces
     pieces = [json.dumps(without(answer, "items")).encode()[:-1], b', "items": [']
     for position, item in enumerate(answer["items"]):

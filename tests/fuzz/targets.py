@@ -12,18 +12,17 @@ import grpc
 import httpx
 from google.protobuf.message import DecodeError
 
-from actors.errors import InvalidMedia, InvalidRequest, ServiceError, Unauthorized
+from actors.errors import InvalidMedia, InvalidRequest, ServiceError, Unauthorized, UnsupportedMedia
 from actors.families import registry
 from actors.media.image import decode, prepare
 from actors.media.patchify import patchifier_of
 from encoder_service import client
 from encoder_service.api.auth import Tokens
-from encoder_service.api.http import ENCODE_PATH, build
+from encoder_service.api.http import ENCODE_PATH, build, choose
 from encoder_service.client.items import read_items
 from encoder_service.config import AuthOptions, FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.intake.media import probe
-from encoder_service.wire import documents as wire
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.formats import JSON, MSGPACK, WireError, read_msgpack
 from tests.fuzz import seeds
@@ -150,9 +149,9 @@ TARGETS = {
     "http_form": Target(post(FORM), seeds.forms, examples=200),
     "http_image": Target(post("image/png"), seeds.images, examples=200),
     "http_accept": Target(
-        lambda data: wire.choose(data.decode("latin-1")),
+        lambda data: choose(data.decode("latin-1")),
         lambda: [b"application/json;q=0.5, */*", b"application/msgpack"],
-        (WireError,),
+        (UnsupportedMedia,),
     ),
     "grpc": Target(grpc_encode, seeds.messages, (DecodeError,), 300),
     "response": Target(

@@ -82,8 +82,8 @@ class Server:
             if errors and options["on_error"] == "fail":
                 return Response(json.dumps({"error": errors[0]}), 400)
             document = {"model": "m", "weights": "dummy", "items": answers, "timings": TIMINGS}
-            body = b"".join(write_msgpack(document, ""))
-            return Response(body, media_type=request.headers["accept"])
+            packed = b"".join(write_msgpack(document, ""))
+            return Response(packed, media_type=request.headers["accept"])
 
         @app.get("/v1/model")
         async def model(request: Request) -> dict[str, str | None]:
