@@ -40,8 +40,7 @@ from router.replicas.references import unknown
 from router.replicas.serve_fleet import LOST, brief
 from router.router import Router
 
-SCRAPE_SECONDS = 2.0
-"""Replicas that take longer to answer a scrape are counted as missing."""
+SCRAPE_SECONDS = 2.0  # replicas that take longer to answer a scrape are counted as missing
 
 
 @serve.ingress()
@@ -95,9 +94,8 @@ class RouterBackend:
         self.router = router
         self.scraped = scraped
         self.own = own
-
-    def check_room(self) -> None:
-        self.router.check_room()
+        self.check_room = router.check_room
+        self.release = router.release
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False
@@ -125,9 +123,6 @@ class RouterBackend:
             return replace(kept, embedding=await here(kept.embedding))
         except EmbeddingLost:  # its replica exited in between
             raise unknown(reference) from None
-
-    async def release(self, reference: str) -> None:
-        await self.router.release(reference)
 
     async def ready_replicas(self) -> int:
         status = await self.router.status()

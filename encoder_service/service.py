@@ -99,8 +99,7 @@ class Service:
     ) -> Document:
         """The response document. Raises ServiceError, or AtItem for the first item that failed."""
         started = time.perf_counter()
-        deadline = self._deadline(options)
-        admitted, media = await deadline.keep(self._admit(items, options, exchange))
+        deadline, admitted, media = await self._admit(items, options, exchange)
         check_size(media, options, self.spec, self.limits, self.references)
         found: list[Answer] = []
         if media:
@@ -121,8 +120,7 @@ class Service:
 
         The deadline covers the waiting done here, not the time that the consumer takes.
         """
-        deadline = self._deadline(options)
-        admitted, media = await deadline.keep(self._admit(items, options, exchange))
+        deadline, admitted, media = await self._admit(items, options, exchange)
         positions = [i for i, one in enumerate(admitted) if isinstance(one, Media)]
         if options.reference:
             check_size(media, options, self.spec, self.limits, self.references)
@@ -143,27 +141,33 @@ class Service:
     async def fetch(self, reference: str, request_id: str) -> Document:
         """The response document of the item that is kept under an id. Raises NotFound."""
         started = time.perf_counter()
-        deadline = Deadline(self.limits.timeout_seconds)
-        kept = await deadline.keep(self.backend.fetch(reference))
+        kept = await Deadline(self.limits.timeout_seconds).keep(self.backend.fetch(reference))
         media, embedding = kept.media, kept.embedding
         found = item_document(self.spec, 0, media.kind, media, embedding, request_id)
         return document(self.spec, [found], [embedding], time.perf_counter() - started)
 
     async def release(self, reference: str) -> None:
-        deadline = Deadline(self.limits.timeout_seconds)
-        await deadline.keep(self.backend.release(reference))
+        await Deadline(self.limits.timeout_seconds).keep(self.backend.release(reference))
 
     async def _admit(
         self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
-    ) -> tuple[list[Media | ServiceError], list[Media]]:
-        """Each item's media or error, and the media. With on_error `fail` an error is raised."""
-        admitted = await self.admission.admit(items, options.evs_rate)
+    ) -> tuple[Deadline, list[Media | ServiceError], list[Media]]:
+        """The deadline, each item's media or error, and the media alone.
+
+        With on_error `fail` the first error is raised. Raises InvalidOption for a long deadline.
+        """
+        most = self.limits.timeout_seconds
+        seconds = most if options.timeout_s is None else options.timeout_s
+        if seconds > most:
+            raise InvalidOption(f"options.timeout_s: {seconds:g} is over the limit of {most:g}")
+        deadline = Deadline(seconds)
+        admitted = await deadline.keep(self.admission.admit(items, options.evs_rate))
         for index, one in enumerate(admitted):
             if isinstance(one, ServiceError) and options.on_error == "fail":
                 raise AtItem(index, one)
         media = [one for one in admitted if isinstance(one, Media)]
         exchange.admitted(media)
-        return admitted, media
+        return deadline, admitted, media
 
     def _item(
         self,
@@ -178,11 +182,3 @@ class Service:
         if isinstance(answer, ServiceError) and options.on_error == "fail":
             raise AtItem(index, answer)
         return item_document(self.spec, index, item.type, media, answer, exchange.request_id)
-
-    def _deadline(self, options: RequestOptions) -> Deadline:
-        """The client's own, within the limit. Raises InvalidOption."""
-        most = self.limits.timeout_seconds
-        seconds = most if options.timeout_s is None else options.timeout_s
-        if seconds > most:
-            raise InvalidOption(f"options.timeout_s: {seconds:g} is over the limit of {most:g}")
-        return Deadline(seconds)

@@ -40,8 +40,7 @@ log = logging.getLogger(LOG)
 MOST_CHARACTERS = 1000
 """Limit for a message: it may quote the request, and gRPC carries it in a header."""
 
-CLIENT_GONE = "499"
-"""nginx's code for a client that hung up: only the metrics see it."""
+CLIENT_GONE = "499"  # nginx's code for a client that hung up: only the metrics see it
 
 Code = grpc.StatusCode
 
@@ -88,8 +87,7 @@ class AtItem(Exception):
 class Fault:
     row: ErrorRow
     message: str
-    item: int | None = None
-    """Position of the item that caused it; None: the request as a whole."""
+    item: int | None = None  # position of the item that caused it; None: the request as a whole
     retry_after_seconds: float | None = None
 
     def document(self) -> dict[str, Any]:

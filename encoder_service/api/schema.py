@@ -178,8 +178,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 MISSING = ERRORS | {404: {"model": ErrorDocument, "description": "Not kept, or no longer."}}
 
-OPEN: dict[str, Any] = {"security": []}
-"""Of routes that need no token."""
+OPEN: dict[str, Any] = {"security": []}  # of routes that need no token
 
 
 def schema(model: type[BaseModel]) -> dict[str, Any]:

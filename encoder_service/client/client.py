@@ -109,11 +109,10 @@ class AsyncClient:
     ) -> Written:
         """Encodes a folder, files, or rows with images into shards and a manifest under `out`.
 
-        Streams: memory does not grow with the dataset. Items that the service rejects, that time
-        out or that cannot be read are recorded in the manifest. Any other failure is raised:
-        ServiceError, OSError, or ValueError if `out` belongs to another dataset or another run is
-        writing there. Calling it again continues after the last complete shard, and retries failed
-        items that may work now. `console` shows a progress bar.
+        Memory does not grow with the dataset. Items that the service rejects, that time out or that
+        cannot be read are recorded in the manifest. Calling it again continues after the last
+        complete shard, and retries failed items that may work now. Raises ServiceError, OSError, or
+        ValueError if `out` belongs to another dataset or another run is writing there.
         """
         return await encode_dataset(self, given, out, options or DatasetOptions(), console)
 

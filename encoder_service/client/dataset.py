@@ -34,14 +34,12 @@ FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large")
 RETRIED = ("deadline_exceeded", "encode_failed", "unreadable")
 """Recorded for the item, which the next run retries. Any other error (429, 503) ends the run."""
 SHOWN_FAILURES = 5
-ITEMS_PER_SHARD = 10_000
-"""At most."""
+ITEMS_PER_SHARD = 10_000  # at most
 MANIFEST = "manifest.jsonl"
 FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
 """What the manifest says of an embedding."""
 
-SVG = "image/svg+xml"
-"""Skipped in folders: it has no pixels, and the service does not take it."""
+SVG = "image/svg+xml"  # skipped in folders: it has no pixels, and the service does not take it
 
 Sample = tuple[str, Source]
 """A source and its name: its path as it was found, or the number of its row."""

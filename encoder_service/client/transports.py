@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 IDLE_SECONDS = 5.0
 """Connections idle for longer are closed: the server may have closed its end by then."""
-HEAD_BYTES = 64 * 1024
-"""Longest line and header value of a response."""
+HEAD_BYTES = 64 * 1024  # longest line and header value of a response
 PIECE_BYTES = 256 * 1024
 """Larger request bodies are sent in pieces: asyncio copies what the socket cannot take at once."""
 MOST_BYTES = 2**31

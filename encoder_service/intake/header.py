@@ -33,8 +33,7 @@ MOST_SCANS = 50
 """Limit for a progressive JPEG; encoders write about ten. Each scan is a pass over all
 coefficients, and an empty one takes only 30 bytes."""
 START_OF_IMAGE = b"\xff\xd8"
-SEGMENT = re.compile(rb"\xff[\xc0-\xcf\xdb-\xfe]")
-"""The marker of a segment that has a length."""
+SEGMENT = re.compile(rb"\xff[\xc0-\xcf\xdb-\xfe]")  # the marker of a segment that has a length
 FEW_SEGMENTS = 32
 START_OF_SCAN = b"\xff\xda"
 NEXT_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")
@@ -54,10 +53,8 @@ READERS: dict[str, Callable[[BytesIO], ImageFile]] = {
 @dataclass(frozen=True, slots=True)
 class Header:
     format: str
-    size: Size
-    """Upright: EXIF orientation is applied."""
-    notice: str
-    """A remark for the client; usually empty."""
+    size: Size  # upright: EXIF orientation is applied
+    notice: str  # a remark for the client; usually empty
 
 
 class BoundedStream(BytesIO):

@@ -66,11 +66,9 @@ class RequestItem:
     """One item of a request, with one of `data`, `url` and `frames`."""
 
     type: Literal["image", "video"]
-    data: bytes | None = None
-    """The file, still compressed."""
+    data: bytes | None = None  # the file, still compressed
     url: str | None = None
-    frames: tuple[bytes, ...] | None = None
-    """A video as image files."""
+    frames: tuple[bytes, ...] | None = None  # a video as image files
     fps: float | None = None
 
     def document(self) -> Document:

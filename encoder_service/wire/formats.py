@@ -21,8 +21,7 @@ MSGPACK = "application/msgpack"
 JSON = "application/json"
 SAFETENSORS = "application/vnd.safetensors"
 
-MOST_ENTRIES = 65_536
-"""In one msgpack array or map."""
+MOST_ENTRIES = 65_536  # in one msgpack array or map
 MOST_VALUES = 8192
 """In the body of a request. An item is five values, so a thousand items fit."""
 
@@ -38,13 +37,11 @@ CHUNK_CHARACTERS = 2**22
 
 CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """The dtypes' names in safetensors files."""
-WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes per value."""
+WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes per value
 
 Document = dict[str, Any]
 Buffer = bytes | memoryview | npt.NDArray[np.uint8]
-Piece = bytes | memoryview
-"""Part of a body; its len() is its number of bytes."""
+Piece = bytes | memoryview  # part of a body; its len() is its number of bytes
 
 
 class WireError(ValueError):
