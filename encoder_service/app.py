@@ -141,7 +141,6 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
 
 
 def replicas(encoder: EncoderOptions) -> dict[str, Any]:
-    """The number of encoders as arguments of Serve."""
     if (scaling := encoder.autoscaling) is None:
         return {"num_replicas": encoder.replicas}
     return {

@@ -52,8 +52,7 @@ class Backend(Protocol):
     async def fetch(self, reference: str) -> Kept:
         """What is kept under an id, its data as an array. Raises NotFound."""
 
-    async def release(self, reference: str) -> None:
-        """Raises NotFound."""
+    async def release(self, reference: str) -> None: ...
 
     async def ready_replicas(self) -> int:
         """How many encoders accept work. Raises Unavailable if there is none."""

@@ -55,7 +55,6 @@ class Tokens:
 
 
 def stamp(path: Path) -> object:
-    """Changes whenever the file does; None if there is none."""
     try:
         found = path.stat()
     except OSError:

@@ -19,19 +19,8 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actors.errors import (
-    DeadlineExceeded,
-    EncodeFailed,
-    InvalidOption,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    ServiceError,
-    TooLarge,
-    Unauthorized,
-    Unavailable,
-    UnsupportedMedia,
-)
+from actors import errors
+from actors.errors import Overloaded, ServiceError
 from actors.telemetry.request_context import LOG, Origin
 from encoder_service.ops.exchange import Exchange, Observer
 
@@ -58,18 +47,18 @@ class ErrorRow:
 INTERNAL = ErrorRow("internal_error", 500, Code.INTERNAL, False)
 
 TABLE: dict[type[ServiceError], ErrorRow] = {
-    InvalidRequest: ErrorRow("invalid_request", 400, Code.INVALID_ARGUMENT, False),
-    InvalidOption: ErrorRow("invalid_option", 422, Code.INVALID_ARGUMENT, False),
-    UnsupportedMedia: ErrorRow("unsupported_media", 415, Code.INVALID_ARGUMENT, False),
-    TooLarge: ErrorRow("too_large", 413, Code.INVALID_ARGUMENT, False),
-    Unauthorized: ErrorRow("unauthorized", 401, Code.UNAUTHENTICATED, False),
-    NotFound: ErrorRow("not_found", 404, Code.NOT_FOUND, False),
+    errors.InvalidRequest: ErrorRow("invalid_request", 400, Code.INVALID_ARGUMENT, False),
+    errors.InvalidOption: ErrorRow("invalid_option", 422, Code.INVALID_ARGUMENT, False),
+    errors.UnsupportedMedia: ErrorRow("unsupported_media", 415, Code.INVALID_ARGUMENT, False),
+    errors.TooLarge: ErrorRow("too_large", 413, Code.INVALID_ARGUMENT, False),
+    errors.Unauthorized: ErrorRow("unauthorized", 401, Code.UNAUTHENTICATED, False),
+    errors.NotFound: ErrorRow("not_found", 404, Code.NOT_FOUND, False),
     # Decided by router/policy/ledger.py (patches in flight), intake/limits.py (bytes held) and, for
     # chats, Serve's queue (ChatFleet in ingress.py).
-    Overloaded: ErrorRow("overloaded", 429, Code.RESOURCE_EXHAUSTED, True),
-    DeadlineExceeded: ErrorRow("deadline_exceeded", 504, Code.DEADLINE_EXCEEDED, True),
-    Unavailable: ErrorRow("unavailable", 503, Code.UNAVAILABLE, True),
-    EncodeFailed: ErrorRow("encode_failed", 500, Code.INTERNAL, False),
+    errors.Overloaded: ErrorRow("overloaded", 429, Code.RESOURCE_EXHAUSTED, True),
+    errors.DeadlineExceeded: ErrorRow("deadline_exceeded", 504, Code.DEADLINE_EXCEEDED, True),
+    errors.Unavailable: ErrorRow("unavailable", 503, Code.UNAVAILABLE, True),
+    errors.EncodeFailed: ErrorRow("encode_failed", 500, Code.INTERNAL, False),
 }
 """A class without a row has that of its nearest ancestor."""
 
@@ -125,7 +114,6 @@ def row_of(kind: type[BaseException]) -> ErrorRow:
 
 
 def row_of_status(status: int) -> ErrorRow:
-    """The row of an error that the HTTP framework raised."""
     if status == 405:
         return ErrorRow("method_not_allowed", 405, Code.UNIMPLEMENTED, False)
     rows = (row for row in TABLE.values() if row.status == status)

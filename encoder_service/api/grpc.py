@@ -212,7 +212,6 @@ def details(document: Document) -> str:
 
 
 def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:
-    """Items and options. Raises InvalidRequest, InvalidOption."""
     given: dict[str, Any] = {field.name: value for field, value in request.options.ListFields()}
     return [request_item(i, one) for i, one in enumerate(request.items)], request_options(given)
 

@@ -13,16 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from actors.errors import InvalidOption, UnsupportedMedia
+from encoder_service.api import schema
 from encoder_service.api.errors import Envelope, http_exception
-from encoder_service.api.schema import (
-    ANSWER,
-    ENCODE,
-    ERRORS,
-    MISSING,
-    OPEN,
-    describe,
-    request_options,
-)
 from encoder_service.api.upload import check_length, read
 from encoder_service.intake.limits import INLINE_BYTES, offload
 from encoder_service.ops.metrics import CONTENT_TYPE, merge
@@ -51,7 +43,12 @@ def build(service: Service) -> FastAPI:
     # nothing of any request's content.
     app.add_middleware(Envelope, observer=service.observer, counted=COUNTED)
 
-    @app.post(ENCODE_PATH, responses=ERRORS | ANSWER, openapi_extra=ENCODE, response_class=Response)
+    @app.post(
+        ENCODE_PATH,
+        responses=schema.ERRORS | schema.ANSWER,
+        openapi_extra=schema.ENCODE,
+        response_class=Response,
+    )
     async def encode(request: Request) -> Response:
         """Embeddings of images and videos, in the order of the request."""
         service.authorize(request.headers.get("authorization"))
@@ -62,13 +59,13 @@ def build(service: Service) -> FastAPI:
         service.backend.check_room()
         with service.buffered.hold() as take:
             items, values = await read(request, service.limits, take)
-            options = request_options(values)
+            options = schema.request_options(values)
             if options.encoding and accept != JSON:
                 raise InvalidOption(f"options.encoding: only with `Accept: {JSON}`, not {accept}")
             document = await service.encode(items, options, request.state.exchange)
         return await rendered(document, accept, options.encoding or "base64")
 
-    @app.get(REFERENCE_PATH, responses=MISSING | ANSWER, response_class=Response)
+    @app.get(REFERENCE_PATH, responses=schema.MISSING | schema.ANSWER, response_class=Response)
     async def fetch(request: Request, reference: str) -> Response:
         """The embedding that is kept under an id: a response with one item."""
         service.authorize(request.headers.get("authorization"))
@@ -76,47 +73,47 @@ def build(service: Service) -> FastAPI:
         document = await service.fetch(reference, request.state.exchange.request_id)
         return await rendered(document, accept)
 
-    @app.delete(REFERENCE_PATH, responses=MISSING, status_code=204)
+    @app.delete(REFERENCE_PATH, responses=schema.MISSING, status_code=204)
     async def release(request: Request, reference: str) -> None:
         """Releases a kept embedding before it expires."""
         service.authorize(request.headers.get("authorization"))
         await service.release(reference)
 
-    @app.get("/v1/model", responses=ERRORS)
+    @app.get("/v1/model", responses=schema.ERRORS)
     async def model(request: Request) -> dict[str, Any]:
         """What is served: the model, its budgets and limits, versions."""
         service.authorize(request.headers.get("authorization"))
         return service.card
 
-    @app.get("/v1/status", responses=ERRORS)
+    @app.get("/v1/status", responses=schema.ERRORS)
     async def status(request: Request) -> dict[str, Any]:
         """The fleet at a glance: totals since the replicas started, about a second old."""
         service.authorize(request.headers.get("authorization"))
         return await service.status.get()
 
-    @app.get("/", response_class=HTMLResponse, openapi_extra=OPEN)
+    @app.get("/", response_class=HTMLResponse, openapi_extra=schema.OPEN)
     async def status_page() -> HTMLResponse:
         """The status as a page. It asks for the token in the browser if one is required."""
         headers = {"content-security-policy": policy(), "cache-control": "no-cache"}
         return HTMLResponse(page(), headers=headers)
 
-    @app.get("/healthz", openapi_extra=OPEN)
+    @app.get("/healthz", openapi_extra=schema.OPEN)
     async def healthz() -> dict[str, str]:
         """The process is alive."""
         return {"status": "ok"}
 
-    @app.get("/readyz", responses={503: ERRORS[503]}, openapi_extra=OPEN)
+    @app.get("/readyz", responses={503: schema.ERRORS[503]}, openapi_extra=schema.OPEN)
     async def readyz() -> dict[str, int]:
         """How many replicas are ready: weights loaded, every path captured. 503 if none is."""
         return {name: await count() for name, count in service.ready.items()}
 
-    @app.get("/metrics", response_class=Response, openapi_extra=OPEN)
+    @app.get("/metrics", response_class=Response, openapi_extra=schema.OPEN)
     async def metrics() -> Response:
         """The series of all replicas, for Prometheus: one address is scraped, not each replica."""
         text = await asyncio.to_thread(merge, await service.scrape.get())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
-    describe(app, closed=service.tokens.required)
+    schema.describe(app, closed=service.tokens.required)
     return app
 
 
@@ -191,7 +188,6 @@ class BodyView(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def gathered(pieces: Sequence[Piece]) -> list[bytes | BodyView]:
-    """Small neighbouring pieces joined; large ones as they are."""
     found: list[bytes | BodyView] = []
     small: list[Piece] = []
     for piece in pieces:

@@ -51,7 +51,6 @@ async def read_body(request: Request, limits: LimitOptions, take: Take) -> bytes
 
 @asynccontextmanager
 async def in_time(limits: LimitOptions) -> AsyncGenerator[None]:
-    """Bounds the time to read a body. Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(limits.timeout_seconds):
             yield

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from mimetypes import guess_type
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any, Literal, Protocol
 
 from PIL import Image
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from encoder_service.client.items import Embedding, ServiceError, Source
 from encoder_service.wire.formats import Document, to_safetensors
@@ -99,9 +100,10 @@ async def encode_dataset(
         manifest = await asyncio.to_thread(Manifest, out, served | chosen)
         resumed = sum(not is_retried(item) for item in manifest.items)
         total = await asyncio.to_thread(count, given, options.column)
-        with progress_bar(console, total) as advance:
-            advance(resumed)
-            await write(caller, given, manifest, options, advance)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress("items", *columns, console=console, disable=console is None) as progress:
+            task = progress.add_task("items", total=total, completed=resumed)
+            await write(caller, given, manifest, options, partial(progress.advance, task))
     failed = [item for item in manifest.items if "error" in item]
     return Written(
         encoded=len(manifest.items) - len(failed),
@@ -121,9 +123,8 @@ async def write(
     given: Samples,
     manifest: Manifest,
     options: DatasetOptions,
-    advance: Callable[[int], None],
+    advance: Callable[[], None],
 ) -> None:
-    """Encodes and writes what earlier runs into the folder have not finished."""
     left = remaining(samples(given, options.column), manifest.items)
     waiting: list[Entry] = []
     held_bytes = 0
@@ -134,13 +135,12 @@ async def write(
             if held_bytes >= options.shard_bytes or len(waiting) == ITEMS_PER_SHARD:
                 await asyncio.to_thread(write_shard, manifest, waiting, options.format)
                 waiting, held_bytes = [], 0
-            advance(1)
+            advance()
     if waiting:
         await asyncio.to_thread(write_shard, manifest, waiting, options.format)
 
 
 def is_retried(item: Document) -> bool:
-    """Whether an item of the manifest failed with an error worth a retry."""
     return "error" in item and item["error"]["type"] in RETRIED
 
 
@@ -233,7 +233,6 @@ async def encode_in_order(
 
 
 async def encode_one(caller: EncodeCalls, source: Source, dtype: str) -> Embedding | ServiceError:
-    """Encodes one item. Raises ServiceError for errors that are not the item's own."""
     try:
         (embedding,) = await caller.encode([source], dtype)
     except ServiceError as error:
@@ -243,18 +242,6 @@ async def encode_one(caller: EncodeCalls, source: Source, dtype: str) -> Embeddi
     except OSError as error:
         return ServiceError("unreadable", str(error))
     return embedding
-
-
-@contextmanager
-def progress_bar(console: Console | None, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Yields a function that advances the bar by some items."""
-    if console is None:
-        yield lambda items: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task("items", total=total)
-        yield lambda items: progress.advance(task, items)
 
 
 @contextmanager

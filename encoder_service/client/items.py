@@ -112,7 +112,6 @@ class Embedding:
         return processor_output([self])
 
     def rows(self) -> bytes:
-        """`data`. Raises ValueError for a reference."""
         if self.reference:
             raise ValueError(f"a reference has no rows: Client.fetch({self.reference!r}) gets them")
         return self.data

@@ -189,7 +189,6 @@ def http_error(response: aiohttp.ClientResponse, body: bytes | bytearray) -> Ser
 
 
 def path_of(reference: str) -> str:
-    """The path of an embedding that the service keeps. Raises TypeError, ValueError."""
     if not isinstance(reference, str):
         raise TypeError(f"needs an id (`.reference`), not {type(reference).__name__}")
     if not reference:

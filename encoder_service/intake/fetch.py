@@ -25,7 +25,6 @@ Resolve = Callable[[str], Awaitable[Sequence[str]]]
 
 
 async def resolve(host: str) -> list[str]:
-    """Addresses from the system's resolver, in its order of preference."""
     found = await asyncio.get_running_loop().getaddrinfo(host, 443, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 

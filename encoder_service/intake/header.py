@@ -23,7 +23,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
 from actors.types import Size
-from encoder_service.wire.documents import SUPPORTED, name_format
+from encoder_service.wire.documents import name_format
 
 MOST_READS = 50_000
 MOST_EXIF_BYTES = 16 * 2**20
@@ -82,7 +82,7 @@ def read_header(data: bytes) -> Header:
             "the file is empty" if not data else "the file is not an image, or it is damaged"
         )
     if name not in READERS:
-        raise UnsupportedMedia(f"{name} is not supported: send {', '.join(SUPPORTED)}")
+        raise UnsupportedMedia(f"{name} is not supported: send {', '.join(READERS)}")
     if name == "JPEG" and many_scans(data):
         raise InvalidMedia(f"the JPEG has more than {MOST_SCANS} scans: save it again")
     try:

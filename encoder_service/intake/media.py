@@ -121,7 +121,6 @@ def probe_frames(
 def video_media(
     spec: ModelSpec, limits: LimitOptions, clip: Clip, data: bytes, frames: tuple[bytes, ...]
 ) -> Media:
-    """A video and what it will cost. Raises TooLarge if it exceeds a limit."""
     check_size(clip.size, limits.max_pixels)
     if clip.frames > limits.max_video_frames:
         raise TooLarge(
@@ -147,7 +146,6 @@ def video_media(
 
 
 def check_videos(spec: ModelSpec) -> VideoSizing:
-    """The model's video sizing. Raises UnsupportedMedia if it takes no videos."""
     if spec.video is None:
         raise UnsupportedMedia(
             f"the model {spec.id} ({spec.family}) takes images only, not a video: "

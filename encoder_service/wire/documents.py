@@ -22,8 +22,6 @@ from encoder_service.wire.formats import (
     read_msgpack,
 )
 
-SUPPORTED = ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF")
-
 VIDEOS = ("MP4 or QuickTime", "Matroska or WebM", "AVI")
 """Container formats that are treated as videos."""
 
@@ -133,7 +131,6 @@ def parse_item(item: Any, where: str) -> RequestItem:
 
 
 def content(data: Any, where: str) -> bytes:
-    """The bytes of a file, which are base64 in JSON."""
     if isinstance(data, str):
         data = from_base64(data, where)
     if not isinstance(data, bytes):
@@ -149,7 +146,6 @@ def check_keys(given: Document, known: set[str], where: str) -> None:
 
 
 def name_format(data: bytes) -> str | None:
-    """The format of an image or video file, from its first bytes."""
     for name, offset, signature in SIGNATURES:
         if data.startswith(signature, offset):
             return name

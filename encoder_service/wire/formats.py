@@ -205,7 +205,6 @@ def read_msgpack(body: bytes | bytearray) -> Document:
 
 
 def read_json(body: bytes | bytearray) -> Document:
-    """Reads a map. Raises WireError."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:
