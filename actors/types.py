@@ -93,7 +93,7 @@ class Media:
     digest: str
     """Hexadecimal SHA-256 of `data`; for `frames`, of their digests."""
     notice: str = ""
-    """A note for the client, such as "animated GIF: the first of 12 frames"."""
+    """A note for the client, such as "animated GIF: only the first frame is encoded"."""
     clip: Clip | None = None
     """Of a video."""
     frames: tuple[bytes, ...] = ()

@@ -19,6 +19,7 @@ from actors.families.registry import read
 from actors.options import ActorOptions, EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import check_transport
+from actors.telemetry.request_context import LOG
 from actors.telemetry.tracing import check_tracing
 from encoder_service.config import ServiceOptions, fit, parse, resources
 from encoder_service.ingress import Ingress
@@ -27,7 +28,7 @@ from encoder_service.llm.chat import Chat
 from encoder_service.llm.spec import LlmSpec
 from router.router import Router
 
-log = logging.getLogger("ray.serve")
+log = logging.getLogger(LOG)
 
 DUMMY = """
 ######################################################################
@@ -56,8 +57,9 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     try:
         options = parse(args)
-        check_resources(options, ray.cluster_resources())
-        check_object_store(options, ray.cluster_resources())
+        cluster = ray.cluster_resources()
+        check_resources(options, cluster)
+        check_object_store(options, cluster)
         spec = read(options.model)
         # Checked here too: one sentence instead of a traceback in every replica.
         fit(options, spec)
@@ -139,7 +141,6 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
 
 
 def replicas(encoder: EncoderOptions) -> dict[str, Any]:
-    """The number of encoders as arguments of Serve."""
     if (scaling := encoder.autoscaling) is None:
         return {"num_replicas": encoder.replicas}
     return {
@@ -173,10 +174,9 @@ def check_object_store(options: ServiceOptions, cluster: Mapping[str, float]) ->
 
 def check_resources(options: ServiceOptions, cluster: Mapping[str, float]) -> None:
     """Raises ConfigError if the cluster lacks resources that the replicas request."""
-    needed = resources(options, options.encoder.least_replicas)
     lacking = [
         f"{count:g} {name} asked for, {cluster.get(name, 0):g} there"
-        for name, count in needed.items()
+        for name, count in resources(options, options.encoder.least_replicas).items()
         if count > cluster.get(name, 0)
     ]
     if not lacking:
@@ -187,7 +187,6 @@ def check_resources(options: ServiceOptions, cluster: Mapping[str, float]) -> No
         "configs/tiny.yaml, or set encoder.device to cpu and encoder.num_gpus to 0."
     )
     # On Kubernetes nodes may still be added: the autoscaler acts on pending requests.
-    if "KUBERNETES_SERVICE_HOST" in os.environ:
-        log.warning(message)
-        return
-    raise ConfigError(message)
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:
+        raise ConfigError(message)
+    log.warning(message)

@@ -1,8 +1,4 @@
-"""The whole configuration: `args` of encoder_service.app:build in a YAML file.
-
-The options of the front door and the language model; those of the lower layers are in
-actors/options.py and router/options.py.
-"""
+"""The whole configuration: `args` of encoder_service.app:build in a YAML file."""
 
 from __future__ import annotations
 
@@ -130,13 +126,13 @@ class ServiceOptions(ActorOptions):
 def resources(options: ServiceOptions, encoders: int) -> dict[str, float]:
     """GPUs and CPUs that all deployments request from Ray, with this number of encoders."""
     encoder, llm = options.encoder, options.llm
-    counted = [(encoders, encoder.num_gpus, encoder.num_cpus)]
-    counted += [(one.replicas, 0.0, one.num_cpus) for one in (options.router, options.ingress)]
-    counted += [(llm.replicas, llm.num_gpus, llm.num_cpus)] if llm else []
-    return {
-        "GPU": sum(replicas * gpus for replicas, gpus, _ in counted),
-        "CPU": sum(replicas * cpus for replicas, _, cpus in counted),
-    }
+    gpus, cpus = encoders * encoder.num_gpus, encoders * encoder.num_cpus
+    for front in (options.router, options.ingress):
+        cpus += front.replicas * front.num_cpus
+    if llm:
+        gpus += llm.replicas * llm.num_gpus
+        cpus += llm.replicas * llm.num_cpus
+    return {"GPU": gpus, "CPU": cpus}
 
 
 def parse(args: Mapping[str, Any]) -> ServiceOptions:
@@ -185,22 +181,16 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
             f"router.max_outstanding_patches is {most}, less than the "
             f"{patches} patches of one largest image: raise it"
         )
-    check_autoscaling(options)
+    if scaling := options.encoder.autoscaling:
+        admitted = most * options.ingress.replicas
+        asked = scaling.target_patches * (scaling.max_replicas - 1)
+        if admitted <= asked:
+            raise ConfigError(
+                f"encoder.autoscaling reaches {scaling.max_replicas} replicas beyond {asked} "
+                f"outstanding patches, and the ingresses admit {admitted}: raise "
+                "router.max_outstanding_patches or ingress.replicas, or lower target_patches"
+            )
     return room
-
-
-def check_autoscaling(options: ServiceOptions) -> None:
-    """Raises ConfigError if too little is admitted to ever reach the last replica."""
-    if (scaling := options.encoder.autoscaling) is None:
-        return
-    admitted = options.router.max_outstanding_patches * options.ingress.replicas
-    asked = scaling.target_patches * (scaling.max_replicas - 1)
-    if admitted <= asked:
-        raise ConfigError(
-            f"encoder.autoscaling reaches {scaling.max_replicas} replicas beyond {asked} "
-            f"outstanding patches, and the ingresses admit {admitted}: raise "
-            "router.max_outstanding_patches or ingress.replicas, or lower target_patches"
-        )
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""The front door's deployment: HTTP and gRPC around one Service, which calls a Router in-process.
-
-Only this file of the front door calls replicas: the encoders by router/replicas, the language model
-and the scraped deployments by handles.
-"""
+"""The front door's deployment: HTTP and gRPC around one Service, with a Router in its process."""
 
 from __future__ import annotations
 
@@ -44,8 +40,7 @@ from router.replicas.references import unknown
 from router.replicas.serve_fleet import LOST, brief
 from router.router import Router
 
-SCRAPE_SECONDS = 2.0
-"""Replicas that take longer to answer a scrape are counted as missing."""
+SCRAPE_SECONDS = 2.0  # replicas that take longer to answer a scrape are counted as missing
 
 
 @serve.ingress()
@@ -73,8 +68,7 @@ class Ingress(EncoderCalls, HealthCalls):
         self.service = Service(options, spec, RouterBackend(self.router, scraped, own))
         self.chat = None
         if chat and llm and options.llm:
-            admission = self.service.admission
-            self.chat = ChatService(options.llm, llm, admission, ChatFleet(chat))
+            self.chat = ChatService(options.llm, llm, self.service.admission, ChatFleet(chat))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once, after the constructor."""
@@ -100,9 +94,8 @@ class RouterBackend:
         self.router = router
         self.scraped = scraped
         self.own = own
-
-    def check_room(self) -> None:
-        self.router.check_room()
+        self.check_room = router.check_room
+        self.release = router.release
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False
@@ -130,9 +123,6 @@ class RouterBackend:
             return replace(kept, embedding=await here(kept.embedding))
         except EmbeddingLost:  # its replica exited in between
             raise unknown(reference) from None
-
-    async def release(self, reference: str) -> None:
-        await self.router.release(reference)
 
     async def ready_replicas(self) -> int:
         status = await self.router.status()
@@ -181,12 +171,13 @@ class ChatFleet:
                 "every replica of the language model is busy and the queue is full "
                 "(llm.max_queued_requests): come back later"
             ) from None
-        except LOST as error:
-            raise lost(error) from error
-        except RayTaskError as error:
-            if isinstance(error.cause, LOST):
-                raise lost(error.cause) from error
-            raise
+        except (*LOST, RayTaskError) as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if not isinstance(cause, LOST):
+                raise
+            raise ReplicaLost(
+                f"a replica of the language model was lost ({brief(cause)}): send the request again"
+            ) from error
         except (asyncio.CancelledError, GeneratorExit):
             response.cancel()
             raise
@@ -195,30 +186,24 @@ class ChatFleet:
         return sum(page is not None for page in await ask_all(self.handle, "scrape"))
 
 
-def lost(error: Exception) -> ReplicaLost:
-    return ReplicaLost(
-        f"a replica of the language model was lost ({brief(error)}): send the request again"
-    )
-
-
 async def ask_all(handle: DeploymentHandle, method: str) -> list[tuple[str, str] | None]:
     """The result of a method of every replica; None for one that fails or takes too long.
 
     The public `results_async` loses all results if one replica hangs, hence the private call.
     """
+
+    async def ask(call: Any) -> tuple[str, str] | None:
+        try:
+            async with asyncio.timeout(SCRAPE_SECONDS / 2):
+                page: tuple[str, str] = await call.get_async()
+                return page
+        except Exception:
+            call.cancel()
+            return None
+
     try:
         async with asyncio.timeout(SCRAPE_SECONDS / 2):
             calls = await handle.broadcast(method)._fetch_replica_results_async()
     except Exception:
         return [None]
-    return list(await asyncio.gather(*(ask_one(call) for call in calls)))
-
-
-async def ask_one(call: Any) -> tuple[str, str] | None:
-    try:
-        async with asyncio.timeout(SCRAPE_SECONDS / 2):
-            page: tuple[str, str] = await call.get_async()
-            return page
-    except Exception:
-        call.cancel()
-        return None
+    return list(await asyncio.gather(*map(ask, calls)))

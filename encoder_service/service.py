@@ -16,7 +16,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.store.references import Kept
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Media
-from encoder_service.api.answer import Json, check_size, document, item_document, model_card
+from encoder_service.api.answer import check_size, document, item_document, model_card
 from encoder_service.api.auth import Tokens
 from encoder_service.api.errors import AtItem
 from encoder_service.api.schema import RequestOptions
@@ -27,6 +27,7 @@ from encoder_service.ops.exchange import Exchange, Observer
 from encoder_service.ops.metrics import Scrape, ServiceMetrics
 from encoder_service.ops.status import Glance, SingleFlight, status
 from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.formats import Document
 
 STATUS_SECONDS = 1.0
 """Maximum age of the status: replicas are asked this often, however many clients look."""
@@ -36,10 +37,7 @@ class Backend(Protocol):
     """The fleet behind the front door. Raises only the errors of actors/errors.py."""
 
     def check_room(self) -> None:
-        """Raises Overloaded (429) while the router is full, before the body is read.
-
-        `encode` and `stream` raise it too, once the size is known: router/policy/ledger.py.
-        """
+        """Raises Overloaded (429) while the router is full, before the body is read."""
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
@@ -54,8 +52,7 @@ class Backend(Protocol):
     async def fetch(self, reference: str) -> Kept:
         """What is kept under an id, its data as an array. Raises NotFound."""
 
-    async def release(self, reference: str) -> None:
-        """Releases what is kept under an id. Raises NotFound."""
+    async def release(self, reference: str) -> None: ...
 
     async def ready_replicas(self) -> int:
         """How many encoders accept work. Raises Unavailable if there is none."""
@@ -75,12 +72,13 @@ class Service:
         self.limits = options.limits
         self.references = options.references
         self.tokens = Tokens(options.auth)
+        self.authorize = self.tokens.authorize
         self.admission = Admission(spec, options.limits, options.fetch)
         self.buffered = Buffered(options.limits.max_buffered_bytes)
         self.backend = backend
         self.metrics = ServiceMetrics()
-        access = options.logging.access_log
-        self.observer = Observer(self.metrics, open_spans(options.tracing, "ingress"), access)
+        spans = open_spans(options.tracing, "ingress")
+        self.observer = Observer(self.metrics, spans, options.logging.access_log)
         self.card = model_card(options, spec)
         self.cache_max_bytes = options.cache.max_bytes
         self.status = SingleFlight(self.look, STATUS_SECONDS)
@@ -91,22 +89,16 @@ class Service:
         # /metrics needs no token: requests that arrive together share one scrape of the fleet.
         self.scrape = SingleFlight(backend.scrape, 0)
 
-    def authorize(self, authorization: str | None) -> None:
-        self.tokens.authorize(authorization)
-
-    async def look(self) -> Json:
+    async def look(self) -> Document:
         glance = await self.backend.glance()
         return await asyncio.to_thread(status, self.card, self.cache_max_bytes, glance, time.time())
 
     async def encode(
         self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
-    ) -> Json:
+    ) -> Document:
         """The response document. Raises ServiceError, or AtItem for the first item that failed."""
         started = time.perf_counter()
-        deadline = self._deadline(options)
-        admitted = await deadline.keep(self._admit(items, options))
-        media = [one for one in admitted if isinstance(one, Media)]
-        exchange.admitted(media)
+        deadline, admitted, media = await self._admit(items, options, exchange)
         check_size(media, options, self.spec, self.limits, self.references)
         found: list[Answer] = []
         if media:
@@ -122,16 +114,13 @@ class Service:
 
     async def stream(
         self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
-    ) -> AsyncGenerator[Json]:
+    ) -> AsyncGenerator[Document]:
         """The document of each item as soon as it is ready. Raises as `encode` does.
 
         The deadline covers the waiting done here, not the time that the consumer takes.
         """
-        deadline = self._deadline(options)
-        admitted = await deadline.keep(self._admit(items, options))
+        deadline, admitted, media = await self._admit(items, options, exchange)
         positions = [i for i, one in enumerate(admitted) if isinstance(one, Media)]
-        media = [one for one in admitted if isinstance(one, Media)]
-        exchange.admitted(media)
         if options.reference:
             check_size(media, options, self.spec, self.limits, self.references)
         for index, one in enumerate(admitted):
@@ -148,29 +137,36 @@ class Service:
                 index = positions[place]
                 yield self._item(index, items[index], media[place], answer, options, exchange)
 
-    async def fetch(self, reference: str, request_id: str) -> Json:
+    async def fetch(self, reference: str, request_id: str) -> Document:
         """The response document of the item that is kept under an id. Raises NotFound."""
         started = time.perf_counter()
-        deadline = Deadline(self.limits.timeout_seconds)
-        kept = await deadline.keep(self.backend.fetch(reference))
+        kept = await Deadline(self.limits.timeout_seconds).keep(self.backend.fetch(reference))
         media, embedding = kept.media, kept.embedding
         found = item_document(self.spec, 0, media.kind, media, embedding, request_id)
         return document(self.spec, [found], [embedding], time.perf_counter() - started)
 
     async def release(self, reference: str) -> None:
-        deadline = Deadline(self.limits.timeout_seconds)
-        await deadline.keep(self.backend.release(reference))
+        await Deadline(self.limits.timeout_seconds).keep(self.backend.release(reference))
 
     async def _admit(
-        self, items: Sequence[RequestItem], options: RequestOptions
-    ) -> list[Media | ServiceError]:
-        """Each item's media or error. With on_error `fail` the first error is raised."""
-        admitted = await self.admission.admit(items, options.evs_rate)
-        if options.on_error == "fail":
-            for index, one in enumerate(admitted):
-                if isinstance(one, ServiceError):
-                    raise AtItem(index, one)
-        return admitted
+        self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
+    ) -> tuple[Deadline, list[Media | ServiceError], list[Media]]:
+        """The deadline, each item's media or error, and the media alone.
+
+        With on_error `fail` the first error is raised. Raises InvalidOption for a long deadline.
+        """
+        most = self.limits.timeout_seconds
+        seconds = most if options.timeout_s is None else options.timeout_s
+        if seconds > most:
+            raise InvalidOption(f"options.timeout_s: {seconds:g} is over the limit of {most:g}")
+        deadline = Deadline(seconds)
+        admitted = await deadline.keep(self.admission.admit(items, options.evs_rate))
+        for index, one in enumerate(admitted):
+            if isinstance(one, ServiceError) and options.on_error == "fail":
+                raise AtItem(index, one)
+        media = [one for one in admitted if isinstance(one, Media)]
+        exchange.admitted(media)
+        return deadline, admitted, media
 
     def _item(
         self,
@@ -180,16 +176,8 @@ class Service:
         answer: Answer,
         options: RequestOptions,
         exchange: Exchange,
-    ) -> Json:
+    ) -> Document:
         """An item's document. With on_error `fail` its error is raised."""
         if isinstance(answer, ServiceError) and options.on_error == "fail":
             raise AtItem(index, answer)
         return item_document(self.spec, index, item.type, media, answer, exchange.request_id)
-
-    def _deadline(self, options: RequestOptions) -> Deadline:
-        """The client's own, within the limit. Raises InvalidOption."""
-        most = self.limits.timeout_seconds
-        seconds = most if options.timeout_s is None else options.timeout_s
-        if seconds > most:
-            raise InvalidOption(f"options.timeout_s: {seconds:g} is over the limit of {most:g}")
-        return Deadline(seconds)

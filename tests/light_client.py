@@ -26,8 +26,9 @@ from encoder_service import Client, Embedding, ServiceError
 from encoder_service.client import DatasetOptions
 from encoder_service.engines import sglang, vllm
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.documents import RequestItem, parse_request, render
+from encoder_service.wire.documents import RequestItem, parse_request
 from encoder_service.wire.encoder_grpc import add_EncoderServicer_to_server
+from encoder_service.wire.formats import MSGPACK, write_msgpack
 
 ABSENT = ("torch", "ray", "router", "actors", "fastapi", "httpx")
 ROWS = np.arange(800_000, dtype=np.float16).reshape(200_000, 4)
@@ -63,10 +64,10 @@ async def encode(request: web.Request) -> web.Response:
     failed = next((one["error"] for one in answers if "error" in one), None)
     if failed:
         return web.json_response({"error": failed}, status=415)
-    pieces, media_type = render(
-        MODEL | {"items": answers, "timings": {"total_ms": 1.0}}, request.headers["accept"]
-    )
-    return web.Response(body=b"".join(pieces), content_type=media_type)
+    assert request.headers["accept"] == MSGPACK
+    document = MODEL | {"items": answers, "timings": {"total_ms": 1.0}}
+    body = b"".join(write_msgpack(document, ""))
+    return web.Response(body=body, content_type=MSGPACK)
 
 
 async def model(request: web.Request) -> web.Response:

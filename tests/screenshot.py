@@ -9,7 +9,7 @@ from pathlib import Path
 
 from encoder_service.bench.cluster import cluster, logical_cpus, service
 from encoder_service.client import Client
-from encoder_service.client.embedding import ServiceError
+from encoder_service.client.items import ServiceError
 from encoder_service.config import ServiceOptions, load
 from tests.chromium import chromium
 from tests.images import jpeg

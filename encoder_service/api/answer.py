@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
 
 import numpy as np
 
@@ -18,9 +17,7 @@ from encoder_service import __version__
 from encoder_service.api.errors import fault
 from encoder_service.api.schema import RequestOptions
 from encoder_service.config import LimitOptions, ServiceOptions
-from encoder_service.wire.tensors import WIDTHS
-
-Json = dict[str, Any]
+from encoder_service.wire.formats import WIDTHS, Document
 
 MOST_FLOAT_BYTES = 16 * 2**20
 """Limit for tensors as lists of numbers: about ten characters and half a microsecond per value."""
@@ -51,15 +48,15 @@ def check_size(
 
 
 def document(
-    spec: ModelSpec, items: Sequence[Json], answers: Sequence[Answer], seconds: float
-) -> Json:
+    spec: ModelSpec, items: Sequence[Document], answers: Sequence[Answer], seconds: float
+) -> Document:
     """The whole response, `seconds` after the request arrived. `items`: see item_document."""
     embeddings = [one for one in answers if isinstance(one, Embedding)]
     times = timings(embeddings) | {"total_ms": milliseconds(seconds)}
     return head(spec) | {"items": list(items), "timings": times}
 
 
-def head(spec: ModelSpec) -> Json:
+def head(spec: ModelSpec) -> Document:
     return {"model": spec.id, "family": spec.family, "weights": spec.weights}
 
 
@@ -70,7 +67,7 @@ def item_document(
     media: Media | ServiceError,
     answer: Answer,
     request_id: str,
-) -> Json:
+) -> Document:
     place = {"index": index, "type": kind}
     if isinstance(answer, ServiceError):
         return place | {"error": fault(answer, request_id).document() | {"item": index}}
@@ -93,14 +90,14 @@ def item_document(
     )
 
 
-def content(embedding: Embedding) -> Json:
+def content(embedding: Embedding) -> Document:
     if embedding.reference:
         return {"reference": embedding.reference}
     assert isinstance(embedding.data, np.ndarray), "an embedding not read yet. This is a bug."
     return {"data": embedding.data.data}
 
 
-def video_times(spec: ModelSpec, media: Media) -> Json:
+def video_times(spec: ModelSpec, media: Media) -> Document:
     """Times of a video's frame groups, which some language models are given."""
     if media.clip is None or spec.video is None:
         return {}
@@ -110,7 +107,7 @@ def video_times(spec: ModelSpec, media: Media) -> Json:
     }
 
 
-def timings(embeddings: Sequence[Embedding]) -> Json:
+def timings(embeddings: Sequence[Embedding]) -> Document:
     """The maximum of each stage over all items, in milliseconds: items overlap."""
     return {
         f"{stage}_ms": milliseconds(
@@ -124,7 +121,7 @@ def milliseconds(seconds: float) -> float:
     return round(seconds * 1e3, 3)
 
 
-def model_card(options: ServiceOptions, spec: ModelSpec) -> Json:
+def model_card(options: ServiceOptions, spec: ModelSpec) -> Document:
     """The document of GET /v1/model. It does not change while the service runs."""
     holds = model_capacity(options.graphs, spec)
     smallest, largest = spec.sizing.token_range()

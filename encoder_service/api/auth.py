@@ -1,8 +1,4 @@
-"""Bearer tokens, of which only SHA-256 digests are stored: in the configuration and in a file.
-
-The file is read again when it changes, so that tokens can be rotated without a restart, for
-example in a mounted Kubernetes Secret.
-"""
+"""Bearer tokens, of which only SHA-256 digests are stored: in the configuration and in a file."""
 
 from __future__ import annotations
 
@@ -13,9 +9,10 @@ import re
 from pathlib import Path
 
 from actors.errors import ConfigError, Unauthorized
+from actors.telemetry.request_context import LOG
 from encoder_service.config import AuthOptions
 
-log = logging.getLogger("ray.serve")
+log = logging.getLogger(LOG)
 
 DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -25,11 +22,8 @@ class Tokens:
         """Raises ConfigError for a file without a token: it is not clear who may have access."""
         self._named = options.token_sha256
         self._file = Path(options.token_sha256_file) if options.token_sha256_file else None
-        self._stamp: object = None
-        self._read: tuple[str, ...] = ()
-        if self._file:
-            self._stamp = stamp(self._file)
-            self._read = digests(self._file)
+        self._stamp = stamp(self._file) if self._file else None
+        self._read = digests(self._file) if self._file else ()
 
     @property
     def required(self) -> bool:
@@ -61,7 +55,6 @@ class Tokens:
 
 
 def stamp(path: Path) -> object:
-    """Changes whenever the file does; None if there is none."""
     try:
         found = path.stat()
     except OSError:

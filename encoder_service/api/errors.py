@@ -1,31 +1,35 @@
-"""The error table: exception (actors/errors.py) -> wire type, HTTP status, gRPC code, retryable."""
+"""Errors as clients see them: the table, and the HTTP middleware that answers with them."""
 
 from __future__ import annotations
 
 import logging
+import math
+import re
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actors.errors import (
-    DeadlineExceeded,
-    EncodeFailed,
-    InvalidOption,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    ServiceError,
-    TooLarge,
-    Unauthorized,
-    Unavailable,
-    UnsupportedMedia,
-)
+from actors import errors
+from actors.errors import Overloaded, ServiceError
+from actors.telemetry.request_context import LOG, Origin
+from encoder_service.ops.exchange import Exchange, Observer
 
-log = logging.getLogger("ray.serve")
+log = logging.getLogger(LOG)
 
 MOST_CHARACTERS = 1000
 """Limit for a message: it may quote the request, and gRPC carries it in a header."""
+
+CLIENT_GONE = "499"  # nginx's code for a client that hung up: only the metrics see it
 
 Code = grpc.StatusCode
 
@@ -43,18 +47,18 @@ class ErrorRow:
 INTERNAL = ErrorRow("internal_error", 500, Code.INTERNAL, False)
 
 TABLE: dict[type[ServiceError], ErrorRow] = {
-    InvalidRequest: ErrorRow("invalid_request", 400, Code.INVALID_ARGUMENT, False),
-    InvalidOption: ErrorRow("invalid_option", 422, Code.INVALID_ARGUMENT, False),
-    UnsupportedMedia: ErrorRow("unsupported_media", 415, Code.INVALID_ARGUMENT, False),
-    TooLarge: ErrorRow("too_large", 413, Code.INVALID_ARGUMENT, False),
-    Unauthorized: ErrorRow("unauthorized", 401, Code.UNAUTHENTICATED, False),
-    NotFound: ErrorRow("not_found", 404, Code.NOT_FOUND, False),
+    errors.InvalidRequest: ErrorRow("invalid_request", 400, Code.INVALID_ARGUMENT, False),
+    errors.InvalidOption: ErrorRow("invalid_option", 422, Code.INVALID_ARGUMENT, False),
+    errors.UnsupportedMedia: ErrorRow("unsupported_media", 415, Code.INVALID_ARGUMENT, False),
+    errors.TooLarge: ErrorRow("too_large", 413, Code.INVALID_ARGUMENT, False),
+    errors.Unauthorized: ErrorRow("unauthorized", 401, Code.UNAUTHENTICATED, False),
+    errors.NotFound: ErrorRow("not_found", 404, Code.NOT_FOUND, False),
     # Decided by router/policy/ledger.py (patches in flight), intake/limits.py (bytes held) and, for
     # chats, Serve's queue (ChatFleet in ingress.py).
-    Overloaded: ErrorRow("overloaded", 429, Code.RESOURCE_EXHAUSTED, True),
-    DeadlineExceeded: ErrorRow("deadline_exceeded", 504, Code.DEADLINE_EXCEEDED, True),
-    Unavailable: ErrorRow("unavailable", 503, Code.UNAVAILABLE, True),
-    EncodeFailed: ErrorRow("encode_failed", 500, Code.INTERNAL, False),
+    errors.Overloaded: ErrorRow("overloaded", 429, Code.RESOURCE_EXHAUSTED, True),
+    errors.DeadlineExceeded: ErrorRow("deadline_exceeded", 504, Code.DEADLINE_EXCEEDED, True),
+    errors.Unavailable: ErrorRow("unavailable", 503, Code.UNAVAILABLE, True),
+    errors.EncodeFailed: ErrorRow("encode_failed", 500, Code.INTERNAL, False),
 }
 """A class without a row has that of its nearest ancestor."""
 
@@ -72,8 +76,7 @@ class AtItem(Exception):
 class Fault:
     row: ErrorRow
     message: str
-    item: int | None = None
-    """Position of the item that caused it; None: the request as a whole."""
+    item: int | None = None  # position of the item that caused it; None: the request as a whole
     retry_after_seconds: float | None = None
 
     def document(self) -> dict[str, Any]:
@@ -111,8 +114,90 @@ def row_of(kind: type[BaseException]) -> ErrorRow:
 
 
 def row_of_status(status: int) -> ErrorRow:
-    """The row of an error that the HTTP framework raised."""
     if status == 405:
         return ErrorRow("method_not_allowed", 405, Code.UNIMPLEMENTED, False)
     rows = (row for row in TABLE.values() if row.status == status)
     return next(rows, ErrorRow("invalid_request", status, Code.INVALID_ARGUMENT, False))
+
+
+def request_id_of(given: str | None) -> str:
+    """The client's own id if it is safe to log, otherwise a new one."""
+    if given and re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given):
+        return given
+    return uuid.uuid4().hex
+
+
+class Envelope:
+    """Middleware that gives each HTTP request an id, records it, and answers exceptions."""
+
+    def __init__(self, app: ASGIApp, observer: Observer, counted: Mapping[str, str]) -> None:
+        """`counted`: the paths that the metrics count, and under which `api`."""
+        self.app = app
+        self.observer = observer
+        self.counted = counted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Turns every exception of the application into a response; only cancellation passes."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        origin = Origin(request_id_of(headers.get("x-request-id")), headers.get("traceparent", ""))
+        api = self.counted.get(scope["path"])
+        with self.observer.exchange(api, origin, CLIENT_GONE) as exchange:
+            scope.setdefault("state", {})["exchange"] = exchange
+            await self._answer(exchange, scope, receive, send)
+
+    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = exchange.request_id
+        given = Headers(scope=scope).get("x-request-id")
+
+        async def received() -> Message:
+            try:
+                return await receive()
+            except Exception as error:  # Serve raises where a server sends http.disconnect
+                raise ClientDisconnect from error
+
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.code = str(message["status"])
+                # Serve's proxy returns the client's own header. We add it only if it was missing
+                # or unsafe, and before the proxy does.
+                if request_id != given:
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self.app(scope, received, observed)
+        except ClientDisconnect:
+            return  # the client left while its body was read
+        except Exception as error:
+            if exchange.code != CLIENT_GONE:
+                raise  # the response has started and can only be aborted
+            problem = fault(error, request_id)
+            exchange.failed(problem.row.type, problem.message)
+            await error_response(problem)(scope, receive, observed)
+
+
+def error_response(problem: Fault, body: dict[str, Any] | None = None) -> Response:
+    """An error as an HTTP response, in our own API's shape unless `body` is given."""
+    headers = {}
+    if problem.retry_after_seconds is not None:
+        headers["retry-after"] = str(max(1, math.ceil(problem.retry_after_seconds)))
+    if problem.row.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    document = {"error": problem.document()} if body is None else body
+    return JSONResponse(document, problem.row.status, headers)
+
+
+async def http_exception(request: Request, error: HTTPException) -> Response:
+    """The framework's own errors: unknown routes, methods that are not allowed."""
+    row = row_of_status(error.status_code)
+    answer = error_response(Fault(row, f"{request.method} {request.url.path}: {error.detail}"))
+    answer.headers.update(error.headers or {})
+    if error.status_code == 405:
+        # The framework lists only the methods of the path's first route.
+        routes = (one for one in request.app.routes if one.matches(request.scope)[0] != Match.NONE)
+        allowed = {method for one in routes for method in getattr(one, "methods", None) or ()}
+        answer.headers["allow"] = ", ".join(sorted(allowed))
+    return answer

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
+from grpc import ServicerContext as Context
 from grpc_health.v1 import health_pb2
 
-from actors.errors import InvalidRequest, ServiceError, TooLarge
+from actors.errors import InvalidRequest, ServiceError
 from actors.telemetry.request_context import Origin
-from encoder_service.api.answer import Json, head
-from encoder_service.api.envelope import request_id_of
-from encoder_service.api.errors import Fault, fault
+from encoder_service.api.answer import head
+from encoder_service.api.errors import fault, request_id_of
 from encoder_service.api.schema import RequestOptions, request_options
-from encoder_service.config import LimitOptions
-from encoder_service.intake.limits import offload
+from encoder_service.intake.limits import check_body_bytes, check_items, offload
 from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import RequestItem, parse_item
-from encoder_service.wire.formats import WireError
+from encoder_service.wire.formats import Document, WireError
 
 CANCELLED = grpc.StatusCode.CANCELLED.name
 CHUNK_BYTES = 2**20
@@ -42,30 +41,18 @@ MOST_WATCHES = 4
 Health = health_pb2.HealthCheckResponse
 
 
-class Context(Protocol):
-    """The part of ray.serve.grpc_util.RayServegRPCContext that is used here."""
-
-    def invocation_metadata(self) -> Sequence[tuple[str, str]]: ...
-    def trailing_metadata(self) -> Sequence[tuple[str, str]]: ...
-    def set_code(self, code: grpc.StatusCode) -> None: ...
-    def set_details(self, details: str) -> None: ...
-    def set_trailing_metadata(self, metadata: list[tuple[str, str]]) -> None: ...
-
-
 class Refused(Exception):
     """Ends a call whose status is already set: a stream, or a call without a valid token."""
 
 
 class EncoderCalls:
-    """The service encoder.v1.Encoder."""
+    """The service encoder.v1.Encoder. Contexts are ray.serve.grpc_util.RayServegRPCContext."""
 
     service: Service
 
     async def Encode(self, request: pb.EncodeRequest, grpc_context: Context) -> pb.EncodeResponse:
         with self.answering("grpc", grpc_context) as exchange:
-            sent_bytes = self.check(request)
-            with self.service.buffered.hold() as take:
-                take(sent_bytes)
+            with self.taken(request):
                 items, options = read(request)
                 document = await self.service.encode(items, options, exchange)
             size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
@@ -76,15 +63,12 @@ class EncoderCalls:
         self, request: pb.EncodeRequest, grpc_context: Context
     ) -> AsyncIterator[pb.EncodeChunk]:
         """Each item as soon as it is ready, in chunks of about a megabyte."""
-        with self.answering("grpc_stream", grpc_context) as exchange:
-            sent_bytes = self.check(request)
-            with self.service.buffered.hold() as take:
-                take(sent_bytes)
-                items, options = read(request)
-                async with aclosing(self.service.stream(items, options, exchange)) as documents:
-                    async for document in documents:
-                        for chunk in chunks(head(self.service.spec), document):
-                            yield chunk
+        with self.answering("grpc_stream", grpc_context) as exchange, self.taken(request):
+            items, options = read(request)
+            async with aclosing(self.service.stream(items, options, exchange)) as documents:
+                async for document in documents:
+                    for chunk in chunks(head(self.service.spec), document):
+                        yield chunk
             return
         # Serve drops the status of a stream that ends without an exception.
         raise Refused
@@ -114,11 +98,20 @@ class EncoderCalls:
             return pb.GetModelResponse(json=json.dumps(self.service.card))
         return pb.GetModelResponse()
 
-    def check(self, request: pb.EncodeRequest) -> int:
-        """The request's size in bytes. Raises TooLarge, or Overloaded if the router is full."""
-        size_bytes = check_size(request, self.service.limits)
+    @contextmanager
+    def taken(self, request: pb.EncodeRequest) -> Iterator[None]:
+        """Counts the request's bytes while it is encoded.
+
+        Raises TooLarge before items are read, because millions of them may be empty; Overloaded if
+        the router is full or too many bytes are held.
+        """
+        check_items(len(request.items), self.service.limits)
+        size_bytes: int = request.ByteSize()
+        check_body_bytes(size_bytes, self.service.limits)
         self.service.backend.check_room()
-        return size_bytes
+        with self.service.buffered.hold() as take:
+            take(size_bytes)
+            yield
 
     @contextmanager
     def answering(self, api: str | None, context: Context) -> Iterator[Exchange]:
@@ -141,7 +134,12 @@ class EncoderCalls:
                 problem = fault(error, request_id)
                 exchange.code = problem.row.code.name
                 exchange.failed(problem.row.type, problem.message)
-                refuse(context, problem, trailing)
+                document = problem.document()
+                if (wait := problem.retry_after_seconds) is not None:
+                    document["retry_after_s"] = wait
+                    context.set_trailing_metadata([*trailing, ("retry-after", f"{wait:g}")])
+                context.set_code(problem.row.code)
+                context.set_details(details(document))
         if not begun:  # a context manager cannot skip its block
             raise Refused
 
@@ -204,17 +202,7 @@ class HealthCalls:
         return int(Health.SERVING)
 
 
-def refuse(context: Context, problem: Fault, trailing: list[tuple[str, str]]) -> None:
-    """Sets the status of a call. `trailing`: metadata that is sent in any case."""
-    wait = problem.retry_after_seconds
-    document = problem.document() | ({} if wait is None else {"retry_after_s": wait})
-    context.set_code(problem.row.code)
-    context.set_details(details(document))
-    if wait is not None:
-        context.set_trailing_metadata([*trailing, ("retry-after", f"{wait:g}")])
-
-
-def details(document: Json) -> str:
+def details(document: Document) -> str:
     """An error as JSON, its message cut to fit. gRPC encodes a percent sign as three bytes."""
     text = json.dumps(document)
     while len(text) + 2 * text.count("%") > MOST_DETAILS:
@@ -223,31 +211,14 @@ def details(document: Json) -> str:
     return text
 
 
-def check_size(request: pb.EncodeRequest, limits: LimitOptions) -> int:
-    """The size in bytes. Raises TooLarge before items are read: millions of them may be empty."""
-    if len(request.items) > limits.max_items:
-        raise TooLarge(
-            f"{len(request.items)} items in one request; limits.max_items is {limits.max_items}: "
-            "send several requests"
-        )
-    size_bytes: int = request.ByteSize()
-    if size_bytes > limits.max_body_bytes:
-        raise TooLarge(
-            f"the request is over {limits.max_body_bytes} bytes (limits.max_body_bytes): "
-            "send fewer items"
-        )
-    return size_bytes
-
-
 def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:
-    """Items and options, after check_size. Raises InvalidRequest, InvalidOption."""
     given: dict[str, Any] = {field.name: value for field, value in request.options.ListFields()}
     return [request_item(i, one) for i, one in enumerate(request.items)], request_options(given)
 
 
 def request_item(index: int, one: pb.Item) -> RequestItem:
     """Checked as an item of an HTTP request is. Raises InvalidRequest."""
-    given: Json = {"type": one.type or "image"}
+    given: Document = {"type": one.type or "image"}
     source = one.WhichOneof("source")
     if source == "frames":
         given |= {"frames": list(one.frames.data), "fps": one.frames.fps or None}
@@ -259,7 +230,7 @@ def request_item(index: int, one: pb.Item) -> RequestItem:
         raise InvalidRequest(str(error)) from None
 
 
-def response(document: Json) -> pb.EncodeResponse:
+def response(document: Document) -> pb.EncodeResponse:
     return pb.EncodeResponse(
         model=document["model"],
         family=document["family"],
@@ -269,7 +240,7 @@ def response(document: Json) -> pb.EncodeResponse:
     )
 
 
-def embedding(document: Json) -> pb.Embedding:
+def embedding(document: Document) -> pb.Embedding:
     if "error" in document:
         return pb.Embedding(**document | {"error": pb.Error(**document["error"])})
     if "data" in document:
@@ -277,17 +248,13 @@ def embedding(document: Json) -> pb.Embedding:
     return pb.Embedding(**document)
 
 
-def chunks(model: Json, document: Json) -> Iterator[pb.EncodeChunk]:
+def chunks(model: Document, document: Document) -> Iterator[pb.EncodeChunk]:
     """One item in chunks: all fields in the first, index and data in later ones."""
     data = memoryview(document.get("data", b""))
-    first = True
+    fields = document
     for start in range(0, max(1, len(data)), CHUNK_BYTES):
-        piece = data[start : start + CHUNK_BYTES]
-        fields = document | {"data": piece} if first and len(data) else document
-        message = (
-            embedding(fields) if first else pb.Embedding(index=document["index"], data=bytes(piece))
-        )
-        yield pb.EncodeChunk(
-            **(model if first else {}), embedding=message, last=start + CHUNK_BYTES >= len(data)
-        )
-        first = False
+        end = start + CHUNK_BYTES
+        if len(data):
+            fields = fields | {"data": data[start:end]}
+        yield pb.EncodeChunk(**model, embedding=embedding(fields), last=end >= len(data))
+        model, fields = {}, {"index": document["index"]}

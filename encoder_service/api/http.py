@@ -1,8 +1,4 @@
-"""The API over HTTP: a FastAPI application around one Service.
-
-Health, metrics, the status page and the documentation need no token, because probes, scrapers and
-browsers send none, and these pages show nothing of any request's content.
-"""
+"""The API over HTTP: a FastAPI application around one Service."""
 
 from __future__ import annotations
 
@@ -17,24 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from actors.errors import InvalidOption, UnsupportedMedia
-from encoder_service.api.answer import Json
-from encoder_service.api.envelope import Envelope, http_exception
-from encoder_service.api.schema import (
-    DESCRIPTION,
-    ENCODE,
-    ERRORS,
-    FETCH,
-    MISSING,
-    describe,
-    request_options,
-)
+from encoder_service.api import schema
+from encoder_service.api.errors import Envelope, http_exception
 from encoder_service.api.upload import check_length, read
 from encoder_service.intake.limits import INLINE_BYTES, offload
 from encoder_service.ops.metrics import CONTENT_TYPE, merge
 from encoder_service.ops.status import page, policy
 from encoder_service.service import Service
-from encoder_service.wire.documents import choose, render
-from encoder_service.wire.formats import JSON, MSGPACK, Piece, WireError
+from encoder_service.wire.formats import JSON, MSGPACK, WRITERS, Document, Piece
 
 ENCODE_PATH = "/v1/encode"
 CHAT_PATH = "/v1/chat/completions"
@@ -47,103 +33,126 @@ def build(service: Service) -> FastAPI:
     """The application. llm/http.py adds the chat API if there is a language model."""
     app = FastAPI(
         title="Encoder Service",
-        description=DESCRIPTION,
+        description="The vision encoders of vision-language models as a separate service. Images "
+        "and videos in, embeddings out, with rows in the order of the model's own processor.",
         version=service.card["versions"]["encoder-service"],
         redoc_url=None,
         exception_handlers={HTTPException: http_exception},
     )
+    # Routes without `authorize` serve probes, scrapers and browsers, which send no token. They show
+    # nothing of any request's content.
     app.add_middleware(Envelope, observer=service.observer, counted=COUNTED)
 
-    @app.post(ENCODE_PATH, responses=ERRORS, openapi_extra=ENCODE, response_class=Response)
+    @app.post(
+        ENCODE_PATH,
+        responses=schema.ERRORS | schema.ANSWER,
+        openapi_extra=schema.ENCODE,
+        response_class=Response,
+    )
     async def encode(request: Request) -> Response:
         """Embeddings of images and videos, in the order of the request."""
         service.authorize(request.headers.get("authorization"))
         if request.query_params:
             raise InvalidOption("options belong in the body's `options`, not in the query")
-        accept = answer_format(request.headers.get("accept", ""))
+        accept = choose(request.headers.get("accept", ""))
         check_length(request, service.limits)  # 413 before 429: retrying would not help
         service.backend.check_room()
         with service.buffered.hold() as take:
             items, values = await read(request, service.limits, take)
-            options = request_options(values)
+            options = schema.request_options(values)
             if options.encoding and accept != JSON:
                 raise InvalidOption(f"options.encoding: only with `Accept: {JSON}`, not {accept}")
             document = await service.encode(items, options, request.state.exchange)
         return await rendered(document, accept, options.encoding or "base64")
 
-    @app.get(REFERENCE_PATH, responses=ERRORS | MISSING, openapi_extra=FETCH)
+    @app.get(REFERENCE_PATH, responses=schema.MISSING | schema.ANSWER, response_class=Response)
     async def fetch(request: Request, reference: str) -> Response:
         """The embedding that is kept under an id: a response with one item."""
         service.authorize(request.headers.get("authorization"))
-        accept = answer_format(request.headers.get("accept", ""))
+        accept = choose(request.headers.get("accept", ""))
         document = await service.fetch(reference, request.state.exchange.request_id)
         return await rendered(document, accept)
 
-    @app.delete(REFERENCE_PATH, responses=ERRORS | MISSING, status_code=204)
+    @app.delete(REFERENCE_PATH, responses=schema.MISSING, status_code=204)
     async def release(request: Request, reference: str) -> None:
         """Releases a kept embedding before it expires."""
         service.authorize(request.headers.get("authorization"))
         await service.release(reference)
 
-    @app.get("/v1/model", responses=ERRORS)
+    @app.get("/v1/model", responses=schema.ERRORS)
     async def model(request: Request) -> dict[str, Any]:
         """What is served: the model, its budgets and limits, versions."""
         service.authorize(request.headers.get("authorization"))
         return service.card
 
-    @app.get("/v1/status", responses=ERRORS)
+    @app.get("/v1/status", responses=schema.ERRORS)
     async def status(request: Request) -> dict[str, Any]:
         """The fleet at a glance: totals since the replicas started, about a second old."""
         service.authorize(request.headers.get("authorization"))
         return await service.status.get()
 
-    @app.get("/", response_class=HTMLResponse)
+    @app.get("/", response_class=HTMLResponse, openapi_extra=schema.OPEN)
     async def status_page() -> HTMLResponse:
         """The status as a page. It asks for the token in the browser if one is required."""
         headers = {"content-security-policy": policy(), "cache-control": "no-cache"}
         return HTMLResponse(page(), headers=headers)
 
-    @app.get("/healthz")
+    @app.get("/healthz", openapi_extra=schema.OPEN)
     async def healthz() -> dict[str, str]:
         """The process is alive."""
         return {"status": "ok"}
 
-    @app.get("/readyz", responses={503: ERRORS[503]})
+    @app.get("/readyz", responses={503: schema.ERRORS[503]}, openapi_extra=schema.OPEN)
     async def readyz() -> dict[str, int]:
         """How many replicas are ready: weights loaded, every path captured. 503 if none is."""
         return {name: await count() for name, count in service.ready.items()}
 
-    @app.get("/metrics", response_class=Response)
+    @app.get("/metrics", response_class=Response, openapi_extra=schema.OPEN)
     async def metrics() -> Response:
         """The series of all replicas, for Prometheus: one address is scraped, not each replica."""
         text = await asyncio.to_thread(merge, await service.scrape.get())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
-    describe(app, closed=service.tokens.required)
+    schema.describe(app, closed=service.tokens.required)
     return app
 
 
-def answer_format(accept: str) -> str:
-    """The response's content type. Raises UnsupportedMedia before any work is done."""
-    try:
-        return choose(accept)
-    except WireError as error:
-        raise UnsupportedMedia(str(error)) from None
+def choose(accept: str) -> str:
+    """The content type that an Accept header prefers: by q, then exactness, then order.
+
+    Raises UnsupportedMedia before any work is done.
+    """
+    offers: list[tuple[tuple[float, int, int], str]] = []
+    for position, entry in enumerate((accept.strip() or "*/*").split(",")):
+        wanted, *parameters = (part.strip().lower() for part in entry.split(";"))
+        quality = next((p[2:] for p in parameters if p.startswith("q=")), "1")
+        try:
+            weight = float(quality)
+        except ValueError:
+            raise UnsupportedMedia(f"Accept: q={quality!r} is not a number") from None
+        found = next((one for one in WRITERS if wanted in ("*/*", "application/*", one)), None)
+        if found and weight > 0:
+            offers.append(((weight, 2 - wanted.count("*"), -position), found))
+    if not offers:
+        raise UnsupportedMedia(
+            f"Accept: {accept!r} is not available; available are {', '.join(WRITERS)}"
+        )
+    return max(offers)[1]
 
 
-async def rendered(document: Json, accept: str, encoding: str = "base64") -> Response:
+async def rendered(document: Document, accept: str, encoding: str = "base64") -> Response:
     """The document as a response. Formats that copy the data are written in a thread."""
     size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
     copied_bytes = 0 if accept == MSGPACK else size_bytes
-    return await response(*await offload(copied_bytes, render, document, accept, encoding))
+    pieces = await offload(copied_bytes, WRITERS[accept], document, encoding)
+    return await response(pieces, accept)
 
 
 async def response(pieces: Sequence[Piece], media_type: str) -> Response:
-    """A body in pieces whose length is their number of bytes.
+    """On uvloop, which Ray's actors run, rows are sent from the shared memory that they are in.
 
-    On uvloop, which Ray's actors run, rows are sent from the shared memory that they are in:
-    copying 3.3 MB in a thread takes as much CPU time as sending them. asyncio's own loop only
-    accepts bytes.
+    Copying 3.3 MB in a thread takes as much CPU time as sending them. asyncio's own loop accepts
+    only bytes.
     """
     if type(asyncio.get_running_loop()).__module__.startswith("uvloop"):
         return InPieces(pieces, media_type)
@@ -179,7 +188,6 @@ class BodyView(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def gathered(pieces: Sequence[Piece]) -> list[bytes | BodyView]:
-    """Small neighbouring pieces joined; large ones as they are."""
     found: list[bytes | BodyView] = []
     small: list[Piece] = []
     for piece in pieces:

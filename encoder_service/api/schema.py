@@ -1,4 +1,4 @@
-"""The options of a request, and the OpenAPI document with the shapes of requests and responses.
+"""The options of a request, and the shapes of bodies for the OpenAPI document.
 
 FastAPI cannot derive those shapes, because bodies are read and written by wire/.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.json_schema import models_json_schema
 
 from actors.errors import InvalidOption
 from actors.types import Dtype, Grid, Kind, Source
@@ -53,15 +51,11 @@ def request_options(values: dict[str, Any]) -> RequestOptions:
         return RequestOptions.model_validate(values)
     except ValidationError as error:
         known = ", ".join(RequestOptions.model_fields)
-        problems = (
-            f"options.{'.'.join(map(str, problem['loc']))}: "
-            + (
-                f"unknown; known are {known}"
-                if problem["type"] == "extra_forbidden"
-                else problem["msg"]
-            )
-            for problem in error.errors()
-        )
+        problems = []
+        for problem in error.errors():
+            unknown = problem["type"] == "extra_forbidden"
+            said = f"unknown; known are {known}" if unknown else problem["msg"]
+            problems.append(f"options.{'.'.join(map(str, problem['loc']))}: {said}")
         raise InvalidOption("; ".join(problems)) from None
 
 
@@ -166,10 +160,6 @@ class EncodeBody(BaseModel):
     options: RequestOptions = RequestOptions()
 
 
-DESCRIPTION = """The vision encoders of vision-language models as a separate service.
-
-Images and videos in, embeddings out, with rows in the order of the model's own processor."""
-
 PREFIX = "#/components/schemas/"
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -186,9 +176,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         504: "Not answered within the request's time.",
     }.items()
 }
+MISSING = ERRORS | {404: {"model": ErrorDocument, "description": "Not kept, or no longer."}}
 
-OPEN = {"/", "/healthz", "/readyz", "/metrics"}
-"""Paths that need no token."""
+OPEN: dict[str, Any] = {"security": []}  # of routes that need no token
 
 
 def schema(model: type[BaseModel]) -> dict[str, Any]:
@@ -198,11 +188,14 @@ def schema(model: type[BaseModel]) -> dict[str, Any]:
 FILES = {"type": "array", "items": {"type": "string", "format": "binary"}}
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 
-ANSWER: dict[str, Any] = {
-    "content": {
-        "application/msgpack": schema(EncodeDocument),
-        "application/json": schema(EncodeDocument),
-        "application/vnd.safetensors": BINARY,
+ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": EncodeDocument,
+        "description": "Embeddings, in the order of the request.",
+        "content": {
+            "application/msgpack": schema(EncodeDocument),
+            "application/vnd.safetensors": BINARY,
+        },
     }
 }
 
@@ -235,42 +228,22 @@ ENCODE: dict[str, Any] = {
             "video/*": BINARY,
         },
     },
-    "responses": {"200": {"description": "Embeddings, in the order of the request.", **ANSWER}},
-}
-
-FETCH: dict[str, Any] = {"responses": {"200": {"description": "One embedding.", **ANSWER}}}
-
-MISSING: dict[int | str, dict[str, Any]] = {
-    404: {"model": ErrorDocument, "description": "Not kept, or no longer."}
 }
 
 
 def describe(app: FastAPI, *, closed: bool) -> None:
-    """Adds the schemas that the bodies refer to and, if `closed`, the bearer token."""
+    """Adds the schemas of ENCODE to the OpenAPI document and, if `closed`, the bearer token."""
+    plain = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            document = get_openapi(
-                title=app.title,
-                version=app.version,
-                description=app.description,
-                routes=app.routes,
-            )
-            models: list[tuple[type[BaseModel], Any]] = [
-                (EncodeBody, "validation"),
-                (EncodeDocument, "validation"),
-                (ErrorDocument, "validation"),
-            ]
-            _, shared = models_json_schema(models, ref_template=PREFIX + "{model}")
-            components = document.setdefault("components", {})
-            components.setdefault("schemas", {}).update(shared["$defs"])
+            document = plain()
+            body = EncodeBody.model_json_schema(ref_template=PREFIX + "{model}")
+            document["components"]["schemas"] |= body.pop("$defs") | {EncodeBody.__name__: body}
             if closed:
-                components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+                bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
+                document["components"]["securitySchemes"] = bearer
                 document["security"] = [{"bearer": []}]
-            for path in OPEN & document["paths"].keys():
-                for operation in document["paths"][path].values():
-                    operation["security"] = []
-            app.openapi_schema = document
-        return app.openapi_schema
+        return app.openapi_schema or {}
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -13,10 +13,11 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from actors.errors import DeadlineExceeded, InvalidRequest, TooLarge, UnsupportedMedia
+from actors.types import Kind
 from encoder_service.config import LimitOptions
-from encoder_service.intake.limits import Take, offload
+from encoder_service.intake.limits import Take, check_body_bytes, offload
 from encoder_service.wire.documents import RequestItem, parse_request
-from encoder_service.wire.formats import WireError, read_json
+from encoder_service.wire.formats import UnsupportedType, WireError, read_json
 
 MOST_OPTIONS_BYTES = 4096
 CHARSETS = (b"utf-8", b"us-ascii")
@@ -32,26 +33,24 @@ async def read(
     content_type = request.headers.get("content-type", "")
     if content_type.lower().startswith("multipart/form-data"):
         async with in_time(limits):
-            chunks = limited(request, limits, take)
-            return await multipart(request, chunks, limits)
+            return await multipart(request, limited(request, limits, take), limits)
     body = await read_body(request, limits, take)
     try:
         return await offload(len(body), parse_request, body, content_type)
+    except UnsupportedType as error:
+        raise UnsupportedMedia(str(error)) from None
     except WireError as error:
-        kind = UnsupportedMedia if error.kind == "unsupported" else InvalidRequest
-        raise kind(str(error)) from None
+        raise InvalidRequest(str(error)) from None
 
 
 async def read_body(request: Request, limits: LimitOptions, take: Take) -> bytes:
     """The whole body. Raises TooLarge, DeadlineExceeded, and what `take` raises."""
     async with in_time(limits):
-        chunks = limited(request, limits, take)
-        return b"".join([chunk async for chunk in chunks])
+        return b"".join([chunk async for chunk in limited(request, limits, take)])
 
 
 @asynccontextmanager
 async def in_time(limits: LimitOptions) -> AsyncGenerator[None]:
-    """Bounds the time to read a body. Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(limits.timeout_seconds):
             yield
@@ -62,35 +61,25 @@ async def in_time(limits: LimitOptions) -> AsyncGenerator[None]:
 
 
 def check_length(request: Request, limits: LimitOptions) -> None:
+    """Raises TooLarge if the declared length exceeds limits.max_body_bytes."""
     declared = request.headers.get("content-length", "")
     # Python refuses to convert thousands of digits; 18 are enough to exceed any limit.
-    check_bytes(int(declared[:18]) if declared.isdecimal() else 0, limits)
+    check_body_bytes(int(declared[:18]) if declared.isdecimal() else 0, limits)
 
 
-def check_bytes(seen: int, limits: LimitOptions) -> None:
-    """Raises TooLarge if the bytes seen so far exceed limits.max_body_bytes."""
-    most = limits.max_body_bytes
-    if seen > most:
-        raise TooLarge(
-            f"the body is over {most} bytes (limits.max_body_bytes): send fewer items at a time"
-        )
-
-
-async def limited(
-    request: Request, limits: LimitOptions, take: Take
-) -> AsyncGenerator[bytes, None]:
+async def limited(request: Request, limits: LimitOptions, take: Take) -> AsyncGenerator[bytes]:
     """The body's chunks. Raises TooLarge as soon as the limit is passed, and reads no further."""
     check_length(request, limits)
     seen = 0
     async for chunk in request.stream():
         seen += len(chunk)
-        check_bytes(seen, limits)
+        check_body_bytes(seen, limits)
         take(len(chunk))
         yield chunk
 
 
 async def multipart(
-    request: Request, chunks: AsyncGenerator[bytes, None], limits: LimitOptions
+    request: Request, chunks: AsyncGenerator[bytes], limits: LimitOptions
 ) -> tuple[list[RequestItem], dict[str, Any]]:
     """File parts named image or video, in order, and an optional JSON part named options."""
     _, parameters = parse_options_header(request.headers["content-type"])
@@ -114,15 +103,17 @@ async def multipart(
     try:
         for name, part in form.multi_items():
             if name == "options" and isinstance(part, str):
-                options = json_object(part)
+                options = read_json(part.encode())
             elif name in ("image", "video") and isinstance(part, UploadFile):
-                content = await part.read()
-                items.append(RequestItem("video" if name == "video" else "image", content, None))
+                kind: Kind = "video" if name == "video" else "image"
+                items.append(RequestItem(kind, await part.read()))
             else:
                 raise InvalidRequest(
                     f"part {name!r}: send files (with a filename) named image or video, "
                     "and at most one part (without a filename) named options"
                 )
+    except (WireError, UnicodeError) as error:
+        raise InvalidRequest(f"the part `options`: {error}") from None
     finally:
         await form.close()
     return items, options
@@ -142,10 +133,3 @@ def refusal(reason: str, limits: LimitOptions) -> InvalidRequest:
             "send files with a filename, and short options"
         )
     return InvalidRequest(f"the multipart body cannot be read: {reason}")
-
-
-def json_object(content: str) -> dict[str, Any]:
-    try:
-        return read_json(content.encode())
-    except (WireError, UnicodeError) as error:
-        raise InvalidRequest(f"the part `options`: {error}") from None

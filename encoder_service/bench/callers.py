@@ -23,7 +23,7 @@ from encoder_service.api.errors import fault
 from encoder_service.bench.cluster import APPLICATION, Cluster
 from encoder_service.bench.load import Answered, OverWire, Result, Way, merged, send, work_seconds
 from encoder_service.bench.mix import Load, Shape, requests
-from encoder_service.client.embedding import ServiceError
+from encoder_service.client.items import ServiceError
 from encoder_service.client.transports import connect
 from encoder_service.config import LimitOptions, ServiceOptions
 from encoder_service.intake.media import probe

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.types import DTYPE_BYTES
 from encoder_service.bench.mix import Load
-from encoder_service.client.embedding import ServiceError
+from encoder_service.client.items import ServiceError
 from encoder_service.client.transports import Transport
 from encoder_service.wire.documents import RequestItem
 

@@ -1,9 +1,8 @@
 """What a user imports. Needs neither torch nor Ray, nor router and actors."""
 
 from encoder_service.client.client import AsyncClient, Client
-from encoder_service.client.dataset import DatasetOptions, Written
-from encoder_service.client.embedding import Embedding, ServiceError
-from encoder_service.client.sources import Frames, Samples, Source
+from encoder_service.client.dataset import DatasetOptions, Samples, Written
+from encoder_service.client.items import Embedding, Frames, ServiceError, Source
 
 __all__ = [
     "AsyncClient",

@@ -1,11 +1,4 @@
-"""A client of the service, over HTTP or gRPC; AsyncClient is the same for an event loop.
-
-    with Client("http://localhost:8000") as client:
-        for embedding in client.encode(["cat.jpg", "dog.png"]):
-            print(embedding.grid_thw, embedding.numpy().shape)
-
-Needs neither torch nor Ray.
-"""
+"""The clients of the service, over HTTP or gRPC. They need neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -14,21 +7,29 @@ import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import update_wrapper
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
+from PIL import Image
 from rich.console import Console
 
-from encoder_service.client.dataset import DatasetOptions, Written, encode_dataset
-from encoder_service.client.embedding import Embedding, ServiceError, read_items
-from encoder_service.client.sources import Samples, Source, check_list, request_item
+from encoder_service.client.dataset import DatasetOptions, Samples, Written, encode_dataset
+from encoder_service.client.items import (
+    Embedding,
+    Frames,
+    ServiceError,
+    Source,
+    read_items,
+    request_item,
+)
 from encoder_service.client.transports import connect
 
 LONGEST_BACKOFF_SECONDS = 5.0
 """Between attempts, where the service does not say how long to wait."""
 GRACE_SECONDS = 1.0
 """Added to the first attempt, so that the transport's timeout, whose error says more, is first."""
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -36,11 +37,7 @@ class AsyncClient:
     """Calls the service from one event loop. Safe to share among its tasks."""
 
     def __init__(
-        self,
-        url: str,
-        token: str | None = None,
-        timeout_seconds: float = 60,
-        retries: int = 4,
+        self, url: str, token: str | None = None, timeout_seconds: float = 60, retries: int = 4
     ) -> None:
         """`url`: http://, https://, grpc:// or grpcs:// with host and port.
 
@@ -90,11 +87,15 @@ class AsyncClient:
         for `fetch`. `evs_rate`: the share of each video's rows that is dropped where little
         changes from frame to frame.
         """
-        check_list(sources)
+        if isinstance(sources, str | Path | bytes | Image.Image | Frames):
+            one = type(sources).__name__
+            raise TypeError(f"encode takes a list, not one {one}: encode([source])")
         items = await asyncio.to_thread(lambda: [request_item(source) for source in sources])
         options = {
-            **{"dtype": dtype, "on_error": on_error},
-            **{"reference": reference, "evs_rate": evs_rate},
+            "dtype": dtype,
+            "on_error": on_error,
+            "reference": reference,
+            "evs_rate": evs_rate,
         }
         document = await self.persist(lambda: self.transport.encode(items, options))
         return read_items(document)
@@ -108,16 +109,15 @@ class AsyncClient:
     ) -> Written:
         """Encodes a folder, files, or rows with images into shards and a manifest under `out`.
 
-        Streams: memory does not grow with the dataset. Items that the service rejects, that time
-        out or that cannot be read are recorded in the manifest. Any other failure is raised:
-        ServiceError, OSError, or ValueError if `out` belongs to another dataset or another run is
-        writing there. Calling it again continues after the last complete shard, and retries failed
-        items that may work now. `console` shows a progress bar.
+        Memory does not grow with the dataset. Items that the service rejects, that time out or that
+        cannot be read are recorded in the manifest. Calling it again continues after the last
+        complete shard, and retries failed items that may work now. Raises ServiceError, OSError, or
+        ValueError if `out` belongs to another dataset or another run is writing there.
         """
         return await encode_dataset(self, given, out, options or DatasetOptions(), console)
 
     async def fetch(self, reference: str) -> Embedding:
-        """The embedding that is kept under an id. Raises ServiceError: "not_found" if expired."""
+        """The embedding that is kept under an id. Raises ServiceError "not_found" if expired."""
         (found,) = read_items(await self.persist(lambda: self.transport.fetch(reference)))
         assert isinstance(found, Embedding)
         return found
@@ -166,27 +166,34 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+
+def blocking(
+    method: Callable[Concatenate[AsyncClient, Arguments], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Client, Arguments], Result]:
+    """The method of AsyncClient as one of Client, with its signature and documentation."""
+
+    def call(self: Client, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return self.run(method(self.client, *args, **kwargs))
+
+    update_wrapper(call, method)
+    return call
 
 
 class Client:
     """AsyncClient for code without an event loop, or in a notebook: its loop runs in a thread.
 
+        with Client("http://localhost:8000") as client:
+            for embedding in client.encode(["cat.jpg", "dog.png"]):
+                print(embedding.grid_thw, embedding.numpy().shape)
+
     Takes the same arguments. Safe to share among threads.
     """
 
     def __init__(
-        self,
-        url: str,
-        token: str | None = None,
-        timeout_seconds: float = 60,
-        retries: int = 4,
+        self, url: str, token: str | None = None, timeout_seconds: float = 60, retries: int = 4
     ) -> None:
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(ignore_unclosed)
@@ -202,61 +209,12 @@ class Client:
             self.stop()
             raise
 
-    @overload
-    def encode(
-        self,
-        sources: Sequence[Source],
-        dtype: str = ...,
-        on_error: Literal["fail"] = ...,
-        *,
-        reference: bool = ...,
-        evs_rate: float = ...,
-    ) -> list[Embedding]: ...
-    @overload
-    def encode(
-        self,
-        sources: Sequence[Source],
-        dtype: str = ...,
-        *,
-        on_error: Literal["return"],
-        reference: bool = ...,
-        evs_rate: float = ...,
-    ) -> list[Embedding | ServiceError]: ...
-    def encode(
-        self,
-        sources: Sequence[Source],
-        dtype: str = "bfloat16",
-        on_error: Literal["fail", "return"] = "fail",
-        *,
-        reference: bool = False,
-        evs_rate: float = 0.0,
-    ) -> list[Embedding] | list[Embedding | ServiceError]:
-        call: Any = self.client.encode  # the overloads take one of the two words, not either
-        embeddings: list[Embedding] = self.run(
-            call(sources, dtype, on_error=on_error, reference=reference, evs_rate=evs_rate)
-        )
-        return embeddings
-
-    def encode_dataset(
-        self,
-        given: Samples,
-        out: Path,
-        options: DatasetOptions | None = None,
-        console: Console | None = None,
-    ) -> Written:
-        return self.run(self.client.encode_dataset(given, out, options, console))
-
-    def fetch(self, reference: str) -> Embedding:
-        return self.run(self.client.fetch(reference))
-
-    def release(self, reference: str) -> None:
-        self.run(self.client.release(reference))
-
-    def model(self) -> dict[str, Any]:
-        return self.run(self.client.model())
-
-    def ready(self) -> bool:
-        return self.run(self.client.ready())
+    encode = blocking(AsyncClient.encode)
+    encode_dataset = blocking(AsyncClient.encode_dataset)
+    fetch = blocking(AsyncClient.fetch)
+    release = blocking(AsyncClient.release)
+    model = blocking(AsyncClient.model)
+    ready = blocking(AsyncClient.ready)
 
     def close(self) -> None:
         if self.loop.is_closed():
@@ -280,12 +238,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -3,9 +3,8 @@
     DIR/manifest.jsonl       the settings, then one line per shard: its file and its items, in order
     DIR/00000.safetensors    one tensor [tokens, width] per item, by the item's name
 
-A shard appears only when it is complete, and counts once the manifest names it: a run that was
-killed continues after the last line. Only the items' order and sizes decide what is in a shard, so
-that an interrupted run leaves the same files as an uninterrupted one.
+A shard counts once the manifest names it. Only the items' order and sizes decide what is in a
+shard, so that an interrupted run leaves the same files as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -15,33 +14,39 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from PIL import Image
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from encoder_service.client.embedding import Embedding, ServiceError
-from encoder_service.client.sources import Sample, Samples, Source, count, samples
-from encoder_service.wire.formats import Document
-from encoder_service.wire.tensors import to_safetensors
+from encoder_service.client.items import Embedding, ServiceError, Source
+from encoder_service.wire.formats import Document, to_safetensors
 
 FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large")
 """Recorded for the item, which is not retried."""
 RETRIED = ("deadline_exceeded", "encode_failed", "unreadable")
 """Recorded for the item, which the next run retries. Any other error (429, 503) ends the run."""
 SHOWN_FAILURES = 5
-ITEMS_PER_SHARD = 10_000
-"""At most."""
+ITEMS_PER_SHARD = 10_000  # at most
 MANIFEST = "manifest.jsonl"
 FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
 """What the manifest says of an embedding."""
 
+SVG = "image/svg+xml"  # skipped in folders: it has no pixels, and the service does not take it
+
+Sample = tuple[str, Source]
+"""A source and its name: its path as it was found, or the number of its row."""
 Entry = tuple[str, Embedding | ServiceError]
+Samples = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
+"""A folder or a file, several of them, or rows with an image in a column (as of `datasets`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,44 +94,22 @@ async def encode_dataset(
     if options.concurrency < 1:
         raise ValueError(f"concurrency is {options.concurrency}: it must be at least 1")
     with locked(out):
-        return await write(caller, given, out, options, console)
-
-
-async def write(
-    caller: EncodeCalls, given: Samples, out: Path, options: DatasetOptions, console: Console | None
-) -> Written:
-    """Encodes what earlier runs into the folder have not finished."""
-    card = await caller.model()
-    served = {key: card.get(key) for key in ("model", "revision", "weights")}
-    chosen = {key: value for key, value in asdict(options).items() if key != "concurrency"}
-    manifest = await asyncio.to_thread(Manifest, out, served | chosen)
-    found = manifest.items
-    done = [item["name"] for item in found if not is_retried(item)]
-    with progress_bar(console, await asyncio.to_thread(count, given, options.column)) as advance:
-        advance(len(done))
-        left = remaining(samples(given, options.column), found)
-        waiting: list[Entry] = []
-        held_bytes = 0
-        async with aclosing(encode_in_order(caller, left, options)) as entries:
-            async for entry in entries:
-                waiting.append(entry)
-                held_bytes += len(entry[1].data) if isinstance(entry[1], Embedding) else 0
-                if held_bytes >= options.shard_bytes or len(waiting) == ITEMS_PER_SHARD:
-                    await asyncio.to_thread(write_shard, manifest, waiting, options.format)
-                    waiting, held_bytes = [], 0
-                advance(1)
-        if waiting:
-            await asyncio.to_thread(write_shard, manifest, waiting, options.format)
-    return summary(manifest.items, len(done), str(card["weights"]))
-
-
-def summary(items: list[Document], resumed: int, weights: str) -> Written:
-    failed = [item for item in items if "error" in item]
+        card = await caller.model()
+        served = {key: card.get(key) for key in ("model", "revision", "weights")}
+        chosen = {key: value for key, value in asdict(options).items() if key != "concurrency"}
+        manifest = await asyncio.to_thread(Manifest, out, served | chosen)
+        resumed = sum(not is_retried(item) for item in manifest.items)
+        total = await asyncio.to_thread(count, given, options.column)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress("items", *columns, console=console, disable=console is None) as progress:
+            task = progress.add_task("items", total=total, completed=resumed)
+            await write(caller, given, manifest, options, partial(progress.advance, task))
+    failed = [item for item in manifest.items if "error" in item]
     return Written(
-        encoded=len(items) - len(failed),
+        encoded=len(manifest.items) - len(failed),
         failed=len(failed),
         resumed=resumed,
-        weights=weights,
+        weights=str(card["weights"]),
         retryable=sum(map(is_retried, failed)),
         failures=tuple(
             f"{item['name']}: {item['error']['type']}: {item['error']['message']}"
@@ -135,8 +118,29 @@ def summary(items: list[Document], resumed: int, weights: str) -> Written:
     )
 
 
+async def write(
+    caller: EncodeCalls,
+    given: Samples,
+    manifest: Manifest,
+    options: DatasetOptions,
+    advance: Callable[[], None],
+) -> None:
+    left = remaining(samples(given, options.column), manifest.items)
+    waiting: list[Entry] = []
+    held_bytes = 0
+    async with aclosing(encode_in_order(caller, left, options)) as entries:
+        async for entry in entries:
+            waiting.append(entry)
+            held_bytes += len(entry[1].data) if isinstance(entry[1], Embedding) else 0
+            if held_bytes >= options.shard_bytes or len(waiting) == ITEMS_PER_SHARD:
+                await asyncio.to_thread(write_shard, manifest, waiting, options.format)
+                waiting, held_bytes = [], 0
+            advance()
+    if waiting:
+        await asyncio.to_thread(write_shard, manifest, waiting, options.format)
+
+
 def is_retried(item: Document) -> bool:
-    """Whether an item of the manifest failed with an error worth a retry."""
     return "error" in item and item["error"]["type"] in RETRIED
 
 
@@ -144,8 +148,8 @@ def remaining(found: Iterator[Sample], before: list[Document]) -> Iterator[Sampl
     """Items of earlier runs to retry, then all new ones. Raises ValueError for another dataset."""
     for position, item in enumerate(before):
         name, sample = item["name"], next(found, None)
-        if sample is None or sample.name != name:
-            now = "there is none" if sample is None else f"it is {sample.name!r}"
+        if sample is None or sample[0] != name:
+            now = "there is none" if sample is None else f"it is {sample[0]!r}"
             raise ValueError(
                 f"item {position} was {name!r} in the run before, now {now}: use another folder"
             )
@@ -154,26 +158,74 @@ def remaining(found: Iterator[Sample], before: list[Document]) -> Iterator[Sampl
     yield from found
 
 
+def samples(given: Samples, column: str) -> Iterator[Sample]:
+    """The items, in the same order every time. Raises ValueError if two have the same name."""
+    seen: set[str] = set()
+    entries: Iterable[Any] = [given] if isinstance(given, str | Path) else given
+    for position, entry in enumerate(entries):
+        for name, source in expanded_entry(entry, position, column):
+            if name in seen:
+                raise ValueError(f"{name!r} is there twice: names must be unique")
+            seen.add(name)
+            yield name, source
+
+
+def expanded_entry(entry: Any, position: int, column: str) -> Iterator[Sample]:
+    """A row or a file is one item; a folder is all images and videos below it, by name."""
+    if isinstance(entry, Mapping):
+        yield f"{position:09}", row_image(entry, position, column)
+        return
+    name = str(entry)
+    if name.startswith("https://") or not Path(name).is_dir():
+        yield name, name
+        return
+    for path in sorted(Path(name).rglob("*")):
+        kind = guess_type(path)[0] or ""
+        if kind.startswith(("image/", "video/")) and kind != SVG and path.is_file():
+            yield str(path), path
+
+
+def row_image(row: Mapping[str, Any], position: int, column: str) -> Source:
+    """A row's image: decoded, a file's bytes, a path, or the map that `datasets` makes of these."""
+    found = row.get(column)
+    if isinstance(found, Mapping):
+        found = found.get("bytes") or found.get("path")
+    if not isinstance(found, str | Path | bytes | Image.Image):
+        raise ValueError(
+            f"row {position}: column {column!r} holds no image but {type(found).__name__}; "
+            f"columns are {sorted(row)}"
+        )
+    return found
+
+
+def count(given: Samples, column: str) -> int | None:
+    """How many items there are, if that is known without reading them."""
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        rows = given and isinstance(given[0], Mapping)
+        return len(given) if rows else sum(1 for _ in samples(given, column))
+    if isinstance(given, str | Path):
+        return sum(1 for _ in samples(given, column))
+    return len(given) if isinstance(given, Sized) else None
+
+
 async def encode_in_order(
     caller: EncodeCalls, left: Iterator[Sample], options: DatasetOptions
 ) -> AsyncGenerator[Entry]:
     """Each item's name and result, in order, with `options.concurrency` items in flight."""
     under_way: deque[tuple[str, asyncio.Task[Embedding | ServiceError]]] = deque()
-
-    async def first() -> Entry:
-        name, task = under_way[0]
-        answer = await task
-        under_way.popleft()
-        return name, answer
-
     try:
-        while (sample := await asyncio.to_thread(next, left, None)) is not None:
-            call = asyncio.create_task(encode_one(caller, sample.source, options.dtype))
-            under_way.append((sample.name, call))
-            if len(under_way) == options.concurrency:
-                yield await first()
-        while under_way:
-            yield await first()
+        while True:
+            sample = await asyncio.to_thread(next, left, None)
+            if sample is not None:
+                call = asyncio.create_task(encode_one(caller, sample[1], options.dtype))
+                under_way.append((sample[0], call))
+            elif not under_way:
+                return
+            if sample is None or len(under_way) == options.concurrency:
+                name, task = under_way[0]
+                answer = await task
+                under_way.popleft()
+                yield name, answer
     finally:
         for _, task in under_way:
             task.cancel()
@@ -181,7 +233,6 @@ async def encode_in_order(
 
 
 async def encode_one(caller: EncodeCalls, source: Source, dtype: str) -> Embedding | ServiceError:
-    """Encodes one item. Raises ServiceError for errors that are not the item's own."""
     try:
         (embedding,) = await caller.encode([source], dtype)
     except ServiceError as error:
@@ -194,23 +245,8 @@ async def encode_one(caller: EncodeCalls, source: Source, dtype: str) -> Embeddi
 
 
 @contextmanager
-def progress_bar(console: Console | None, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar, if there is a console. Yields a function that advances it by some items."""
-    if console is None:
-        yield lambda items: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task("items", total=total)
-        yield lambda items: progress.advance(task, items)
-
-
-@contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other runs from writing to the folder. Raises ValueError if one is writing there.
-
-    The lock is on the manifest file; the kernel releases it when the process ends, however it ends.
-    """
+    """Keeps other runs from writing to the folder. Raises ValueError if one is writing there."""
     folder.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":  # has no fcntl
         yield
@@ -232,7 +268,7 @@ class Manifest:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.path = folder / MANIFEST
-        self.shards: list[dict[str, Any]] = []
+        self.shards: list[Document] = []
         lines = self.read()
         if not lines:
             self.append({"settings": dict(settings)})
@@ -245,7 +281,7 @@ class Manifest:
                 )
         self.shards = lines[1:]
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Document]:
         """The complete lines. Truncates a last line that was cut off when a run was killed."""
         if not self.path.exists():
             return []
@@ -262,16 +298,15 @@ class Manifest:
         return lines
 
     @property
-    def items(self) -> list[dict[str, Any]]:
+    def items(self) -> list[Document]:
         """The latest entry of every item, in the order of the items."""
         latest = {item["name"]: item for shard in self.shards for item in shard["items"]}
         return list(latest.values())
 
-    def add(self, file: str | None, items: list[dict[str, Any]]) -> None:
+    def add(self, file: str | None, items: list[Document]) -> None:
         """Records a shard that is on disk; `file` is None if all of its items failed."""
-        shard = {"file": file, "items": items}
-        self.append(shard)
-        self.shards.append(shard)
+        self.shards.append({"file": file, "items": items})
+        self.append(self.shards[-1])
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Writes a line, which is on the disk when this returns."""
@@ -288,30 +323,33 @@ def write_shard(manifest: Manifest, entries: Sequence[Entry], suffix: str) -> No
     if file:
         path = manifest.path.parent / file
         unfinished = path.with_name(f"{file}.tmp")
-        WRITERS[suffix](unfinished, encoded)
+        with unfinished.open("wb") as shard:
+            shard.write(parquet_file(encoded) if suffix == "parquet" else tensor_file(encoded))
+            shard.flush()
+            os.fsync(shard.fileno())  # so that a named file is never half written
         unfinished.replace(path)
     manifest.add(file, [manifest_entry(name, one) for name, one in entries])
 
 
-def manifest_entry(name: str, one: Embedding | ServiceError) -> dict[str, Any]:
+def manifest_entry(name: str, one: Embedding | ServiceError) -> Document:
     if isinstance(one, ServiceError):
         return {"name": name, "error": {"type": one.type, "message": one.message}}
     return {"name": name} | {fact: getattr(one, fact) for fact in FACTS}
 
 
-def write_safetensors(path: Path, entries: Sequence[tuple[str, Embedding]]) -> None:
-    """Writes tensors by name; "items" in the metadata is JSON of their manifest entries."""
+def tensor_file(entries: Sequence[tuple[str, Embedding]]) -> bytes:
+    """Tensors by name; "items" in the metadata is JSON of their manifest entries."""
     tensors = {
         name: {"dtype": one.dtype, "shape": one.shape, "data": one.data} for name, one in entries
     }
     first = entries[0][1]
     items = [manifest_entry(name, one) for name, one in entries]
     metadata = {"model": first.model, "weights": first.weights, "items": json.dumps(items)}
-    write_to_disk(path, to_safetensors(tensors, metadata))
+    return to_safetensors(tensors, metadata)
 
 
-def write_parquet(path: Path, entries: Sequence[tuple[str, Embedding]]) -> None:
-    """Writes one row per item: its manifest entry, and its bytes in the column "data"."""
+def parquet_file(entries: Sequence[tuple[str, Embedding]]) -> memoryview:
+    """One row per item: its manifest entry, and its bytes in the column "data"."""
     import pyarrow
     from pyarrow import parquet
 
@@ -321,18 +359,4 @@ def write_parquet(path: Path, entries: Sequence[tuple[str, Embedding]]) -> None:
     ]
     sink = pyarrow.BufferOutputStream()
     parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
-    write_to_disk(path, sink.getvalue())
-
-
-def write_to_disk(path: Path, data: bytes) -> None:
-    """Returns when the data is on the disk, so that a named file is never half written."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-WRITERS: dict[str, Callable[[Path, Sequence[tuple[str, Embedding]]], None]] = {
-    "safetensors": write_safetensors,
-    "parquet": write_parquet,
-}
+    return memoryview(sink.getvalue())

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from encoder_service.client.embedding import ServiceError, service_error
+from encoder_service.client.items import ServiceError, service_error
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.encoder_grpc import EncoderStub
@@ -46,13 +46,8 @@ class GrpcTransport:
         parts = [message(item) for item in items]
         request = pb.EncodeRequest(items=parts, options=pb.Options(**options))
         answer = await self.call(self.stub.Encode, request)
-        return {
-            "model": answer.model,
-            "family": answer.family,
-            "weights": answer.weights,
-            "items": [item_document(item) for item in answer.items],
-            "timings": document_of(answer.timings),
-        }
+        found = [item_document(item) for item in answer.items]
+        return document_of(answer) | {"items": found, "timings": document_of(answer.timings)}
 
     async def fetch(self, reference: str) -> Document:
         request = pb.FetchRequest(reference=reference)
@@ -62,13 +57,8 @@ class GrpcTransport:
             raise ServiceError("invalid_response", "the service sent an empty stream")
         first = chunks[0]
         data = b"".join(chunk.embedding.data for chunk in chunks)
-        return {
-            "model": first.model,
-            "family": first.family,
-            "weights": first.weights,
-            "items": [item_document(first.embedding) | {"data": data}],
-            "timings": {},
-        }
+        item = item_document(first.embedding) | {"data": data}
+        return document_of(first) | {"items": [item], "timings": {}}
 
     async def release(self, reference: str) -> None:
         await self.call(self.stub.Release, pb.ReleaseRequest(reference=reference))
@@ -119,14 +109,12 @@ def message(item: RequestItem) -> pb.Item:
 
 def item_document(item: Any) -> Document:
     """An Embedding message as the item that HTTP would give."""
-    if item.HasField("error"):
-        return {"index": item.index, "type": item.type, "error": document_of(item.error)}
-    lists = ("grid_thw", "shape", "timestamps", "frame_tokens")
-    return document_of(item) | {name: list(getattr(item, name)) for name in lists}
+    error = {"error": document_of(item.error)} if item.HasField("error") else {}
+    return document_of(item) | error
 
 
 def document_of(message: Any) -> Document:
-    """Every scalar field of a message, also those that are zero."""
+    """Every field of a message that is no message, also those that are zero."""
     return {
         field.name: getattr(message, field.name)
         for field in message.DESCRIPTOR.fields

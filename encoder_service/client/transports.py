@@ -1,15 +1,11 @@
-"""How a client reaches a service. The scheme of the URL chooses HTTP or gRPC.
-
-grpc is imported only for grpc:// URLs: in vLLM's environment the EC connector needs HTTP alone.
-"""
+"""How a client reaches a service over HTTP. The scheme of the URL chooses HTTP or gRPC."""
 
 from __future__ import annotations
 
 import json
 from base64 import b64encode
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -17,42 +13,27 @@ import aiohttp
 import msgpack
 from yarl import URL
 
-from encoder_service.client.embedding import ServiceError, service_error
-from encoder_service.wire.documents import RequestItem, parse_response
-from encoder_service.wire.formats import MSGPACK, Document, WireError, read_json
+from encoder_service.client.items import ServiceError, service_error
+from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.formats import MSGPACK, Document, WireError, read_json, read_msgpack
+
+if TYPE_CHECKING:
+    from encoder_service.client.grpc_transport import GrpcTransport
 
 IDLE_SECONDS = 5.0
 """Connections idle for longer are closed: the server may have closed its end by then."""
-HEAD_BYTES = 64 * 1024
-"""Longest line and header value of a response."""
+HEAD_BYTES = 64 * 1024  # longest line and header value of a response
 PIECE_BYTES = 256 * 1024
 """Larger request bodies are sent in pieces: asyncio copies what the socket cannot take at once."""
+MOST_BYTES = 2**31
+"""Of a body that is read into one buffer, whose size a header says before any of it has come."""
 
 
-class Transport(Protocol):
-    """Calls to one service. Every call raises ServiceError, also when nothing answers."""
-
-    async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
-        """The response document."""
-
-    async def fetch(self, reference: str) -> Document:
-        """The response document of the one item that is kept under an id."""
-
-    async def release(self, reference: str) -> None:
-        """Deletes what is kept under an id."""
-
-    async def model(self) -> Document:
-        """The model card."""
-
-    async def ready(self) -> bool: ...
-    async def close(self) -> None: ...
+Transport: TypeAlias = "HttpTransport | GrpcTransport"
 
 
 def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
-    """A transport for the URL's scheme. Raises ValueError for a URL or token that cannot be used.
-
-    Opens no connection yet, and needs no running event loop for http:// and https://.
-    """
+    """Opens no connection yet. Raises ValueError for a URL or token that cannot be used."""
     scheme = urlsplit(url).scheme
     if scheme not in ("http", "https", "grpc", "grpcs"):
         raise ValueError(f"{url!r}: the scheme must be http, https, grpc or grpcs")
@@ -60,30 +41,21 @@ def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
         raise ValueError("the token has a line break or another character that no header can carry")
     if scheme in ("http", "https"):
         return HttpTransport(url, token, timeout_seconds)
+    # Only here, because in vLLM's environment the EC connector needs HTTP alone.
     from encoder_service.client.grpc_transport import GrpcTransport
 
     return GrpcTransport(url, token, timeout_seconds)
 
 
-MOST_BYTES = 2**31
-"""Of a body that is read into one buffer, whose size a header says before any of it has come."""
-
-
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
-    status: int
-    content_type: str
-    body: bytes | bytearray
-
-
 class HttpTransport:
-    """HTTP with msgpack both ways. Connections are kept alive and used again."""
+    """HTTP with msgpack both ways, over connections that are kept alive.
+
+    Every call raises ServiceError, also when nothing answers. `encode` and `fetch` return response
+    documents, `model` the model card. GrpcTransport has the same methods.
+    """
 
     def __init__(self, url: str, token: str | None, timeout_seconds: float) -> None:
-        """Goes through the environment's proxy, if it names one for this host. Raises ValueError.
-
-        A name and password in the URL are sent instead of the token.
-        """
+        """Raises ValueError. A name and password in the URL are sent instead of the token."""
         address = URL(url)
         if not address.host:
             raise ValueError(f"{url!r}: the host is missing")
@@ -107,11 +79,7 @@ class HttpTransport:
         await self.request("DELETE", path_of(reference))
 
     async def model(self) -> Document:
-        answer = await self.request("GET", "/v1/model")
-        try:
-            return read_json(answer.body)
-        except WireError as error:
-            raise ServiceError("invalid_response", str(error), answer.status) from error
+        return await self.document("GET", "/v1/model")
 
     async def ready(self) -> bool:
         try:
@@ -125,19 +93,20 @@ class HttpTransport:
             await self.session.close()
 
     async def document(self, method: str, path: str, body: bytes = b"") -> Document:
-        answer = await self.request(method, path, body, {"accept": MSGPACK})
+        response, received = await self.request(method, path, body)
+        read = read_msgpack if response.content_type == MSGPACK else read_json
         try:
-            return parse_response(answer.body, answer.content_type)
+            return read(received)
         except WireError as error:
-            raise ServiceError("invalid_response", str(error), answer.status) from error
+            raise ServiceError("invalid_response", str(error), response.status) from error
 
     async def request(
-        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
-    ) -> HttpAnswer:
-        """A 2xx response; any other one is raised as ServiceError."""
+        self, method: str, path: str, body: bytes = b""
+    ) -> tuple[aiohttp.ClientResponse, bytes | bytearray]:
+        """A 2xx response and its body; any other one is raised as ServiceError."""
         if self.session is None:
             self.session = self.open_session()
-        content: dict[str, Any] = {"headers": headers or {}}
+        content: dict[str, Any] = {"headers": {"accept": MSGPACK}}
         if body:
             content["headers"] |= {"content-type": MSGPACK, "content-length": str(len(body))}
             content["data"] = pieces(body) if len(body) > PIECE_BYTES else body
@@ -151,7 +120,7 @@ class HttpTransport:
         except (aiohttp.ClientError, UnicodeError) as error:  # UnicodeError: not a host name
             raise ServiceError("unavailable", f"{self.url}: {error!r}", retryable=True) from error
         if 200 <= response.status < 300:
-            return HttpAnswer(response.status, response.headers.get("content-type", ""), received)
+            return response, received
         raise http_error(response, received)
 
     def open_session(self) -> aiohttp.ClientSession:
@@ -220,7 +189,6 @@ def http_error(response: aiohttp.ClientResponse, body: bytes | bytearray) -> Ser
 
 
 def path_of(reference: str) -> str:
-    """The path of an embedding that the service keeps. Raises TypeError, ValueError."""
     if not isinstance(reference, str):
         raise TypeError(f"needs an id (`.reference`), not {type(reference).__name__}")
     if not reference:
@@ -229,10 +197,9 @@ def path_of(reference: str) -> str:
 
 
 def environment_proxy(url: URL) -> URL | None:
-    """The proxy that http_proxy, https_proxy, all_proxy and no_proxy name for a URL.
+    """The proxy that the environment names for a URL. Raises ValueError if it is no HTTP proxy.
 
-    aiohttp's own trust_env knows no all_proxy, and would send credentials from ~/.netrc. Raises
-    ValueError for a kind of proxy that aiohttp cannot use.
+    aiohttp's own trust_env knows no all_proxy, and would send credentials from ~/.netrc.
     """
     proxies = getproxies()
     found = proxies.get(url.scheme) or proxies.get("all")

@@ -25,10 +25,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from actors.errors import DeadlineExceeded, EncodeFailed, InvalidRequest, TooLarge, Unavailable
-from encoder_service.api import envelope
 from encoder_service.api.auth import Tokens
-from encoder_service.api.envelope import request_id_of
-from encoder_service.api.errors import TABLE, Fault, fault
+from encoder_service.api.errors import TABLE, Fault, error_response, fault, request_id_of
 from encoder_service.api.upload import read_body
 from encoder_service.client import AsyncClient, Embedding, ServiceError
 from encoder_service.config import AuthOptions, LimitOptions
@@ -267,7 +265,7 @@ def check_other(body: bytes) -> None:
 def refusal(problem: Exception, request_id: str) -> Response:
     found = of_encoder(problem) if isinstance(problem, ServiceError) else None
     found = found or fault(problem, request_id)
-    return envelope.response(found, found.openai_document())
+    return error_response(found, found.openai_document())
 
 
 def of_encoder(problem: ServiceError) -> Fault | None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from encoder_service.client.embedding import Embedding
+    from encoder_service.client.items import Embedding
 
 GRIDLESS = ("internvl", "internvl_chat", "llama4", "deepseek_ocr")
 """Families whose positions need no grid: their tokens are tiles or crops, not rows and columns."""

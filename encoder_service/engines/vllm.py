@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from encoder_service.client.embedding import Embedding
+    from encoder_service.client.items import Embedding
 
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Families for which vLLM takes rows and their grid, from which it derives positions."""

@@ -25,9 +25,7 @@ Resolve = Callable[[str], Awaitable[Sequence[str]]]
 
 
 async def resolve(host: str) -> list[str]:
-    """Addresses from the system's resolver, in its order of preference."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, 443, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().getaddrinfo(host, 443, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 
@@ -58,14 +56,13 @@ class Fetcher:
         self.options = options
         self.allowed = {host.lower() for host in options.allow_hosts}
         self.resolve = resolve
-        # No proxy from the environment, because it would resolve the name itself. No connection is
-        # kept, because it would be reused for another name at the same address.
+        # No proxy from the environment, because it would resolve the name itself. No connection
+        # and no cookie is kept: they would be used for another name at the same address.
         self.client = httpx.AsyncClient(
             transport=transport,
             trust_env=False,
             timeout=options.timeout_seconds,
             limits=httpx.Limits(max_keepalive_connections=0),
-            # No cookie is kept: it would be sent to another name at the same address.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
         )
 
@@ -156,17 +153,14 @@ class Fetcher:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise InvalidMedia(f"{host} sent a compressed body that was not asked for")
         declared = response.headers.get("content-length", "0")
-        body = bytearray()
         # Python refuses to convert thousands of digits; 18 are enough to exceed any limit.
-        too_large = declared.isdecimal() and int(declared[:18]) > self.options.max_bytes
-        if not too_large:
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > self.options.max_bytes:
-                    too_large = True
-                    break
-        if too_large:
-            raise TooLarge(
-                f"the file at {host} is over {self.options.max_bytes} bytes (fetch.max_bytes)"
-            )
+        self.check_bytes(int(declared[:18]) if declared.isdecimal() else 0, host)
+        body = bytearray()
+        async for chunk in response.aiter_bytes():
+            body += chunk
+            self.check_bytes(len(body), host)
         return bytes(body)
+
+    def check_bytes(self, size_bytes: int, host: str) -> None:
+        if size_bytes > (most := self.options.max_bytes):
+            raise TooLarge(f"the file at {host} is over {most} bytes (fetch.max_bytes)")

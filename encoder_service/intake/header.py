@@ -23,7 +23,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
 from actors.types import Size
-from encoder_service.wire.signatures import SUPPORTED, name_format
+from encoder_service.wire.documents import name_format
 
 MOST_READS = 50_000
 MOST_EXIF_BYTES = 16 * 2**20
@@ -32,14 +32,8 @@ much."""
 MOST_SCANS = 50
 """Limit for a progressive JPEG; encoders write about ten. Each scan is a pass over all
 coefficients, and an empty one takes only 30 bytes."""
-MOST_GIF_BLOCKS = 100_000
-"""A block is at most 255 bytes: enough for a 25 MB animation, counted in about 10 ms."""
-
-GIF_IMAGE, GIF_EXTENSION = 0x2C, 0x21
-
 START_OF_IMAGE = b"\xff\xd8"
-SEGMENT = re.compile(rb"\xff[\xc0-\xcf\xdb-\xfe]")
-"""The marker of a segment that has a length."""
+SEGMENT = re.compile(rb"\xff[\xc0-\xcf\xdb-\xfe]")  # the marker of a segment that has a length
 FEW_SEGMENTS = 32
 START_OF_SCAN = b"\xff\xda"
 NEXT_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")
@@ -59,10 +53,8 @@ READERS: dict[str, Callable[[BytesIO], ImageFile]] = {
 @dataclass(frozen=True, slots=True)
 class Header:
     format: str
-    size: Size
-    """Upright: EXIF orientation is applied."""
-    notice: str
-    """A remark for the client; usually empty."""
+    size: Size  # upright: EXIF orientation is applied
+    notice: str  # a remark for the client; usually empty
 
 
 class BoundedStream(BytesIO):
@@ -90,7 +82,7 @@ def read_header(data: bytes) -> Header:
             "the file is empty" if not data else "the file is not an image, or it is damaged"
         )
     if name not in READERS:
-        raise UnsupportedMedia(f"{name} is not supported: send {', '.join(SUPPORTED)}")
+        raise UnsupportedMedia(f"{name} is not supported: send {', '.join(READERS)}")
     if name == "JPEG" and many_scans(data):
         raise InvalidMedia(f"the JPEG has more than {MOST_SCANS} scans: save it again")
     try:
@@ -99,7 +91,7 @@ def read_header(data: bytes) -> Header:
             # Pillow's TIFF reader applies the orientation to the size itself.
             if name != "TIFF" and orientation(image) in (5, 6, 7, 8):
                 size = Size(size.height, size.width)
-            return Header(name, size, notice(name, data, image))
+            return Header(name, size, notice(name, image))
     except Image.DecompressionBombError as error:
         raise TooLarge(f"the {name} declares more pixels than can be decoded: {error}") from error
     except Exception as error:  # Pillow's readers raise nearly everything
@@ -195,44 +187,13 @@ def png_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     raise ValueError("it has too many chunks")
 
 
-def notice(name: str, data: bytes, image: ImageFile) -> str:
-    if name == "GIF":
-        frames, more = count_gif_frames(data)
-        count = f"more than {frames}" if more else str(frames)
-        return f"animated GIF: the first of {count} frames" if more or frames > 1 else ""
-    if not getattr(image, "is_animated", False):
+def notice(name: str, image: ImageFile) -> str:
+    try:
+        several = getattr(image, "is_animated", False)
+    except ValueError:  # a GIF whose first frame is longer than BoundedStream allows
+        several = False
+    if not several:
         return ""
     if name == "TIFF":
-        return "TIFF of several pages: the first"
-    return f"animated {name}: the first of {getattr(image, 'n_frames', 0)} frames"
-
-
-def count_gif_frames(data: bytes) -> tuple[int, bool]:
-    """Frames found, and whether there may be more. A broken file counts up to the break.
-
-    GIF is the one format whose header does not say; this skips from block to block.
-    """
-    frames = 0
-    blocks_left = MOST_GIF_BLOCKS
-    try:
-        at = 13 + palette_bytes(data[10])
-        while data[at] in (GIF_IMAGE, GIF_EXTENSION):
-            if data[at] == GIF_IMAGE:
-                frames += 1
-                at += 11 + palette_bytes(data[at + 9])
-            else:
-                at += 2
-            while length := data[at]:
-                at += 1 + length
-                blocks_left -= 1
-            at += 1
-            blocks_left -= 1
-            if blocks_left < 0:
-                return frames, True
-    except IndexError:
-        return frames, False
-    return frames, False
-
-
-def palette_bytes(flags: int) -> int:
-    return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
+        return "TIFF of several pages: only the first is encoded"
+    return f"animated {name}: only the first frame is encoded"

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-from actors.errors import DeadlineExceeded, Overloaded
+from actors.errors import DeadlineExceeded, Overloaded, TooLarge
+from encoder_service.config import LimitOptions
 
 GRACE_SECONDS = 1.0
 """The router enforces the deadline per item; the whole request is ended this much later."""
@@ -21,6 +22,22 @@ Result = TypeVar("Result")
 
 Take = Callable[[int], None]
 """Counts bytes of a request. Raises Overloaded if that exceeds what the process may hold."""
+
+
+def check_items(items: int, limits: LimitOptions) -> None:
+    if items > limits.max_items:
+        raise TooLarge(
+            f"{items} items in one request; limits.max_items is {limits.max_items}: "
+            "send several requests"
+        )
+
+
+def check_body_bytes(size_bytes: int, limits: LimitOptions) -> None:
+    most = limits.max_body_bytes
+    if size_bytes > most:
+        raise TooLarge(
+            f"the body is over {most} bytes (limits.max_body_bytes): send fewer items at a time"
+        )
 
 
 class Buffered:
@@ -87,11 +104,9 @@ async def offload(
 ) -> Result:
     """work(...), in a thread if it touches more than INLINE_BYTES.
 
-    The event loop stays responsive only as far as the work releases the GIL: hashing and
-    decompressing do, Python code does every few milliseconds, a C parser holds it until it
-    returns. Hence wire/formats.py bounds the number of values in a body before it is parsed.
-    json.loads still makes one string of a body: a few tenths of a second for the 128 MiB that
-    limits.max_body_bytes allows by default.
+    The event loop stays responsive only as far as the work releases the GIL. A C parser holds it
+    until it returns, hence wire/formats.py bounds the number of values in a body. json.loads still
+    makes one string of a body: a few tenths of a second for 128 MiB.
     """
     if size_bytes <= INLINE_BYTES:
         return work(*args, **kwargs)

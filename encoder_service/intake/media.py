@@ -19,16 +19,13 @@ from actors.types import Clip, Kind, Media, Size
 from encoder_service.config import FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.intake.header import is_simple, read_header
-from encoder_service.intake.limits import offload
+from encoder_service.intake.limits import INLINE_BYTES, check_items, offload
 from encoder_service.wire.documents import RequestItem
-
-UNBOUNDED_BYTES = 2**62
-"""Stands for an unknown amount of work: always offloaded to a thread."""
 
 
 class Admission:
-    """Which items a service accepts, and what they will cost. Whether there is room for them now
-    (429) is decided by `Backend.check_room` and the router's ledger."""
+    """Which items a service accepts, and what they will cost. The router's ledger decides whether
+    there is room for them now (429)."""
 
     def __init__(self, spec: ModelSpec, limits: LimitOptions, fetch: FetchOptions) -> None:
         self.spec = spec
@@ -44,64 +41,49 @@ class Admission:
         """
         if not items:
             raise InvalidRequest("the request has no items: send at least one image")
-        if len(items) > self.limits.max_items:
-            raise TooLarge(
-                f"{len(items)} items in one request; limits.max_items is {self.limits.max_items}: "
-                "send several requests"
-            )
-        files: Sequence[bytes | ServiceError] = [
-            item.data for item in items if item.data is not None
-        ]
-        if len(files) < len(items):  # otherwise no task per item is needed
+        check_items(len(items), self.limits)
+        if all(item.data is not None for item in items):  # no task per item is needed
+            files: list[bytes | ServiceError] = [item.data or b"" for item in items]
+        else:
             files = await asyncio.gather(*(self._file(item) for item in items))
-        admitted = await offload(work_bytes(items, files), self._probe_all, items, files)
-        return [
-            replace(one, evs_rate=evs_rate) if isinstance(one, Media) and one.clip else one
-            for one in admitted
-        ]
+        # A PNG of a few KB may have megabytes of metadata to unpack; EXIF blocks may refer to
+        # themselves.
+        found = [data for data in files if isinstance(data, bytes)]
+        simple = all(map(is_simple, found)) and all(item.frames is None for item in items)
+        work_bytes = sum(map(len, found)) if simple else INLINE_BYTES + 1
+        return await offload(
+            work_bytes,
+            lambda: [self._probe(*one, evs_rate) for one in zip(items, files, strict=True)],
+        )
 
     async def _file(self, item: RequestItem) -> bytes | ServiceError:
         """The item's bytes, fetched if it is a URL; empty for a list of frames."""
-        if item.data is not None or item.frames is not None:
+        if item.url is None:
             return item.data or b""
         try:
-            if item.url is None:
-                raise InvalidRequest("the item has neither data nor url: give one of them")
             return await self.fetcher.get(item.url)
         except ServiceError as error:
             return error
 
-    def _probe_all(
-        self, items: Sequence[RequestItem], files: Sequence[bytes | ServiceError]
-    ) -> list[Media | ServiceError]:
-        return [self._probe(item, data) for item, data in zip(items, files, strict=True)]
-
-    def _probe(self, item: RequestItem, data: bytes | ServiceError) -> Media | ServiceError:
+    def _probe(
+        self, item: RequestItem, data: bytes | ServiceError, evs_rate: float
+    ) -> Media | ServiceError:
         if isinstance(data, ServiceError):
             return data
         try:
             if item.frames is not None:
-                return probe_frames(item.frames, item.fps, self.spec, self.limits)
-            return probe(data, item.type, self.spec, self.limits)
+                media = probe_frames(item.frames, item.fps, self.spec, self.limits)
+            else:
+                media = probe(data, item.type, self.spec, self.limits)
         except ServiceError as error:
             return error
-
-
-def work_bytes(items: Sequence[RequestItem], files: Sequence[bytes | ServiceError]) -> int:
-    """The bytes to hash and to read, for `offload`.
-
-    A PNG of a few KB may have megabytes of metadata to unpack; EXIF blocks may refer to themselves.
-    """
-    found = [data for data in files if isinstance(data, bytes)]
-    simple = all(map(is_simple, found)) and all(item.frames is None for item in items)
-    return sum(map(len, found)) if simple else UNBOUNDED_BYTES
+        return replace(media, evs_rate=evs_rate) if media.clip else media
 
 
 def probe(data: bytes, kind: Kind, spec: ModelSpec, limits: LimitOptions) -> Media:
-    """What a file is and what it will cost, from its header alone.
+    """What a file is and what it will cost, from its header. The digest takes 1 ms per 2 MB.
 
     Raises InvalidMedia (damaged), UnsupportedMedia (format or kind), TooLarge (limits).
-    Takes about a millisecond per 2 MB, because the digest reads all of it.
     """
     if kind == "video":
         check_videos(spec)
@@ -115,10 +97,7 @@ def probe(data: bytes, kind: Kind, spec: ModelSpec, limits: LimitOptions) -> Med
 def probe_frames(
     frames: Sequence[bytes], fps: float | None, spec: ModelSpec, limits: LimitOptions
 ) -> Media:
-    """A video given as a list of image files, all of which are encoded. Raises as `probe`.
-
-    Without `fps`, the frame rate is that of the model's own sampling.
-    """
+    """A video given as a list of image files. `fps` defaults to the model's own sampling rate."""
     video = check_videos(spec)
     if not frames:
         raise InvalidMedia(f"the video has no frames: send at least {video.least}")
@@ -142,9 +121,18 @@ def probe_frames(
 def video_media(
     spec: ModelSpec, limits: LimitOptions, clip: Clip, data: bytes, frames: tuple[bytes, ...]
 ) -> Media:
-    """A video and what it will cost. Raises TooLarge if it exceeds a limit."""
     check_size(clip.size, limits.max_pixels)
-    check_length(clip, limits)
+    if clip.frames > limits.max_video_frames:
+        raise TooLarge(
+            f"the video has {clip.frames} frames or more, over the limit of "
+            f"{limits.max_video_frames} (limits.max_video_frames): cut it, or lower its rate"
+        )
+    seconds = clip.frames / clip.fps
+    if seconds > limits.max_video_seconds:
+        raise TooLarge(
+            f"the video lasts {seconds:.0f} s, over the limit of {limits.max_video_seconds:g} s "
+            "(limits.max_video_seconds): cut it"
+        )
     plan = check_videos(spec).plan(clip)
     if plan.tokens > limits.max_video_tokens:
         raise TooLarge(
@@ -158,27 +146,12 @@ def video_media(
 
 
 def check_videos(spec: ModelSpec) -> VideoSizing:
-    """The model's video sizing. Raises UnsupportedMedia if it takes no videos."""
     if spec.video is None:
         raise UnsupportedMedia(
             f"the model {spec.id} ({spec.family}) takes images only, not a video: "
             "send its frames as images"
         )
     return spec.video
-
-
-def check_length(clip: Clip, limits: LimitOptions) -> None:
-    if clip.frames > limits.max_video_frames:
-        raise TooLarge(
-            f"the video has {clip.frames} frames or more, over the limit of "
-            f"{limits.max_video_frames} (limits.max_video_frames): cut it, or lower its rate"
-        )
-    seconds = clip.frames / clip.fps
-    if seconds > limits.max_video_seconds:
-        raise TooLarge(
-            f"the video lasts {seconds:.0f} s, over the limit of {limits.max_video_seconds:g} s "
-            "(limits.max_video_seconds): cut it"
-        )
 
 
 def check_size(size: Size, max_pixels: int) -> None:

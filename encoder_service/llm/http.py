@@ -13,9 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from encoder_service.api import envelope
-from encoder_service.api.answer import Json
-from encoder_service.api.errors import fault
+from encoder_service.api.errors import error_response, fault
 from encoder_service.api.http import CHAT_PATH
 from encoder_service.api.upload import read_body
 from encoder_service.llm.schema import ChatEvent, ChatRequest, Finish, InvalidKey, UnknownModel
@@ -23,6 +21,7 @@ from encoder_service.llm.service import ChatService, Parsed
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
+from encoder_service.wire.formats import Document
 
 DONE = b"data: [DONE]\n\n"
 
@@ -67,7 +66,7 @@ def refusal(problem: Exception, parsed: Parsed | None, exchange: Exchange) -> Re
     param = problem.param if isinstance(problem, InvalidKey | UnknownModel) else None
     if parsed and found.item is not None:
         param = parsed.place(found.item)
-    return envelope.response(found, found.openai_document(param))
+    return error_response(found, found.openai_document(param))
 
 
 async def begun(
@@ -139,14 +138,14 @@ async def chained(first: ChatEvent, rest: AsyncGenerator[ChatEvent]) -> AsyncGen
 
 class Answers:
     def __init__(self, spec: LlmSpec, request_id: str, created: int) -> None:
-        self.head: Json = {
+        self.head: Document = {
             "id": f"chatcmpl-{request_id}",
             "created": created,
             "model": spec.id,
             "weights": "dummy" if spec.dummy else "checkpoint",
         }
 
-    def completion(self, text: str, finish: Finish) -> Json:
+    def completion(self, text: str, finish: Finish) -> Document:
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": text},
@@ -158,7 +157,7 @@ class Answers:
             "usage": usage(finish),
         }
 
-    def chunk(self, delta: Json, finish: Finish | None = None) -> bytes:
+    def chunk(self, delta: Document, finish: Finish | None = None) -> bytes:
         choice = {
             "index": 0,
             "delta": delta,
@@ -172,7 +171,7 @@ class Answers:
         return event(self.head | document)
 
 
-def usage(finish: Finish) -> Json:
+def usage(finish: Finish) -> Document:
     """Token counts; an image or video counts as many as its embedding has rows."""
     return {
         "prompt_tokens": finish.prompt_tokens,
@@ -181,7 +180,7 @@ def usage(finish: Finish) -> Json:
     }
 
 
-def models(spec: LlmSpec) -> Json:
+def models(spec: LlmSpec) -> Document:
     entry = {
         "id": spec.id,
         "object": "model",
@@ -193,5 +192,5 @@ def models(spec: LlmSpec) -> Json:
     return {"object": "list", "data": [entry]}
 
 
-def event(document: Json) -> bytes:
+def event(document: Document) -> bytes:
     return b"data: " + json.dumps(document).encode() + b"\n\n"

@@ -1,10 +1,7 @@
-"""Documents of maps, lists and tensors as bytes: msgpack, JSON, safetensors.
+"""Documents and tensors as bytes, without torch: msgpack, JSON, safetensors.
 
-The only fields that this module interprets: "items" is a list, and the "data" of an item is the
-memory of a tensor of that item's "dtype" and "shape".
-
-The body of a request is checked before it is parsed: the parsers of msgpack and JSON hold the GIL
-while they build values, and an empty list of one byte becomes 56 bytes.
+Of a document, only the "data" of its "items" is interpreted: the memory of a tensor of that item's
+"dtype" and "shape". numpy has no bfloat16, which is therefore widened to float32.
 """
 
 from __future__ import annotations
@@ -13,20 +10,18 @@ import base64
 import binascii
 import json
 import struct
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgpack
 import numpy as np
-
-from encoder_service.wire import tensors
+import numpy.typing as npt
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
 SAFETENSORS = "application/vnd.safetensors"
 
-MOST_ENTRIES = 65_536
-"""In one msgpack array or map."""
+MOST_ENTRIES = 65_536  # in one msgpack array or map
 MOST_VALUES = 8192
 """In the body of a request. An item is five values, so a thousand items fit."""
 
@@ -40,19 +35,25 @@ EXTENSIONS = {0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)}
 CHUNK_CHARACTERS = 2**22
 """Of base64 at a time, because a call holds the GIL. Divisible by 4, three quarters of it by 3."""
 
+CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""The dtypes' names in safetensors files."""
+WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes per value
+
 Document = dict[str, Any]
-Piece = bytes | memoryview
-"""Part of a body; its len() is its number of bytes."""
+Buffer = bytes | memoryview | npt.NDArray[np.uint8]
+Piece = bytes | memoryview  # part of a body; its len() is its number of bytes
 
 
 class WireError(ValueError):
-    """Bytes that cannot be read, or a format that is not supported."""
+    """Bytes that cannot be read."""
 
-    def __init__(
-        self, message: str, kind: Literal["malformed", "unsupported"] = "malformed"
-    ) -> None:
-        super().__init__(message)
-        self.kind = kind
+
+class UnsupportedType(WireError):
+    """A body of a content type that is not supported."""
+
+
+# The parsers of msgpack and JSON hold the GIL while they build values, and an empty list of one
+# byte becomes 56 bytes. Hence the values in the body of a request are counted before it is parsed.
 
 
 def check_json(body: bytes | bytearray, most: int = MOST_VALUES) -> None:
@@ -108,20 +109,16 @@ def write_msgpack(answer: Document, encoding: str) -> list[Piece]:
             pieces.append(packer.pack_map_header(len(item)))
             for key, content in item.items():
                 pieces.append(packer.pack(key))
-                pieces += bin32(content) if key == "data" else [packer.pack(content)]
+                if key == "data":  # msgpack's format bin 32
+                    view = memoryview(content).cast("B")
+                    pieces += [struct.pack(">BI", 0xC6, len(view)), view]
+                else:
+                    pieces.append(packer.pack(content))
     return pieces
-
-
-def bin32(data: Piece) -> list[Piece]:
-    """Bytes in msgpack's format bin 32: 0xC6, their number, the bytes."""
-    view = memoryview(data).cast("B")
-    return [struct.pack(">BI", 0xC6, len(view)), view]
 
 
 def write_json(answer: Document, encoding: str) -> list[Piece]:
     """Data becomes base64 or rows of numbers, in chunks, so that no call holds the GIL for long."""
-    if encoding not in ("base64", "float"):
-        raise WireError(f'options.encoding must be "base64" or "float", not {encoding!r}')
     data_pieces = float_pieces if encoding == "float" else base64_pieces
     pieces = [json.dumps(without(answer, "items")).encode()[:-1], b', "items": [']
     for position, item in enumerate(answer["items"]):
@@ -134,7 +131,7 @@ def write_json(answer: Document, encoding: str) -> list[Piece]:
 
 
 def float_pieces(item: Document) -> Iterator[bytes]:
-    array = tensors.to_array(item["data"], item["dtype"], item["shape"])
+    array = to_array(item["data"], item["dtype"], item["shape"])
     for position, row in enumerate(array):
         yield b", " if position else b"["
         yield json.dumps(row.astype(np.float32).tolist(), allow_nan=False).encode()
@@ -157,31 +154,49 @@ def write_safetensors(answer: Document, encoding: str) -> list[Piece]:
     """Tensors are named "0", "1", ... by index; the rest is JSON, "answer" in the metadata."""
     named = {str(item["index"]): item for item in answer["items"] if "data" in item}
     items = [without(item, "data") for item in answer["items"]]
-    return [tensors.to_safetensors(named, {"answer": json.dumps({**answer, "items": items})})]
+    return [to_safetensors(named, {"answer": json.dumps({**answer, "items": items})})]
 
 
-def read_safetensors(body: bytes | bytearray) -> Document:
-    """Reads what write_safetensors wrote. Raises WireError."""
-    try:
-        data, metadata = tensors.from_safetensors(body)
-        document = read_json(metadata["answer"].encode())
-        for item in document["items"]:
-            if not item.keys() & {"error", "reference"}:
-                item["data"] = data[str(item["index"])]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WireError(f"not a safetensors response: {error!r}") from error
-    return document
+def to_safetensors(tensors: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file of tensors given as {"dtype", "shape", "data"}."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    chunks: list[memoryview] = []
+    end = 0
+    for name, tensor in tensors.items():
+        data = memoryview(tensor["data"]).cast("B")
+        header[name] = {
+            "dtype": CODES[tensor["dtype"]],
+            "shape": list(tensor["shape"]),
+            "data_offsets": [end, end + len(data)],
+        }
+        chunks.append(data)
+        end += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # readers map the file, and want aligned tensors
+    return b"".join([len(text).to_bytes(8, "little"), text, *chunks])
+
+
+def to_array(data: Buffer, dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
+    """Row-major little-endian memory as an array of `shape`. bfloat16 becomes float32, exactly.
+
+    float16 and float32 are views of `data`. Raises ValueError if the sizes do not agree.
+    """
+    if dtype == "bfloat16":
+        upper = np.frombuffer(data, "<u2").reshape(shape)  # the upper half of a float32
+        return (upper.astype("<u4") << np.uint32(16)).view("<f4")
+    if dtype not in CODES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(CODES)}")
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
 
 
 def read_msgpack(body: bytes | bytearray) -> Document:
-    """Reads a map without extension types or long arrays. Raises WireError."""
+    """Reads a map without long arrays. Raises WireError."""
     try:
         document = msgpack.unpackb(
             body,
             max_array_len=MOST_ENTRIES,
             max_map_len=MOST_ENTRIES,
             max_ext_len=0,
-            ext_hook=refuse_extension,
         )
     except ValueError as error:
         reason = str(error) or "it is nested too deeply"
@@ -190,16 +205,11 @@ def read_msgpack(body: bytes | bytearray) -> Document:
 
 
 def read_json(body: bytes | bytearray) -> Document:
-    """Reads a map. Raises WireError."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise WireError(f"the body is not JSON: {error}") from error
     return as_map(document)
-
-
-def refuse_extension(code: int, data: bytes) -> NoReturn:
-    raise WireError(f"the body has a msgpack extension of type {code}: send plain types only")
 
 
 def from_base64(text: str, where: str) -> bytes:
@@ -224,9 +234,4 @@ WRITERS: dict[str, Callable[[Document, str], list[Piece]]] = {
     MSGPACK: write_msgpack,
     JSON: write_json,
     SAFETENSORS: write_safetensors,
-}
-READERS: dict[str, Callable[[bytes | bytearray], Document]] = {
-    MSGPACK: read_msgpack,
-    JSON: read_json,
-    SAFETENSORS: read_safetensors,
 }

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from encoder_service.client.embedding import Embedding
+from encoder_service.client.items import Embedding
 from encoder_service.engines.sglang import expanded, processor_output
 from tests.engines import checkpoint
 from tests.unit.llm.test_consumers import embedding

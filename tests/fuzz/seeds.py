@@ -11,9 +11,8 @@ from pathlib import Path
 import msgpack
 from PIL import Image
 
-from encoder_service.wire import documents as wire
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.formats import JSON
+from encoder_service.wire.formats import JSON, write_msgpack
 from tests.images import animated, encoded, exif_with, jpeg, jpeg_segments, opened, png
 from tests.videos import video
 
@@ -76,8 +75,8 @@ def requests(content_type: str) -> list[bytes]:
 
 
 @cache
-def responses(content_type: str) -> list[bytes]:
-    """Answers, as a client reads them."""
+def responses() -> list[bytes]:
+    """Answers in msgpack, as a client reads them."""
     item = {
         "index": 0,
         "type": "image",
@@ -92,10 +91,7 @@ def responses(content_type: str) -> list[bytes]:
     }
     error = {"index": 1, "type": "image", "error": {"type": "too_large", "message": "no"}}
     answer = {"model": "m", "weights": "dummy", "items": [item, error], "timings": {"total_ms": 1}}
-    return [
-        b"".join(wire.render(answer, content_type, encoding)[0])
-        for encoding in (("base64", "float") if content_type == JSON else ("base64",))
-    ]
+    return [b"".join(write_msgpack(answer, ""))]
 
 
 @cache

@@ -12,19 +12,19 @@ import grpc
 import httpx
 from google.protobuf.message import DecodeError
 
-from actors.errors import InvalidMedia, InvalidRequest, ServiceError, Unauthorized
+from actors.errors import InvalidMedia, InvalidRequest, ServiceError, Unauthorized, UnsupportedMedia
 from actors.families import registry
 from actors.media.image import decode, prepare
 from actors.media.patchify import patchifier_of
+from encoder_service import client
 from encoder_service.api.auth import Tokens
-from encoder_service.api.http import ENCODE_PATH, build
+from encoder_service.api.http import ENCODE_PATH, build, choose
+from encoder_service.client.items import read_items
 from encoder_service.config import AuthOptions, FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.intake.media import probe
-from encoder_service.wire import documents as wire
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.documents import WireError
-from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS
+from encoder_service.wire.formats import JSON, MSGPACK, WireError, read_msgpack
 from tests.fuzz import seeds
 from tests.unit.api.test_rpc import Calls, Context
 from tests.unit.front_door import MODEL, Fleet, service
@@ -149,23 +149,15 @@ TARGETS = {
     "http_form": Target(post(FORM), seeds.forms, examples=200),
     "http_image": Target(post("image/png"), seeds.images, examples=200),
     "http_accept": Target(
-        lambda data: wire.choose(data.decode("latin-1")),
+        lambda data: choose(data.decode("latin-1")),
         lambda: [b"application/json;q=0.5, */*", b"application/msgpack"],
-        (WireError,),
+        (UnsupportedMedia,),
     ),
     "grpc": Target(grpc_encode, seeds.messages, (DecodeError,), 300),
-    "read_json": Target(
-        lambda data: wire.parse_response(data, JSON), lambda: seeds.responses(JSON), (WireError,)
-    ),
-    "read_msgpack": Target(
-        lambda data: wire.parse_response(data, MSGPACK),
-        lambda: seeds.responses(MSGPACK),
-        (WireError,),
-    ),
-    "read_safetensors": Target(
-        lambda data: wire.parse_response(data, SAFETENSORS),
-        lambda: seeds.responses(SAFETENSORS),
-        (WireError,),
+    "response": Target(
+        lambda data: read_items(read_msgpack(data)),
+        seeds.responses,
+        (WireError, client.ServiceError),
     ),
     "url": Target(check_url, lambda: URLS, (InvalidRequest,)),
     "redirect": Target(redirect, lambda: [*URLS, b"/c", b"?x"], (InvalidRequest, InvalidMedia)),

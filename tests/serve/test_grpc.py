@@ -16,9 +16,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.documents import parse_response
 from encoder_service.wire.encoder_grpc import EncoderStub
 from tests.images import jpeg
+from tests.responses import parse_response
 from tests.serve.conftest import Cluster
 from tests.serve.tiny import BEARER, MAX_BODY_BYTES, MAX_ITEMS, WIDTH, running
 

@@ -12,9 +12,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from encoder_service.wire.documents import parse_response
 from encoder_service.wire.formats import SAFETENSORS
 from tests.images import encoded, jpeg, opened
+from tests.responses import parse_response
 from tests.serve.conftest import Cluster
 from tests.serve.tiny import BEARER, MAX_BODY_BYTES, MAX_ITEMS, WIDTH, running
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -14,10 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
+from actors.errors import UnsupportedMedia
+from encoder_service.api.http import choose
 from encoder_service.wire import documents as wire
-from encoder_service.wire.documents import RequestItem, WireError
-from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS
-from encoder_service.wire.tensors import to_array
+from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.formats import (
+    JSON,
+    MSGPACK,
+    SAFETENSORS,
+    WRITERS,
+    UnsupportedType,
+    WireError,
+    read_json,
+    read_msgpack,
+    to_array,
+)
+from tests.responses import parse_response
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -49,10 +62,7 @@ def document(dtype: str = "bfloat16") -> tuple[dict[str, Any], torch.Tensor]:
 )
 def test_responses_survive_every_format(dtype: str, accept: str, encoding: str) -> None:
     answer, rows = document(dtype)
-    pieces, content_type = wire.render(answer, accept, encoding)
-    body = b"".join(pieces)
-    assert content_type == accept
-    read = wire.parse_response(body, content_type)
+    read = parse_response(b"".join(WRITERS[accept](answer, encoding)), accept)
     item = read["items"][0]
     assert item.pop("data") == rows.view(torch.uint8).numpy().tobytes()
     assert item == {key: value for key, value in answer["items"][0].items() if key != "data"}
@@ -62,7 +72,7 @@ def test_responses_survive_every_format(dtype: str, accept: str, encoding: str) 
 
 def test_safetensors_responses_are_files_for_everybody() -> None:
     answer, rows = document()
-    tensors = load(b"".join(wire.render(answer, SAFETENSORS)[0]))
+    tensors = load(b"".join(WRITERS[SAFETENSORS](answer, "")))
     assert list(tensors) == ["0"]
     assert torch.equal(tensors["0"], rows)
 
@@ -86,14 +96,13 @@ def test_bfloat16_widens_as_torch_does(values: list[float]) -> None:
     ],
 )
 def test_accept(accept: str, chosen: str) -> None:
-    assert wire.choose(accept) == chosen
+    assert choose(accept) == chosen
 
 
 @pytest.mark.parametrize("accept", ["text/html", "application/json;q=0"])
 def test_formats_that_nobody_offers(accept: str) -> None:
-    with pytest.raises(WireError, match="is not available; available are") as refused:
-        wire.choose(accept)
-    assert refused.value.kind == "unsupported"
+    with pytest.raises(UnsupportedMedia, match="is not available; available are"):
+        choose(accept)
 
 
 def test_requests() -> None:
@@ -133,15 +142,18 @@ def test_frames_come_back_as_they_were_sent() -> None:
         (b'{"items": [1]}', r"items\[0\] must be a map"),
         (b'{"items": [{"type": "audio", "data": ""}]}', "'audio'"),
         (b'{"items": [{"data": "", "uri": ""}]}', r"items\[0\] has an unknown key 'uri'"),
-        (b'{"items": [{"type": "image"}]}', 'either "data" or "url"'),
+        (b'{"items": [{"type": "image"}]}', 'needs one of "data"'),
         (b'{"items": [{"frames": []}]}', 'the type must be "video"'),
         (b'{"items": [{"type": "video", "frames": [], "url": ""}]}', 'one of "data", "url"'),
         (b'{"items": [{"type": "video", "frames": ""}]}', r"items\[0\].frames must be a list"),
         (b'{"items": [{"type": "video", "frames": [1]}]}', r"items\[0\].frames\[0\] must be"),
-        (b'{"items": [{"type": "video", "frames": [], "fps": true}]}', "fps must be a number"),
-        (b'{"items": [{"type": "video", "frames": [], "fps": 0}]}', "fps must be above zero"),
+        (
+            b'{"items": [{"type": "video", "frames": [], "fps": true}]}',
+            "fps must be a number above",
+        ),
+        (b'{"items": [{"type": "video", "frames": [], "fps": 0}]}', "fps must be a number"),
         (b'{"items": [{"type": "video", "data": "", "fps": 1}]}', 'fps goes with "frames"'),
-        (b'{"items": [{"data": "", "url": ""}]}', 'either "data" or "url"'),
+        (b'{"items": [{"data": "", "url": ""}]}', 'needs one of "data"'),
         (b'{"items": [{"data": "a"}]}', r"items\[0\].data is not base64"),
         (b'{"items": [{"data": "YWI\\n="}]}', "not base64"),
         (b'{"items": [{"data": [1]}]}', "must be bytes"),
@@ -149,9 +161,8 @@ def test_frames_come_back_as_they_were_sent() -> None:
     ],
 )
 def test_broken_requests(body: bytes, message: str) -> None:
-    with pytest.raises(WireError, match=message) as refused:
+    with pytest.raises(WireError, match=message):
         wire.parse_request(body, JSON)
-    assert refused.value.kind == "malformed"
 
 
 @pytest.mark.parametrize(
@@ -172,15 +183,16 @@ def test_broken_msgpack(body: bytes) -> None:
 
 
 def test_unknown_content_types() -> None:
-    with pytest.raises(WireError, match="text/plain") as refused:
+    with pytest.raises(UnsupportedType, match="text/plain"):
         wire.parse_request(b"", "text/plain")
-    assert refused.value.kind == "unsupported"
 
 
-@given(st.binary(max_size=64), st.sampled_from([MSGPACK, JSON, SAFETENSORS]))
-def test_any_bytes_give_a_document_or_an_error(body: bytes, content_type: str) -> None:
+@given(st.binary(max_size=64), st.sampled_from([read_msgpack, read_json]))
+def test_any_bytes_give_a_document_or_an_error(
+    body: bytes, read: Callable[[bytes], dict[str, Any]]
+) -> None:
     try:
-        wire.parse_response(body, content_type)
+        read(body)
     except WireError:
         return
 
@@ -190,11 +202,9 @@ def test_base64_longer_than_a_chunk(extra: int) -> None:
     data = bytes(range(256)) * (3 * 2**12) + b"x" * extra
     answer, _ = document()
     answer["items"][0]["data"] = data
-    pieces, content_type = wire.render(answer, JSON)
-    body = b"".join(pieces)
+    body = b"".join(WRITERS[JSON](answer, "base64"))
     text = json.loads(body)["items"][0]["data"]
     assert text == base64.b64encode(data).decode()
-    assert wire.parse_response(body, content_type)["items"][0]["data"] == data
     # Padding where one chunk ends and the next begins.
     inner = text[: 2**22 - 4] + "YQ==" + text[2**22 :] + "YWJj"
     with pytest.raises(WireError, match="not base64"):

@@ -19,12 +19,12 @@ from fastapi import FastAPI, Request, Response
 
 import encoder_service
 from encoder_service.client import AsyncClient, Client, Embedding, ServiceError, Source
-from encoder_service.client.embedding import TOKEN, service_error
-from encoder_service.client.sources import request_item
+from encoder_service.client.items import TOKEN, request_item, service_error
 from encoder_service.client.transports import HttpTransport
 from encoder_service.wire import documents as wire
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.encoder_grpc import add_EncoderServicer_to_server
+from encoder_service.wire.formats import write_msgpack
 from tests import images
 from tests.unit.proxied import in_a_thread, listening
 
@@ -82,8 +82,8 @@ class Server:
             if errors and options["on_error"] == "fail":
                 return Response(json.dumps({"error": errors[0]}), 400)
             document = {"model": "m", "weights": "dummy", "items": answers, "timings": TIMINGS}
-            pieces, content_type = wire.render(document, request.headers["accept"])
-            return Response(b"".join(pieces), media_type=content_type)
+            packed = b"".join(write_msgpack(document, ""))
+            return Response(packed, media_type=request.headers["accept"])
 
         @app.get("/v1/model")
         async def model(request: Request) -> dict[str, str | None]:

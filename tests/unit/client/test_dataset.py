@@ -22,9 +22,14 @@ from rich.console import Console
 from safetensors import safe_open
 
 from encoder_service.client import dataset
-from encoder_service.client.dataset import DatasetOptions, Written, encode_dataset
-from encoder_service.client.embedding import Embedding, ServiceError
-from encoder_service.client.sources import Samples, Source, count, request_item
+from encoder_service.client.dataset import (
+    DatasetOptions,
+    Samples,
+    Written,
+    count,
+    encode_dataset,
+)
+from encoder_service.client.items import Embedding, ServiceError, Source, request_item
 
 ROW_BYTES = 8
 """Of one item's data: a shard of 3 rows is full with the third."""

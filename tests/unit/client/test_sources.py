@@ -7,7 +7,7 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
-from encoder_service.client.sources import request_item
+from encoder_service.client.items import request_item
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "CMYK", "YCbCr", "HSV", "PA", "RGBa"])

@@ -27,7 +27,7 @@ from encoder_service.bench.engine.pipeline import measure, rate
 from encoder_service.bench.load import Answered, Result, Samples, merged, send, work_between
 from encoder_service.bench.mix import Load, parse_mix, requests
 from encoder_service.bench.serve import figures
-from encoder_service.client.embedding import ServiceError
+from encoder_service.client.items import ServiceError
 from encoder_service.config import parse
 from router.simulate import traffic
 from router.simulate.traffic import ITEMS

@@ -29,7 +29,7 @@ WITHOUT_TORCH = (
     "encoder_service/ingress.py",
 )
 """These never load torch or transformers, so that ingress and router processes stay small."""
-LAZY_TORCH = {"embedding.py", "vllm.py", "sglang.py"}
+LAZY_TORCH = {"items.py", "vllm.py", "sglang.py"}
 """Files that import torch inside functions which return tensors, and nowhere else."""
 STANDALONE = ("encoder_service/client", "encoder_service/wire")
 """What a user imports: needs neither Ray nor the other packages."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from encoder_service.client.embedding import Embedding
+from encoder_service.client.items import Embedding
 from encoder_service.engines.sglang import expanded, processor_output
 from tests import vllm_rules
 

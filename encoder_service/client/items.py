@@ -1,17 +1,49 @@
-"""What a call returns or raises: an embedding or an error. Only some methods need torch."""
+"""What a caller sends, gets and catches: sources, embeddings, errors.
+
+Only `Embedding.torch` and what hands embeddings to engines need torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from io import BytesIO
+from mimetypes import guess_type
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy.typing as npt
+from PIL import Image
 
-from encoder_service.wire.tensors import to_array
+from encoder_service.wire.documents import VIDEOS, RequestItem, name_format
+from encoder_service.wire.formats import to_array
 
 if TYPE_CHECKING:
     import torch
+
+File = str | Path | bytes | Image.Image
+
+SENT_AS_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B")
+"""Pillow's modes that PNG holds as they are."""
+CONVERTED = {
+    **dict.fromkeys(("CMYK", "YCbCr", "HSV", "LAB", "RGBX"), "RGB"),
+    **{"RGBa": "RGBA", "PA": "RGBA", "La": "LA"},
+}
+"""Pillow's modes that are converted first; JPEGs made for print are CMYK."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """A video as a list of images of one size, all of which are encoded."""
+
+    images: Sequence[File]
+    """Paths, bytes of files or images; no URLs."""
+    fps: float | None = None
+    """Frames per second; None: the model's own sampling rate."""
+
+
+Source = File | Frames
+"""A path, an https URL, the bytes of a file, an image (sent as PNG), or frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +112,6 @@ class Embedding:
         return processor_output([self])
 
     def rows(self) -> bytes:
-        """`data`. Raises ValueError for a reference."""
         if self.reference:
             raise ValueError(f"a reference has no rows: Client.fetch({self.reference!r}) gets them")
         return self.data
@@ -139,16 +170,51 @@ LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens")
 
 
 def read_items(document: Mapping[str, Any]) -> list[Embedding | ServiceError]:
-    shared = {name: document[name] for name in ("model", "weights", "timings")}
-    shared["family"] = document.get("family", "")
-    return [
-        service_error(item["error"])
-        if "error" in item
-        else Embedding(
-            **shared
-            | {"data": b""}
-            | item
-            | {name: tuple(item[name]) for name in LISTS if name in item}
-        )
-        for item in document["items"]
-    ]
+    """The items of a response document. Raises ServiceError if it is none."""
+    try:
+        shared = {name: document[name] for name in ("model", "weights", "timings")}
+        shared |= {"family": document.get("family", ""), "data": b""}
+        return [read_item(shared, item) for item in document["items"]]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        message = f"not a response of this service: {error!r}"
+        raise ServiceError("invalid_response", message) from error
+
+
+def read_item(shared: Mapping[str, Any], item: Mapping[str, Any]) -> Embedding | ServiceError:
+    if "error" in item:
+        return service_error(item["error"])
+    lists = {name: tuple(item[name]) for name in LISTS if name in item}
+    return Embedding(**{**shared, **item, **lists})
+
+
+def request_item(source: Source) -> RequestItem:
+    """What is sent for a source. Reads files. Raises OSError."""
+    if isinstance(source, Frames):
+        files = tuple(request_item(image).data or b"" for image in source.images)
+        return RequestItem("video", frames=files, fps=source.fps)
+    if isinstance(source, bytes):
+        return RequestItem("video" if name_format(source) in VIDEOS else "image", source)
+    if isinstance(source, Image.Image):
+        return RequestItem("image", png(source))
+    name = str(source)
+    video = (guess_type(name)[0] or "").startswith("video/")
+    kind: Literal["image", "video"] = "video" if video else "image"
+    if name.startswith("http://"):
+        raise OSError(f"{name}: only https URLs are accepted")
+    if name.startswith("https://"):
+        return RequestItem(kind, url=name)
+    return RequestItem(kind, Path(name).read_bytes())
+
+
+def png(image: Image.Image) -> bytes:
+    """A PNG file. Raises OSError for modes such as I and F, whose values have no known range."""
+    if image.mode not in SENT_AS_PNG:
+        if image.mode not in CONVERTED:
+            raise OSError(
+                f"an image of mode {image.mode}: the range of its values is unknown; scale them to "
+                "0 to 255 and convert it to L or RGB"
+            )
+        image = image.convert(CONVERTED[image.mode])
+    file = BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return file.getvalue()
