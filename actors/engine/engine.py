@@ -10,18 +10,18 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 
 import torch
+from torch import Tensor
 
 from actors.engine.budgets import Capacity
-from actors.engine.device import Device, PackReadback, start_readback
-from actors.engine.exact import EXACT
-from actors.engine.graphs import SKIPPED, GraphSet
+from actors.engine.device import Device, start_readback
+from actors.engine.graphs import EXACT, SKIPPED, GraphSet
 from actors.engine.packing import Packing, oldest_first, smallest_first
 from actors.engine.video_chunks import cut, joined
 from actors.errors import EncodeFailed, Unavailable
@@ -53,7 +53,7 @@ class LaunchedPack:
     waiting: Sequence[WaitingItem]
     pack: Pack
     labels: Labels
-    readback: PackReadback
+    readback: Callable[[], list[Tensor]]
     started: float
 
 
@@ -186,7 +186,7 @@ class Engine:
 
     def _complete(self, launched: LaunchedPack) -> None:
         try:
-            rows = launched.readback.wait()
+            rows = launched.readback()
         except Exception as error:
             self._failed(launched.waiting, error)
             return

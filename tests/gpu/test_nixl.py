@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from actors.engine.budgets import Capacity
-from actors.engine.capture import capture
 from actors.engine.engine import Engine
 from actors.kernels.attention import Values
+from actors.startup import capture
 from actors.store.rows import tensor
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, ReceivedBytes, Timings

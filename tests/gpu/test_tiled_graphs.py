@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from actors.engine.budgets import MOST_ITEMS_A_BUDGET, Segments, capacity
-from actors.engine.capture import capture
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
 from actors.models.packed import PackedTower
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec
+from actors.startup import capture
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Size
 from tests.gpu.towers import cuda, finished, relative_error, shallow, synchronize, towers

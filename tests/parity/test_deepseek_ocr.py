@@ -15,8 +15,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from actors.engine.budgets import Segments, two_path_capacity
-from actors.engine.capture import capture
-from actors.engine.device import CpuDevice
+from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet
 from actors.families.deepseek_ocr.tower import DeepseekOcrTower
@@ -27,6 +26,7 @@ from actors.options import GraphOptions, ModelOptions
 from actors.spec.sizing import PATHS
 from actors.spec.tiles import StretchedTiles
 from actors.spec.views import CropSizing
+from actors.startup import capture
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Size
 from tests.checkpoints_ocr import write_deepseek_ocr
@@ -94,7 +94,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
 
 
 def test_photographs_through_the_engine(pair: Pair) -> None:
-    tower, device, metrics = pair.tower, CpuDevice(), EncoderMetrics()
+    tower, device, metrics = pair.tower, Device(), EncoderMetrics()
     limits = two_path_capacity(GraphOptions(token_budgets=(162,)), tower.sizing.view_tokens)
     engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
     files = [*map(photograph, PHOTOGRAPHS), jpeg(180, 100)]
@@ -114,7 +114,7 @@ def encode(tower: DeepseekOcrTower, items: Sequence[Item], spare: int | None) ->
         tokens = sum(plan.path_tokens[index] for plan in plans)
         view = tower.sizing.view_tokens[index]
         budget = None if spare is None else tokens + spare * view
-        graphs = GraphSet(tower, path, [budget] if budget else [], Segments(9), CpuDevice())
+        graphs = GraphSet(tower, path, [budget] if budget else [], Segments(9), Device())
         graphs.capture(lambda budget, seconds: None)
         if budget:
             graphs.inputs.tensors["patches"].random_(0, 256)

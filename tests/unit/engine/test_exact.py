@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.engine.budgets import Capacity, capacity
-from actors.engine.capture import capture, choose_packing
-from actors.engine.device import CpuDevice
+from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.exact import SIGHTS_PER_GRAPH, ExactGraphSet
+from actors.engine.graphs import SIGHTS_PER_GRAPH, ExactGraphSet
 from actors.engine.packing import smallest_first
 from actors.options import GraphOptions, PackingOptions
+from actors.startup import capture, choose_packing
 from actors.telemetry.metrics import EncoderMetrics
 from tests.toy_tower import ToyTower, toy_item, toy_rows
 
@@ -31,7 +31,7 @@ def graphs() -> ExactGraphSet:
 
 
 def captured() -> ExactGraphSet:
-    graphs = capture(ToyTower(), CAPACITY, CpuDevice(), EncoderMetrics())["default"]
+    graphs = capture(ToyTower(), CAPACITY, Device(), EncoderMetrics())["default"]
     assert isinstance(graphs, ExactGraphSet)
     return graphs
 
@@ -103,7 +103,7 @@ def test_a_layout_that_cannot_be_captured_starts_again(graphs: ExactGraphSet) ->
 
 def test_the_engine_counts_first_sights_and_exact_hits() -> None:
     metrics = EncoderMetrics()
-    tower, device = ToyTower(), CpuDevice()
+    tower, device = ToyTower(), Device()
     graphs = capture(tower, CAPACITY, device, metrics)
     packing = choose_packing(PackingOptions(policy="least_cost"), graphs)
     assert packing is smallest_first  # no budgets, no choice
@@ -128,7 +128,7 @@ def test_the_engine_counts_first_sights_and_exact_hits() -> None:
     assert sample("captured_graphs") == 1
 
 
-class Noting(CpuDevice):
+class Noting(Device):
     """Notes which captures may time products."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ def test_the_options_of_mode_exact() -> None:
 
 def test_every_budget_is_measured_before_items_come() -> None:
     budgets = Capacity(((4, 16, LARGEST),), (LARGEST,), items=8, frames=0)
-    graphs = capture(ToyTower(), budgets, CpuDevice(), EncoderMetrics())
+    graphs = capture(ToyTower(), budgets, Device(), EncoderMetrics())
     seconds = graphs["default"].replay_seconds()
     assert sorted(seconds) == [4, 16, LARGEST]
     assert all(0 < each < 1 for each in seconds.values())
