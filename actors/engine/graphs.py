@@ -1,4 +1,4 @@
-"""The captured graphs of one path, one or two per token budget, and their replay.
+"""The captured graphs of each path, one or two per token budget: capture, replay, what they cost.
 
 Static inputs are allocated once, for the largest budget. All graphs share one memory pool, so the
 largest is captured first. Padding is data: rows that no segment covers.
@@ -9,17 +9,23 @@ ExactGraphSet has graphs of exact layouts instead: no padding, but only for layo
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from time import perf_counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from time import monotonic, perf_counter
 
 import torch
 from torch import Tensor
 
-from actors.engine.budgets import Segments
+from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device, MediaRows, Places, concatenated
+from actors.engine.packing import Packing, least_cost, monotone, smallest_first
+from actors.errors import StartError
 from actors.kernels import Shapes
 from actors.models.tower import Tower, VideoTower
+from actors.options import PackingOptions
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Grid, Item, ItemPlan
 
 Report = Callable[[int, float], None]
@@ -30,6 +36,8 @@ MEASURED_REPLAYS = 3
 CACHED_LAYOUTS = 32
 """Packs of the same plans in the same order whose metadata is cached, in pinned memory on CUDA."""
 
+CACHED_PLANS = 256  # lists of waiting items whose packs are cached
+
 SKIPPED = "skip"  # the label of a path on which a pack has no tokens
 EXACT = "exact"  # the label of every graph of an exact layout
 
@@ -38,6 +46,8 @@ SIGHTS_PER_GRAPH = 16
 
 Layout = tuple[tuple[Grid, int, int], ...]
 """Grid, tokens and frames of each item on this path, in the order of the pack."""
+
+log = logging.getLogger("ray.serve")
 
 
 class GraphSet:
@@ -131,7 +141,9 @@ class GraphSet:
         replay of this path; None runs eagerly. Without tokens on this path nothing runs.
         """
         if not self.tokens(plans):
-            return self._nothing()
+            spec = self.tower.spec
+            dtype: torch.dtype = getattr(torch, spec.dtype)
+            return torch.empty(0, spec.width, dtype=dtype, device=self.device.device)
         rows = self.rows(plans, patches, later)
         with self.device.running():
             if budget is None:
@@ -154,11 +166,6 @@ class GraphSet:
         if not isinstance(self.tower, VideoTower):
             return {}
         return self.tower.video_inputs(self.path, tokens)
-
-    def _nothing(self) -> Tensor:
-        spec = self.tower.spec
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        return torch.empty(0, spec.width, dtype=dtype, device=self.device.device)
 
     def packed(self, budget: int | None, plans: tuple[ItemPlan, ...]) -> Tensor:
         """The metadata of a pack as one piece of host memory; None: of an exact layout.
@@ -266,16 +273,17 @@ class ExactGraphSet(GraphSet):
         later: Sequence[Tensor] = (),
     ) -> Tensor:
         """A budget only says that the pack is small enough to be captured."""
-        if not self.tokens(plans):
-            return self._nothing()
-        if self.label(budget, plans) is None:
-            if budget is not None:
-                self._remember(self._layout(plans))
-            return super().encode(None, plans, patches, later)
-        with self.device.running():
-            rows = self.rows(plans, patches, later)
-            self.inputs.stage(self.packed(None, tuple(plans)), rows)
-            return self._replay(plans)()
+        label = self.label(budget, plans)
+        if label == EXACT:
+            with self.device.running():
+                rows = self.rows(plans, patches, later)
+                self.inputs.stage(self.packed(None, tuple(plans)), rows)
+                return self._replay(plans)()
+        if label is None and budget is not None:
+            self.seen[self._layout(plans)] = None
+            if len(self.seen) > SIGHTS_PER_GRAPH * self.most:
+                self.seen.popitem(last=False)
+        return super().encode(None, plans, patches, later)
 
     def _replay(self, plans: Sequence[ItemPlan]) -> Callable[[], Tensor]:
         layout = self._layout(plans)
@@ -298,10 +306,68 @@ class ExactGraphSet(GraphSet):
             lambda: rows.copy_(self.tower.forward(self.path, static)), kept=True, tuned=self.tuned
         )
 
-    def _remember(self, layout: Layout) -> None:
-        self.seen[layout] = None
-        if len(self.seen) > SIGHTS_PER_GRAPH * self.most:
-            self.seen.popitem(last=False)
-
     def _layout(self, plans: Sequence[ItemPlan]) -> Layout:
         return tuple((plan.grid_thw, plan.path_tokens[self.index], plan.frames) for plan in plans)
+
+
+def capture(
+    tower: Tower, capacity: Capacity, device: Device, metrics: EncoderMetrics
+) -> dict[str, GraphSet]:
+    """A captured GraphSet for each path; also sets the metrics. Raises StartError.
+
+    On CUDA each path but the first has streams and a graph pool of its own, so that the paths of a
+    pack are replayed at the same time.
+    """
+    started, before, used_before = monotonic(), device.memory_bytes(), device.used_bytes()
+    total = sum(budget > 0 for budgets in capacity.budgets for budget in budgets)
+    done = 0
+    graphs = {}
+    for path, budgets in zip(tower.spec.paths, capacity.budgets, strict=True):
+
+        def report(budget: int, seconds: float, path: str = path) -> None:
+            nonlocal done
+            done += 1
+            passed = monotonic() - started
+            log.info(
+                "captured %s/%d in %.2f s (%d of %d, about %.0f s left)",
+                *(path, budget, seconds, done, total, passed / done * (total - done)),
+            )
+
+        where = device if path == tower.spec.paths[0] else device.beside()
+        place = (tower, path, budgets, capacity.segments, where)
+        most = capacity.exact_graphs
+        try:
+            graphs[path] = ExactGraphSet(*place, most) if most else GraphSet(*place)
+            graphs[path].capture(report)
+        except torch.OutOfMemoryError as error:
+            raise StartError(
+                f"out of device memory after {done} of {total} graphs, while those of path {path} "
+                "were captured: lower the largest of graphs.token_budgets, or give the replica a "
+                f"GPU of its own (encoder.num_gpus: 1). torch said: {error}"
+            ) from error
+        metrics.captured_graphs.labels(path).set(graphs[path].captured())
+    ours = device.memory_bytes() - before
+    metrics.graph_memory_bytes.set(ours)
+    log.info(
+        "captured %d budgets in %.1f s: %.2f GB of tensors, %.3f GB that CUDA keeps of graphs",
+        *(total, monotonic() - started, ours / 1e9),
+        (device.used_bytes() - used_before - ours) / 1e9,
+    )
+    return graphs
+
+
+def choose_packing(options: PackingOptions, graphs: Mapping[str, GraphSet]) -> Packing:
+    """The policy. `least_cost` measures each budget here, before anything has been staged.
+
+    Without a choice of budgets (modes `exact` and `off`) both policies are the same.
+    """
+    choice = any(len(path.budgets) > 1 for path in graphs.values())
+    if options.policy == "smallest_first" or not choice:
+        return smallest_first
+    costs = [monotone(path.replay_seconds()) for path in graphs.values()]
+    for path, seconds in zip(graphs, costs, strict=True):
+        shown = ", ".join(f"{budget} {each * 1000:.2f}" for budget, each in seconds.items())
+        log.info("milliseconds of a replay, %s: %s", path, shown)
+    # Traffic of few sizes asks about the same items again and again.
+    cut = lru_cache(CACHED_PLANS)(partial(least_cost, costs=costs))
+    return lambda plans, capacity: cut(tuple(plans), capacity)

@@ -10,11 +10,10 @@ import torch
 
 from actors.engine.budgets import Capacity, model_capacity
 from actors.engine.device import Device
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.models.load import load
 from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions
-from actors.startup import capture
 from actors.telemetry.metrics import EncoderMetrics
 from tests.gpu.towers import cuda
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from actors.engine.budgets import Capacity
 from actors.engine.engine import Engine
+from actors.engine.graphs import capture
 from actors.kernels.attention import Values
-from actors.startup import capture
 from actors.store.rows import tensor
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, ReceivedBytes, Timings

@@ -12,9 +12,8 @@ import torch
 from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.kernels.attention import Values
-from actors.startup import capture
 from actors.telemetry.metrics import EncoderMetrics
 from tests.gpu.towers import cuda
 from tests.toy_tower import ToyTower, toy_item, toy_rows

@@ -10,13 +10,12 @@ import pytest
 
 from actors.engine.budgets import Segments, model_capacity
 from actors.engine.device import Device
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.families.step3_vl.tower import StepTower, window_sizing
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import PATHS
 from actors.spec.views import WindowSizing
-from actors.startup import capture
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Size
 from tests.gpu.test_tiled_graphs import poison

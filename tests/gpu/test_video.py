@@ -7,10 +7,9 @@ import pytest
 
 from actors.engine.budgets import Segments, model_capacity
 from actors.engine.device import Device
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.families.kimi_k25.tower import KimiK25Tower
 from actors.options import GraphOptions
-from actors.startup import capture
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan
 from tests.gpu.test_graphs import item

@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.engine.budgets import Segments, two_path_capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.families.deepseek_ocr.tower import DeepseekOcrTower
 from actors.media.image import decode
 from actors.media.patchify import CropPatchifier, patchifier_of
@@ -26,7 +26,6 @@ from actors.options import GraphOptions, ModelOptions
 from actors.spec.sizing import PATHS
 from actors.spec.tiles import StretchedTiles
 from actors.spec.views import CropSizing
-from actors.startup import capture
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Size
 from tests.checkpoints_ocr import write_deepseek_ocr

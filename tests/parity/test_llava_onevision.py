@@ -20,7 +20,7 @@ from actors.engine import video_chunks
 from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.errors import TooLarge
 from actors.families.llava_onevision import spec as onevision_spec
 from actors.families.llava_onevision.tower import OnevisionTower
@@ -29,7 +29,6 @@ from actors.media.patchify import cut_tiles, patchifier_of
 from actors.models.load import load
 from actors.options import ModelOptions
 from actors.spec.tiles import AnyresSizing
-from actors.startup import capture
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, Item, Size
 from tests.checkpoints_clip import PICTURE, TOWER, write_llava_qwen, write_onevision

@@ -18,7 +18,7 @@ from torch import Tensor
 from actors.engine.budgets import Segments, model_capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.families.step3_vl.tower import StepTower, window_sizing
 from actors.media.image import decode
 from actors.media.patchify import cut_blocks, patchifier_of
@@ -26,7 +26,6 @@ from actors.models.load import load
 from actors.options import GraphOptions, ModelOptions
 from actors.spec.sizing import PATHS
 from actors.spec.views import PaddedWindows, WindowSizing
-from actors.startup import capture
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Size
 from tests import step3

@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.engine.budgets import Capacity, Segments, capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.engine.video_chunks import rows_of
 from actors.errors import ConfigError
 from actors.media.image import decode
@@ -25,7 +25,6 @@ from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
-from actors.startup import capture
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, ItemPlan, Size
 from tests.checkpoints_clip import write_clip, write_llava, write_siglip

@@ -16,10 +16,9 @@ from actors.engine import video_chunks
 from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import ExactGraphSet, GraphSet
+from actors.engine.graphs import ExactGraphSet, GraphSet, capture
 from actors.families.kimi_k25.tower import KimiK25Tower
 from actors.models.packed import PackedTower, segments_of
-from actors.startup import capture
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, Item, Size
 from tests.checkpoints import KIMI_K25

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actors.engine.budgets import Capacity, Segments, model_capacity
 from actors.engine.device import Device
-from actors.engine.graphs import GraphSet, Report
+from actors.engine.graphs import GraphSet, Report, choose_packing
 from actors.engine.packing import Packing, smallest_first
 from actors.errors import ConfigError
 from actors.families.registry import read
@@ -20,7 +20,6 @@ from actors.models.load import build, tensors
 from actors.models.tower import Tower
 from actors.options import BlockForm, GraphOptions, ModelOptions, PackingOptions, block_form
 from actors.spec.model_spec import ModelSpec
-from actors.startup import choose_packing
 from actors.types import Size
 from encoder_service.bench.engine.calls import Batch, EngineCall, ReferenceCall, TowerCall
 from encoder_service.bench.engine.operations import operations

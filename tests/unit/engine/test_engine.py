@@ -10,9 +10,9 @@ import torch
 from actors.engine.budgets import Capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
+from actors.engine.graphs import capture
 from actors.errors import EncodeFailed, StartError, Unavailable
 from actors.kernels.attention import Values
-from actors.startup import capture
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item
 from tests.toy_tower import ToyTower, toy_item, toy_rows

@@ -13,10 +13,9 @@ from torch import Tensor
 from actors.engine.budgets import Capacity, capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import SIGHTS_PER_GRAPH, ExactGraphSet
+from actors.engine.graphs import SIGHTS_PER_GRAPH, ExactGraphSet, capture, choose_packing
 from actors.engine.packing import smallest_first
 from actors.options import GraphOptions, PackingOptions
-from actors.startup import capture, choose_packing
 from actors.telemetry.metrics import EncoderMetrics
 from tests.toy_tower import ToyTower, toy_item, toy_rows
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import ExactGraphSet, GraphSet
+from actors.engine.graphs import ExactGraphSet, GraphSet, capture
 from actors.models.load import load
 from actors.options import ModelOptions
-from actors.startup import capture
 from actors.telemetry.metrics import EncoderMetrics
 from tests.toy_two_paths import TwoPathToy, two_path_item, two_path_rows
 

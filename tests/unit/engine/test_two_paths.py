@@ -13,11 +13,11 @@ import torch
 from actors.engine.budgets import Capacity, model_capacity, two_path_capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
+from actors.engine.graphs import capture, choose_packing
 from actors.engine.packing import Packing, graphs_hold, least_cost, smallest_first
 from actors.errors import ConfigError
 from actors.families.registry import read
 from actors.options import GraphOptions, ModelOptions, PackingOptions
-from actors.startup import capture, choose_packing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Pack, Size
 from tests.toy_two_paths import TwoPathToy, two_path_item, two_path_rows
