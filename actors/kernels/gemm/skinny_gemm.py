@@ -115,15 +115,10 @@ class SkinnyGemm:
 def skinny_gemms(shape: GemmShape, epilogue: Epilogue, device: torch.device) -> list[SkinnyGemm]:
     """The kernels that should be fastest for a shape, to be timed; none if it is unsupported."""
     units = (shape.n, shape.k, shape.x_stride, shape.out_stride)
-    if (
-        shape.rows > OVERLAPPED_ROWS
-        or shape.n * shape.k > MOST_WEIGHTS
-        or shape.dtype not in ELEMENTS
-    ):
+    small = shape.rows <= OVERLAPPED_ROWS and shape.n * shape.k <= MOST_WEIGHTS
+    if not small or shape.dtype not in ELEMENTS or any(each % UNIT for each in units):
         return []
-    if any(each % UNIT for each in units) or device.type != "cuda":
-        return []
-    if torch.cuda.get_device_capability(device) != CAPABILITY:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return []
     chosen = best(shape, epilogue)
     try:

@@ -1,4 +1,4 @@
-"""The kernel of attention.py: attention within segments, over a table of query tiles.
+"""The kernel of TritonAttention: attention within segments, over a table of query tiles.
 
 The table decides how much work a launch does, whatever its grid: programs beyond the table's count
 of tiles exit at once.
@@ -6,22 +6,12 @@ of tiles exit at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-
-@dataclass(frozen=True, slots=True)
-class TileSizes:
-    """Rows of queries per program and of keys per step, and how Triton compiles that."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
+KEYS = 64  # rows of keys per step
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -113,18 +103,18 @@ def attend_kernel(
             tl.store(q_at + d1, (acc1 * share).to(dtype), mask=inside & (d1 < SIZE))
 
 
-def attend_(qkv: Tensor, table: Tensor, sizes: TileSizes) -> Tensor:
+def attend_(qkv: Tensor, table: Tensor, queries: int) -> Tensor:
     """Attention of qkv [rows, 3, heads, head size], contiguous, 16-bit, written over its q.
 
     Returns that q as [rows, heads x head size], a view; rows that no tile covers keep their q.
-    Head size: a multiple of 8 from 64 to 128.
+    `queries`: rows of each tile of the table. Head size: a multiple of 8 from 64 to 128.
     """
     rows, _, heads, size = qkv.shape
     d0, k1, v1 = columns(size)
     flat = qkv.view(rows, -1)
 
     def blocks(width: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(flat, [sizes.keys, max(width, 8)])
+        return TensorDescriptor.from_tensor(flat, [KEYS, max(width, 8)])
 
     attend_kernel[((len(table) - 1) * heads,)](
         flat,
@@ -138,10 +128,10 @@ def attend_(qkv: Tensor, table: Tensor, sizes: TileSizes) -> Tensor:
         D0=d0,
         K1=k1,
         V1=v1,
-        BM=sizes.queries,
-        BN=sizes.keys,
-        num_warps=sizes.warps,
-        num_stages=sizes.stages,
+        BM=queries,
+        BN=KEYS,
+        num_warps=4,
+        num_stages=3,
     )
     return flat[:, : heads * size]
 
