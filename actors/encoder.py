@@ -19,7 +19,7 @@ from actors.errors import Unavailable
 from actors.options import ActorOptions
 from actors.rpc.server import ReplicaServer
 from actors.startup import open_pipeline
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.request_context import NOBODY, ORIGIN, Origin, name_requests
 from actors.telemetry.tracing import open_spans

@@ -27,10 +27,9 @@ from actors.errors import (
 )
 from actors.media.decoder import Decoder
 from actors.spec.evs import retained_tokens
-from actors.store.references import Kept, PendingWrite, References, reference_id, written
-from actors.store.rows import converted
+from actors.store.kept import Kept, PendingWrite, References, reference_id, written
 from actors.store.shared_memory import INLINE_BYTES
-from actors.store.writer import RowBatch, RowWriter
+from actors.store.writer import RowBatch, RowWriter, converted
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import Spans
 from actors.types import (

@@ -20,9 +20,8 @@ from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.options import ActorOptions
 from actors.pipeline import Pipeline
-from actors.store.cache import EmbeddingCache
+from actors.store.kept import EmbeddingCache, References
 from actors.store.nixl import DeviceMemory
-from actors.store.references import References
 from actors.store.writer import RowWriter
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import Spans

@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost, Overloaded, Unavailable
 from actors.spec.model_spec import ModelSpec
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from actors.store.shared_memory import here
 from actors.telemetry.request_context import keep_from_log, name_requests
 from actors.types import Answer, Dtype, Media

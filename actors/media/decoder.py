@@ -28,9 +28,9 @@ from typing import Any
 from actors.errors import EncodeFailed, InvalidMedia, ServiceError, StartError, Unavailable
 from actors.families.registry import read
 from actors.media import decode_worker
+from actors.media.decode_worker import Slab, size_of
 from actors.media.image import prepare
 from actors.media.patchify import patchifier_of
-from actors.media.slab import Slab, size_of
 from actors.options import ActorOptions
 from actors.spec.checkpoint import Noted, find
 from actors.telemetry.metrics import EncoderMetrics

@@ -36,7 +36,7 @@ from actors.rpc.codec import (
     kept_message,
     reply_message,
 )
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from actors.telemetry.request_context import Origin
 from actors.types import Dtype, Media, Reply, SharedBytes
 

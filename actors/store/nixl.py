@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -58,8 +57,6 @@ class DeviceMemory:
         self._metrics = metrics
         self._allocator = Allocator(size_bytes)
         self._lock = Lock()
-        # Filled by finalizers, which may run anywhere: also in a thread that has the lock.
-        self._given: deque[int] = deque()
         metrics.nixl_bytes.set_function(self._taken_bytes)
 
     def put(self, rows: Tensor, dtype: torch.dtype) -> SharedBytes | None:
@@ -69,13 +66,12 @@ class DeviceMemory:
         """
         size = rows.numel() * dtype.itemsize
         with self._lock, torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            self._take_back()
             offset = self._allocator.take(size)
             if offset is None:
                 self._metrics.nixl_full.inc()
                 return None
             block = self._memory[offset : offset + size]
-            weakref.finalize(block, self._given.append, offset)
+            weakref.finalize(block, self._allocator.give_back, offset)
             block.view(dtype).view(rows.shape).copy_(rows)
             summed = total(block)  # waits for the copy
             remote = RemoteBytes(ray.put(block, _tensor_transport="nixl"), size, summed)
@@ -86,12 +82,7 @@ class DeviceMemory:
 
     def _taken_bytes(self) -> float:
         with self._lock:
-            self._take_back()
             return self._allocator.taken_bytes
-
-    def _take_back(self) -> None:
-        while self._given:
-            self._allocator.give_back(self._given.popleft())
 
 
 def total(block: Tensor) -> int:

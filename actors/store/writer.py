@@ -1,10 +1,15 @@
-"""Writes encoded rows where answers and the cache refer to them: shared memory, or the device."""
+"""Writes encoded rows where answers and the cache refer to them: shared memory, or the device.
+
+Also converts rows between tensors and bytes, and between dtypes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Lock
 
 import torch
@@ -13,11 +18,26 @@ from torch import Tensor
 from actors.engine.video_chunks import rows_of
 from actors.spec.evs import group_tokens, retention_mask
 from actors.spec.model_spec import ModelSpec
-from actors.store.cache import EmbeddingCache, Key
+from actors.store.kept import EmbeddingCache, Key
 from actors.store.nixl import DeviceMemory
-from actors.store.rows import as_bytes
-from actors.store.shared_memory import INLINE_BYTES, MOST_TOGETHER_BYTES, share, share_together
-from actors.types import DTYPE_BYTES, Bytes, Dtype, Embedding, Item, Media, SharedBytes, Timings
+from actors.store.shared_memory import (
+    INLINE_BYTES,
+    MOST_TOGETHER_BYTES,
+    here,
+    share,
+    share_together,
+)
+from actors.types import (
+    DTYPE_BYTES,
+    Bytes,
+    Dtype,
+    Embedding,
+    Item,
+    Media,
+    ReceivedBytes,
+    SharedBytes,
+    Timings,
+)
 
 WRITERS = 4  # threads that copy rows at the same time
 
@@ -164,3 +184,37 @@ class RowBatch:
             self._next_write = None
         embeddings = self._writer.write(self._dtype, done)
         return {id(item): made for (_, item), made in zip(done, embeddings, strict=True)}
+
+
+def tensor(embedding: Embedding) -> Tensor:
+    """[tokens, width], a view of the embedding's own memory: not to be written to.
+
+    The data must be in this process already (shared_memory.here, router.here.encode_here).
+    """
+    if isinstance(embedding.data, ReceivedBytes):
+        there: Tensor = embedding.data.tensor
+        return there.view(getattr(torch, embedding.dtype)).view(embedding.shape)
+    assert not isinstance(embedding.data, SharedBytes), "read it first: shared_memory.here"
+    with warnings.catch_warnings():
+        # Shared memory is read-only, which torch cannot express.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        flat = torch.frombuffer(embedding.data, dtype=getattr(torch, embedding.dtype))
+    return flat.view(embedding.shape)
+
+
+def as_bytes(rows: Tensor, dtype: Dtype) -> Bytes:
+    """The bytes of rows in a dtype: a view if the rows have it already."""
+    data: Bytes = rows.to(getattr(torch, dtype)).view(torch.uint8).numpy().reshape(-1)
+    return data
+
+
+async def converted(embedding: Embedding, dtype: Dtype) -> Embedding:
+    """The embedding in another dtype, in shared memory if it is large. Raises EmbeddingLost."""
+    if embedding.dtype == dtype:
+        return embedding
+    rows = tensor(await here(embedding))
+    if rows.nbytes <= INLINE_BYTES:
+        data = share(as_bytes(rows, dtype))
+    else:
+        data = await asyncio.to_thread(lambda: share(as_bytes(rows, dtype)))
+    return replace(embedding, data=data, dtype=dtype)

@@ -24,7 +24,7 @@ from actors.rpc.codec import (
     reply_message,
     reply_of,
 )
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from actors.telemetry.request_context import Origin
 from actors.types import (
     Answer,

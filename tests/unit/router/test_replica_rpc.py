@@ -32,7 +32,7 @@ from actors.rpc.server import (
     make_directory,
     take,
 )
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from actors.store.shared_memory import INLINE_BYTES
 from actors.telemetry.request_context import Origin
 from actors.types import Dtype, Media, Reply, SharedBytes
