@@ -21,8 +21,7 @@ from actors.rpc.server import ReplicaServer
 from actors.startup import open_pipeline
 from actors.store.kept import Kept
 from actors.telemetry.metrics import EncoderMetrics
-from actors.telemetry.request_context import NOBODY, ORIGIN, Origin, name_requests
-from actors.telemetry.tracing import open_spans
+from actors.telemetry.tracing import NOBODY, ORIGIN, Origin, name_requests, open_spans
 from actors.types import Dtype, Media, Reply
 
 log = logging.getLogger("ray.serve")

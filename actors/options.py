@@ -237,8 +237,6 @@ class TracingOptions(Options):
     apply."""
     folder: str = ""
     """Where `export: file` writes, on each node."""
-    sample_ratio: float = Field(1, ge=0, le=1)
-    """Share of the traces that begin here; a caller's own decision is kept."""
 
     @field_validator("export", mode="before")
     @classmethod

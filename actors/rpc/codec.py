@@ -19,7 +19,7 @@ from actors import errors
 from actors.errors import EncodeFailed, Overloaded, ServiceError
 from actors.rpc import replica_pb2 as pb
 from actors.store.kept import Kept
-from actors.telemetry.request_context import Origin
+from actors.telemetry.tracing import Origin
 from actors.types import Answer, Dtype, Embedding, Media, Reply, SharedBytes
 
 VERSION = 1

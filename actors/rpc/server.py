@@ -37,7 +37,7 @@ from actors.rpc.codec import (
     reply_message,
 )
 from actors.store.kept import Kept
-from actors.telemetry.request_context import Origin
+from actors.telemetry.tracing import Origin
 from actors.types import Dtype, Media, Reply, SharedBytes
 
 log = logging.getLogger("ray.serve")

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actors.telemetry.request_context import Origin
+from actors.telemetry.tracing import Origin
 from encoder_service.api.errors import Fault, fault, row_of_status
 from encoder_service.ops.exchange import Exchange, Observer
 

@@ -16,7 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from actors.errors import InvalidRequest, ServiceError, TooLarge
-from actors.telemetry.request_context import Origin
+from actors.telemetry.tracing import Origin
 from encoder_service.api.answer import Json, head
 from encoder_service.api.envelope import request_id_of
 from encoder_service.api.errors import Fault, fault

@@ -24,7 +24,7 @@ from actors.errors import EmbeddingLost, ServiceError, TooLarge, Unavailable
 from actors.options import ModelOptions, Transport
 from actors.store.nixl import Receiver
 from actors.store.writer import tensor
-from actors.telemetry.request_context import Origin
+from actors.telemetry.tracing import Origin
 from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.api.errors import AtItem
 from encoder_service.config import LlmOptions

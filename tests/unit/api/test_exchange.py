@@ -14,16 +14,16 @@ from ray.serve.exceptions import gRPCStatusError
 from starlette.testclient import TestClient
 
 from actors.errors import Overloaded
-from actors.telemetry.request_context import (
+from actors.telemetry.tracing import (
     LOG,
     NOBODY,
     ORIGIN,
     Origin,
     RequestIds,
+    Spans,
     keep_from_log,
     name_requests,
 )
-from actors.telemetry.tracing import Spans
 from encoder_service.api.grpc import Refused
 from encoder_service.api.http import build
 from encoder_service.ops.exchange import MOST_FAILURES, Dropping, Observer, access_log

@@ -25,7 +25,7 @@ from actors.rpc.codec import (
     reply_of,
 )
 from actors.store.kept import Kept
-from actors.telemetry.request_context import Origin
+from actors.telemetry.tracing import Origin
 from actors.types import (
     Answer,
     Clip,

@@ -34,7 +34,7 @@ from actors.rpc.server import (
 )
 from actors.store.kept import Kept
 from actors.store.shared_memory import INLINE_BYTES
-from actors.telemetry.request_context import Origin
+from actors.telemetry.tracing import Origin
 from actors.types import Dtype, Media, Reply, SharedBytes
 from router.replicas import rpc
 from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost

@@ -27,7 +27,7 @@ from actors.rpc import replica_pb2 as pb
 from actors.rpc.codec import EncodeCall, message_fields, reply_of
 from actors.rpc.server import Endpoint
 from actors.store.kept import References
-from actors.telemetry.request_context import NOBODY
+from actors.telemetry.tracing import NOBODY
 from actors.types import Dtype, Embedding, Media, Size
 from router.replicas.fleet import ReplicaUnreachable
 from router.replicas.rpc import ReplicaChannel
