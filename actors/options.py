@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
@@ -23,6 +23,10 @@ BlockForm = Literal["fast", "compile", "reference"]
 """How a tower's transformer blocks run: our own kernels, torch.compile, or plain torch."""
 
 BlockChoice = Literal["auto", BlockForm]
+
+
+OFF_IS_A_WORD = BeforeValidator(lambda value: "off" if value is False else value)
+"""YAML 1.1 reads a bare `off` as false."""
 
 
 class Options(BaseModel):
@@ -48,10 +52,10 @@ class ModelOptions(Options):
 class GraphOptions(Options):
     """Which graphs are captured. Names as in vLLM's compilation config."""
 
-    mode: Literal["budget", "exact", "off"] = "budget"
+    mode: Annotated[Literal["budget", "exact", "off"], OFF_IS_A_WORD] = "budget"
     """`budget` captures every budget at start; `exact` captures a pack's layout (the grids of its
-    items) when it is seen for the second time, up to the largest budget; `off` runs everything
-    eagerly."""
+    items) when it is seen for the second time, up to the largest budget, and keeps the 64 used
+    last; `off` runs everything eagerly."""
     token_budgets: tuple[PositiveInt, ...] = Field((), strict=False)
     """In output tokens. Empty: generated over the model's range, maximum included
     (`steps_per_doubling`). For a model of two paths, only the largest counts: it is the maximum of
@@ -76,14 +80,6 @@ class GraphOptions(Options):
     `compile`: torch.compile, for every family; it takes a C++ compiler and seconds at the first
     start, and caches its code in TORCHINDUCTOR_CACHE_DIR. Both need CUDA and 16 bits. `reference`:
     plain torch. `auto`: the first of these that the model and the device support."""
-    max_exact_graphs: PositiveInt = 64
-    """Layouts that `mode: exact` keeps; the least recently used one is evicted."""
-
-    @field_validator("mode", mode="before")
-    @classmethod
-    def off_is_a_word(cls, value: Any) -> Any:
-        """YAML 1.1 reads a bare `off` as false."""
-        return "off" if value is False else value
 
 
 def block_form(asked: BlockChoice, *, on_cuda: bool, dtype: Dtype, fast: bool) -> BlockForm:
@@ -230,19 +226,13 @@ class EncoderOptions(DeviceOptions):
 class TracingOptions(Options):
     """Spans of requests, through OpenTelemetry. Needs the extra `otel`."""
 
-    export: Literal["off", "otlp", "file"] = "off"
+    export: Annotated[Literal["off", "otlp", "file"], OFF_IS_A_WORD] = "off"
     """`otlp` sends spans to a collector over HTTP; `file` writes JSON lines, a file per process."""
     endpoint: str = ""
     """The collector's URL, such as http://collector:4318/v1/traces. Empty: OTEL_EXPORTER_OTLP_*
     apply."""
     folder: str = ""
     """Where `export: file` writes, on each node."""
-
-    @field_validator("export", mode="before")
-    @classmethod
-    def off_is_a_word(cls, value: Any) -> Any:
-        """YAML 1.1 reads a bare `off` as false."""
-        return "off" if value is False else value
 
     @model_validator(mode="after")
     def file_has_a_folder(self) -> Self:

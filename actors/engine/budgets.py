@@ -30,6 +30,8 @@ reads."""
 
 MOST_TOKENS = 13824  # default maximum of each path of a model of two paths
 
+MOST_EXACT_GRAPHS = 64  # layouts of which each path keeps a graph with `graphs.mode: exact`
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:
@@ -76,23 +78,26 @@ class Capacity:
 
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
     """smallest, 2 x smallest, ... and `largest`, always included (vLLM: `_generate_budgets`)."""
-    budgets = []
-    budget = smallest
-    while budget < largest:
-        budgets.append(budget)
-        budget *= 2
-    return (*budgets, largest)
+    return tuple(sorted({*doubled(smallest, largest), largest}))
+
+
+def doubled(smallest: int, largest: int) -> tuple[int, ...]:
+    """smallest, 2 x smallest, ... up to `largest`."""
+    budgets = [smallest]
+    while budgets[-1] * 2 <= largest:
+        budgets.append(budgets[-1] * 2)
+    return tuple(budgets)
 
 
 def graduated(smallest: int, largest: int, steps: int, unit: int) -> tuple[int, ...]:
     """`steps` budgets to each doubling, as far as multiples of `unit` allow, and `largest`."""
-    doubled = powers_of_two(smallest, largest)
+    powers = powers_of_two(smallest, largest)
     between = {
         -(-power * (steps + step) // (steps * unit)) * unit
-        for power in doubled
+        for power in powers
         for step in range(1, steps)
     }
-    return tuple(sorted({*doubled, *(budget for budget in between if budget < largest)}))
+    return tuple(sorted({*powers, *(budget for budget in between if budget < largest)}))
 
 
 def at_least(budgets: Sequence[int], tokens: int) -> int | None:
@@ -117,8 +122,7 @@ def capacity(
     Raises ConfigError.
     """
     given = options.token_budgets
-    if list(given) != sorted(set(given)):
-        raise ConfigError(f"graphs.token_budgets must ascend without repeats, not {list(given)}")
+    check_ascending("token_budgets", given)
     smallest, largest = token_range
     if given and given[-1] > MOST_ITEMS_A_BUDGET * largest:
         raise ConfigError(
@@ -142,7 +146,7 @@ def capacity(
         tokens=(budgets[-1],),
         items=items,
         frames=min(frames, budgets[-1] // frame_tokens),
-        exact_graphs=options.max_exact_graphs if options.mode == "exact" else 0,
+        exact_graphs=MOST_EXACT_GRAPHS if options.mode == "exact" else 0,
         frame_tokens=frame_tokens,
     )
 
@@ -182,10 +186,13 @@ def two_path_capacity(
     whole = options.global_token_budgets or powers_of_two(image, most)
     crops = tuple(budget for budget in options.local_token_budgets if budget)
     crops = crops or doubled(crop, most)
-    checked("global", whole, image)
-    checked("local", crops, crop)
+    for path, budgets, view in (("global", whole, image), ("local", crops, crop)):
+        check_ascending(f"{path}_token_budgets", budgets)
+        if budgets[0] < view:
+            raise ConfigError(
+                f"graphs.{path}_token_budgets: {budgets[0]} is less than one view's {view} tokens"
+            )
     ladders = (whole, (0, *crops))
-    tokens = (whole[-1], crops[-1])
     graphs = {
         "budget": ladders,
         "exact": tuple(ladder[-1:] for ladder in ladders),
@@ -193,28 +200,14 @@ def two_path_capacity(
     }[options.mode]
     return Capacity(
         budgets=graphs,
-        tokens=tokens,
+        tokens=(whole[-1], crops[-1]),
         items=options.max_vision_items_per_batch or whole[-1] // image,
         frames=0,
-        exact_graphs=options.max_exact_graphs if options.mode == "exact" else 0,
+        exact_graphs=MOST_EXACT_GRAPHS if options.mode == "exact" else 0,
     )
 
 
-def doubled(crop: int, most: int) -> tuple[int, ...]:
-    """crop, 2 x crop, ... up to `most`."""
-    budgets = [crop]
-    while budgets[-1] * 2 <= most:
-        budgets.append(budgets[-1] * 2)
-    return tuple(budgets)
-
-
-def checked(path: str, budgets: Sequence[int], view: int) -> None:
-    """Raises ConfigError unless the list ascends and starts at one view or more."""
+def check_ascending(key: str, budgets: Sequence[int]) -> None:
+    """Raises ConfigError."""
     if list(budgets) != sorted(set(budgets)):
-        raise ConfigError(
-            f"graphs.{path}_token_budgets must ascend without repeats, not {list(budgets)}"
-        )
-    if budgets[0] < view:
-        raise ConfigError(
-            f"graphs.{path}_token_budgets: {budgets[0]} is less than one view's {view} tokens"
-        )
+        raise ConfigError(f"graphs.{key} must ascend without repeats, not {list(budgets)}")

@@ -52,12 +52,8 @@ def best_ladder(loads: Mapping[int, float], graphs: int, largest: int) -> tuple[
 
 def padding_ratio(loads: Mapping[int, float], budgets: Sequence[int]) -> float:
     """Tokens of padding per token of content; the largest budget holds every load."""
-    return computed(loads, budgets) / content(loads) - 1 if loads else 0.0
-
-
-def content(loads: Mapping[int, float]) -> float:
-    """Tokens of all packs, without padding."""
-    return sum(load * times for load, times in loads.items())
+    content = sum(load * times for load, times in loads.items())
+    return computed(loads, budgets) / content - 1 if loads else 0.0
 
 
 def computed(loads: Mapping[int, float], budgets: Sequence[int]) -> float:

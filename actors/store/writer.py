@@ -93,7 +93,8 @@ class RowWriter:
             return None
         if self.cache.max_bytes:  # it keeps rows of its own, on the host
             own = share(as_bytes(rows.cpu(), self.spec.dtype))
-            self._cache(media, item, own, rows.shape[0])
+            cached = self.embedding(item, own, self.spec.dtype, rows.shape[0])
+            self.cache.put(self.key(media), cached)
         return self.embedding(item, data, dtype, rows.shape[0])
 
     def _on_host(self, dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
@@ -103,7 +104,8 @@ class RowWriter:
             data = []
             for (media, item), (kept, frame_tokens) in zip(done, rows, strict=True):
                 own = share(as_bytes(kept, self.spec.dtype))
-                self._cache(media, item, own, kept.shape[0], frame_tokens)
+                cached = self.embedding(item, own, self.spec.dtype, kept.shape[0], frame_tokens)
+                self.cache.put(self.key(media), cached)
                 data.append(own if dtype == self.spec.dtype else share(as_bytes(kept, dtype)))
         else:
             data = share_together([as_bytes(kept, dtype) for kept, _ in rows], self.together_bytes)
@@ -111,17 +113,6 @@ class RowWriter:
             self.embedding(item, one, dtype, kept.shape[0], frame_tokens)
             for (_, item), one, (kept, frame_tokens) in zip(done, data, rows, strict=True)
         ]
-
-    def _cache(
-        self,
-        media: Media,
-        item: Item,
-        data: Bytes | SharedBytes,
-        tokens: int,
-        frame_tokens: tuple[int, ...] = (),
-    ) -> None:
-        made = self.embedding(item, data, self.spec.dtype, tokens, frame_tokens)
-        self.cache.put(self.key(media), made)
 
     def embedding(
         self,

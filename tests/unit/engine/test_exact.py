@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors.engine.budgets import Capacity, capacity
+from actors.engine.budgets import MOST_EXACT_GRAPHS, Capacity, capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import SIGHTS_PER_GRAPH, ExactGraphSet, capture, choose_packing
@@ -153,10 +153,10 @@ def test_nothing_is_timed_for_a_layout_that_comes_while_others_wait() -> None:
 
 
 def test_the_options_of_mode_exact() -> None:
-    made = capacity(GraphOptions(mode="exact", max_exact_graphs=5), (64, 1024), 0)
+    made = capacity(GraphOptions(mode="exact"), (64, 1024), 0)
     assert (made.budgets, made.tokens, made.items) == (((1024,),), (1024,), 16)
-    assert made.exact_graphs == 5
-    assert capacity(GraphOptions(max_exact_graphs=5), (64, 1024), 0).exact_graphs == 0
+    assert made.exact_graphs == MOST_EXACT_GRAPHS
+    assert capacity(GraphOptions(), (64, 1024), 0).exact_graphs == 0
 
 
 def test_every_budget_is_measured_before_items_come() -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from actors.engine.budgets import Capacity, model_capacity, two_path_capacity
+from actors.engine.budgets import MOST_EXACT_GRAPHS, Capacity, model_capacity, two_path_capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import capture, choose_packing
@@ -69,8 +69,8 @@ def test_each_path_can_be_given_its_own() -> None:
 def test_modes_without_budgets_keep_the_limits() -> None:
     off = two_path_capacity(GraphOptions(mode="off"), OCR)
     assert (off.budgets, off.tokens) == (((), ()), (13824, 12800))
-    exact = two_path_capacity(GraphOptions(mode="exact", max_exact_graphs=3), OCR)
-    assert (exact.budgets, exact.exact_graphs) == (((13824,), (12800,)), 3)
+    exact = two_path_capacity(GraphOptions(mode="exact"), OCR)
+    assert (exact.budgets, exact.exact_graphs) == (((13824,), (12800,)), MOST_EXACT_GRAPHS)
 
 
 @pytest.mark.parametrize(

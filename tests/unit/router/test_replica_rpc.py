@@ -50,7 +50,7 @@ Test = Callable[[], Coroutine[Any, Any, None]]
 
 
 class MemoryEncoder:
-    """A ServedEncoder whose calls wait for `gate`."""
+    """An encoder whose calls wait for `gate`."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
