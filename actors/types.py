@@ -1,8 +1,6 @@
 """The records that travel: one per stage of an item's way through the service.
 
-    bytes -> Media (+ ItemPlan) -> Shard -> Item -> Pack -> Embedding -> Reply
-
-Knows nothing of Ray, torch, HTTP or gRPC.
+bytes -> Media (+ ItemPlan) -> Shard -> Item -> Pack -> Embedding -> Reply
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ class ItemPlan:
     the thumbnail. Models of two paths: of the canvas of crops, or of the whole view if there are
     no crops."""
     patches: int
-    tokens: int
-    """Rows of the embedding."""
+    tokens: int  # rows of the embedding
     path_tokens: tuple[int, ...]
     """Tokens that each path computes, in the order of `ModelSpec.paths`."""
     frames: int = 0
@@ -94,8 +91,7 @@ class Media:
     """Hexadecimal SHA-256 of `data`; for `frames`, of their digests."""
     notice: str = ""
     """A note for the client, such as "animated GIF: the first of 12 frames"."""
-    clip: Clip | None = None
-    """Of a video."""
+    clip: Clip | None = None  # of a video
     frames: tuple[bytes, ...] = ()
     """The image files of a video that was sent as frames; `data` is empty then."""
     evs_rate: float = 0.0
@@ -130,18 +126,14 @@ class Item:
     tile after tile. Models of several paths: path after path. Videos: group after group."""
     later: Bytes | None = None
     """The same patches in the second frame of each group of a video, where groups have two."""
-    on_device: bool = False
-    """Its rows stay on the device."""
-    decode_queue_seconds: float = 0.0
-    """How long it waited to be decoded."""
-    preprocess_seconds: float = 0.0
-    """Decoding, resizing and patchifying."""
+    on_device: bool = False  # its rows stay on the device
+    decode_queue_seconds: float = 0.0  # waited to be decoded
+    preprocess_seconds: float = 0.0  # was decoded, resized and patchified
     rows: Any = None
     """After encoding: a torch tensor [tokens, width] in the tower's dtype, or a tuple of those of a
     video's chunks: see video_chunks.rows_of."""
     source: Source = "graph"
-    queue_seconds: float = 0.0
-    """How long it waited for its pack."""
+    queue_seconds: float = 0.0  # waited for its pack
     encode_seconds: float = 0.0
 
 
@@ -149,8 +141,7 @@ class Item:
 class Pack:
     """Items that share one forward pass."""
 
-    items: tuple[int, ...]
-    """Positions in the list that was packed."""
+    items: tuple[int, ...]  # positions in the list that was packed
     budgets: tuple[int | None, ...]
     """The budget of each path; None: beyond every budget, to be run eagerly."""
 
@@ -195,8 +186,7 @@ class RemoteBytes:
 class ReceivedBytes:
     """Bytes on a device of this process (nixl.Receiver)."""
 
-    tensor: Any
-    """A torch tensor, uint8 [bytes]. Any, because this file does not import torch."""
+    tensor: Any  # a torch tensor, uint8 [bytes]; this file does not import torch
 
     @property
     def nbytes(self) -> int:
@@ -235,7 +225,6 @@ Answer = Embedding | ServiceError
 class Reply:
     """A replica's answer to a shard."""
 
-    answers: list[Answer]
-    """One for each item, in order."""
+    answers: list[Answer]  # one for each item, in order
     outstanding_patches: int
     """What the replica still has to do for all routers, without these items."""

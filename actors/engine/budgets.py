@@ -16,17 +16,14 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, ViewSizing
 
 MOST_ITEMS_A_BUDGET = 4
-"""How many of the largest items a budget may hold. More would save no launches, and cost memory and
-time to capture."""
+"""Largest items that a budget may hold: more would save no launches, and cost memory and time."""
 
 UNIT_TOKENS = 8
-"""Generated budgets for images of any size are multiples of this: 32 patches, whole tiles of rows
-in GEMMs. Models of tiles have budgets of whole tiles."""
+"""Generated budgets are multiples of this, 32 patches, except for models of tiles: whole tiles."""
 
 FRAME_TOKENS = 32
-"""Graphs for videos have one attention segment (for one temporal group of frames) per this many
-tokens, or per fewer if groups are smaller. Each segment lengthens the table that every replay
-reads."""
+"""Graphs for videos have one attention segment (a temporal group of frames) per this many tokens,
+or per fewer if groups are smaller. Each lengthens the table that every replay reads."""
 
 MOST_TOKENS = 13824  # default maximum of each path of a model of two paths
 
@@ -57,12 +54,10 @@ class Capacity:
     tokens: tuple[int, ...]
     """Most tokens on each path, with or without graphs."""
     items: int
-    frames: int
-    """Most attention segments of all videos of a pack."""
+    frames: int  # most attention segments of all videos of a pack
     exact_graphs: int = 0
     """How many recurring layouts are captured, within the one budget. 0: budgets are captured."""
-    frame_tokens: int = 0
-    """Tokens of a budget for each frame that its graph holds; 0: any number of frames."""
+    frame_tokens: int = 0  # of a budget for each frame that its graph holds; 0: any number
 
     @property
     def segments(self) -> Segments:
@@ -112,14 +107,11 @@ def capacity(
     max_frames_per_video: int,
     unit: int | None = None,
 ) -> Capacity:
-    """The capacity that the options ask for, for a model of one path.
-
-    Generated budgets are multiples of `unit` tokens (default: of the smallest).
+    """For a model of one path. Generated budgets are multiples of `unit` (default: the smallest).
 
     Automatic limits are those of vLLM: items = largest budget // smallest budget, frames = items x
     the model's frames per video, but at most one per FRAME_TOKENS tokens. Items are counted by the
     model's smallest budget if the list starts above it: [1024] does not mean one item per pack.
-    Raises ConfigError.
     """
     given = options.token_budgets
     check_ascending("token_budgets", given)
@@ -169,11 +161,10 @@ def model_capacity(options: GraphOptions, spec: ModelSpec) -> Capacity:
 def two_path_capacity(
     options: GraphOptions, view_tokens: tuple[int, int], default: int = MOST_TOKENS
 ) -> Capacity:
-    """The capacity for a model of two paths. `view_tokens`: of one whole image, and of one crop.
+    """For a model of two paths. `view_tokens`: of one whole image, and of one crop.
 
     The maximum is the largest of `token_budgets`, or the default. Items: as many as the largest
-    global budget holds images. Raises ConfigError for a list out of order, or with less than one
-    image or crop.
+    global budget holds images.
     """
     image, crop = view_tokens
     most = max(options.token_budgets, default=default)

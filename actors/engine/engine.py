@@ -33,7 +33,6 @@ log = logging.getLogger("ray.serve")
 
 MOST_LAUNCHED = 2  # packs on the device at a time: one is computed, one is read back
 
-
 Labels = Sequence[str | None]
 """The graph that serves each path of a pack; None: it runs eagerly; SKIPPED: nothing to run."""
 

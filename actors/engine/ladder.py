@@ -1,7 +1,4 @@
-"""Which budgets suit a service's traffic: the ladder with the least padding.
-
-Pure: traffic in, budgets out. Knows nothing of models, graphs or files.
-"""
+"""Which budgets suit a service's traffic: the ladder with the least padding. Pure."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ same attention to any pack, so it is left out: costs are measured over empty pac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -34,11 +34,16 @@ NANOSECOND = 1e-9  # plans that differ by less are equally good
 class OpenPack:
     """A pack that still grows, and its running totals."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(
+        self, capacity: Capacity, items: Sequence[int] = (), plans: Sequence[ItemPlan] = ()
+    ) -> None:
+        """`items`: the places in `plans` of those that it holds from the start."""
         self.capacity = capacity
         self.items: list[int] = []
         self.tokens = [0] * len(capacity.tokens)
         self.frames = 0
+        for index in items:
+            self.add(index, plans[index])
 
     def admits(self, plan: ItemPlan) -> bool:
         most = self.capacity
@@ -100,13 +105,11 @@ def least_cost(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -> l
     An item that exceeds a limit by itself gets a pack of its own, with None for that path.
     """
     order = sorted(range(len(plans)), key=lambda i: plans[i].tokens)
-    alone: list[int] = []
-    rest: list[int] = []
-    for index in order:
-        (rest if graphs_hold(plans[index], capacity) else alone).append(index)
+    alone = [i for i in order if not graphs_hold(plans[i], capacity)]
+    rest = [i for i in order if graphs_hold(plans[i], capacity)]
     cuts = cheapest_cuts([plans[i] for i in rest], capacity, costs)
     packs = [[i] for i in alone] + [rest[a:b] for a, b in pairwise(cuts)]
-    return [closed(pack, plans, capacity) for pack in packs]
+    return [OpenPack(capacity, pack, plans).close() for pack in packs]
 
 
 def cheapest_cuts(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -> list[int]:
@@ -163,13 +166,6 @@ def graphs_hold(plan: ItemPlan, capacity: Capacity) -> bool:
         budgets and tokens <= budgets[-1]
         for tokens, budgets in zip(plan.path_tokens, capacity.budgets, strict=True)
     )
-
-
-def closed(items: Iterable[int], plans: Sequence[ItemPlan], capacity: Capacity) -> Pack:
-    pack = OpenPack(capacity)
-    for index in items:
-        pack.add(index, plans[index])
-    return pack.close()
 
 
 def oldest_first(

@@ -1,7 +1,7 @@
 """Videos that are longer than one pack holds: cut into chunks, encoded, and answered as one.
 
 A group of frames is one attention segment (VideoSizing), so the rows of a video are those of its
-chunks, one after the other. Knows neither packs nor graphs.
+chunks, one after the other.
 """
 
 from __future__ import annotations
@@ -23,21 +23,15 @@ def cut(item: Item, capacity: Capacity) -> list[Item]:
 
     A group that no pack holds is a chunk by itself.
     """
-    groups, most = item.plan.frames, longest_chunk(item.plan, capacity)
+    groups = item.plan.frames
+    if not groups:
+        return [item]
+    most = capacity.tokens[0] // computed_tokens(item.plan, item.plan.group_patches)
+    most = max(1, min(most, capacity.frames or most))
     if groups <= most:
         return [item]
     starts = range(0, groups, most)
     return [chunk(item, start, min(start + most, groups)) for start in starts]
-
-
-def longest_chunk(plan: ItemPlan, capacity: Capacity) -> int:
-    """Groups of a video that one pack holds, at least one."""
-    if not plan.frames:
-        return 1
-    most = capacity.tokens[0] // computed_tokens(plan, plan.group_patches)
-    if capacity.frames:
-        most = min(most, capacity.frames)
-    return max(1, most)
 
 
 def chunk(item: Item, start: int, end: int) -> Item:

@@ -165,7 +165,7 @@ def error_of(name: str, text: str) -> ServiceError | None:
 
 
 def packed(values: Sequence[Any]) -> bytes:
-    """A message. Characters of an error that are not valid Unicode become question marks."""
+    """Characters of an error that are not valid Unicode become question marks."""
     message: bytes = msgpack.packb(values, unicode_errors="replace")
     return message
 

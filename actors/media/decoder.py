@@ -70,8 +70,7 @@ class Job(Future[Item]):
         self.media = media
         self.size_bytes = size_bytes
         self.submitted = monotonic()
-        self.offset = 0
-        """Of its block in the slab, while a process has it."""
+        self.offset = 0  # of its block in the slab, while a process has it
         self.suspected = False
         """Its process ended after it was begun: it is retried once, alone in a process."""
         self.patches = media.plan.patches + len(media.frames)
@@ -86,7 +85,7 @@ class DecodeProcess:
     """A decoding process, and the jobs that it has not answered yet, in order."""
 
     def __init__(self, model: bytes, slab: int, stall_seconds: float) -> None:
-        """Returns when it has started: see `fingerprint`. `slab`: the file that it maps."""
+        """Returns when it has started. `slab`: the file that it maps."""
         self.jobs: deque[Job] = deque()
         self.process, self.channel = launch(model, slab)
         self._wait_at_most(START_SECONDS)
@@ -133,7 +132,7 @@ class DecodeProcess:
 
 
 def launch(model: bytes, slab: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts decode_worker, and returns it with our end of its socket."""
+    """decode_worker, and our end of its socket."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its, os.fdopen(os.memfd_create("model"), "w+b") as stdin:
         stdin.write(model)
@@ -172,12 +171,10 @@ class Decoder:
         self._changed = Condition()
         """Guards what follows, and the slab's `take`."""
         self._waiting: deque[Job] = deque()
-        self._idle = 0
-        """Threads that wait for jobs."""
+        self._idle = 0  # threads that wait for jobs
         self._started = 0
         self._closing = False
-        self._failure: ServiceError | None = None
-        """Why nothing is decoded in processes any more."""
+        self._failure: ServiceError | None = None  # why no process decodes any more
         self._slab: Slab | None = None
         self._threads: list[Thread] = []
         if options.preprocess.processes:

@@ -85,7 +85,7 @@ def plain_jpeg(data: bytes, image: Image.Image) -> Pixels | None:
 
 
 def upright(pixels: Pixels, orientation: Any) -> Pixels:
-    """Undoes an EXIF orientation, as PIL.ImageOps.exif_transpose."""
+    """As PIL.ImageOps.exif_transpose."""
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (3, 4, 7, 8):

@@ -3,8 +3,6 @@
 Callers must know the replica's random token, which only this Ray cluster is told
 (`record_replica_metadata`). In addition, the unix socket is in a directory that only the replica's
 own user may enter, because gRPC does not show a peer's credentials (SO_PEERCRED).
-
-Serve does not see these calls, so whoever owns the server calls `stop` before the process ends.
 """
 
 from __future__ import annotations
@@ -63,7 +61,6 @@ COMMON_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
 
-
 TICKETS: dict[str, list[SharedBytes]] = {}
 """Rows in shared memory that answers of this process refer to, until they are taken or expire."""
 
@@ -92,7 +89,10 @@ class Endpoint:
 
 
 class ReplicaServer:
-    """Serves one encoder to routers. For the encoder's event loop."""
+    """Serves one encoder to routers, on the encoder's event loop.
+
+    Serve does not see these calls, so the encoder calls `stop` before its process ends.
+    """
 
     def __init__(self, encoder: Any) -> None:
         """`encoder`: an actors.encoder.Encoder, which imports this file."""

@@ -119,8 +119,7 @@ class References:
         self._ends: OrderedDict[str, float] = OrderedDict()  # ascending: all live equally long
         self._users: Counter[object] = Counter()
         """How many entries each object in shared memory has."""
-        self.bytes = 0
-        """Memory that all entries together hold."""
+        self.bytes = 0  # that all entries together hold
 
     @property
     def largest_bytes(self) -> int:

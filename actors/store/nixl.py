@@ -4,8 +4,7 @@ The encoder copies rows into memory that is registered with NIXL once, at the st
 until nobody holds their reference, and consumers read them from there. Unlike shared memory, this
 memory is reused, so each item carries a checksum that its reader compares.
 
-Ray calls this interface alpha. Besides `ray.put`, three calls of `ray.experimental` are used, all
-in this file.
+Ray calls this interface alpha.
 """
 
 from __future__ import annotations
@@ -86,10 +85,9 @@ class DeviceMemory:
 
 
 def total(block: Tensor) -> int:
-    """The sum of the 64-bit words of uint8 bytes [n], modulo 2 ** 64, and of the last few bytes.
+    """A checksum: the sum of the 64-bit words of uint8 bytes [n], modulo 2 ** 64, and of the rest.
 
-    In place and as fast as memory is read. A checksum: memory that was overwritten before it was
-    read has another one.
+    In place and as fast as memory is read.
     """
     whole = len(block) // WORD_BYTES * WORD_BYTES
     words = block[:whole].view(torch.int64).sum()

@@ -17,7 +17,7 @@ class EncoderMetrics:
         self.registry = CollectorRegistry()
         counter = partial(Counter, namespace="encoder", registry=self.registry)
         gauge = partial(Gauge, namespace="encoder", registry=self.registry)
-        histogram = partial(Histogram, namespace="encoder", registry=self.registry)
+        histogram = partial(Histogram, namespace="encoder", registry=self.registry, buckets=SECONDS)
         self.items = counter(
             "items_total",
             "Items answered with an embedding, by where it came from.",

@@ -72,13 +72,7 @@ class GemmTile:
     def stages(self) -> int:
         return (SHARED_BYTES - ALIGNMENT_BYTES - self.added_bytes) // self.stage_bytes
 
-    @property
-    def threads(self) -> int:
-        """Of one block: the consumer warpgroups and the producer warp."""
-        return 128 * self.groups + 32
-
     def blocks(self, rows: int, n: int) -> tuple[int, int, int]:
-        """The grid."""
         return -(-n // (64 * self.groups)), -(-rows // self.rows), self.splits
 
     def cost(self, shape: GemmShape) -> float:
@@ -158,7 +152,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype, tile: GemmTile) -> Load
     """A loaded kernel; the device must be the current one. Raises as cuda.compiled and load."""
     assert device.index == torch.cuda.current_device(), "This is a bug."
     memory = ALIGNMENT_BYTES + tile.stages * tile.stage_bytes + tile.added_bytes
-    return cuda.load(image(ELEMENTS[dtype], tile), "multiply_few", tile.threads, memory)
+    threads = 128 * tile.groups + 32  # the consumer warpgroups and the producer warp
+    return cuda.load(image(ELEMENTS[dtype], tile), "multiply_few", threads, memory)
 
 
 @cache

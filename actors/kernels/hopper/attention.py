@@ -1,7 +1,4 @@
-"""Attention within segments on compute capability 9.0: attention.cu over a table of work items.
-
-Builds the table on the host, compiles the kernel for each head size, and launches it.
-"""
+"""Attention within segments on compute capability 9.0: attention.cu over a table of work items."""
 
 from __future__ import annotations
 
