@@ -1,7 +1,4 @@
-"""A first-fit allocator of offsets into a fixed piece of memory, of the host or of a device.
-
-Pure arithmetic: it never touches the memory.
-"""
+"""A first-fit allocator of offsets into a piece of memory, which it never touches."""
 
 from __future__ import annotations
 
@@ -46,11 +43,8 @@ class Allocator:
         return None
 
     def give_back(self, offset: int) -> None:
-        """Frees the block that `take` returned, at the next call of another method.
-
-        Takes no lock, because finalizers call it: the garbage collector may run them in a thread
-        that holds any lock.
-        """
+        """Frees the block that `take` returned, at the next call of another method. Takes no lock:
+        the garbage collector may call it, as a finalizer, in a thread that holds any lock."""
         self._returned.append(offset)
 
     def _free_returned(self) -> None:

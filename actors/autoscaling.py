@@ -13,10 +13,8 @@ OUTSTANDING_PATCHES = "outstanding_patches"
 
 
 class PatchPolicy:
-    """Asks for enough replicas that each has `target_patches` outstanding.
-
-    Serve applies the bounds and delays of its AutoscalingConfig to the result.
-    """
+    """Asks for enough replicas that each has `target_patches` outstanding; Serve applies the bounds
+    and delays of its AutoscalingConfig."""
 
     def __init__(self, target_patches: int) -> None:
         self.target_patches = target_patches

@@ -79,10 +79,7 @@ class GraphOptions(Options):
 
 
 def block_form(asked: BlockChoice, *, on_cuda: bool, dtype: Dtype, fast: bool) -> BlockForm:
-    """The form in use. `fast`: the family has the fast form. Raises ConfigError.
-
-    Needs no torch and no device, so that the front door can check a configuration with it.
-    """
+    """The form in use. `fast`: the family has the fast form. Raises ConfigError."""
     capable = on_cuda and dtype != "float32"
     if asked in ("fast", "compile") and not capable:
         raise ConfigError(

@@ -204,11 +204,8 @@ class Pipeline:
 
 
 async def result_of(future: Future[Result]) -> Result:
-    """Awaits work in another thread. Cancelling the wait cancels the work.
-
-    Not asyncio.wrap_future: that makes a reference cycle, in which patches and rows would wait for
-    the garbage collector.
-    """
+    """Awaits work in another thread. Cancelling the wait cancels the work. Not asyncio.wrap_future:
+    in its reference cycle patches and rows would wait for the garbage collector."""
     loop = asyncio.get_running_loop()
     arrived = loop.create_future()
 

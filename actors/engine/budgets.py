@@ -144,10 +144,7 @@ def capacity(
 
 
 def model_capacity(options: GraphOptions, spec: ModelSpec) -> Capacity:
-    """The capacity that the options ask for, whether the model has one path or two.
-
-    Raises ConfigError for options that do not suit the model.
-    """
+    """The capacity that the options ask for. Raises ConfigError if they do not suit the model."""
     if isinstance(spec.sizing, ViewSizing):
         most = spec.sizing.largest_budget(MOST_TOKENS)
         return two_path_capacity(options, spec.sizing.view_tokens, most)

@@ -29,10 +29,8 @@ returns them. Nobody else writes to that memory."""
 
 
 class Places:
-    """Where the metadata of one graph lies in a buffer that all graphs of a path share.
-
-    The metadata of a pack is one piece of memory, so that one copy moves all of it to the device.
-    """
+    """Where the metadata of one graph lies in a buffer that all graphs of a path share, so that one
+    copy moves all metadata of a pack to the device."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.spans: dict[str, tuple[slice, tuple[int, ...], torch.dtype]] = {}
@@ -50,11 +48,8 @@ class Places:
         }
 
     def packed(self, values: Mapping[str, Tensor], buffer: Tensor) -> Tensor:
-        """The buffer, of `size_bytes`, with the first rows of each input filled from the host.
-
-        The other rows are zeroed, which is a valid index, because they may hold another graph's
-        metadata.
-        """
+        """The buffer, of `size_bytes`, with the first rows of each input filled from the host. The
+        others may hold another graph's metadata: they are zeroed, which is a valid index."""
         target = buffer.numpy()  # slicing tensors would take longer than the copies
         for name, (span, _, dtype) in self.spans.items():
             value = values[name].numpy().reshape(-1).view(np.uint8)

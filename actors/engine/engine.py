@@ -101,10 +101,7 @@ class Engine:
         return joined(item, [one.answer for one in waiting])
 
     def stalled_seconds(self) -> float:
-        """How long no pack has completed although there is work, as when the device hangs.
-
-        A long queue that moves is no stall.
-        """
+        """How long no pack has completed although there is work, as when the device hangs."""
         with self._changed:
             since = [waiting.since for waiting in list(self._waiting)[:1]]
             since += [launched.started for launched in list(self._launched)]

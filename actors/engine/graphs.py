@@ -108,10 +108,8 @@ class GraphSet:
         return len(self.replays)
 
     def label(self, budget: int | None, plans: Sequence[ItemPlan]) -> str | None:
-        """The graph that such a pack would replay now, for the metrics.
-
-        None: it would run eagerly. SKIPPED: it has no tokens on this path.
-        """
+        """The graph that such a pack would replay now, for the metrics. None: it would run eagerly.
+        SKIPPED: it has no tokens on this path."""
         if not self.tokens(plans):
             return SKIPPED
         return None if budget is None else str(budget)
@@ -168,10 +166,8 @@ class GraphSet:
         return self.tower.video_inputs(self.path, tokens)
 
     def packed(self, budget: int | None, plans: tuple[ItemPlan, ...]) -> Tensor:
-        """The metadata of a pack as one piece of host memory; None: of an exact layout.
-
-        Cached, because traffic of few sizes brings the same packs again.
-        """
+        """The metadata of a pack as one piece of host memory; None: of an exact layout. Cached,
+        because traffic of few sizes brings the same packs again."""
         key = budget, plans
         found = self._packed.pop(key, None)
         if found is None:
@@ -222,12 +218,11 @@ class ExactGraphSet(GraphSet):
     """Graphs of exact layouts: at most `most`, each of at most the largest budget's tokens.
 
     A layout runs eagerly the first time, and is captured and replayed from the second time on. The
-    least recently used one is evicted.
+    least recently used one is evicted. GEMMs are not timed, because waiting items would be held up.
 
     The graph of the largest budget is captured at start, and not replayed afterwards: it sizes the
     shared pool, and its output takes the rows of every layout. So graphs that are captured later
-    take no more device memory. GEMMs are not timed for them, because waiting items would be held
-    up.
+    take no more device memory.
     """
 
     def __init__(
@@ -313,11 +308,8 @@ class ExactGraphSet(GraphSet):
 def capture(
     tower: Tower, capacity: Capacity, device: Device, metrics: EncoderMetrics
 ) -> dict[str, GraphSet]:
-    """A captured GraphSet for each path; also sets the metrics. Raises StartError.
-
-    On CUDA each path but the first has streams and a graph pool of its own, so that the paths of a
-    pack are replayed at the same time.
-    """
+    """A captured GraphSet for each path, on streams of its own, so that the paths of a pack are
+    replayed at the same time; also sets the metrics. Raises StartError."""
     started, before, used_before = monotonic(), device.memory_bytes(), device.used_bytes()
     total = sum(budget > 0 for budgets in capacity.budgets for budget in budgets)
     done = 0
@@ -357,10 +349,8 @@ def capture(
 
 
 def choose_packing(options: PackingOptions, graphs: Mapping[str, GraphSet]) -> Packing:
-    """The policy. `least_cost` measures each budget here, before anything has been staged.
-
-    Without a choice of budgets (modes `exact` and `off`) both policies are the same.
-    """
+    """The policy. `least_cost` measures each budget here, before anything has been staged. Without
+    a choice of budgets (modes `exact` and `off`) both policies are the same."""
     choice = any(len(path.budgets) > 1 for path in graphs.values())
     if options.policy == "smallest_first" or not choice:
         return smallest_first

@@ -75,10 +75,8 @@ class OpenPack:
 
 
 def smallest_first(plans: Sequence[ItemPlan], capacity: Capacity) -> list[Pack]:
-    """Packs all items: ascending by tokens, adding while every limit holds (vLLM, PR 35963).
-
-    An item that exceeds a limit by itself gets a pack of its own, with None for that path.
-    """
+    """Packs all items: ascending by tokens, adding while every limit holds (vLLM, PR 35963). An
+    item that exceeds a limit by itself gets a pack of its own, with None for that path."""
     packs: list[Pack] = []
     pack = OpenPack(capacity)
     for index in sorted(range(len(plans)), key=lambda i: plans[i].tokens):
@@ -181,18 +179,14 @@ def oldest_first(
 
 
 def pack_seconds(budgets: Sequence[int | None], costs: Costs) -> float:
-    """Seconds of a pack's replays. A path without a budget, or with one of 0, costs nothing.
-
-    An item beyond every budget runs alone and eagerly, however the others are packed.
-    """
+    """Seconds of a pack's replays. A path without a budget, or with one of 0, costs nothing: an
+    item beyond every budget runs alone and eagerly, however the others are packed."""
     return sum(seconds[budget] for budget, seconds in zip(budgets, costs, strict=True) if budget)
 
 
 def monotone(measured: Mapping[int, float]) -> dict[int, float]:
-    """The closest seconds, by least squares, that never fall as budgets grow.
-
-    Measurement noise must not make a larger budget look cheaper than a smaller one.
-    """
+    """The closest seconds, by least squares, that never fall as budgets grow: noise must not make a
+    larger budget look cheaper than a smaller one."""
     pools: list[tuple[float, int]] = []  # sum of seconds, number of budgets: means ascend
     for budget in sorted(measured):
         total, count = measured[budget], 1

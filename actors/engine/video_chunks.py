@@ -19,10 +19,8 @@ from actors.types import Item, ItemPlan
 
 
 def cut(item: Item, capacity: Capacity) -> list[Item]:
-    """The chunks of an item, each as long as a pack holds; an image, or what fits, is one.
-
-    A group that no pack holds is a chunk by itself.
-    """
+    """The chunks of an item, each as long as a pack holds; an image, or what fits, is one. A group
+    that no pack holds is a chunk by itself."""
     groups = item.plan.frames
     if not groups:
         return [item]
@@ -58,10 +56,8 @@ def computed_tokens(plan: ItemPlan, patches: int) -> int:
 
 
 def joined(item: Item, answers: Sequence[Future[Item]]) -> Future[Item]:
-    """A future of the item: done once all of its chunks are encoded, failed once one has failed.
-
-    Chunks that have not started by then are cancelled, as they are if the future is cancelled.
-    """
+    """A future of the item: done once all chunks are encoded, failed once one has failed. Chunks
+    that have not started by then are cancelled, as they are if the future is cancelled."""
     whole: Future[Item] = Future()
     # Emptied when `whole` is done: futures that refer to each other would keep the rows of their
     # packs alive until the garbage collector runs.

@@ -158,10 +158,8 @@ class Decoder:
     """Decodes media for one replica. `submit` may be called from any thread."""
 
     def __init__(self, options: ActorOptions, series: EncoderMetrics) -> None:
-        """Starts processes if there are to be any, but does not wait for them.
-
-        Raises CheckpointError; StartError where the system has no memfd_create.
-        """
+        """Starts processes if there are to be any, but does not wait for them. Raises
+        CheckpointError; StartError where the system has no memfd_create."""
         files = Noted(find(options.model))
         self.patchifier = patchifier_of(read(options.model, files))
         self._model = decode_worker.model_message(options.model, files.contents)

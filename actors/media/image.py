@@ -56,9 +56,7 @@ def decoded_frames(patchifier: Patchifier, media: Media, clip: Clip) -> Iterator
 
 def decode(data: bytes) -> Tensor:
     """Upright RGB of the first frame: uint8 [3, height, width], a view of [height, width, 3].
-
-    Raises InvalidMedia if the bytes are truncated, corrupt or no image.
-    """
+    Raises InvalidMedia, TooLarge."""
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             pixels = plain_jpeg(data, image)

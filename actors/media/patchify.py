@@ -50,9 +50,7 @@ class Patchifier(ABC):
 
     def patchify_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
         """An item from decoded frames, uint8 [3, height, width], as `video.indices` chose them.
-
-        Takes them one by one: at most one is held as it was decoded.
-        """
+        Takes them one by one: at most one is held as it was decoded."""
         assert self.spec.video, "a video for a model that takes none. This is a bug."
         size = self.spec.video.resized(clip.size, clip.frames)
         patches = torch.cat([self.frame(frame, size) for frame in frames])
@@ -236,10 +234,8 @@ def size_of(image: Tensor) -> Size:
 
 
 def resize(image: Tensor, size: Size, mode: Resample = "bicubic") -> Tensor:
-    """uint8 [3, height, width] to another height and width, with antialiasing.
-
-    Equal to transformers' torchvision backend on the CPU, bit for bit.
-    """
+    """uint8 [3, height, width] to another height and width, with antialiasing. Equal to
+    transformers' torchvision backend on the CPU, bit for bit."""
     if image.shape[1:] == (size.height, size.width):
         return image
     # A batch of one in true channels-last strides takes torch's vectorised uint8 kernel.
@@ -253,10 +249,8 @@ def padded(image: Tensor, right: int, below: int) -> Tensor:
 
 
 def cut_blocks(image: Tensor, patch: int, merge: int) -> Tensor:
-    """uint8 [3, height, width] to patches, in the order of its merge blocks.
-
-    Zeros pad the image on the right and below to whole merge blocks.
-    """
+    """uint8 [3, height, width] to patches, in the order of its merge blocks. Zeros pad the image on
+    the right and below to whole ones."""
     block = patch * merge
     whole = padded(image, -image.shape[2] % block, -image.shape[1] % block)
     rows, columns = whole.shape[1] // block, whole.shape[2] // block

@@ -49,10 +49,8 @@ def demuxer(data: bytes) -> str | None:
 
 @contextmanager
 def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
-    """The container and its first video stream.
-
-    Raises UnsupportedMedia; errors of FFmpeg, also within the `with` block, become InvalidMedia.
-    """
+    """The container and its first video stream. Raises UnsupportedMedia; errors of FFmpeg, also
+    within the `with` block, become InvalidMedia."""
     name = demuxer(data)
     if name is None:
         raise UnsupportedMedia(f"the file is not a video that is read here: send {CONTAINERS}")
@@ -124,11 +122,8 @@ def index(container: Any, stream: Any) -> Index:
 
 
 def frames(data: bytes, clip: Clip, wanted: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-    """Decodes the wanted frames, which ascend: uint8 [height, width, 3], one at a time.
-
-    Seeks between them where that saves decoding. Raises InvalidMedia if the file is not what its
-    header says.
-    """
+    """Decodes the wanted frames, which ascend: uint8 [height, width, 3], one at a time. Raises
+    InvalidMedia if the file is not what its header says."""
     with opened(data) as (container, stream):
         found = index(container, stream)
     with opened(data) as (container, stream):

@@ -185,10 +185,8 @@ class ReplicaServer:
 
 
 def take(_: object, tickets: list[str]) -> list[list[SharedBytes] | None]:
-    """The rows that each ticket stands for, once. None: it was taken, or expired.
-
-    Runs in the replica's process, as `actor.__ray_call__.remote(take, tickets)`.
-    """
+    """The rows that each ticket stands for, once. None: it was taken, or expired. Runs in the
+    replica's process, as `actor.__ray_call__.remote(take, tickets)`."""
     return [TICKETS.pop(ticket, None) for ticket in tickets]
 
 
@@ -256,10 +254,8 @@ def stubs(channel: grpc.aio.Channel) -> dict[str, grpc.aio.UnaryUnaryMultiCallab
 
 
 def make_directory() -> Path:
-    """A new directory that only this user may enter (mode 0700), for a socket.
-
-    Removes those of replicas that were killed.
-    """
+    """A new directory that only this user may enter (mode 0700), for a socket. Removes those of
+    replicas that were killed."""
     parent = tempfile.gettempdir()
     if len(parent) > 60:  # a socket's path has at most 107 bytes
         parent = "/tmp"

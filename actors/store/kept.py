@@ -25,10 +25,8 @@ OVERHEAD_BYTES = 4096
 
 
 class EmbeddingCache:
-    """Evicts the least recently used; holds at most `max_bytes` of rows. Thread-safe.
-
-    Keeps references to shared memory, not copies, so that a hit costs nothing however large it is.
-    """
+    """Evicts the least recently used. Keeps references to shared memory, not copies, so that a hit
+    costs nothing however large it is. Thread-safe."""
 
     def __init__(self, max_bytes: int, metrics: EncoderMetrics) -> None:
         self.max_bytes = max_bytes

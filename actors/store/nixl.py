@@ -59,10 +59,8 @@ class DeviceMemory:
         metrics.nixl_bytes.set_function(self._taken_bytes)
 
     def put(self, rows: Tensor, dtype: torch.dtype) -> SharedBytes | None:
-        """Copies rows, converted to `dtype`, into this memory. None: there is no room now.
-
-        rows: [tokens, width] on this device, complete.
-        """
+        """Copies rows [tokens, width], complete and on this device, into this memory, converted to
+        `dtype`. None: there is no room now."""
         size = rows.numel() * dtype.itemsize
         with self._lock, torch.cuda.stream(self._stream) if self._stream else nullcontext():
             offset = self._allocator.take(size)
@@ -85,10 +83,8 @@ class DeviceMemory:
 
 
 def total(block: Tensor) -> int:
-    """A checksum: the sum of the 64-bit words of uint8 bytes [n], modulo 2 ** 64, and of the rest.
-
-    In place and as fast as memory is read.
-    """
+    """A checksum: the sum of the 64-bit words of uint8 bytes [n], modulo 2 ** 64, and of the
+    rest."""
     whole = len(block) // WORD_BYTES * WORD_BYTES
     words = block[:whole].view(torch.int64).sum()
     return int(words.item()) + int(block[whole:].sum(dtype=torch.int64).item())
@@ -112,10 +108,8 @@ class Receiver:
         self.device = torch.device(device)
 
     async def here(self, embedding: Embedding) -> Embedding:
-        """The same with its data in this process: on the device if it was on one, else as an array.
-
-        Raises EmbeddingLost.
-        """
+        """The same with its data in this process: on the device if it was on one, otherwise as an
+        array. Raises EmbeddingLost."""
         data = embedding.data
         if not isinstance(data, SharedBytes):
             return embedding

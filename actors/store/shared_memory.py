@@ -66,10 +66,8 @@ def groups(sizes: Sequence[int], most: int) -> list[list[int]]:
 
 
 async def read(data: Bytes | SharedBytes) -> Bytes:
-    """A read-only view of the shared memory, which stays as long as the view does.
-
-    Copies nothing, unless the bytes are on another node. Raises EmbeddingLost.
-    """
+    """A read-only view of the shared memory, which stays as long as the view does; a copy only if
+    the bytes are on another node. Raises EmbeddingLost."""
     if not isinstance(data, SharedBytes):
         return data
     reference: Any = data.object_ref

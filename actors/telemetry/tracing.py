@@ -98,10 +98,8 @@ def name_requests() -> None:
 
 
 class Spans:
-    """The spans of one part of the service (ingress, router, encoder).
-
-    Without a tracer, as with `tracing.export: off`, they do nothing.
-    """
+    """The spans of one part of the service (ingress, router, encoder). Without a tracer, as with
+    `tracing.export: off`, they do nothing."""
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         self.tracer = tracer
@@ -113,10 +111,8 @@ class Spans:
         kind: Literal["server", "client", "internal"] = "internal",
         **attributes: Value,
     ) -> Iterator[Span]:
-        """Spans the block; spans opened inside, also in other processes, become its children.
-
-        An exception that leaves the block marks the span as failed.
-        """
+        """Spans the block; spans opened inside, also in other processes, become its children. An
+        exception that leaves the block marks the span as failed."""
         if self.tracer is None:
             yield INVALID_SPAN
             return
@@ -179,10 +175,7 @@ def open_spans(options: TracingOptions, part: str) -> Spans:
 
 @cache
 def provider(options: TracingOptions) -> TracerProvider:
-    """This process's provider. It exports what is left when the process exits.
-
-    OTEL_TRACES_SAMPLER applies; a caller's own decision is kept by default.
-    """
+    """This process's provider. It exports what is left when the process exits."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.sdk.trace.export import (

@@ -210,6 +210,8 @@ def closest(width: int, height: int) -> tuple[int, int]:
 
 def test_an_image_that_pillow_padded_looks_centred() -> None:
     image = Image.new("RGB", (300, 101), (255, 0, 0))
-    view = CropPatchifier(SPEC).whole(torch.from_numpy(np.array(image)).permute(2, 0, 1))
+    view = CropPatchifier(replace(SPEC, sizing=OCR)).whole(
+        torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    )
     exact = np.asarray(ImageOps.pad(image, (1024, 1024), color=(127, 127, 127)))
     assert np.array_equal(view.permute(1, 2, 0).numpy(), exact)

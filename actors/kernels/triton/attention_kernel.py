@@ -1,8 +1,5 @@
-"""The kernel of TritonAttention: attention within segments, over a table of query tiles.
-
-The table decides how much work a launch does, whatever its grid: programs beyond the table's count
-of tiles exit at once.
-"""
+"""The kernel of TritonAttention: attention within segments, over a table of query tiles. Programs
+beyond the table's count of tiles exit at once."""
 
 from __future__ import annotations
 
