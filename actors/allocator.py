@@ -17,8 +17,7 @@ class Allocator:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self._gaps = [(0, self.size_bytes)]
-        """Offset and size of each, ascending; no two touch."""
+        self._gaps = [(0, self.size_bytes)]  # offset and size of each, ascending; no two touch
         self._taken: dict[int, int] = {}
         self._returned: deque[int] = deque()
 

@@ -87,10 +87,8 @@ class Media:
     kind: Kind
     data: bytes
     plan: ItemPlan
-    digest: str
-    """Hexadecimal SHA-256 of `data`; for `frames`, of their digests."""
-    notice: str = ""
-    """A note for the client, such as "animated GIF: the first of 12 frames"."""
+    digest: str  # hexadecimal SHA-256 of `data`; for `frames`, of their digests
+    notice: str = ""  # a note for the client, such as "animated GIF: the first of 12 frames"
     clip: Clip | None = None  # of a video
     frames: tuple[bytes, ...] = ()
     """The image files of a video that was sent as frames; `data` is empty then."""

@@ -34,10 +34,8 @@ MOST_EXACT_GRAPHS = 64  # layouts of which each path keeps a graph with `graphs.
 class Segments:
     """Attention segments that the graphs of a path can hold."""
 
-    items: int
-    """One for each image."""
-    frames: int = 0
-    """In addition, in graphs for packs with videos. 0: there are no such graphs."""
+    items: int  # one for each image
+    frames: int = 0  # in addition, in graphs for packs with videos. 0: there are no such graphs
     frame_tokens: int = FRAME_TOKENS
 
     def of(self, budget: int, *, videos: bool) -> int:
@@ -51,8 +49,7 @@ class Capacity:
     """What one pack may hold. Each path's budgets ascend; without any, everything runs eagerly."""
 
     budgets: tuple[tuple[int, ...], ...]
-    tokens: tuple[int, ...]
-    """Most tokens on each path, with or without graphs."""
+    tokens: tuple[int, ...]  # most tokens on each path, with or without graphs
     items: int
     frames: int  # most attention segments of all videos of a pack
     exact_graphs: int = 0

@@ -1,10 +1,8 @@
 """The captured graphs of each path, one or two per token budget: capture, replay, what they cost.
 
 Static inputs are allocated once, for the largest budget. All graphs share one memory pool, so the
-largest is captured first. Padding is data: rows that no segment covers.
-A tower whose videos need inputs of their own has a second graph per budget, for packs with videos,
-so that packs of images pay neither for those inputs nor for the segments of frames.
-ExactGraphSet has graphs of exact layouts instead: no padding, but only for layouts that recur.
+largest is captured first. Padding is data: rows that no segment covers. A tower whose videos need
+inputs of their own has a second graph per budget, so that packs of images do not pay for them.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ from actors.options import PackingOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Grid, Item, ItemPlan
 
-Report = Callable[[int, float], None]
-"""Called with a budget and the seconds that its capture took."""
+Report = Callable[[int, float], None]  # called with a budget and the seconds that its capture took
 
 MEASURED_REPLAYS = 3
 
@@ -64,8 +61,7 @@ class GraphSet:
         self.device = device
         self.keeps_rows = path != tower.spec.paths[-1]
         """Rows of all paths are read together: replays of other paths must not overwrite them."""
-        self.tuned = True
-        """Graphs are captured before anything is served, so GEMMs may be timed."""
+        self.tuned = True  # graphs are captured before anything is served, so GEMMs may be timed
         self._packed: dict[tuple[int | None, tuple[ItemPlan, ...]], Tensor] = {}
         self.replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
         """By budget, and whether for packs with videos."""

@@ -133,7 +133,8 @@ def cheapest_cuts(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -
         )
         # One column for each combination of budgets.
         ends = np.minimum(ends[:, :, None], held[:, None, :]).reshape(last, -1)
-        path_seconds = np.array([pack_seconds((budget,), (cost,)) for budget in largest_first])
+        # A path on which a pack has nothing costs nothing.
+        path_seconds = np.array([cost[budget] if budget else 0.0 for budget in largest_first])
         seconds = (seconds[:, None] + path_seconds).ravel()
     prices = np.where(ends > np.arange(last)[:, None], seconds, np.inf)
     best, chosen = np.zeros(last + 1), [0] * last
@@ -176,12 +177,6 @@ def oldest_first(
     """
     seen = plans[: max(WINDOW, capacity.items)]
     return next(pack for pack in packing(seen, capacity) if 0 in pack.items)
-
-
-def pack_seconds(budgets: Sequence[int | None], costs: Costs) -> float:
-    """Seconds of a pack's replays. A path without a budget, or with one of 0, costs nothing: an
-    item beyond every budget runs alone and eagerly, however the others are packed."""
-    return sum(seconds[budget] for budget, seconds in zip(budgets, costs, strict=True) if budget)
 
 
 def monotone(measured: Mapping[int, float]) -> dict[int, float]:

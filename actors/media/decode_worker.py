@@ -1,11 +1,8 @@
 """A decoding process, and the shared memory and messages between it and the replica.
 
 `python -m actors.media.decode_worker SOCKET MEMORY` reads the model from stdin, sends the
-fingerprint of its spec, and decodes what it is sent until the socket closes. It loads no weights
-and sees no device.
-
-Files and patches stay in shared memory. Messages carry offsets, plans and errors, packed
-by msgpack: a process that parses untrusted files must not send anything that runs code when read.
+fingerprint of its spec, and decodes what it is sent until the socket closes. Messages are packed by
+msgpack: a process that parses untrusted files must not send anything that runs code when read.
 """
 
 from __future__ import annotations

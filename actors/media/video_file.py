@@ -23,12 +23,9 @@ from actors.types import Clip, Size
 
 CODECS = frozenset({"h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mjpeg"})
 CONTAINERS = "MP4, MOV, WebM, Matroska, AVI or MPEG-TS"
-LEAST_SHARE = 0.9
-"""The share of the declared frames that must exist. Edited videos lack some."""
-MARGIN_PIXELS = 128
-"""What a codec may add to each side of the declared frame, to fill its blocks."""
-FREE_PIXELS = 2**20
-"""What a decoder may always allocate: MPEG-4's takes more than it shows."""
+LEAST_SHARE = 0.9  # the share of the declared frames that must exist. Edited videos lack some
+MARGIN_PIXELS = 128  # what a codec may add to each side of the declared frame, to fill its blocks
+FREE_PIXELS = 2**20  # what a decoder may always allocate: MPEG-4's takes more than it shows
 SYNC, PACKET_BYTES = 0x47, 188
 """MPEG-TS has no signature but this byte, repeated at this distance."""
 
@@ -101,8 +98,7 @@ class Index:
 
     shown: Sequence[int]
     starts: Sequence[int]
-    timed: bool
-    """False: packets carry no usable times, and frames are numbered in order of arrival."""
+    timed: bool  # False: packets carry no usable times, and frames are numbered in order of arrival
 
 
 def index(container: Any, stream: Any) -> Index:

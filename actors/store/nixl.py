@@ -1,10 +1,8 @@
-"""Rows from device to device, by Ray Direct Transport over NIXL: DeviceMemory, Receiver.
+"""Rows from device to device, by Ray Direct Transport over NIXL, an interface that Ray calls alpha.
 
 The encoder copies rows into memory that is registered with NIXL once, at the start. They stay there
 until nobody holds their reference, and consumers read them from there. Unlike shared memory, this
 memory is reused, so each item carries a checksum that its reader compares.
-
-Ray calls this interface alpha.
 """
 
 from __future__ import annotations

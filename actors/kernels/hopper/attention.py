@@ -18,8 +18,7 @@ from actors.kernels.hopper.cuda import CAPABILITY, ELEMENTS, LoadedKernel, tenso
 
 GROUPS = 3  # consumer warpgroups, each with 64 queries at a time
 TILE_ROWS, STRIP_ROWS = 64 * GROUPS, 64  # queries of a tile and of a strip of the table
-LONG_PATCHES = 4096
-"""Budgets from here on take a head size's last ring, smaller ones its first."""
+LONG_PATCHES = 4096  # budgets from here on take a head size's last ring, smaller ones its first
 LANE_BYTES = 128  # a swizzled row in shared memory: 64 columns
 
 log = logging.getLogger(__name__)
