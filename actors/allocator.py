@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 
-ALIGNMENT_BYTES = 256
-"""Alignment of offsets and sizes: a multiple of cache lines, and what a GPU reads fastest."""
+ALIGNMENT_BYTES = 256  # of offsets and sizes: whole cache lines, and what a GPU reads fastest
 
 
 class Allocator:

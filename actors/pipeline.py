@@ -40,8 +40,7 @@ from actors.types import (
 
 log = logging.getLogger("ray.serve")
 
-MOST_PENDING_BYTES = 16 * 2**20
-"""Limit of rows that are written after their item was answered: they take memory meanwhile."""
+MOST_PENDING_BYTES = 16 * 2**20  # of rows written after their item was answered
 NO_TIMINGS = Timings(0.0, 0.0, 0.0)
 NO_BYTES: Bytes = np.empty(0, np.uint8)
 

@@ -46,8 +46,7 @@ class ItemPlan:
 
     grid_thw: Grid
     """Temporal groups, rows and columns, in patches. Tile families: of the canvas of tiles, without
-    the thumbnail. Models of two paths: of the canvas of crops, or of the whole view if there are
-    no crops."""
+    the thumbnail. Models of two paths: of the canvas of crops, else of the whole view."""
     patches: int
     tokens: int  # rows of the embedding
     path_tokens: tuple[int, ...]
@@ -59,8 +58,7 @@ class ItemPlan:
     kept: tuple[int, ...] = ()
     """Rows and columns of tokens that show the image, where the rest of the canvas is padding and
     gives no rows of the embedding. Empty: all of them."""
-    group_pictures: int = 1
-    """Pictures per temporal group, each a grid of its own; the last group may have fewer."""
+    group_pictures: int = 1  # per temporal group, each a grid; the last group may have fewer
 
     @property
     def group_tokens(self) -> int:
@@ -90,13 +88,10 @@ class Media:
     digest: str  # hexadecimal SHA-256 of `data`; for `frames`, of their digests
     notice: str = ""  # a note for the client, such as "animated GIF: the first of 12 frames"
     clip: Clip | None = None  # of a video
-    frames: tuple[bytes, ...] = ()
-    """The image files of a video that was sent as frames; `data` is empty then."""
-    evs_rate: float = 0.0
-    """Share of a video's rows to drop after encoding, where little changes (spec/evs.py)."""
+    frames: tuple[bytes, ...] = ()  # image files of a video sent as frames; `data` is empty then
+    evs_rate: float = 0.0  # share of a video's rows to drop, where little changes (spec/evs.py)
     on_device: bool = False
-    """The caller can read rows from the encoder's device (store/nixl.py), so large ones may stay
-    there if `encoder.transport` is nixl."""
+    """The caller can read rows from the encoder's device: see `encoder.transport`."""
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -205,8 +200,7 @@ class Embedding:
     source: Source
     timings: Timings
     replica: str = ""
-    frame_tokens: tuple[int, ...] = ()
-    """Of a video with an `evs_rate`: remaining rows per temporal group."""
+    frame_tokens: tuple[int, ...] = ()  # with an `evs_rate`: remaining rows per temporal group
     reference: str = ""
     """Id under which its replica keeps it for a while. Each caller gets an id of its own."""
 
@@ -224,5 +218,4 @@ class Reply:
     """A replica's answer to a shard."""
 
     answers: list[Answer]  # one for each item, in order
-    outstanding_patches: int
-    """What the replica still has to do for all routers, without these items."""
+    outstanding_patches: int  # to do for all routers, without these items

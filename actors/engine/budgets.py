@@ -52,8 +52,7 @@ class Capacity:
     tokens: tuple[int, ...]  # most tokens on each path, with or without graphs
     items: int
     frames: int  # most attention segments of all videos of a pack
-    exact_graphs: int = 0
-    """How many recurring layouts are captured, within the one budget. 0: budgets are captured."""
+    exact_graphs: int = 0  # recurring layouts captured within the one budget
     frame_tokens: int = 0  # of a budget for each frame that its graph holds; 0: any number
 
     @property

@@ -30,16 +30,14 @@ Report = Callable[[int, float], None]  # called with a budget and the seconds th
 
 MEASURED_REPLAYS = 3
 
-CACHED_LAYOUTS = 32
-"""Packs of the same plans in the same order whose metadata is cached, in pinned memory on CUDA."""
+CACHED_LAYOUTS = 32  # packs whose metadata is cached, in pinned memory on CUDA
 
 CACHED_PLANS = 256  # lists of waiting items whose packs are cached
 
 SKIPPED = "skip"  # the label of a path on which a pack has no tokens
 EXACT = "exact"  # the label of every graph of an exact layout
 
-SIGHTS_PER_GRAPH = 16
-"""Layouts remembered for each exact graph that is kept: most are seen once and never again."""
+SIGHTS_PER_GRAPH = 16  # layouts remembered per exact graph: most are seen once, never again
 
 Layout = tuple[tuple[Grid, int, int], ...]
 """Grid, tokens and frames of each item on this path, in the order of the pack."""
@@ -282,20 +280,19 @@ class ExactGraphSet(GraphSet):
         if replay is None:
             # Forgotten first, so that a layout that cannot be captured is not tried every time.
             del self.seen[layout]
-            replay = self.kept[layout] = self._captured(plans)
+            tokens, segments = self.room(None, plans)
+            static = self.static(self._shapes(tokens, segments, self.videos(plans)))
+            rows = self.output[:tokens]
+            replay = self.kept[layout] = self.device.capture(
+                lambda: rows.copy_(self.tower.forward(self.path, static)),
+                kept=True,
+                tuned=self.tuned,
+            )
             # The device is idle after a capture, so the evicted graph is not being replayed.
             if len(self.kept) > self.most:
                 self.kept.popitem(last=False)
         self.kept.move_to_end(layout)
         return replay
-
-    def _captured(self, plans: Sequence[ItemPlan]) -> Callable[[], Tensor]:
-        tokens, segments = self.room(None, plans)
-        static = self.static(self._shapes(tokens, segments, self.videos(plans)))
-        rows = self.output[:tokens]
-        return self.device.capture(
-            lambda: rows.copy_(self.tower.forward(self.path, static)), kept=True, tuned=self.tuned
-        )
 
     def _layout(self, plans: Sequence[ItemPlan]) -> Layout:
         return tuple((plan.grid_thw, plan.path_tokens[self.index], plan.frames) for plan in plans)

@@ -15,8 +15,7 @@ from actors.types import ItemPlan
 
 Indices = npt.NDArray[np.intp]
 
-MULTIPLE_TOKENS = 16
-"""Budgets are multiples of this, because a GEMM computes whole tiles of rows anyway."""
+MULTIPLE_TOKENS = 16  # budgets are multiples of this: a GEMM computes whole tiles of rows
 
 
 def best_ladder(loads: Mapping[int, float], graphs: int, largest: int) -> tuple[int, ...]:

@@ -24,9 +24,7 @@ Packing = Callable[[Sequence[ItemPlan], Capacity], list[Pack]]
 Costs = Sequence[Mapping[int, float]]
 """Of each path: budget -> seconds of one replay. Larger budgets never cost less."""
 
-WINDOW = 256
-"""Items that one decision looks at (at least a full pack), so that planning is shorter than a
-replay."""
+WINDOW = 256  # items that one decision looks at, so that planning is shorter than a replay
 
 NANOSECOND = 1e-9  # plans that differ by less are equally good
 

@@ -23,8 +23,7 @@ from actors.kernels.hopper.attention import HopperAttention, kernels_for
 HEAD_SIZES = (64, 72, 80, 88, 96, 112, 128)
 SHORT_ROWS = 64
 LONG_ROWS = 128
-LONG_PATCHES = 1024
-"""Budgets of up to this many patches use short tiles, so that there are enough for all SMs."""
+LONG_PATCHES = 1024  # up to here budgets use short tiles, so that there are enough for all SMs
 
 
 class Attention(Protocol):

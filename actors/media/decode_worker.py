@@ -43,12 +43,9 @@ MARK_BYTES, BEGUN = 1, 1
 be the one that ended its process."""
 
 MAX_MESSAGE_BYTES = 2**17
-MAX_UNSENT_SECONDS = 0.002
-"""Finished items are reported together, but never later than the first item that ends after this
-time."""
+MAX_UNSENT_SECONDS = 0.002  # how long answers wait to be sent together
 
-PR_SET_PDEATHSIG = 1
-"""<sys/prctl.h>: the signal to send when the thread that started this process ends."""
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>: the signal to send when the thread that started this ends
 
 PLAN = [field.name for field in fields(ItemPlan)]
 

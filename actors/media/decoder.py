@@ -41,9 +41,7 @@ CHUNK_PATCHES = 4096
 AHEAD_PATCHES = 4 * CHUNK_PATCHES
 """A process that has more than this still to do is sent nothing else: others may be free sooner."""
 
-MAX_FRAMES = 8192
-"""Frames of a video sent as images. Longer ones are decoded by threads, because a message holds the
-size of each frame."""
+MAX_FRAMES = 8192  # of a video sent as images; a message has room for no more
 
 START_SECONDS = 120
 MAX_FAILED_STARTS = 3
@@ -68,8 +66,7 @@ class Job(Future[Item]):
         self.size_bytes = size_bytes
         self.submitted = monotonic()
         self.offset = 0  # of its block in the slab, while a process has it
-        self.suspected = False
-        """Its process ended after it was begun: it is retried once, alone in a process."""
+        self.suspected = False  # its process ended after it was begun: it is retried once, alone
         self.patches = media.plan.patches + len(media.frames)
         """A measure of the work: frames that came as images are decoded one by one."""
 

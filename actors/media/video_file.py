@@ -26,8 +26,7 @@ CONTAINERS = "MP4, MOV, WebM, Matroska, AVI or MPEG-TS"
 LEAST_SHARE = 0.9  # the share of the declared frames that must exist. Edited videos lack some
 MARGIN_PIXELS = 128  # what a codec may add to each side of the declared frame, to fill its blocks
 FREE_PIXELS = 2**20  # what a decoder may always allocate: MPEG-4's takes more than it shows
-SYNC, PACKET_BYTES = 0x47, 188
-"""MPEG-TS has no signature but this byte, repeated at this distance."""
+SYNC, PACKET_BYTES = 0x47, 188  # the only signature of MPEG-TS: this byte at this distance
 
 av.logging.set_level(None)
 

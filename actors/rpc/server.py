@@ -42,13 +42,10 @@ METADATA_KEY = "rpc"  # key of the endpoint in `record_replica_metadata`
 TOKEN_KEY, BEGUN_KEY, ERROR_KEY = "token", "begun", "error-bin"
 """Keys of gRPC metadata: with a call; in return, before any work; at the end."""
 
-MAX_MESSAGE_BYTES = 2**30
-"""Limit of a call or an answer. A reply holds at most 1000 items (limits.max_items) of
-INLINE_BYTES."""
+MAX_MESSAGE_BYTES = 2**30  # a reply holds at most 1000 items (limits.max_items) of INLINE_BYTES
 MAX_ERROR_CHARS = 2000  # limit of an error message in the metadata, for which gRPC allows 8 KiB
 TICKET_SECONDS = 30.0  # how long rows wait to be taken. Routers ask at once, unless they died
-STALE_SECONDS = 60.0
-"""A socket of this age that nobody listens on was left by a replica that was killed."""
+STALE_SECONDS = 60.0  # an older socket without a listener was left by a killed replica
 DIRECTORY_PREFIX = "encoder-rpc-"
 SOCKET_NAME = "replica.sock"
 

@@ -20,8 +20,7 @@ from actors.types import Embedding, Media, SharedBytes
 Key = tuple[str, ...]  # the model's fingerprint and `Media.identity`
 
 ID_BYTES = 24  # random bytes in an id
-OVERHEAD_BYTES = 4096
-"""What an entry takes besides its rows, so that many small ones are bounded too."""
+OVERHEAD_BYTES = 4096  # per entry besides its rows, so that many small ones are bounded too
 
 
 class EmbeddingCache:
@@ -115,8 +114,7 @@ class References:
         self._metrics = metrics
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._ends: OrderedDict[str, float] = OrderedDict()  # ascending: all live equally long
-        self._users: Counter[object] = Counter()
-        """How many entries each object in shared memory has."""
+        self._users: Counter[object] = Counter()  # entries of each object in shared memory
         self.bytes = 0  # that all entries together hold
 
     @property

@@ -18,10 +18,8 @@ from ray.exceptions import ObjectLostError
 from actors.errors import EmbeddingLost
 from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
-INLINE_BYTES = 2**20
-"""Up to this size rows travel by value: shared memory takes as long as copying that much."""
-MOST_TOGETHER_BYTES = 64 * 2**20
-"""Largest object of several embeddings: it stays as long as one of them is held."""
+INLINE_BYTES = 2**20  # up to here rows travel by value: shared memory takes as long
+MOST_TOGETHER_BYTES = 64 * 2**20  # of one object, which stays as long as one embedding is held
 
 
 def share(data: Bytes) -> Bytes | SharedBytes:

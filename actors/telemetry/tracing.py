@@ -28,8 +28,7 @@ from actors.options import TracingOptions
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-LOG = "ray.serve"
-"""The logger that Serve gives each replica a file for; ours are its children or itself."""
+LOG = "ray.serve"  # the logger that Serve gives each replica a file for
 
 
 Value = str | int | float

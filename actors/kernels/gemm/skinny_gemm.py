@@ -27,8 +27,7 @@ from actors.kernels.hopper.cuda import (
     tensor_map,
 )
 
-MOST_WEIGHTS = 8 * 1024**2
-"""GEMMs with more weights, such as mergers, are bound by reading them, whatever the kernel."""
+MOST_WEIGHTS = 8 * 1024**2  # GEMMs with more, such as mergers, are bound by reading them
 TILE_ROWS = (32, 48, 56, 64, 72, 88, 104, 128, 144, 176, 208)
 """Not every multiple of 8, so that budgets share kernels: each takes 0.1 s or more to compile."""
 MOST_SUMS = 64 * 416  # accumulators of a tile that fit into the registers

@@ -19,8 +19,7 @@ from torch import Tensor
 ARCHITECTURE = "sm_90a"
 CAPABILITY = (9, 0)
 
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
-"""How PTX calls the dtypes that the kernels take."""
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}  # how PTX calls them
 
 OVERLAPPED_ROWS = 640
 """Up to here kernels are so short on an H200 that the gaps between them count (BENCHMARKS.md)."""
