@@ -37,10 +37,8 @@ class Options(BaseModel):
 class ModelOptions(Options):
     """Which checkpoint, and in which precision."""
 
-    id: str
-    """A folder, a Hugging Face repository, or (with dummy weights) the name of a preset."""
-    revision: str | None = None
-    """Of a repository; a folder or a preset has none."""
+    id: str  # a folder, a Hugging Face repository, or (with dummy weights) the name of a preset
+    revision: str | None = None  # of a repository; a folder or a preset has none
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """`dummy` gives random weights, and every response says so. `auto` is safetensors."""
     dtype: Dtype = "bfloat16"
@@ -106,8 +104,7 @@ class PackingOptions(Options):
 
 
 class CacheOptions(Options):
-    max_bytes: int = Field(0, ge=0)
-    """Embeddings that each replica caches. 0: none."""
+    max_bytes: int = Field(0, ge=0)  # of embeddings that each replica caches; 0: none
 
 
 class ReferenceOptions(Options):
@@ -162,8 +159,7 @@ class AutoscalingOptions(Options):
     target_patches: PositiveInt = 100_000
     """Mean outstanding patches per replica to aim at: the seconds that an item may wait, times the
     patches that a replica encodes per second (BENCHMARKS.md)."""
-    look_back_seconds: float = Field(10, gt=0)
-    """The load is averaged over this time."""
+    look_back_seconds: float = Field(10, gt=0)  # the load is averaged over this time
     upscale_delay_seconds: float = Field(10, ge=0)
     """How long the load must be higher before replicas are added."""
     downscale_delay_seconds: float = Field(600, ge=0)
@@ -177,8 +173,7 @@ class AutoscalingOptions(Options):
 
 
 class EncoderOptions(DeviceOptions):
-    autoscaling: AutoscalingOptions | None = None
-    """Instead of `replicas`."""
+    autoscaling: AutoscalingOptions | None = None  # instead of `replicas`
     transport: Transport = "shared_memory"
     """How rows above a megabyte reach callers in Ray. `nixl` leaves them on the encoder's device,
     and callers that have a device read them from there (actors/store/nixl.py): the language models
@@ -212,8 +207,7 @@ class TracingOptions(Options):
     endpoint: str = ""
     """The collector's URL, such as http://collector:4318/v1/traces. Empty: OTEL_EXPORTER_OTLP_*
     apply."""
-    folder: str = ""
-    """Where `export: file` writes, on each node."""
+    folder: str = ""  # where `export: file` writes, on each node
 
     @model_validator(mode="after")
     def file_has_a_folder(self) -> Self:

@@ -61,7 +61,10 @@ def decode(data: bytes) -> Tensor:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             pixels = plain_jpeg(data, image)
             if pixels is None:
-                pixels = with_pillow(image)
+                turned = ImageOps.exif_transpose(image)
+                # A transparent colour of a palette changes no RGB value, but makes `convert` warn.
+                turned.info.pop("transparency", None)
+                pixels = np.array(turned.convert("RGB"))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise TooLarge(f"the image is too large to be decoded: {error}") from error
     except Exception as error:  # Pillow's decoders raise nearly everything
@@ -91,10 +94,3 @@ def upright(pixels: Pixels, orientation: Any) -> Pixels:
     if orientation in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]
     return np.ascontiguousarray(pixels)
-
-
-def with_pillow(image: Image.Image) -> Pixels:
-    upright = ImageOps.exif_transpose(image)
-    # The transparent colour of a palette changes no RGB value, but makes `convert` warn.
-    upright.info.pop("transparency", None)
-    return np.array(upright.convert("RGB"))
