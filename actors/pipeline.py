@@ -137,7 +137,7 @@ class Pipeline:
         self._closed = True
         self.engine.close()
         self.decoder.close()
-        self.writer.threads.shutdown()
+        self.writer.close()
 
     def _trace_replay(self, item: Item) -> None:
         self.spans.past(

@@ -105,8 +105,7 @@ def tile_rows(patches: int) -> int:
 
 def tile_table(lengths: Sequence[int], rows: int, size: int) -> Tensor:
     """int32 [size, 4]: (tiles, 0, 0, 0), then for each tile of `rows` queries its segment's
-    start, end, first tile and number of tiles; unused rows are zero.
-    """
+    start, end, first tile and number of tiles; unused rows are zero."""
     length = np.asarray(lengths, dtype=np.int32)
     end = length.cumsum(dtype=np.int32)
     longest_first = np.argsort(-length, kind="stable")

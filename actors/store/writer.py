@@ -65,6 +65,9 @@ class RowWriter:
         self.together_bytes = min(most, largest_kept_bytes) if largest_kept_bytes > 0 else most
         self.threads = ThreadPoolExecutor(WRITERS, "write")
 
+    def close(self) -> None:
+        self.threads.shutdown()
+
     def key(self, media: Media) -> Key:
         return (self.fingerprint, *media.identity)
 

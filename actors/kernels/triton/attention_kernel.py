@@ -39,8 +39,7 @@ def attend_kernel(
     BN: tl.constexpr,
 ) -> None:
     """A head is D0 columns and a rest, so that sizes between powers of two waste little: K1 for
-    q and k (the depth of a GEMM is at least 16), V1 for v (its width may be 8).
-    """
+    q and k (the depth of a GEMM is at least 16), V1 for v (its width may be 8)."""
     stride = 3 * HEADS * SIZE
     dtype = qkv.dtype.element_ty
     item = tl.program_id(0)
