@@ -69,7 +69,6 @@ class Encoder:
         return await self.pipeline.fetch(name)
 
     async def release(self, name: str) -> bool:
-        """Drops what is kept under a name. False: there was nothing."""
         return self.pipeline.references.release(name)
 
     def scrape(self) -> tuple[str, str]:

@@ -1,7 +1,5 @@
-"""Writes encoded rows where answers and the cache refer to them: shared memory, or the device.
-
-Also converts rows between tensors and bytes, and between dtypes.
-"""
+"""Writes encoded rows where answers and the cache refer to them: shared memory, or the device. Also
+converts rows between tensors and bytes, and between dtypes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 LOG = "ray.serve"  # the logger that Serve gives each replica a file for
 
-
 Value = str | int | float
 KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
 W3C = TraceContextTextMapPropagator()
