@@ -87,8 +87,8 @@ class Inputs:
 
 
 class Device:
-    """The CPU: where a GPU would replay a graph, runs the forward on the static inputs. All methods,
-    and those of Inputs, are called from one thread, the engine's."""
+    """The CPU: where a GPU would replay a graph, runs the forward on the static inputs. All
+    methods, and those of Inputs, are called from one thread, the engine's."""
 
     backend = "cpu"
     device = torch.device("cpu")
