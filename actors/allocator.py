@@ -1,27 +1,28 @@
-"""A first-fit allocator of offsets into a fixed piece of memory, of the host or of a device.
-
-Pure arithmetic: it never touches the memory. One thread at a time may call it.
-"""
+"""A first-fit allocator of offsets into a piece of memory, which it never touches."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 
-ALIGNMENT_BYTES = 256
-"""Alignment of offsets and sizes: a multiple of cache lines, and what a GPU reads fastest."""
+ALIGNMENT_BYTES = 256  # of offsets and sizes: whole cache lines, and what a GPU reads fastest
 
 
 class Allocator:
-    """Takes the lowest gap that is large enough, so that memory is only touched when needed."""
+    """Takes the lowest gap that is large enough, so that memory is only touched when needed.
+
+    One thread at a time may call it, except for `give_back`.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self._gaps = [(0, self.size_bytes)]
-        """Offset and size of each, ascending; no two touch."""
+        self._gaps = [(0, self.size_bytes)]  # offset and size of each, ascending; no two touch
         self._taken: dict[int, int] = {}
+        self._returned: deque[int] = deque()
 
     @property
     def taken_bytes(self) -> int:
+        self._free_returned()
         return sum(self._taken.values())
 
     def fits(self, size_bytes: int) -> bool:
@@ -30,6 +31,7 @@ class Allocator:
 
     def take(self, size_bytes: int) -> int | None:
         """The offset of a free block of at least this size; None if there is none now."""
+        self._free_returned()
         size = aligned(size_bytes)
         for index, (offset, room) in enumerate(self._gaps):
             if room >= size:
@@ -39,15 +41,22 @@ class Allocator:
         return None
 
     def give_back(self, offset: int) -> None:
-        """Frees the block that `take` returned, and merges it with the gaps beside it."""
-        size = self._taken.pop(offset)
-        after = bisect_left(self._gaps, (offset, 0))
-        if after < len(self._gaps) and self._gaps[after][0] == offset + size:
-            size += self._gaps.pop(after)[1]
-        if after and sum(self._gaps[after - 1]) == offset:
-            offset, before = self._gaps.pop(after - 1)
-            size += before
-        insort(self._gaps, (offset, size))
+        """Frees the block that `take` returned, at the next call of another method. Takes no lock:
+        the garbage collector may call it, as a finalizer, in a thread that holds any lock."""
+        self._returned.append(offset)
+
+    def _free_returned(self) -> None:
+        """Merges each block that was given back with the gaps beside it."""
+        while self._returned:
+            offset = self._returned.popleft()
+            size = self._taken.pop(offset)
+            after = bisect_left(self._gaps, (offset, 0))
+            if after < len(self._gaps) and self._gaps[after][0] == offset + size:
+                size += self._gaps.pop(after)[1]
+            if after and sum(self._gaps[after - 1]) == offset:
+                offset, before = self._gaps.pop(after - 1)
+                size += before
+            insort(self._gaps, (offset, size))
 
 
 def aligned(size_bytes: int) -> int:

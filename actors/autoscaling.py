@@ -6,38 +6,26 @@ Load is counted in outstanding patches because requests differ in them by a fact
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 OUTSTANDING_PATCHES = "outstanding_patches"
 """The metric that replicas report to the router and to Serve's autoscaler."""
 
 
-class Situation(Protocol):
-    """The part of Serve's AutoscalingContext that PatchPolicy reads."""
-
-    @property
-    def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None:
-        """By metric and replica: the mean over the autoscaler's look-back period."""
-
-    @property
-    def target_num_replicas(self) -> int:
-        """Replicas that run or are being started."""
-
-
 class PatchPolicy:
-    """Asks for enough replicas that each has `target_patches` outstanding.
-
-    Serve applies the bounds and delays of its AutoscalingConfig to the result.
-    """
+    """Asks for enough replicas that each has `target_patches` outstanding; Serve applies the bounds
+    and delays of its AutoscalingConfig."""
 
     def __init__(self, target_patches: int) -> None:
         self.target_patches = target_patches
 
-    def __call__(self, situation: Situation) -> tuple[int, dict[str, Any]]:
-        """The number of replicas, and the state to keep until the next call: none."""
-        reports = (situation.aggregated_metrics or {}).get(OUTSTANDING_PATCHES)
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """The number of replicas, and the state to keep until the next call: none.
+
+        `context`: Serve's AutoscalingContext, whose metrics are means over the look-back period.
+        """
+        reports = (context.aggregated_metrics or {}).get(OUTSTANDING_PATCHES)
         # No reports, as after a restart of the controller: keep the number of replicas.
         if not reports:
-            return situation.target_num_replicas, {}
+            return context.target_num_replicas, {}
         return max(1, math.ceil(sum(reports.values()) / self.target_patches)), {}

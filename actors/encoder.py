@@ -19,10 +19,9 @@ from actors.errors import Unavailable
 from actors.options import ActorOptions
 from actors.rpc.server import ReplicaServer
 from actors.startup import open_pipeline
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from actors.telemetry.metrics import EncoderMetrics
-from actors.telemetry.request_context import NOBODY, ORIGIN, Origin, name_requests
-from actors.telemetry.tracing import open_spans
+from actors.telemetry.tracing import NOBODY, ORIGIN, Origin, name_requests, open_spans
 from actors.types import Dtype, Media, Reply
 
 log = logging.getLogger("ray.serve")
@@ -41,12 +40,8 @@ class Encoder:
         self.outstanding_patches = 0
         self.rpc = ReplicaServer(self)
         engine = self.pipeline.engine
-        log.info(
-            "encoder %s is ready: %s on %s",
-            self.replica,
-            engine.tower.spec.id,
-            engine.device.backend,
-        )
+        model, backend = engine.tower.spec.id, engine.device.backend
+        log.info("encoder %s is ready: %s on %s", self.replica, model, backend)
 
     async def encode(
         self,
@@ -56,11 +51,7 @@ class Encoder:
         origin: Origin = NOBODY,
         keep: bool = False,
     ) -> Reply:
-        """An embedding or an error per item. Cancelling it drops what has not begun.
-
-        `keep`: embeddings are kept for a while, and answers have a `reference` instead of data.
-        Raises Unavailable once the replica is stopping.
-        """
+        """See Pipeline.encode."""
         ORIGIN.set(origin)
         patches = sum(item.plan.patches for item in media)
         self.outstanding_patches += patches
@@ -74,11 +65,10 @@ class Encoder:
         return Reply(answers, self.outstanding_patches)
 
     async def fetch(self, name: str) -> Kept | None:
-        """What is kept under a name. Raises EmbeddingLost where it could not be written."""
+        """See Pipeline.fetch."""
         return await self.pipeline.fetch(name)
 
     async def release(self, name: str) -> bool:
-        """Drops what is kept under a name. False: there was nothing."""
         return self.pipeline.references.release(name)
 
     def scrape(self) -> tuple[str, str]:
@@ -106,7 +96,7 @@ class Encoder:
         """Serve replaces a replica that raises here."""
         engine = self.pipeline.engine
         stalled_seconds = engine.stalled_seconds()
-        if not self.pipeline.alive():
+        if not self.pipeline.decoder.alive():
             raise Unavailable("the decoding processes do not start, so nothing is decoded")
         if not engine.alive() or stalled_seconds > self.options.encoder.max_stall_seconds:
             raise Unavailable(

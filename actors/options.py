@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
@@ -18,11 +18,14 @@ from actors.errors import ConfigError
 from actors.types import Dtype
 
 Transport = Literal["shared_memory", "nixl"]
-
 BlockForm = Literal["fast", "compile", "reference"]
 """How a tower's transformer blocks run: our own kernels, torch.compile, or plain torch."""
 
 BlockChoice = Literal["auto", BlockForm]
+
+
+OFF_IS_A_WORD = BeforeValidator(lambda value: "off" if value is False else value)
+"""YAML 1.1 reads a bare `off` as false."""
 
 
 class Options(BaseModel):
@@ -34,10 +37,8 @@ class Options(BaseModel):
 class ModelOptions(Options):
     """Which checkpoint, and in which precision."""
 
-    id: str
-    """A folder, a Hugging Face repository, or (with dummy weights) the name of a preset."""
-    revision: str | None = None
-    """Of a repository; a folder or a preset has none."""
+    id: str  # a folder, a Hugging Face repository, or (with dummy weights) the name of a preset
+    revision: str | None = None  # of a repository; a folder or a preset has none
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """`dummy` gives random weights, and every response says so. `auto` is safetensors."""
     dtype: Dtype = "bfloat16"
@@ -48,14 +49,13 @@ class ModelOptions(Options):
 class GraphOptions(Options):
     """Which graphs are captured. Names as in vLLM's compilation config."""
 
-    mode: Literal["budget", "exact", "off"] = "budget"
+    mode: Annotated[Literal["budget", "exact", "off"], OFF_IS_A_WORD] = "budget"
     """`budget` captures every budget at start; `exact` captures a pack's layout (the grids of its
-    items) when it is seen for the second time, up to the largest budget; `off` runs everything
-    eagerly."""
+    items) when it is seen for the second time, up to the largest budget, and keeps the 64 used
+    last; `off` runs everything eagerly."""
     token_budgets: tuple[PositiveInt, ...] = Field((), strict=False)
-    """In output tokens. Empty: generated over the model's range, maximum included
-    (`steps_per_doubling`). For a model of two paths, only the largest counts: it is the maximum of
-    both paths."""
+    """In output tokens. Empty: generated over the model's range (`steps_per_doubling`). For a model
+    of two paths, only the largest counts: it is the maximum of both paths."""
     steps_per_doubling: Literal[1, 2, 4, 8] = 8
     """Generated budgets per doubling, in multiples of 8 tokens or of one tile; 1: powers of two.
     More budgets pad less and take longer to capture. For models of one path."""
@@ -67,30 +67,17 @@ class GraphOptions(Options):
     max_vision_items_per_batch: int = Field(0, ge=0)
     """0: largest budget // smallest budget, or // the model's smallest if that is lower."""
     max_frames_per_batch: int | None = Field(None, ge=0)
-    """Most temporal groups of frames in a pack, each an attention segment. None: items x the
-    model's frames per video, at most one per 32 tokens. 0: graphs for images only; videos run
-    eagerly. Otherwise each budget has a second graph for packs with videos, so that packs of images
-    pay nothing for them."""
+    """Most temporal groups of frames in a pack. None: items x the model's frames per video, at most
+    one per 32 tokens. 0: graphs for images only; videos run eagerly. Otherwise each budget has a
+    second graph for packs with videos, so that packs of images pay nothing for them."""
     blocks: BlockChoice = "auto"
-    """Form of the transformer blocks. `fast`: our own kernels, for every family but Step3.
-    `compile`: torch.compile, for every family; it takes a C++ compiler and seconds at the first
-    start, and caches its code in TORCHINDUCTOR_CACHE_DIR. Both need CUDA and 16 bits. `reference`:
-    plain torch. `auto`: the first of these that the model and the device support."""
-    max_exact_graphs: PositiveInt = 64
-    """Layouts that `mode: exact` keeps; the least recently used one is evicted."""
-
-    @field_validator("mode", mode="before")
-    @classmethod
-    def off_is_a_word(cls, value: Any) -> Any:
-        """YAML 1.1 reads a bare `off` as false."""
-        return "off" if value is False else value
+    """`fast`: our own kernels, for every family but Step3. `compile`: torch.compile, which takes a
+    C++ compiler and seconds at the first start, and caches its code in TORCHINDUCTOR_CACHE_DIR.
+    Both need CUDA and 16 bits. `reference`: plain torch. `auto`: the first that is supported."""
 
 
 def block_form(asked: BlockChoice, *, on_cuda: bool, dtype: Dtype, fast: bool) -> BlockForm:
-    """The form in use. `fast`: the family has the fast form. Raises ConfigError.
-
-    Needs no torch and no device, so that the front door can check a configuration with it.
-    """
+    """The form in use. `fast`: the family has the fast form. Raises ConfigError."""
     capable = on_cuda and dtype != "float32"
     if asked in ("fast", "compile") and not capable:
         raise ConfigError(
@@ -110,39 +97,30 @@ def block_form(asked: BlockChoice, *, on_cuda: bool, dtype: Dtype, fast: bool) -
 
 
 class PackingOptions(Options):
-    """Which waiting items share a graph."""
-
     policy: Literal["least_cost", "smallest_first"] = "least_cost"
-    """`least_cost` measures each budget's replay time at start-up and forms the packs that take the
-    least time in all. `smallest_first` fills packs up to the largest budget, as both do where
-    there are no budgets to choose from (`graphs.mode: exact` and `off`)."""
+    """`least_cost` measures the replay time of each budget at start-up, and forms the packs that
+    take the least time in all. `smallest_first` fills packs up to the largest budget, as both do
+    with `graphs.mode: exact` and `off`."""
 
 
 class CacheOptions(Options):
-    """The cache of embeddings of one replica."""
-
-    max_bytes: int = Field(0, ge=0)
-    """0: no cache."""
+    max_bytes: int = Field(0, ge=0)  # of embeddings that each replica caches; 0: none
 
 
 class ReferenceOptions(Options):
     """Embeddings that a replica keeps for clients that ask for a reference."""
 
     ttl_seconds: float = Field(60, gt=0)
-    """How long each can be fetched."""
     max_bytes: int = Field(2**30, ge=0)
     """Per replica. Beyond it, the embedding fetched longest ago is evicted."""
 
 
 class PreprocessOptions(Options):
-    """From bytes to patches."""
-
     threads: PositiveInt = 2
     """Threads of the replica that decode: each works on one image or video at a time."""
     processes: int = Field(0, ge=0, le=256)
-    """Decoding processes per replica, used instead of the threads; Linux only. Threads that decode
-    slow down the GPU thread, because they share the interpreter with it. Each process takes about
-    200 MB, one core when busy, and seconds to start. 0: decode in the threads."""
+    """Decoding processes per replica, used instead of the threads, which slow down the GPU thread;
+    Linux only. Each takes about 200 MB, one core when busy, and seconds to start. 0: threads."""
     shared_bytes: int = Field(2**30, ge=2**20)
     """Shared memory that holds the files and patches of decoding processes, allocated as it is
     needed. Items that are too large for it are decoded by the threads."""
@@ -160,9 +138,8 @@ class DeviceOptions(Options):
     """How long a stopping replica may take to finish the requests it has accepted."""
     health_check_period_seconds: float = Field(5, gt=0)
     health_check_timeout_seconds: float = Field(8, gt=0)
-    """A replica that misses three health checks in a row is replaced; one that hangs, after about
-    half a minute. Health checks are answered even under full load: they never wait for the GPU
-    thread."""
+    """A replica that misses three health checks in a row is replaced. They are answered even under
+    full load: they never wait for the GPU thread."""
 
     @model_validator(mode="after")
     def device_is_reserved(self) -> Self:
@@ -182,8 +159,7 @@ class AutoscalingOptions(Options):
     target_patches: PositiveInt = 100_000
     """Mean outstanding patches per replica to aim at: the seconds that an item may wait, times the
     patches that a replica encodes per second (BENCHMARKS.md)."""
-    look_back_seconds: float = Field(10, gt=0)
-    """The load is averaged over this time."""
+    look_back_seconds: float = Field(10, gt=0)  # the load is averaged over this time
     upscale_delay_seconds: float = Field(10, ge=0)
     """How long the load must be higher before replicas are added."""
     downscale_delay_seconds: float = Field(600, ge=0)
@@ -191,17 +167,13 @@ class AutoscalingOptions(Options):
 
     @model_validator(mode="after")
     def bounds_are_in_order(self) -> Self:
-        """Serve would refuse it too, but with names of its own."""
         if self.min_replicas > self.max_replicas:
             raise ValueError("min_replicas is more than max_replicas")
         return self
 
 
 class EncoderOptions(DeviceOptions):
-    """The deployment of encoder actors."""
-
-    autoscaling: AutoscalingOptions | None = None
-    """Instead of `replicas`."""
+    autoscaling: AutoscalingOptions | None = None  # instead of `replicas`
     transport: Transport = "shared_memory"
     """How rows above a megabyte reach callers in Ray. `nixl` leaves them on the encoder's device,
     and callers that have a device read them from there (actors/store/nixl.py): the language models
@@ -230,21 +202,12 @@ class EncoderOptions(DeviceOptions):
 class TracingOptions(Options):
     """Spans of requests, through OpenTelemetry. Needs the extra `otel`."""
 
-    export: Literal["off", "otlp", "file"] = "off"
+    export: Annotated[Literal["off", "otlp", "file"], OFF_IS_A_WORD] = "off"
     """`otlp` sends spans to a collector over HTTP; `file` writes JSON lines, a file per process."""
     endpoint: str = ""
     """The collector's URL, such as http://collector:4318/v1/traces. Empty: OTEL_EXPORTER_OTLP_*
     apply."""
-    folder: str = ""
-    """Where `export: file` writes, on each node."""
-    sample_ratio: float = Field(1, ge=0, le=1)
-    """Share of the traces that begin here; a caller's own decision is kept."""
-
-    @field_validator("export", mode="before")
-    @classmethod
-    def off_is_a_word(cls, value: Any) -> Any:
-        """YAML 1.1 reads a bare `off` as false."""
-        return "off" if value is False else value
+    folder: str = ""  # where `export: file` writes, on each node
 
     @model_validator(mode="after")
     def file_has_a_folder(self) -> Self:
@@ -254,8 +217,6 @@ class TracingOptions(Options):
 
 
 class ActorOptions(Options):
-    """The options of one encoder actor."""
-
     model: ModelOptions
     encoder: EncoderOptions = EncoderOptions()
     graphs: GraphOptions = GraphOptions()

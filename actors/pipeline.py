@@ -18,19 +18,12 @@ from typing import TypeVar
 import numpy as np
 
 from actors.engine.engine import Engine
-from actors.errors import (
-    DeadlineExceeded,
-    EmbeddingLost,
-    EncodeFailed,
-    ServiceError,
-    Unavailable,
-)
+from actors.errors import DeadlineExceeded, EmbeddingLost, EncodeFailed, ServiceError, Unavailable
 from actors.media.decoder import Decoder
 from actors.spec.video import retained_tokens
-from actors.store.references import Kept, PendingWrite, References, reference_id, written
-from actors.store.rows import converted
+from actors.store.kept import Kept, PendingWrite, References, reference_id, written
 from actors.store.shared_memory import INLINE_BYTES
-from actors.store.writer import RowBatch, RowWriter
+from actors.store.writer import RowBatch, RowWriter, converted
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import Spans
 from actors.types import (
@@ -47,8 +40,7 @@ from actors.types import (
 
 log = logging.getLogger("ray.serve")
 
-MOST_PENDING_BYTES = 16 * 2**20
-"""Limit of rows that are written after their item was answered: they take memory meanwhile."""
+MOST_PENDING_BYTES = 16 * 2**20  # of rows written after their item was answered
 NO_TIMINGS = Timings(0.0, 0.0, 0.0)
 NO_BYTES: Bytes = np.empty(0, np.uint8)
 
@@ -113,11 +105,13 @@ class Pipeline:
             return self._kept(media, hit) if keep else hit
 
         item = await result_of(self.decoder.submit(media))
-        self._decoded(item)
+        self.series.decode_queue_seconds.observe(item.decode_queue_seconds)
+        self.series.preprocess_seconds.observe(item.preprocess_seconds)
+        self.spans.past("preprocess", item.preprocess_seconds, patches=item.plan.patches)
 
         item.on_device = self.writer.stays_on_device(media, dtype)
         item = await result_of(self.engine.submit(item))
-        self._encoded(item)
+        self._trace_replay(item)
 
         if keep and alone and self._may_be_answered_before_it_is_written(media, dtype):
             return self._kept(media, self._write_behind(media, item, dtype, batch))
@@ -138,9 +132,6 @@ class Pipeline:
                 "again, with a larger object store or a lower references.max_bytes"
             ) from error
 
-    def alive(self) -> bool:
-        return self.decoder.alive()
-
     def close(self) -> None:
         """Items in the engine are still answered; items that are not decoded yet are refused."""
         self._closed = True
@@ -148,12 +139,7 @@ class Pipeline:
         self.decoder.close()
         self.writer.close()
 
-    def _decoded(self, item: Item) -> None:
-        self.series.decode_queue_seconds.observe(item.decode_queue_seconds)
-        self.series.preprocess_seconds.observe(item.preprocess_seconds)
-        self.spans.past("preprocess", item.preprocess_seconds, patches=item.plan.patches)
-
-    def _encoded(self, item: Item) -> None:
+    def _trace_replay(self, item: Item) -> None:
         self.spans.past(
             "replay",
             item.encode_seconds,
@@ -195,8 +181,7 @@ class Pipeline:
     def _answer(
         self, media: Media, task: asyncio.Task[Embedding], timeout_seconds: float
     ) -> Answer:
-        """The result of an item's task. Counted and logged here, where the request's id is
-        known."""
+        """The result of an item's task, counted and logged: the request's id is known here."""
         if not task.done() or task.cancelled():
             answer: Answer = DeadlineExceeded(
                 f"not encoded within the {timeout_seconds:.1f} s that were left of the request's "
@@ -218,11 +203,8 @@ class Pipeline:
 
 
 async def result_of(future: Future[Result]) -> Result:
-    """Awaits work in another thread. Cancelling the wait cancels the work.
-
-    Not asyncio.wrap_future: that makes a reference cycle, in which patches and rows would wait for
-    the garbage collector.
-    """
+    """Awaits work in another thread. Cancelling the wait cancels the work. Not asyncio.wrap_future:
+    in its reference cycle patches and rows would wait for the garbage collector."""
     loop = asyncio.get_running_loop()
     arrived = loop.create_future()
 

@@ -10,9 +10,9 @@ import simplejpeg
 import torch
 
 from actors.engine.budgets import model_capacity
-from actors.engine.capture import capture, choose_packing
-from actors.engine.device import CpuDevice, Device
+from actors.engine.device import Device
 from actors.engine.engine import Engine
+from actors.engine.graphs import capture, choose_packing
 from actors.errors import StartError
 from actors.media.decoder import Decoder
 from actors.media.image import decode
@@ -20,9 +20,8 @@ from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.options import ActorOptions
 from actors.pipeline import Pipeline
-from actors.store.cache import EmbeddingCache
+from actors.store.kept import EmbeddingCache, References
 from actors.store.nixl import DeviceMemory
-from actors.store.references import References
 from actors.store.writer import RowWriter
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import Spans
@@ -70,7 +69,7 @@ def warm(engine: Engine) -> None:
 def open_device(kind: str) -> Device:
     """The device that this replica owns. Raises StartError where there is none."""
     if kind == "cpu":
-        return CpuDevice()
+        return Device()
     if not torch.cuda.is_available():
         raise StartError(
             "encoder.device is cuda, but torch sees no CUDA device in this replica: check the "

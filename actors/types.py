@@ -1,8 +1,6 @@
 """The records that travel: one per stage of an item's way through the service.
 
-    bytes -> Media (+ ItemPlan) -> Shard -> Item -> Pack -> Embedding -> Reply
-
-Knows nothing of Ray, torch, HTTP or gRPC.
+bytes -> Media (+ ItemPlan) -> Shard -> Item -> Pack -> Embedding -> Reply
 """
 
 from __future__ import annotations
@@ -48,11 +46,9 @@ class ItemPlan:
 
     grid_thw: Grid
     """Temporal groups, rows and columns, in patches. Tile families: of the canvas of tiles, without
-    the thumbnail. Models of two paths: of the canvas of crops, or of the whole view if there are
-    no crops."""
+    the thumbnail. Models of two paths: of the canvas of crops, else of the whole view."""
     patches: int
-    tokens: int
-    """Rows of the embedding."""
+    tokens: int  # rows of the embedding
     path_tokens: tuple[int, ...]
     """Tokens that each path computes, in the order of `ModelSpec.paths`."""
     frames: int = 0
@@ -62,8 +58,7 @@ class ItemPlan:
     kept: tuple[int, ...] = ()
     """Rows and columns of tokens that show the image, where the rest of the canvas is padding and
     gives no rows of the embedding. Empty: all of them."""
-    group_pictures: int = 1
-    """Pictures per temporal group, each a grid of its own; the last group may have fewer."""
+    group_pictures: int = 1  # per temporal group, each a grid; the last group may have fewer
 
     @property
     def group_tokens(self) -> int:
@@ -90,19 +85,13 @@ class Media:
     kind: Kind
     data: bytes
     plan: ItemPlan
-    digest: str
-    """Hexadecimal SHA-256 of `data`; for `frames`, of their digests."""
-    notice: str = ""
-    """A note for the client, such as "animated GIF: only the first frame is encoded"."""
-    clip: Clip | None = None
-    """Of a video."""
-    frames: tuple[bytes, ...] = ()
-    """The image files of a video that was sent as frames; `data` is empty then."""
-    evs_rate: float = 0.0
-    """Share of a video's rows to drop after encoding, where little changes (spec/video.py)."""
+    digest: str  # hexadecimal SHA-256 of `data`; for `frames`, of their digests
+    notice: str = ""  # for the client, such as "animated GIF: only the first frame is encoded"
+    clip: Clip | None = None  # of a video
+    frames: tuple[bytes, ...] = ()  # image files of a video sent as frames; `data` is empty then
+    evs_rate: float = 0.0  # share of a video's rows to drop, where little changes (spec/video.py)
     on_device: bool = False
-    """The caller can read rows from the encoder's device (store/nixl.py), so large ones may stay
-    there if `encoder.transport` is nixl."""
+    """The caller can read rows from the encoder's device: see `encoder.transport`."""
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -130,18 +119,14 @@ class Item:
     tile after tile. Models of several paths: path after path. Videos: group after group."""
     later: Bytes | None = None
     """The same patches in the second frame of each group of a video, where groups have two."""
-    on_device: bool = False
-    """Its rows stay on the device."""
-    decode_queue_seconds: float = 0.0
-    """How long it waited to be decoded."""
-    preprocess_seconds: float = 0.0
-    """Decoding, resizing and patchifying."""
+    on_device: bool = False  # its rows stay on the device
+    decode_queue_seconds: float = 0.0  # waited to be decoded
+    preprocess_seconds: float = 0.0  # was decoded, resized and patchified
     rows: Any = None
     """After encoding: a torch tensor [tokens, width] in the tower's dtype, or a tuple of those of a
     video's chunks: see video_chunks.rows_of."""
     source: Source = "graph"
-    queue_seconds: float = 0.0
-    """How long it waited for its pack."""
+    queue_seconds: float = 0.0  # waited for its pack
     encode_seconds: float = 0.0
 
 
@@ -149,8 +134,7 @@ class Item:
 class Pack:
     """Items that share one forward pass."""
 
-    items: tuple[int, ...]
-    """Positions in the list that was packed."""
+    items: tuple[int, ...]  # positions in the list that was packed
     budgets: tuple[int | None, ...]
     """The budget of each path; None: beyond every budget, to be run eagerly."""
 
@@ -195,8 +179,7 @@ class RemoteBytes:
 class ReceivedBytes:
     """Bytes on a device of this process (nixl.Receiver)."""
 
-    tensor: Any
-    """A torch tensor, uint8 [bytes]. Any, because this file does not import torch."""
+    tensor: Any  # a torch tensor, uint8 [bytes]; this file does not import torch
 
     @property
     def nbytes(self) -> int:
@@ -217,8 +200,7 @@ class Embedding:
     source: Source
     timings: Timings
     replica: str = ""
-    frame_tokens: tuple[int, ...] = ()
-    """Of a video with an `evs_rate`: remaining rows per temporal group."""
+    frame_tokens: tuple[int, ...] = ()  # with an `evs_rate`: remaining rows per temporal group
     reference: str = ""
     """Id under which its replica keeps it for a while. Each caller gets an id of its own."""
 
@@ -235,7 +217,5 @@ Answer = Embedding | ServiceError
 class Reply:
     """A replica's answer to a shard."""
 
-    answers: list[Answer]
-    """One for each item, in order."""
-    outstanding_patches: int
-    """What the replica still has to do for all routers, without these items."""
+    answers: list[Answer]  # one for each item, in order
+    outstanding_patches: int  # to do for all routers, without these items

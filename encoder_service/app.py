@@ -19,8 +19,7 @@ from actors.families.registry import read
 from actors.options import ActorOptions, EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import check_transport
-from actors.telemetry.request_context import LOG
-from actors.telemetry.tracing import check_tracing
+from actors.telemetry.tracing import LOG, check_tracing
 from encoder_service.config import ServiceOptions, fit, parse, resources
 from encoder_service.ingress import Ingress
 from encoder_service.llm import spec as llm_spec

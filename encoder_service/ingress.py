@@ -19,9 +19,9 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost, Overloaded, Unavailable
 from actors.spec.model_spec import ModelSpec
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from actors.store.shared_memory import here
-from actors.telemetry.request_context import keep_from_log, name_requests
+from actors.telemetry.tracing import keep_from_log, name_requests
 from actors.types import Answer, Dtype, Media
 from encoder_service.api import http
 from encoder_service.api.errors import AtItem

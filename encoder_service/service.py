@@ -13,7 +13,7 @@ from typing import Protocol
 
 from actors.errors import InvalidOption, ServiceError
 from actors.spec.model_spec import ModelSpec
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Media
 from encoder_service.api.answer import check_size, document, item_document, model_card

@@ -14,7 +14,7 @@ from contextvars import Context
 from functools import partial
 
 from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceError, Unavailable
-from actors.telemetry.request_context import ORIGIN
+from actors.telemetry.tracing import ORIGIN
 from actors.types import Answer, Dtype, Embedding, Media
 from router.metrics import RouterMetrics
 from router.options import RouterOptions

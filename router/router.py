@@ -16,9 +16,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.options import TracingOptions
-from actors.store.references import Kept
-from actors.telemetry.request_context import ORIGIN, Origin, name_requests
-from actors.telemetry.tracing import open_spans
+from actors.store.kept import Kept
+from actors.telemetry.tracing import ORIGIN, Origin, name_requests, open_spans
 from actors.types import Answer, Dtype, Media
 from router.dispatch import Dispatcher, now
 from router.metrics import RouterMetrics

@@ -16,29 +16,26 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, ViewSizing
 
 MOST_ITEMS_A_BUDGET = 4
-"""How many of the largest items a budget may hold. More would save no launches, and cost memory and
-time to capture."""
+"""Largest items that a budget may hold: more would save no launches, and cost memory and time."""
 
 UNIT_TOKENS = 8
-"""Generated budgets for images of any size are multiples of this: 32 patches, whole tiles of rows
-in GEMMs. Models of tiles have budgets of whole tiles."""
+"""Generated budgets are multiples of this, 32 patches, except for models of tiles: whole tiles."""
 
 FRAME_TOKENS = 32
-"""Graphs for videos have one attention segment (for one temporal group of frames) per this many
-tokens, or per fewer if groups are smaller. Each segment lengthens the table that every replay
-reads."""
+"""Graphs for videos have one attention segment (a temporal group of frames) per this many tokens,
+or per fewer if groups are smaller. Each lengthens the table that every replay reads."""
 
 MOST_TOKENS = 13824  # default maximum of each path of a model of two paths
+
+MOST_EXACT_GRAPHS = 64  # layouts of which each path keeps a graph with `graphs.mode: exact`
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
     """Attention segments that the graphs of a path can hold."""
 
-    items: int
-    """One for each image."""
-    frames: int = 0
-    """In addition, in graphs for packs with videos. 0: there are no such graphs."""
+    items: int  # one for each image
+    frames: int = 0  # in addition, in graphs for packs with videos. 0: there are no such graphs
     frame_tokens: int = FRAME_TOKENS
 
     def of(self, budget: int, *, videos: bool) -> int:
@@ -52,15 +49,11 @@ class Capacity:
     """What one pack may hold. Each path's budgets ascend; without any, everything runs eagerly."""
 
     budgets: tuple[tuple[int, ...], ...]
-    tokens: tuple[int, ...]
-    """Most tokens on each path, with or without graphs."""
+    tokens: tuple[int, ...]  # most tokens on each path, with or without graphs
     items: int
-    frames: int
-    """Most attention segments of all videos of a pack."""
-    exact_graphs: int = 0
-    """How many recurring layouts are captured, within the one budget. 0: budgets are captured."""
-    frame_tokens: int = 0
-    """Tokens of a budget for each frame that its graph holds; 0: any number of frames."""
+    frames: int  # most attention segments of all videos of a pack
+    exact_graphs: int = 0  # recurring layouts captured within the one budget
+    frame_tokens: int = 0  # of a budget for each frame that its graph holds; 0: any number
 
     @property
     def segments(self) -> Segments:
@@ -76,23 +69,26 @@ class Capacity:
 
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
     """smallest, 2 x smallest, ... and `largest`, always included (vLLM: `_generate_budgets`)."""
-    budgets = []
-    budget = smallest
-    while budget < largest:
-        budgets.append(budget)
-        budget *= 2
-    return (*budgets, largest)
+    return tuple(sorted({*doubled(smallest, largest), largest}))
+
+
+def doubled(smallest: int, largest: int) -> tuple[int, ...]:
+    """smallest, 2 x smallest, ... up to `largest`."""
+    budgets = [smallest]
+    while budgets[-1] * 2 <= largest:
+        budgets.append(budgets[-1] * 2)
+    return tuple(budgets)
 
 
 def graduated(smallest: int, largest: int, steps: int, unit: int) -> tuple[int, ...]:
     """`steps` budgets to each doubling, as far as multiples of `unit` allow, and `largest`."""
-    doubled = powers_of_two(smallest, largest)
+    powers = powers_of_two(smallest, largest)
     between = {
         -(-power * (steps + step) // (steps * unit)) * unit
-        for power in doubled
+        for power in powers
         for step in range(1, steps)
     }
-    return tuple(sorted({*doubled, *(budget for budget in between if budget < largest)}))
+    return tuple(sorted({*powers, *(budget for budget in between if budget < largest)}))
 
 
 def at_least(budgets: Sequence[int], tokens: int) -> int | None:
@@ -107,18 +103,14 @@ def capacity(
     max_frames_per_video: int,
     unit: int | None = None,
 ) -> Capacity:
-    """The capacity that the options ask for, for a model of one path.
-
-    Generated budgets are multiples of `unit` tokens (default: of the smallest).
+    """For a model of one path. Generated budgets are multiples of `unit` (default: the smallest).
 
     Automatic limits are those of vLLM: items = largest budget // smallest budget, frames = items x
     the model's frames per video, but at most one per FRAME_TOKENS tokens. Items are counted by the
     model's smallest budget if the list starts above it: [1024] does not mean one item per pack.
-    Raises ConfigError.
     """
     given = options.token_budgets
-    if list(given) != sorted(set(given)):
-        raise ConfigError(f"graphs.token_budgets must ascend without repeats, not {list(given)}")
+    check_ascending("token_budgets", given)
     smallest, largest = token_range
     if given and given[-1] > MOST_ITEMS_A_BUDGET * largest:
         raise ConfigError(
@@ -142,16 +134,13 @@ def capacity(
         tokens=(budgets[-1],),
         items=items,
         frames=min(frames, budgets[-1] // frame_tokens),
-        exact_graphs=options.max_exact_graphs if options.mode == "exact" else 0,
+        exact_graphs=MOST_EXACT_GRAPHS if options.mode == "exact" else 0,
         frame_tokens=frame_tokens,
     )
 
 
 def model_capacity(options: GraphOptions, spec: ModelSpec) -> Capacity:
-    """The capacity that the options ask for, whether the model has one path or two.
-
-    Raises ConfigError for options that do not suit the model.
-    """
+    """The capacity that the options ask for. Raises ConfigError if they do not suit the model."""
     if isinstance(spec.sizing, ViewSizing):
         most = spec.sizing.largest_budget(MOST_TOKENS)
         return two_path_capacity(options, spec.sizing.view_tokens, most)
@@ -165,11 +154,10 @@ def model_capacity(options: GraphOptions, spec: ModelSpec) -> Capacity:
 def two_path_capacity(
     options: GraphOptions, view_tokens: tuple[int, int], default: int = MOST_TOKENS
 ) -> Capacity:
-    """The capacity for a model of two paths. `view_tokens`: of one whole image, and of one crop.
+    """For a model of two paths. `view_tokens`: of one whole image, and of one crop.
 
     The maximum is the largest of `token_budgets`, or the default. Items: as many as the largest
-    global budget holds images. Raises ConfigError for a list out of order, or with less than one
-    image or crop.
+    global budget holds images.
     """
     image, crop = view_tokens
     most = max(options.token_budgets, default=default)
@@ -182,10 +170,13 @@ def two_path_capacity(
     whole = options.global_token_budgets or powers_of_two(image, most)
     crops = tuple(budget for budget in options.local_token_budgets if budget)
     crops = crops or doubled(crop, most)
-    checked("global", whole, image)
-    checked("local", crops, crop)
+    for path, budgets, view in (("global", whole, image), ("local", crops, crop)):
+        check_ascending(f"{path}_token_budgets", budgets)
+        if budgets[0] < view:
+            raise ConfigError(
+                f"graphs.{path}_token_budgets: {budgets[0]} is less than one view's {view} tokens"
+            )
     ladders = (whole, (0, *crops))
-    tokens = (whole[-1], crops[-1])
     graphs = {
         "budget": ladders,
         "exact": tuple(ladder[-1:] for ladder in ladders),
@@ -193,28 +184,14 @@ def two_path_capacity(
     }[options.mode]
     return Capacity(
         budgets=graphs,
-        tokens=tokens,
+        tokens=(whole[-1], crops[-1]),
         items=options.max_vision_items_per_batch or whole[-1] // image,
         frames=0,
-        exact_graphs=options.max_exact_graphs if options.mode == "exact" else 0,
+        exact_graphs=MOST_EXACT_GRAPHS if options.mode == "exact" else 0,
     )
 
 
-def doubled(crop: int, most: int) -> tuple[int, ...]:
-    """crop, 2 x crop, ... up to `most`."""
-    budgets = [crop]
-    while budgets[-1] * 2 <= most:
-        budgets.append(budgets[-1] * 2)
-    return tuple(budgets)
-
-
-def checked(path: str, budgets: Sequence[int], view: int) -> None:
-    """Raises ConfigError unless the list ascends and starts at one view or more."""
+def check_ascending(key: str, budgets: Sequence[int]) -> None:
+    """Raises ConfigError."""
     if list(budgets) != sorted(set(budgets)):
-        raise ConfigError(
-            f"graphs.{path}_token_budgets must ascend without repeats, not {list(budgets)}"
-        )
-    if budgets[0] < view:
-        raise ConfigError(
-            f"graphs.{path}_token_budgets: {budgets[0]} is less than one view's {view} tokens"
-        )
+        raise ConfigError(f"graphs.{key} must ascend without repeats, not {list(budgets)}")

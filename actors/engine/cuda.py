@@ -9,30 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from actors.engine.device import Inputs, MediaRows, Rows, allocate, copy_rows, count
-from actors.kernels.attention import Shapes
+from actors.engine.device import Device, Inputs, MediaRows, Rows, copy_rows, count
+from actors.kernels import Shapes
 from actors.kernels.gemm.gemm import tuning
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedRows:
-    """Rows whose copy, to pinned memory or within the device, has been started."""
-
-    rows: Tensor
-    done: torch.cuda.Event
-
-    def wait(self) -> Tensor:
-        """Blocks this thread only: the GIL is released meanwhile."""
-        self.done.synchronize()
-        return self.rows
-
-
-class StagedInputs:
+class StagedInputs(Inputs):
     """Static inputs, and staging buffers for media from the host. A pack may have media on both.
 
     Nothing here waits for the device, and nothing is overwritten before it has been read:
@@ -45,18 +33,12 @@ class StagedInputs:
     written before, and must stay until the pack's rows have been read.
     """
 
-    def __init__(
-        self,
-        tensors: dict[str, Tensor],
-        metadata: Tensor,
-        compute: torch.cuda.Stream,
-        staging: torch.cuda.Stream,
-    ) -> None:
-        self.tensors = tensors
-        self.metadata = metadata
-        self.buffers = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-        self.compute = compute
-        self.staging = staging
+    def __init__(self, shapes: Shapes, device: CudaDevice) -> None:
+        super().__init__(shapes, device.device)
+        torch.cuda.synchronize()
+        self.buffers = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
+        self.compute = device.compute
+        self.staging = device.staging
         self.consumed = torch.cuda.Event()
 
     def stage(self, metadata: Tensor, rows: MediaRows) -> None:
@@ -77,19 +59,7 @@ class StagedInputs:
         self.metadata[: len(metadata)].copy_(metadata, non_blocking=True)
 
 
-class Unowned:
-    """Shows memory of a graph's pool to torch.as_tensor without keeping it allocated."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (rows.nbytes,),
-            "typestr": "|u1",
-            "data": (rows.data_ptr(), False),
-            "version": 3,
-        }
-
-
-class CudaDevice:
+class CudaDevice(Device):
     """One GPU, owned by this process."""
 
     backend = "cuda"
@@ -123,9 +93,7 @@ class CudaDevice:
             self.compute.wait_stream(other.compute)
 
     def inputs(self, shapes: Shapes) -> Inputs:
-        tensors, metadata = allocate(shapes, self.device)
-        torch.cuda.synchronize()
-        return StagedInputs(tensors, metadata, self.compute, self.staging)
+        return StagedInputs(shapes, self)
 
     def host_buffer(self, size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
@@ -172,7 +140,7 @@ class CudaDevice:
         with torch.cuda.stream(self.reading):
             host.copy_(buffer, non_blocking=True)
             done.record(self.reading)
-        return CopiedRows(host, done)
+        return partial(copied, host, done)
 
     def keep(self, parts: Sequence[Tensor]) -> Rows:
         """The memory belongs to the compute stream: uses on other streams must have finished before
@@ -181,7 +149,7 @@ class CudaDevice:
         with torch.cuda.stream(self.compute):
             kept = torch.cat(list(parts))
             done.record(self.compute)
-        return CopiedRows(kept, done)
+        return partial(copied, kept, done)
 
     def memory_bytes(self) -> int:
         """Reserved by torch's allocator, graph pools included."""
@@ -200,9 +168,22 @@ class CudaDevice:
         return True
 
 
+def copied(rows: Tensor, done: torch.cuda.Event) -> Tensor:
+    """Waits for the copy into `rows`. Blocks this thread only: the GIL is released meanwhile."""
+    done.synchronize()
+    return rows
+
+
 def unowned(rows: Tensor) -> Tensor:
-    """The same rows in the same memory, without keeping it allocated."""
-    flat = torch.as_tensor(Unowned(rows), device=rows.device)
+    """The same rows in the same memory of a graph's pool, without keeping it allocated."""
+    described = {
+        "shape": (rows.nbytes,),
+        "typestr": "|u1",
+        "data": (rows.data_ptr(), False),
+        "version": 3,
+    }
+    memory = SimpleNamespace(__cuda_array_interface__=described)
+    flat = torch.as_tensor(memory, device=rows.device)
     return flat.view(rows.dtype).view(rows.shape)
 
 

@@ -1,22 +1,19 @@
-"""What differs between a GPU and a machine without one: streams, capture, copies.
+"""Devices: streams, capture, copies. Device is the CPU; engine/cuda.py overrides it for a GPU.
 
-Both devices have the same methods, so that packing, padding, staging and post-processing are the
-same code everywhere. All methods but `Rows.wait` are called from one thread, the engine's. Also
-here: the static inputs that graphs read, and the readback of a pack's rows by item.
+Packing, padding, staging and post-processing are the same code on both. Also here: the static
+inputs that graphs read, and the readback of a pack's rows by item.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from actors.kernels.attention import Shapes
+from actors.kernels import Shapes
 
 MEDIA = ("patches", "later")
 """Inputs that hold what clients sent, item after item; all others are metadata."""
@@ -26,84 +23,14 @@ ALIGNED_BYTES = 256  # as torch's allocators align: kernels may read 16 bytes at
 MediaRows = Mapping[str, Sequence[Tensor]]
 """For each input of media: uint8, one tensor per item, on the host or on the device."""
 
-
-class Rows(Protocol):
-    """An output that is being copied to the host, or to memory of its own on the device."""
-
-    def wait(self) -> Tensor:
-        """The rows, in memory that nobody else writes to. Blocks until they are there."""
-
-
-class Inputs(Protocol):
-    """The static inputs of a path: allocated once, written for each pack."""
-
-    tensors: dict[str, Tensor]
-    """Inputs of media, for the largest graph; a smaller one reads the first rows."""
-    metadata: Tensor
-    """uint8, large enough for every graph; see Places."""
-
-    def stage(self, metadata: Tensor, rows: MediaRows) -> None:
-        """Writes the inputs of the next launch; called within `Device.running`.
-
-        `metadata`: what Places.packed gives; it is never written to again. Of each input of media
-        only the first rows are written; the others keep their contents.
-        """
-
-
-class Device(Protocol):
-    backend: str
-    device: torch.device
-
-    def running(self) -> AbstractContextManager[object]:
-        """The context for forward passes and replays."""
-
-    def beside(self) -> Device:
-        """The same device for another path: what runs there may overlap with what runs here."""
-
-    def fork(self) -> None:
-        """Everything launched beside from now on waits for what was launched here before."""
-
-    def join(self) -> None:
-        """Everything launched here from now on waits for what was launched beside before."""
-
-    def inputs(self, shapes: Shapes) -> Inputs:
-        """Static inputs of these shapes, zero at first."""
-
-    def host_buffer(self, size_bytes: int) -> Tensor:
-        """uint8, uninitialised, in host memory that is copied to the device asynchronously."""
-
-    def capture(
-        self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
-    ) -> Callable[[], Tensor]:
-        """Runs once to warm up, captures, and returns the replay.
-
-        Its result is valid until the next replay of any graph of this device. `kept`: graphs that
-        are captured later leave the result alone. `tuned`: GEMMs may time their algorithms, which
-        takes up to seconds, so only before anything is served.
-        """
-
-    def read_back(self, rows: Tensor) -> Rows:
-        """Starts the copy of an output to the host. The output may be overwritten afterwards."""
-
-    def keep(self, parts: Sequence[Tensor]) -> Rows:
-        """Starts a copy of these rows, concatenated, on the device. They may be overwritten
-        afterwards."""
-
-    def memory_bytes(self) -> int:
-        """Device memory of this process, without the driver's."""
-
-    def used_bytes(self) -> int:
-        """Device memory in use by all processes and the driver."""
-
-    def alive(self) -> bool:
-        """False: nothing can succeed on the device any more, and the process must be replaced."""
+Rows = Callable[[], Tensor]
+"""Waits for rows that are being copied to the host, or to memory of their own on the device, and
+returns them. Nobody else writes to that memory."""
 
 
 class Places:
-    """Where the metadata of one graph lies in a buffer that all graphs of a path share.
-
-    The metadata of a pack is one piece of memory, so that one copy moves all of it to the device.
-    """
+    """Where the metadata of one graph lies in a buffer that all graphs of a path share, so that one
+    copy moves all metadata of a pack to the device."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.spans: dict[str, tuple[slice, tuple[int, ...], torch.dtype]] = {}
@@ -121,11 +48,8 @@ class Places:
         }
 
     def packed(self, values: Mapping[str, Tensor], buffer: Tensor) -> Tensor:
-        """The buffer, of `size_bytes`, with the first rows of each input filled from the host.
-
-        The other rows are zeroed, which is a valid index, because they may hold another graph's
-        metadata.
-        """
+        """The buffer, of `size_bytes`, with the first rows of each input filled from the host. The
+        others may hold another graph's metadata: they are zeroed, which is a valid index."""
         target = buffer.numpy()  # slicing tensors would take longer than the copies
         for name, (span, _, dtype) in self.spans.items():
             value = values[name].numpy().reshape(-1).view(np.uint8)
@@ -137,122 +61,121 @@ class Places:
         return buffer
 
 
-@dataclass(frozen=True, slots=True)
-class PackReadback:
-    """The rows of a pack while they are copied to the host, or within the device."""
+class Inputs:
+    """The static inputs of a path: allocated once, written for each pack."""
 
-    rows: Mapping[bool, Rows]
-    """Those that stay on the device (True) and those that do not, in the order of the items."""
-    tokens: Sequence[int]
-    """Of each item."""
-    stays: Sequence[bool]
-
-    def wait(self) -> list[Tensor]:
-        """[tokens, width] of each item. Blocks until they are there."""
-        there = {stay: rows.wait() for stay, rows in self.rows.items()}
-        found, ends = [], dict.fromkeys(there, 0)
-        for tokens, stay in zip(self.tokens, self.stays, strict=True):
-            start, ends[stay] = ends[stay], ends[stay] + tokens
-            found.append(there[stay][start : ends[stay]])
-        return found
-
-
-def start_readback(
-    device: Device, packed: Tensor, tokens: Sequence[int], stays: Sequence[bool]
-) -> PackReadback:
-    """Starts the copies of a pack's rows [all tokens, width]; called within `Device.running`.
-
-    `stays`: which items' rows stay on the device.
-    """
-    rows: dict[bool, Rows] = {}
-    if not any(stays):
-        rows[False] = device.read_back(packed)
-        return PackReadback(rows, tokens, stays)
-    parts = list(zip(packed[: sum(tokens)].split(list(tokens)), stays, strict=True))
-    rows[True] = device.keep([part for part, stay in parts if stay])
-    if leaving := [part for part, stay in parts if not stay]:
-        rows[False] = device.read_back(torch.cat(leaving))
-    return PackReadback(rows, tokens, stays)
-
-
-@dataclass(frozen=True, slots=True)
-class HostRows:
-    """Rows that are on the host already."""
-
-    rows: Tensor
-
-    def wait(self) -> Tensor:
-        return self.rows
-
-
-class HostInputs:
-    """Static inputs that the forward reads in place."""
-
-    def __init__(self, tensors: dict[str, Tensor], metadata: Tensor) -> None:
-        self.tensors = tensors
-        self.metadata = metadata
+    def __init__(self, shapes: Shapes, device: torch.device) -> None:
+        """Zero at first: valid indices and positions."""
+        self.tensors = {
+            name: torch.zeros(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in shapes.items()
+            if name in MEDIA
+        }
+        """Inputs of media, for the largest graph; a smaller one reads the first rows."""
+        self.metadata = torch.zeros(Places(shapes).size_bytes, dtype=torch.uint8, device=device)
+        """Large enough for every graph; see Places."""
 
     def stage(self, metadata: Tensor, rows: MediaRows) -> None:
+        """Writes the inputs of the next launch; called within `Device.running`.
+
+        `metadata`: what Places.packed gives; it is never written to again. Of each input of media
+        only the first rows are written; the others keep their contents.
+        """
         self.metadata[: len(metadata)] = metadata
         for name, parts in rows.items():
             copy_rows(parts, self.tensors[name][: count(parts)])
 
 
-class CpuDevice:
-    """See Device. Where a GPU would replay a graph, runs the forward on the static inputs."""
+class Device:
+    """The CPU: where a GPU would replay a graph, runs the forward on the static inputs. All
+    methods, and those of Inputs, are called from one thread, the engine's."""
 
     backend = "cpu"
     device = torch.device("cpu")
 
     def running(self) -> AbstractContextManager[object]:
+        """The context for forward passes and replays."""
         return nullcontext()
 
     def beside(self) -> Device:
+        """The same device for another path: what runs there may overlap with what runs here."""
         return self
 
     def fork(self) -> None:
-        """Nothing to order."""
+        """Everything launched beside from now on waits for what was launched here before."""
 
     def join(self) -> None:
-        """Nothing to order."""
+        """Everything launched here from now on waits for what was launched beside before."""
 
     def inputs(self, shapes: Shapes) -> Inputs:
-        return HostInputs(*allocate(shapes, self.device))
+        return Inputs(shapes, self.device)
 
     def host_buffer(self, size_bytes: int) -> Tensor:
+        """uint8, uninitialised, in host memory that is copied to the device asynchronously."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def capture(
         self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
     ) -> Callable[[], Tensor]:
+        """Runs once to warm up, captures, and returns the replay.
+
+        Its result is valid until the next replay of any graph of this device. `kept`: graphs that
+        are captured later leave the result alone. `tuned`: GEMMs may time their algorithms, which
+        takes up to seconds, so only before anything is served.
+        """
         run()
         return run
 
     def read_back(self, rows: Tensor) -> Rows:
-        """A copy: the rows may be a view of something that is written again."""
-        return HostRows(rows.clone())
+        """Starts the copy of an output to the host. The output may be overwritten afterwards."""
+        copy = rows.clone()
+        return lambda: copy
 
     def keep(self, parts: Sequence[Tensor]) -> Rows:
-        return HostRows(torch.cat(list(parts)))
+        """Starts a copy of these rows, concatenated, on the device. They may be overwritten
+        afterwards."""
+        copy = torch.cat(list(parts))
+        return lambda: copy
 
     def memory_bytes(self) -> int:
-        return 0  # not counted on the CPU
+        """Device memory of this process, without the driver's; not counted on the CPU."""
+        return 0
 
     def used_bytes(self) -> int:
-        return 0  # not counted on the CPU
+        """Device memory in use by all processes and the driver; not counted on the CPU."""
+        return 0
 
     def alive(self) -> bool:
+        """False: nothing can succeed on the device any more, and the process must be replaced."""
         return True
 
 
-def allocate(shapes: Shapes, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs of media, and the buffer of metadata. Zeros: valid indices and positions."""
-    media = {
-        name: torch.zeros(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in shapes.items()
-        if name in MEDIA
-    }
-    return media, torch.zeros(Places(shapes).size_bytes, dtype=torch.uint8, device=device)
+def start_readback(
+    device: Device, packed: Tensor, tokens: Sequence[int], stays: Sequence[bool]
+) -> Callable[[], list[Tensor]]:
+    """Starts the copies of a pack's rows [all tokens, width]; called within `Device.running`.
+
+    `stays`: which items' rows stay on the device. What it returns waits for the copies, and gives
+    [tokens, width] of each item.
+    """
+    copies: dict[bool, Rows] = {}  # of the rows that stay (True) and of those that do not
+    if any(stays):
+        parts = list(zip(packed[: sum(tokens)].split(list(tokens)), stays, strict=True))
+        copies[True] = device.keep([part for part, stay in parts if stay])
+        if leaving := [part for part, stay in parts if not stay]:
+            copies[False] = device.read_back(torch.cat(leaving))
+    else:
+        copies[False] = device.read_back(packed)
+
+    def wait() -> list[Tensor]:
+        there = {stay: copied() for stay, copied in copies.items()}
+        found, ends = [], dict.fromkeys(there, 0)
+        for size, stay in zip(tokens, stays, strict=True):
+            start, ends[stay] = ends[stay], ends[stay] + size
+            found.append(there[stay][start : ends[stay]])
+        return found
+
+    return wait
 
 
 def copy_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:

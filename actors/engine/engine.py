@@ -10,18 +10,18 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 
 import torch
+from torch import Tensor
 
 from actors.engine.budgets import Capacity
-from actors.engine.device import Device, PackReadback, start_readback
-from actors.engine.exact import EXACT
-from actors.engine.graphs import SKIPPED, GraphSet
+from actors.engine.device import Device, start_readback
+from actors.engine.graphs import EXACT, SKIPPED, GraphSet
 from actors.engine.packing import Packing, oldest_first, smallest_first
 from actors.engine.video_chunks import cut, joined
 from actors.errors import EncodeFailed, Unavailable
@@ -32,7 +32,6 @@ from actors.types import Item, Pack
 log = logging.getLogger("ray.serve")
 
 MOST_LAUNCHED = 2  # packs on the device at a time: one is computed, one is read back
-
 
 Labels = Sequence[str | None]
 """The graph that serves each path of a pack; None: it runs eagerly; SKIPPED: nothing to run."""
@@ -53,7 +52,7 @@ class LaunchedPack:
     waiting: Sequence[WaitingItem]
     pack: Pack
     labels: Labels
-    readback: PackReadback
+    readback: Callable[[], list[Tensor]]
     started: float
 
 
@@ -102,10 +101,7 @@ class Engine:
         return joined(item, [one.answer for one in waiting])
 
     def stalled_seconds(self) -> float:
-        """How long no pack has completed although there is work, as when the device hangs.
-
-        A long queue that moves is no stall.
-        """
+        """How long no pack has completed although there is work, as when the device hangs."""
         with self._changed:
             since = [waiting.since for waiting in list(self._waiting)[:1]]
             since += [launched.started for launched in list(self._launched)]
@@ -186,7 +182,7 @@ class Engine:
 
     def _complete(self, launched: LaunchedPack) -> None:
         try:
-            rows = launched.readback.wait()
+            rows = launched.readback()
         except Exception as error:
             self._failed(launched.waiting, error)
             return

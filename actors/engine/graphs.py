@@ -1,34 +1,48 @@
-"""The captured graphs of one path, one or two per token budget, and their replay.
+"""The captured graphs of each path, one or two per token budget: capture, replay, what they cost.
 
 Static inputs are allocated once, for the largest budget. All graphs share one memory pool, so the
-largest is captured first. Padding is data: rows that no segment covers.
-A tower whose videos need inputs of their own has a second graph per budget, for packs with videos,
-so that packs of images pay neither for those inputs nor for the segments of frames.
+largest is captured first. Padding is data: rows that no segment covers. A tower whose videos need
+inputs of their own has a second graph per budget, so that packs of images do not pay for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from time import perf_counter
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from time import monotonic, perf_counter
 
 import torch
 from torch import Tensor
 
-from actors.engine.budgets import Segments
+from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device, MediaRows, Places, concatenated
+from actors.engine.packing import Packing, least_cost, monotone, smallest_first
+from actors.errors import StartError
 from actors.kernels.attention import Shapes
 from actors.models.tower import Tower
-from actors.types import Item, ItemPlan
+from actors.options import PackingOptions
+from actors.telemetry.metrics import EncoderMetrics
+from actors.types import Grid, Item, ItemPlan
 
-Report = Callable[[int, float], None]
-"""Called with a budget and the seconds that its capture took."""
+Report = Callable[[int, float], None]  # called with a budget and the seconds that its capture took
 
 MEASURED_REPLAYS = 3
 
-CACHED_LAYOUTS = 32
-"""Packs of the same plans in the same order whose metadata is cached, in pinned memory on CUDA."""
+CACHED_LAYOUTS = 32  # packs whose metadata is cached, in pinned memory on CUDA
+
+CACHED_PLANS = 256  # lists of waiting items whose packs are cached
 
 SKIPPED = "skip"  # the label of a path on which a pack has no tokens
+EXACT = "exact"  # the label of every graph of an exact layout
+
+SIGHTS_PER_GRAPH = 16  # layouts remembered per exact graph: most are seen once, never again
+
+Layout = tuple[tuple[Grid, int, int], ...]
+"""Grid, tokens and frames of each item on this path, in the order of the pack."""
+
+log = logging.getLogger("ray.serve")
 
 
 class GraphSet:
@@ -45,8 +59,7 @@ class GraphSet:
         self.device = device
         self.keeps_rows = path != tower.spec.paths[-1]
         """Rows of all paths are read together: replays of other paths must not overwrite them."""
-        self.tuned = True
-        """Graphs are captured before anything is served, so GEMMs may be timed."""
+        self.tuned = True  # graphs are captured before anything is served, so GEMMs may be timed
         self._packed: dict[tuple[int | None, tuple[ItemPlan, ...]], Tensor] = {}
         self.replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
         """By budget, and whether for packs with videos."""
@@ -76,11 +89,11 @@ class GraphSet:
         with self.device.running():
             for budget in reversed(self.budgets):
                 replay = self.replays[budget, False]
-                self.device.read_back(replay()[:1]).wait()
+                self.device.read_back(replay()[:1])()
                 started = perf_counter()
                 for _ in range(MEASURED_REPLAYS):
                     rows = replay()
-                self.device.read_back(rows[:1]).wait()
+                self.device.read_back(rows[:1])()
                 seconds[budget] = (perf_counter() - started) / MEASURED_REPLAYS
         return seconds
 
@@ -89,10 +102,8 @@ class GraphSet:
         return len(self.replays)
 
     def label(self, budget: int | None, plans: Sequence[ItemPlan]) -> str | None:
-        """The graph that such a pack would replay now, for the metrics.
-
-        None: it would run eagerly. SKIPPED: it has no tokens on this path.
-        """
+        """The graph that such a pack would replay now, for the metrics. None: it would run eagerly.
+        SKIPPED: it has no tokens on this path."""
         if not self.tokens(plans):
             return SKIPPED
         return None if budget is None else str(budget)
@@ -122,7 +133,9 @@ class GraphSet:
         replay of this path; None runs eagerly. Without tokens on this path nothing runs.
         """
         if not self.tokens(plans):
-            return self._nothing()
+            spec = self.tower.spec
+            dtype: torch.dtype = getattr(torch, spec.dtype)
+            return torch.empty(0, spec.width, dtype=dtype, device=self.device.device)
         rows = self.rows(plans, patches, later)
         with self.device.running():
             if budget is None:
@@ -144,16 +157,9 @@ class GraphSet:
     def video_inputs(self, tokens: int) -> Shapes:
         return self.tower.video_inputs(self.path, tokens)
 
-    def _nothing(self) -> Tensor:
-        spec = self.tower.spec
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        return torch.empty(0, spec.width, dtype=dtype, device=self.device.device)
-
     def packed(self, budget: int | None, plans: tuple[ItemPlan, ...]) -> Tensor:
-        """The metadata of a pack as one piece of host memory; None: of an exact layout.
-
-        Cached, because traffic of few sizes brings the same packs again.
-        """
+        """The metadata of a pack as one piece of host memory; None: of an exact layout. Cached,
+        because traffic of few sizes brings the same packs again."""
         key = budget, plans
         found = self._packed.pop(key, None)
         if found is None:
@@ -198,3 +204,151 @@ class GraphSet:
     def _shapes(self, tokens: int, segments: int, videos: bool) -> Shapes:
         shapes = self.tower.inputs(self.path, tokens, segments)
         return shapes | self.video_inputs(tokens) if videos else shapes
+
+
+class ExactGraphSet(GraphSet):
+    """Graphs of exact layouts: at most `most`, each of at most the largest budget's tokens.
+
+    A layout runs eagerly the first time, and is captured and replayed from the second time on. The
+    least recently used one is evicted. GEMMs are not timed, because waiting items would be held up.
+
+    The graph of the largest budget is captured at start, and not replayed afterwards: it sizes the
+    shared pool, and its output takes the rows of every layout. So graphs that are captured later
+    take no more device memory.
+    """
+
+    def __init__(
+        self,
+        tower: Tower,
+        path: str,
+        budgets: Sequence[int],
+        segments: Segments,
+        device: Device,
+        most: int,
+    ) -> None:
+        super().__init__(tower, path, budgets, segments, device)
+        self.keeps_rows = True
+        self.tuned = False
+        # One graph is enough to size the pool, the one with the most inputs.
+        self.forms = self.forms[-1:]
+        self.most = most
+        self.kept: OrderedDict[Layout, Callable[[], Tensor]] = OrderedDict()
+        self.seen: OrderedDict[Layout, None] = OrderedDict()
+
+    @torch.inference_mode()
+    def capture(self, report: Report) -> None:
+        super().capture(report)
+        with self.device.running():
+            self.output = self.replays[self.budgets[-1], self.forms[-1]]()
+
+    def captured(self) -> int:
+        return len(self.kept)
+
+    def label(self, budget: int | None, plans: Sequence[ItemPlan]) -> str | None:
+        if not self.tokens(plans):
+            return SKIPPED
+        layout = self._layout(plans)
+        known = layout in self.kept or layout in self.seen
+        return EXACT if budget is not None and known else None
+
+    @torch.inference_mode()
+    def encode(
+        self,
+        budget: int | None,
+        plans: Sequence[ItemPlan],
+        patches: Sequence[Tensor],
+        later: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """A budget only says that the pack is small enough to be captured."""
+        label = self.label(budget, plans)
+        if label == EXACT:
+            with self.device.running():
+                rows = self.rows(plans, patches, later)
+                self.inputs.stage(self.packed(None, tuple(plans)), rows)
+                return self._replay(plans)()
+        if label is None and budget is not None:
+            self.seen[self._layout(plans)] = None
+            if len(self.seen) > SIGHTS_PER_GRAPH * self.most:
+                self.seen.popitem(last=False)
+        return super().encode(None, plans, patches, later)
+
+    def _replay(self, plans: Sequence[ItemPlan]) -> Callable[[], Tensor]:
+        layout = self._layout(plans)
+        replay = self.kept.get(layout)
+        if replay is None:
+            # Forgotten first, so that a layout that cannot be captured is not tried every time.
+            del self.seen[layout]
+            tokens, segments = self.room(None, plans)
+            static = self.static(self._shapes(tokens, segments, self.videos(plans)))
+            rows = self.output[:tokens]
+            replay = self.kept[layout] = self.device.capture(
+                lambda: rows.copy_(self.tower.forward(self.path, static)),
+                kept=True,
+                tuned=self.tuned,
+            )
+            # The device is idle after a capture, so the evicted graph is not being replayed.
+            if len(self.kept) > self.most:
+                self.kept.popitem(last=False)
+        self.kept.move_to_end(layout)
+        return replay
+
+    def _layout(self, plans: Sequence[ItemPlan]) -> Layout:
+        return tuple((plan.grid_thw, plan.path_tokens[self.index], plan.frames) for plan in plans)
+
+
+def capture(
+    tower: Tower, capacity: Capacity, device: Device, metrics: EncoderMetrics
+) -> dict[str, GraphSet]:
+    """A captured GraphSet for each path, on streams of its own, so that the paths of a pack are
+    replayed at the same time; also sets the metrics. Raises StartError."""
+    started, before, used_before = monotonic(), device.memory_bytes(), device.used_bytes()
+    total = sum(budget > 0 for budgets in capacity.budgets for budget in budgets)
+    done = 0
+    graphs = {}
+    for path, budgets in zip(tower.spec.paths, capacity.budgets, strict=True):
+
+        def report(budget: int, seconds: float, path: str = path) -> None:
+            nonlocal done
+            done += 1
+            passed = monotonic() - started
+            log.info(
+                "captured %s/%d in %.2f s (%d of %d, about %.0f s left)",
+                *(path, budget, seconds, done, total, passed / done * (total - done)),
+            )
+
+        where = device if path == tower.spec.paths[0] else device.beside()
+        place = (tower, path, budgets, capacity.segments, where)
+        most = capacity.exact_graphs
+        try:
+            graphs[path] = ExactGraphSet(*place, most) if most else GraphSet(*place)
+            graphs[path].capture(report)
+        except torch.OutOfMemoryError as error:
+            raise StartError(
+                f"out of device memory after {done} of {total} graphs, while those of path {path} "
+                "were captured: lower the largest of graphs.token_budgets, or give the replica a "
+                f"GPU of its own (encoder.num_gpus: 1). torch said: {error}"
+            ) from error
+        metrics.captured_graphs.labels(path).set(graphs[path].captured())
+    ours = device.memory_bytes() - before
+    metrics.graph_memory_bytes.set(ours)
+    log.info(
+        "captured %d budgets in %.1f s: %.2f GB of tensors, %.3f GB that CUDA keeps of graphs",
+        *(total, monotonic() - started, ours / 1e9),
+        (device.used_bytes() - used_before - ours) / 1e9,
+    )
+    return graphs
+
+
+def choose_packing(options: PackingOptions, graphs: Mapping[str, GraphSet]) -> Packing:
+    """The policy. `least_cost` measures each budget here, before anything has been staged. Without
+    a choice of budgets (modes `exact` and `off`) both policies are the same."""
+    choice = any(len(path.budgets) > 1 for path in graphs.values())
+    if options.policy == "smallest_first" or not choice:
+        return smallest_first
+    costs = [monotone(path.replay_seconds()) for path in graphs.values()]
+    for path, seconds in zip(graphs, costs, strict=True):
+        shown = ", ".join(f"{budget} {each * 1000:.2f}" for budget, each in seconds.items())
+        log.info("milliseconds of a replay, %s: %s", path, shown)
+    # Traffic of few sizes asks about the same items again and again.
+    cut = lru_cache(CACHED_PLANS)(partial(least_cost, costs=costs))
+    return lambda plans, capacity: cut(tuple(plans), capacity)

@@ -1,7 +1,4 @@
-"""Which budgets suit a service's traffic: the ladder with the least padding.
-
-Pure: traffic in, budgets out. Knows nothing of models, graphs or files.
-"""
+"""Which budgets suit a service's traffic: the ladder with the least padding. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from actors.types import ItemPlan
 
 Indices = npt.NDArray[np.intp]
 
-MULTIPLE_TOKENS = 16
-"""Budgets are multiples of this, because a GEMM computes whole tiles of rows anyway."""
+MULTIPLE_TOKENS = 16  # budgets are multiples of this: a GEMM computes whole tiles of rows
 
 
 def best_ladder(loads: Mapping[int, float], graphs: int, largest: int) -> tuple[int, ...]:
@@ -52,12 +48,8 @@ def best_ladder(loads: Mapping[int, float], graphs: int, largest: int) -> tuple[
 
 def padding_ratio(loads: Mapping[int, float], budgets: Sequence[int]) -> float:
     """Tokens of padding per token of content; the largest budget holds every load."""
-    return computed(loads, budgets) / content(loads) - 1 if loads else 0.0
-
-
-def content(loads: Mapping[int, float]) -> float:
-    """Tokens of all packs, without padding."""
-    return sum(load * times for load, times in loads.items())
+    content = sum(load * times for load, times in loads.items())
+    return computed(loads, budgets) / content - 1 if loads else 0.0
 
 
 def computed(loads: Mapping[int, float], budgets: Sequence[int]) -> float:

@@ -7,7 +7,7 @@ same attention to any pack, so it is left out: costs are measured over empty pac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -24,9 +24,7 @@ Packing = Callable[[Sequence[ItemPlan], Capacity], list[Pack]]
 Costs = Sequence[Mapping[int, float]]
 """Of each path: budget -> seconds of one replay. Larger budgets never cost less."""
 
-WINDOW = 256
-"""Items that one decision looks at (at least a full pack), so that planning is shorter than a
-replay."""
+WINDOW = 256  # items that one decision looks at, so that planning is shorter than a replay
 
 NANOSECOND = 1e-9  # plans that differ by less are equally good
 
@@ -34,11 +32,16 @@ NANOSECOND = 1e-9  # plans that differ by less are equally good
 class OpenPack:
     """A pack that still grows, and its running totals."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(
+        self, capacity: Capacity, items: Sequence[int] = (), plans: Sequence[ItemPlan] = ()
+    ) -> None:
+        """`items`: the places in `plans` of those that it holds from the start."""
         self.capacity = capacity
         self.items: list[int] = []
         self.tokens = [0] * len(capacity.tokens)
         self.frames = 0
+        for index in items:
+            self.add(index, plans[index])
 
     def admits(self, plan: ItemPlan) -> bool:
         most = self.capacity
@@ -70,10 +73,8 @@ class OpenPack:
 
 
 def smallest_first(plans: Sequence[ItemPlan], capacity: Capacity) -> list[Pack]:
-    """Packs all items: ascending by tokens, adding while every limit holds (vLLM, PR 35963).
-
-    An item that exceeds a limit by itself gets a pack of its own, with None for that path.
-    """
+    """Packs all items: ascending by tokens, adding while every limit holds (vLLM, PR 35963). An
+    item that exceeds a limit by itself gets a pack of its own, with None for that path."""
     packs: list[Pack] = []
     pack = OpenPack(capacity)
     for index in sorted(range(len(plans)), key=lambda i: plans[i].tokens):
@@ -100,13 +101,11 @@ def least_cost(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -> l
     An item that exceeds a limit by itself gets a pack of its own, with None for that path.
     """
     order = sorted(range(len(plans)), key=lambda i: plans[i].tokens)
-    alone: list[int] = []
-    rest: list[int] = []
-    for index in order:
-        (rest if graphs_hold(plans[index], capacity) else alone).append(index)
+    alone = [i for i in order if not graphs_hold(plans[i], capacity)]
+    rest = [i for i in order if graphs_hold(plans[i], capacity)]
     cuts = cheapest_cuts([plans[i] for i in rest], capacity, costs)
     packs = [[i] for i in alone] + [rest[a:b] for a, b in pairwise(cuts)]
-    return [closed(pack, plans, capacity) for pack in packs]
+    return [OpenPack(capacity, pack, plans).close() for pack in packs]
 
 
 def cheapest_cuts(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -> list[int]:
@@ -132,7 +131,8 @@ def cheapest_cuts(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -
         )
         # One column for each combination of budgets.
         ends = np.minimum(ends[:, :, None], held[:, None, :]).reshape(last, -1)
-        path_seconds = np.array([pack_seconds((budget,), (cost,)) for budget in largest_first])
+        # A path on which a pack has nothing costs nothing.
+        path_seconds = np.array([cost[budget] if budget else 0.0 for budget in largest_first])
         seconds = (seconds[:, None] + path_seconds).ravel()
     prices = np.where(ends > np.arange(last)[:, None], seconds, np.inf)
     best, chosen = np.zeros(last + 1), [0] * last
@@ -165,13 +165,6 @@ def graphs_hold(plan: ItemPlan, capacity: Capacity) -> bool:
     )
 
 
-def closed(items: Iterable[int], plans: Sequence[ItemPlan], capacity: Capacity) -> Pack:
-    pack = OpenPack(capacity)
-    for index in items:
-        pack.add(index, plans[index])
-    return pack.close()
-
-
 def oldest_first(
     plans: Sequence[ItemPlan], capacity: Capacity, packing: Packing = smallest_first
 ) -> Pack:
@@ -184,19 +177,9 @@ def oldest_first(
     return next(pack for pack in packing(seen, capacity) if 0 in pack.items)
 
 
-def pack_seconds(budgets: Sequence[int | None], costs: Costs) -> float:
-    """Seconds of a pack's replays. A path without a budget, or with one of 0, costs nothing.
-
-    An item beyond every budget runs alone and eagerly, however the others are packed.
-    """
-    return sum(seconds[budget] for budget, seconds in zip(budgets, costs, strict=True) if budget)
-
-
 def monotone(measured: Mapping[int, float]) -> dict[int, float]:
-    """The closest seconds, by least squares, that never fall as budgets grow.
-
-    Measurement noise must not make a larger budget look cheaper than a smaller one.
-    """
+    """The closest seconds, by least squares, that never fall as budgets grow: noise must not make a
+    larger budget look cheaper than a smaller one."""
     pools: list[tuple[float, int]] = []  # sum of seconds, number of budgets: means ascend
     for budget in sorted(measured):
         total, count = measured[budget], 1

@@ -1,7 +1,7 @@
 """Videos that are longer than one pack holds: cut into chunks, encoded, and answered as one.
 
 A group of frames is one attention segment (VideoSizing), so the rows of a video are those of its
-chunks, one after the other. Knows neither packs nor graphs.
+chunks, one after the other.
 """
 
 from __future__ import annotations
@@ -19,25 +19,17 @@ from actors.types import Item, ItemPlan
 
 
 def cut(item: Item, capacity: Capacity) -> list[Item]:
-    """The chunks of an item, each as long as a pack holds; an image, or what fits, is one.
-
-    A group that no pack holds is a chunk by itself.
-    """
-    groups, most = item.plan.frames, longest_chunk(item.plan, capacity)
+    """The chunks of an item, each as long as a pack holds; an image, or what fits, is one. A group
+    that no pack holds is a chunk by itself."""
+    groups = item.plan.frames
+    if not groups:
+        return [item]
+    most = capacity.tokens[0] // computed_tokens(item.plan, item.plan.group_patches)
+    most = max(1, min(most, capacity.frames or most))
     if groups <= most:
         return [item]
     starts = range(0, groups, most)
     return [chunk(item, start, min(start + most, groups)) for start in starts]
-
-
-def longest_chunk(plan: ItemPlan, capacity: Capacity) -> int:
-    """Groups of a video that one pack holds, at least one."""
-    if not plan.frames:
-        return 1
-    most = capacity.tokens[0] // computed_tokens(plan, plan.group_patches)
-    if capacity.frames:
-        most = min(most, capacity.frames)
-    return max(1, most)
 
 
 def chunk(item: Item, start: int, end: int) -> Item:
@@ -64,10 +56,8 @@ def computed_tokens(plan: ItemPlan, patches: int) -> int:
 
 
 def joined(item: Item, answers: Sequence[Future[Item]]) -> Future[Item]:
-    """A future of the item: done once all of its chunks are encoded, failed once one has failed.
-
-    Chunks that have not started by then are cancelled, as they are if the future is cancelled.
-    """
+    """A future of the item: done once all chunks are encoded, failed once one has failed. Chunks
+    that have not started by then are cancelled, as they are if the future is cancelled."""
     whole: Future[Item] = Future()
     # Emptied when `whole` is done: futures that refer to each other would keep the rows of their
     # packs alive until the garbage collector runs.

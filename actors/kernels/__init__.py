@@ -1,6 +1,6 @@
 """CUDA kernels behind plain functions of tensors. Know no model, graph or configuration.
 
-attention.py chooses between the attention kernels of triton/ and hopper/; gemm/ has the GEMMs.
+attention.py chooses between those of triton/ and hopper/; gemm/ has the GEMMs.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +19,11 @@ from actors.errors import StartError
 from actors.kernels import Shapes as Shapes
 from actors.kernels import Values as Values
 from actors.kernels.hopper.attention import HopperAttention, kernels_for
-from actors.kernels.triton.attention import HEAD_SIZES, TritonAttention
+
+HEAD_SIZES = (64, 72, 80, 88, 96, 112, 128)
+SHORT_ROWS = 64
+LONG_ROWS = 128
+LONG_PATCHES = 1024  # up to here budgets use short tiles, so that there are enough for all SMs
 
 
 class Attention(Protocol):
@@ -69,6 +74,51 @@ class SegmentAttention:
         return out.transpose(0, 1).flatten(1)
 
 
+class TritonAttention:
+    """Triton's kernel over a table of query tiles. CUDA, bfloat16 and float16, HEAD_SIZES.
+
+    A captured launch serves any layout that fits its table, and takes only the time of that layout.
+    """
+
+    name = "tiles"
+
+    def inputs(self, patches: int, segments: int) -> Shapes:
+        """The table, int32: a first row with the number of tiles, then one row per tile."""
+        # The second bound keeps the table from shrinking where long tiles begin.
+        tiles = max(patches // tile_rows(patches), min(patches, LONG_PATCHES) // SHORT_ROWS)
+        return {"attention_tiles": ((1 + tiles + segments, 4), torch.int32)}
+
+    def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
+        """Tiles of the longest segment come first, because they take longest."""
+        shape, _ = self.inputs(patches, segments)["attention_tiles"]
+        return {"attention_tiles": tile_table(lengths, tile_rows(patches), shape[0])}
+
+    def __call__(self, qkv: Tensor, values: Values) -> Tensor:
+        from actors.kernels.triton.attention_kernel import attend_  # needs Triton
+
+        return attend_(qkv, values["attention_tiles"], tile_rows(len(qkv)))
+
+
+def tile_rows(patches: int) -> int:
+    return SHORT_ROWS if patches <= LONG_PATCHES else LONG_ROWS
+
+
+def tile_table(lengths: Sequence[int], rows: int, size: int) -> Tensor:
+    """int32 [size, 4]: (tiles, 0, 0, 0), then for each tile of `rows` queries its segment's
+    start, end, first tile and number of tiles; unused rows are zero."""
+    length = np.asarray(lengths, dtype=np.int32)
+    end = length.cumsum(dtype=np.int32)
+    longest_first = np.argsort(-length, kind="stable")
+    tiles = (-(-length // rows))[longest_first]
+    segments = np.stack(
+        [(end - length)[longest_first], end[longest_first], tiles.cumsum() - tiles, tiles], axis=1
+    )
+    table = np.zeros((size, 4), dtype=np.int32)
+    table[0, 0] = used = tiles.sum()
+    table[1 : 1 + used] = segments.repeat(tiles, axis=0)
+    return torch.from_numpy(table)
+
+
 def choose(
     device: torch.device, dtype: torch.dtype, head_size: int, *, captured: bool = False
 ) -> Attention:
@@ -80,18 +130,13 @@ def choose(
     """
     if device.type != "cuda":
         return SegmentAttention()
-    known_size, known_dtype = head_size in HEAD_SIZES, dtype in (torch.bfloat16, torch.float16)
-    if known_size and known_dtype:
+    if head_size in HEAD_SIZES and dtype in (torch.bfloat16, torch.float16):
         kernels = kernels_for(device, dtype, head_size)
         return HopperAttention(kernels, head_size) if kernels else TritonAttention()
-    if captured and known_size:
-        raise StartError(
-            f"model.dtype is {str(dtype).removeprefix('torch.')}, for which there is no attention "
-            "that a CUDA graph can hold: set it to bfloat16 or float16, or graphs.mode to off"
-        )
     if captured:
         raise StartError(
-            f"attention heads of {head_size} values: CUDA graphs hold those of "
-            f"{', '.join(map(str, HEAD_SIZES))} only: set graphs.mode to off"
+            f"model.dtype is {str(dtype).removeprefix('torch.')}, and attention heads have "
+            f"{head_size} values: CUDA graphs hold bfloat16 and float16 with heads of "
+            f"{', '.join(map(str, HEAD_SIZES))} only: set model.dtype, or graphs.mode to off"
         )
     return SegmentAttention()

@@ -1,25 +1,26 @@
-"""A decoding process, and the messages between it and the replica.
+"""A decoding process, and the shared memory and messages between it and the replica.
 
 `python -m actors.media.decode_worker SOCKET MEMORY` reads the model from stdin, sends the
-fingerprint of its spec, and decodes what it is sent until the socket closes. It loads no weights
-and sees no device.
-
-Files and patches stay in shared memory (slab.py). Messages carry offsets, plans and errors, packed
-by msgpack: a process that parses untrusted files must not send anything that runs code when read.
+fingerprint of its spec, and decodes what it is sent until the socket closes. Messages are packed by
+msgpack: a process that parses untrusted files must not send anything that runs code when read.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import logging
 import mmap
+import os
 import signal
 import socket
 import sys
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
+from math import prod
 from time import monotonic
 from typing import Any
 
@@ -27,23 +28,24 @@ import msgpack
 import numpy as np
 import torch
 
+from actors.allocator import Allocator
 from actors.errors import EncodeFailed, InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
 from actors.families.registry import read
 from actors.media.image import prepare
-from actors.media.patchify import Patchifier, patchifier_of
-from actors.media.slab import BEGUN, MARK_BYTES, files_of
+from actors.media.patchify import Patchifier, Shape, patchifier_of
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Json, Notes
 from actors.spec.model_spec import ModelSpec
-from actors.types import Clip, ItemPlan, Media, Size
+from actors.types import Clip, Item, ItemPlan, Media, Size
+
+MARK_BYTES, BEGUN = 1, 1
+"""The last byte of a block is set when a process begins the item. Only an item that was begun may
+be the one that ended its process."""
 
 MAX_MESSAGE_BYTES = 2**17
-MAX_UNSENT_SECONDS = 0.002
-"""Finished items are reported together, but never later than the first item that ends after this
-time."""
+MAX_UNSENT_SECONDS = 0.002  # how long answers wait to be sent together
 
-PR_SET_PDEATHSIG = 1
-"""<sys/prctl.h>: the signal to send when the thread that started this process ends."""
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>: the signal to send when the thread that started this ends
 
 PLAN = [field.name for field in fields(ItemPlan)]
 
@@ -60,6 +62,54 @@ Answer = tuple[float, str, str]
 message of its error, both empty if there was none."""
 
 log = logging.getLogger(__name__)
+
+
+class Slab(Allocator):
+    """Shared memory between a replica and its decoding processes: files in, patches out, in place.
+
+    An anonymous memfd: it has no name in the file system and disappears with its last process. A
+    block is freed when the last array that refers to it is.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(size_bytes)
+        self.file = os.memfd_create("patches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.truncate(self.file, size_bytes)
+        # A process that truncated the file would end the replica with SIGBUS.
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, seals)
+        self.bytes = memoryview(mmap.mmap(self.file, size_bytes))
+
+    def write(self, offset: int, size_bytes: int, media: Media) -> None:
+        """Writes an item's files, one after the other, and clears the mark that it was begun."""
+        self.bytes[offset + size_bytes - MARK_BYTES] = not BEGUN
+        for data in files_of(media):
+            self.bytes[offset : offset + len(data)] = data
+            offset += len(data)
+
+    def begun(self, offset: int, size_bytes: int) -> bool:
+        return self.bytes[offset + size_bytes - MARK_BYTES] == BEGUN
+
+    def item(self, offset: int, plan: ItemPlan, shape: Shape) -> Item:
+        """The item whose patches a process left in this block, which is freed with its arrays."""
+        # A view of a view refers to the array that owns the memory, which is this one.
+        whole = np.frombuffer(self.bytes, np.uint8, prod(shape), offset)
+        weakref.finalize(whole, self.give_back, offset).atexit = False
+        patches, *later = whole.reshape(shape)
+        return Item(plan, patches, later[0] if later else None)
+
+    def close(self) -> None:
+        """No more processes can open it. Items that refer to it stay valid."""
+        os.close(self.file)
+
+
+def size_of(media: Media, shape: Shape) -> int:
+    """The bytes that an item takes: its files, then in their place its patches, and the mark."""
+    return max(sum(map(len, files_of(media))), prod(shape)) + MARK_BYTES
+
+
+def files_of(media: Media) -> Sequence[bytes]:
+    return media.data, *media.frames
 
 
 def model_message(options: ModelOptions, files: dict[str, Json | None]) -> bytes:
@@ -109,7 +159,7 @@ def error_of(name: str, text: str) -> ServiceError | None:
 
 
 def packed(values: Sequence[Any]) -> bytes:
-    """A message. Characters of an error that are not valid Unicode become question marks."""
+    """Characters of an error that are not valid Unicode become question marks."""
     message: bytes = msgpack.packb(values, unicode_errors="replace")
     return message
 

@@ -1,12 +1,9 @@
 """Decodes media into items: in processes beside the replica or, without any, in its own threads.
 
-Threads that decode take the GIL several times per image, and the GPU thread waits for it. So a
-replica of a large model decodes in processes: it only hands out files and takes patches back,
-through shared memory. Each process has a thread here, which sends it jobs, receives its answers,
-and replaces it when it exits or hangs.
-
-`concurrent.futures` and `pebble` cost 240 to 370 us of the replica's CPU per empty call. On the
-same machine, all of this costs 110 to 180 us per item under load, shared memory included.
+Threads that decode take the GIL several times per image, and the GPU thread waits for it; processes
+get files and return patches through shared memory. Each has a thread here, which sends it jobs,
+receives its answers, and replaces it when it exits or hangs. All of this costs 110 to 180 us of the
+replica's CPU per item, an empty call of `concurrent.futures` or `pebble` 240 to 370 us.
 """
 
 from __future__ import annotations
@@ -28,9 +25,9 @@ from typing import Any
 from actors.errors import EncodeFailed, InvalidMedia, ServiceError, StartError, Unavailable
 from actors.families.registry import read
 from actors.media import decode_worker
+from actors.media.decode_worker import Slab, size_of
 from actors.media.image import prepare
 from actors.media.patchify import patchifier_of
-from actors.media.slab import Slab, size_of
 from actors.options import ActorOptions
 from actors.spec.checkpoint import Noted, find
 from actors.telemetry.metrics import EncoderMetrics
@@ -44,9 +41,7 @@ CHUNK_PATCHES = 4096
 AHEAD_PATCHES = 4 * CHUNK_PATCHES
 """A process that has more than this still to do is sent nothing else: others may be free sooner."""
 
-MAX_FRAMES = 8192
-"""Frames of a video sent as images. Longer ones are decoded by threads, because a message holds the
-size of each frame."""
+MAX_FRAMES = 8192  # of a video sent as images; a message has room for no more
 
 START_SECONDS = 120
 MAX_FAILED_STARTS = 3
@@ -70,10 +65,8 @@ class Job(Future[Item]):
         self.media = media
         self.size_bytes = size_bytes
         self.submitted = monotonic()
-        self.offset = 0
-        """Of its block in the slab, while a process has it."""
-        self.suspected = False
-        """Its process ended after it was begun: it is retried once, alone in a process."""
+        self.offset = 0  # of its block in the slab, while a process has it
+        self.suspected = False  # its process ended after it was begun: it is retried once, alone
         self.patches = media.plan.patches + len(media.frames)
         """A measure of the work: frames that came as images are decoded one by one."""
 
@@ -86,7 +79,7 @@ class DecodeProcess:
     """A decoding process, and the jobs that it has not answered yet, in order."""
 
     def __init__(self, model: bytes, slab: int, stall_seconds: float) -> None:
-        """Returns when it has started: see `fingerprint`. `slab`: the file that it maps."""
+        """Returns when it has started. `slab`: the file that it maps."""
         self.jobs: deque[Job] = deque()
         self.process, self.channel = launch(model, slab)
         self._wait_at_most(START_SECONDS)
@@ -133,7 +126,7 @@ class DecodeProcess:
 
 
 def launch(model: bytes, slab: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts decode_worker, and returns it with our end of its socket."""
+    """decode_worker, and our end of its socket."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its, os.fdopen(os.memfd_create("model"), "w+b") as stdin:
         stdin.write(model)
@@ -159,25 +152,20 @@ class Decoder:
     """Decodes media for one replica. `submit` may be called from any thread."""
 
     def __init__(self, options: ActorOptions, series: EncoderMetrics) -> None:
-        """Starts processes if there are to be any, but does not wait for them.
-
-        Raises CheckpointError; StartError where the system has no memfd_create.
-        """
+        """Starts processes if there are to be any, but does not wait for them. Raises
+        CheckpointError; StartError where the system has no memfd_create."""
         files = Noted(find(options.model))
         self.patchifier = patchifier_of(read(options.model, files))
         self._model = decode_worker.model_message(options.model, files.contents)
         self._series = series
         self._stall_seconds = options.encoder.max_stall_seconds
         self._executor = ThreadPoolExecutor(options.preprocess.threads, "decode")
-        self._changed = Condition()
-        """Guards what follows, and the slab's `take`."""
+        self._changed = Condition()  # guards what follows, and the slab's `take`
         self._waiting: deque[Job] = deque()
-        self._idle = 0
-        """Threads that wait for jobs."""
+        self._idle = 0  # threads that wait for jobs
         self._started = 0
         self._closing = False
-        self._failure: ServiceError | None = None
-        """Why nothing is decoded in processes any more."""
+        self._failure: ServiceError | None = None  # why no process decodes any more
         self._slab: Slab | None = None
         self._threads: list[Thread] = []
         if options.preprocess.processes:

@@ -56,14 +56,15 @@ def decoded_frames(patchifier: Patchifier, media: Media, clip: Clip) -> Iterator
 
 def decode(data: bytes) -> Tensor:
     """Upright RGB of the first frame: uint8 [3, height, width], a view of [height, width, 3].
-
-    Raises InvalidMedia if the bytes are truncated, corrupt or no image.
-    """
+    Raises InvalidMedia, TooLarge."""
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             pixels = plain_jpeg(data, image)
             if pixels is None:
-                pixels = with_pillow(image)
+                turned = ImageOps.exif_transpose(image)
+                # A transparent colour of a palette changes no RGB value, but makes `convert` warn.
+                turned.info.pop("transparency", None)
+                pixels = np.array(turned.convert("RGB"))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise TooLarge(f"the image is too large to be decoded: {error}") from error
     except Exception as error:  # Pillow's decoders raise nearly everything
@@ -85,7 +86,7 @@ def plain_jpeg(data: bytes, image: Image.Image) -> Pixels | None:
 
 
 def upright(pixels: Pixels, orientation: Any) -> Pixels:
-    """Undoes an EXIF orientation, as PIL.ImageOps.exif_transpose."""
+    """As PIL.ImageOps.exif_transpose."""
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (3, 4, 7, 8):
@@ -93,10 +94,3 @@ def upright(pixels: Pixels, orientation: Any) -> Pixels:
     if orientation in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]
     return np.ascontiguousarray(pixels)
-
-
-def with_pillow(image: Image.Image) -> Pixels:
-    upright = ImageOps.exif_transpose(image)
-    # The transparent colour of a palette changes no RGB value, but makes `convert` warn.
-    upright.info.pop("transparency", None)
-    return np.array(upright.convert("RGB"))

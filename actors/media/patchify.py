@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +34,11 @@ Shape = tuple[int, int, int]
 class Patchifier(ABC):
     """Patchifies the images and videos of one model, from any thread."""
 
+    sizing: Any  # of the kind that the subclass is for
+
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
+        self.sizing = spec.sizing
 
     def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
         """The plan and the patches of a decoded image, uint8 [3, height, width]."""
@@ -46,9 +50,7 @@ class Patchifier(ABC):
 
     def patchify_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
         """An item from decoded frames, uint8 [3, height, width], as `video.indices` chose them.
-
-        Takes them one by one: at most one is held as it was decoded.
-        """
+        Takes them one by one: at most one is held as it was decoded."""
         assert self.spec.video, "a video for a model that takes none. This is a bug."
         size = self.spec.video.resized(clip.size, clip.frames)
         patches = torch.cat([self.frame(frame, size) for frame in frames])
@@ -66,9 +68,7 @@ class Patchifier(ABC):
 class BlockPatchifier(Patchifier):
     """One grid of merge blocks per image or frame; transformers: Qwen2VLImageProcessor."""
 
-    def __init__(self, spec: ModelSpec, sizing: BlockSizing) -> None:
-        super().__init__(spec)
-        self.sizing = sizing
+    sizing: BlockSizing
 
     def patches(self, image: Tensor) -> Tensor:
         return self.frame(image, self.sizing.resized(size_of(image)))
@@ -102,9 +102,11 @@ class PairPatchifier(BlockPatchifier):
 class WindowedPatchifier(PairPatchifier):
     """As PairPatchifier, window by window within each grid (Qwen2.5-VL)."""
 
-    def __init__(self, spec: ModelSpec, sizing: WindowedSizing) -> None:
-        super().__init__(spec, sizing)
-        self.order = lru_cache(CACHED_GRIDS)(sizing.order)
+    sizing: WindowedSizing
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.order = lru_cache(CACHED_GRIDS)(self.sizing.order)
 
     def frame(self, frame: Tensor, size: Size) -> Tensor:
         patches, patch = super().frame(frame, size), self.sizing.patch_size
@@ -115,9 +117,7 @@ class WindowedPatchifier(PairPatchifier):
 class TilePatchifier(Patchifier):
     """Tiles in raster order, then the overview; of a video one tile per frame."""
 
-    def __init__(self, spec: ModelSpec, sizing: TileSizing) -> None:
-        super().__init__(spec)
-        self.sizing = sizing
+    sizing: TileSizing
 
     def patches(self, image: Tensor) -> Tensor:
         sizing, size = self.sizing, size_of(image)
@@ -139,9 +139,7 @@ class TilePatchifier(Patchifier):
 class AnyresPatchifier(Patchifier):
     """The overview, then the tiles of the canvas (LLaVA-OneVision)."""
 
-    def __init__(self, spec: ModelSpec, sizing: AnyresSizing) -> None:
-        super().__init__(spec)
-        self.sizing = sizing
+    sizing: AnyresSizing
 
     def patches(self, image: Tensor) -> Tensor:
         size, side = size_of(image), self.sizing.picture_pixels
@@ -162,9 +160,7 @@ class AnyresPatchifier(Patchifier):
 class CropPatchifier(Patchifier):
     """The whole image, then its crops in raster order; patches row by row (DeepSeek-OCR)."""
 
-    def __init__(self, spec: ModelSpec, sizing: CropSizing) -> None:
-        super().__init__(spec)
-        self.sizing = sizing
+    sizing: CropSizing
 
     def patches(self, image: Tensor) -> Tensor:
         crops, size = self.sizing.crops, size_of(image)
@@ -188,9 +184,7 @@ class CropPatchifier(Patchifier):
 class WindowPatchifier(Patchifier):
     """The whole image, then its crops in raster order; patches row by row (Step3)."""
 
-    def __init__(self, spec: ModelSpec, sizing: WindowSizing) -> None:
-        super().__init__(spec)
-        self.sizing = sizing
+    sizing: WindowSizing
 
     def patches(self, image: Tensor) -> Tensor:
         sizing, mode = self.sizing, self.spec.resample
@@ -218,20 +212,19 @@ class WindowPatchifier(Patchifier):
 def patchifier_of(spec: ModelSpec) -> Patchifier:
     """The patchifier for the spec's kind of sizing; subclasses are matched first."""
     match spec.sizing:
-        case WindowedSizing() as windowed:
-            return WindowedPatchifier(spec, windowed)
-        case BlockSizing() as blocks if isinstance(spec.video, PooledGroups):
-            return BlockPatchifier(spec, blocks)
-        case BlockSizing() as blocks:
-            return PairPatchifier(spec, blocks)
-        case AnyresSizing() as anyres:
-            return AnyresPatchifier(spec, anyres)
-        case TileSizing() as tiles:
-            return TilePatchifier(spec, tiles)
-        case CropSizing() as crops:
-            return CropPatchifier(spec, crops)
-        case WindowSizing() as windows:
-            return WindowPatchifier(spec, windows)
+        case WindowedSizing():
+            return WindowedPatchifier(spec)
+        case BlockSizing():
+            pooled = isinstance(spec.video, PooledGroups)
+            return BlockPatchifier(spec) if pooled else PairPatchifier(spec)
+        case AnyresSizing():
+            return AnyresPatchifier(spec)
+        case TileSizing():
+            return TilePatchifier(spec)
+        case CropSizing():
+            return CropPatchifier(spec)
+        case WindowSizing():
+            return WindowPatchifier(spec)
     kind = type(spec.sizing).__name__
     raise CheckpointError(f"model.id {spec.id!r}: there is no patchifier for a {kind}")
 
@@ -241,10 +234,8 @@ def size_of(image: Tensor) -> Size:
 
 
 def resize(image: Tensor, size: Size, mode: Resample = "bicubic") -> Tensor:
-    """uint8 [3, height, width] to another height and width, with antialiasing.
-
-    Equal to transformers' torchvision backend on the CPU, bit for bit.
-    """
+    """uint8 [3, height, width] to another height and width, with antialiasing. Equal to
+    transformers' torchvision backend on the CPU, bit for bit."""
     if image.shape[1:] == (size.height, size.width):
         return image
     # A batch of one in true channels-last strides takes torch's vectorised uint8 kernel.
@@ -258,10 +249,8 @@ def padded(image: Tensor, right: int, below: int) -> Tensor:
 
 
 def cut_blocks(image: Tensor, patch: int, merge: int) -> Tensor:
-    """uint8 [3, height, width] to patches, in the order of its merge blocks.
-
-    Zeros pad the image on the right and below to whole merge blocks.
-    """
+    """uint8 [3, height, width] to patches, in the order of its merge blocks. Zeros pad the image on
+    the right and below to whole ones."""
     block = patch * merge
     whole = padded(image, -image.shape[2] % block, -image.shape[1] % block)
     rows, columns = whole.shape[1] // block, whole.shape[2] // block

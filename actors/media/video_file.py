@@ -23,14 +23,10 @@ from actors.types import Clip, Size
 
 CODECS = frozenset({"h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mjpeg"})
 CONTAINERS = "MP4, MOV, WebM, Matroska, AVI or MPEG-TS"
-LEAST_SHARE = 0.9
-"""The share of the declared frames that must exist. Edited videos lack some."""
-MARGIN_PIXELS = 128
-"""What a codec may add to each side of the declared frame, to fill its blocks."""
-FREE_PIXELS = 2**20
-"""What a decoder may always allocate: MPEG-4's takes more than it shows."""
-SYNC, PACKET_BYTES = 0x47, 188
-"""MPEG-TS has no signature but this byte, repeated at this distance."""
+LEAST_SHARE = 0.9  # the share of the declared frames that must exist. Edited videos lack some
+MARGIN_PIXELS = 128  # what a codec may add to each side of the declared frame, to fill its blocks
+FREE_PIXELS = 2**20  # what a decoder may always allocate: MPEG-4's takes more than it shows
+SYNC, PACKET_BYTES = 0x47, 188  # the only signature of MPEG-TS: this byte at this distance
 
 av.logging.set_level(None)
 
@@ -49,10 +45,8 @@ def demuxer(data: bytes) -> str | None:
 
 @contextmanager
 def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
-    """The container and its first video stream.
-
-    Raises UnsupportedMedia; errors of FFmpeg, also within the `with` block, become InvalidMedia.
-    """
+    """The container and its first video stream. Raises UnsupportedMedia; errors of FFmpeg, also
+    within the `with` block, become InvalidMedia."""
     name = demuxer(data)
     if name is None:
         raise UnsupportedMedia(f"the file is not a video that is read here: send {CONTAINERS}")
@@ -103,8 +97,7 @@ class Index:
 
     shown: Sequence[int]
     starts: Sequence[int]
-    timed: bool
-    """False: packets carry no usable times, and frames are numbered in order of arrival."""
+    timed: bool  # False: packets carry no usable times, and frames are numbered in order of arrival
 
 
 def index(container: Any, stream: Any) -> Index:
@@ -124,11 +117,8 @@ def index(container: Any, stream: Any) -> Index:
 
 
 def frames(data: bytes, clip: Clip, wanted: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-    """Decodes the wanted frames, which ascend: uint8 [height, width, 3], one at a time.
-
-    Seeks between them where that saves decoding. Raises InvalidMedia if the file is not what its
-    header says.
-    """
+    """Decodes the wanted frames, which ascend: uint8 [height, width, 3], one at a time. Raises
+    InvalidMedia if the file is not what its header says."""
     with opened(data) as (container, stream):
         found = index(container, stream)
     with opened(data) as (container, stream):

@@ -18,12 +18,11 @@ import numpy as np
 from actors import errors
 from actors.errors import EncodeFailed, Overloaded, ServiceError
 from actors.rpc import replica_pb2 as pb
-from actors.store.references import Kept
-from actors.telemetry.request_context import Origin
+from actors.store.kept import Kept
+from actors.telemetry.tracing import Origin
 from actors.types import Answer, Dtype, Embedding, Media, Reply, SharedBytes
 
-VERSION = 1
-"""Version of the protocol. Routers use no replica that speaks another one."""
+VERSION = 1  # version of the protocol. Routers use no replica that speaks another one
 
 EMBEDDING_FIELDS = [field.name for field in fields(Embedding) if field.name != "data"]
 

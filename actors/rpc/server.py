@@ -3,8 +3,6 @@
 Callers must know the replica's random token, which only this Ray cluster is told
 (`record_replica_metadata`). In addition, the unix socket is in a directory that only the replica's
 own user may enter, because gRPC does not show a peer's credentials (SO_PEERCRED).
-
-Serve does not see these calls, so whoever owns the server calls `stop` before the process ends.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from hmac import compare_digest
 from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from actors.errors import ServiceError, Unavailable
@@ -36,9 +34,7 @@ from actors.rpc.codec import (
     kept_message,
     reply_message,
 )
-from actors.store.references import Kept
-from actors.telemetry.request_context import Origin
-from actors.types import Dtype, Media, Reply, SharedBytes
+from actors.types import SharedBytes
 
 log = logging.getLogger("ray.serve")
 
@@ -46,27 +42,19 @@ METADATA_KEY = "rpc"  # key of the endpoint in `record_replica_metadata`
 TOKEN_KEY, BEGUN_KEY, ERROR_KEY = "token", "begun", "error-bin"
 """Keys of gRPC metadata: with a call; in return, before any work; at the end."""
 
-MAX_MESSAGE_BYTES = 2**30
-"""Limit of a call or an answer. A reply holds at most 1000 items (limits.max_items) of
-INLINE_BYTES."""
-MAX_ERROR_CHARS = 2000
-"""Limit of an error message in the metadata, for which gRPC allows 8 KiB."""
-TICKET_SECONDS = 30.0
-"""How long rows wait to be taken. Routers ask at once, unless they died."""
-STALE_SECONDS = 60.0
-"""A socket of this age that nobody listens on was left by a replica that was killed."""
+MAX_MESSAGE_BYTES = 2**30  # a reply holds at most 1000 items (limits.max_items) of INLINE_BYTES
+MAX_ERROR_CHARS = 2000  # limit of an error message in the metadata, for which gRPC allows 8 KiB
+TICKET_SECONDS = 30.0  # how long rows wait to be taken. Routers ask at once, unless they died
+STALE_SECONDS = 60.0  # an older socket without a listener was left by a killed replica
 DIRECTORY_PREFIX = "encoder-rpc-"
 SOCKET_NAME = "replica.sock"
 
 SERVICE: ServiceDescriptor = pb.DESCRIPTOR.services_by_name["Replica"]
-Method = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
-"""Request and context to reply."""
 
 COMMON_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
-
 
 TICKETS: dict[str, list[SharedBytes]] = {}
 """Rows in shared memory that answers of this process refer to, until they are taken or expire."""
@@ -95,29 +83,14 @@ class Endpoint:
         return cls(**said) if said.get("version") == VERSION else None
 
 
-class ServedEncoder(Protocol):
-    """The part of actors.encoder.Encoder that is called."""
-
-    async def encode(
-        self,
-        media: list[Media],
-        dtype: Dtype,
-        timeout_seconds: float,
-        origin: Origin,
-        keep: bool,
-    ) -> Reply: ...
-
-    async def fetch(self, name: str) -> Kept | None: ...
-
-    async def release(self, name: str) -> bool: ...
-
-    async def check_health(self) -> None: ...
-
-
 class ReplicaServer:
-    """Serves one encoder to routers. For the encoder's event loop."""
+    """Serves one encoder to routers, on the encoder's event loop.
 
-    def __init__(self, encoder: ServedEncoder) -> None:
+    Serve does not see these calls, so the encoder calls `stop` before its process ends.
+    """
+
+    def __init__(self, encoder: Any) -> None:
+        """`encoder`: an actors.encoder.Encoder, which imports this file."""
         self._encoder = encoder
         self._endpoint: Endpoint | None = None
         self._server: grpc.aio.Server | None = None
@@ -133,14 +106,7 @@ class ReplicaServer:
         token = token_hex(32)
         options = [*COMMON_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
         server = grpc.aio.server(interceptors=[TokenCheck(token)], options=options)
-        methods = {
-            "Encode": self._encode,
-            "Check": self._check,
-            "Fetch": self._fetch,
-            "Release": self._release,
-        }
-        handled = {name: _method(method) for name, method in methods.items()}
-        server.add_generic_rpc_handlers([generic_handler(SERVICE, handled)])
+        server.add_generic_rpc_handlers([self._handlers()])
         host = f"[{host}]" if ":" in host else host
         port = server.add_insecure_port(f"{host}:0")
         directory = await asyncio.to_thread(make_directory)
@@ -162,6 +128,23 @@ class ReplicaServer:
                 break
             await asyncio.sleep(0.05)
         rmtree(Path(self._endpoint.unix).parent, ignore_errors=True)
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        works = {
+            "Encode": self._encode,
+            "Check": self._check,
+            "Fetch": self._fetch,
+            "Release": self._release,
+        }
+        handlers = {
+            method.name: grpc.unary_unary_rpc_method_handler(
+                _method(works[method.name]),
+                request_deserializer=GetMessageClass(method.input_type).FromString,
+                response_serializer=GetMessageClass(method.output_type).SerializeToString,
+            )
+            for method in SERVICE.methods
+        }
+        return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
     def _ticket(self, shared: list[SharedBytes]) -> str:
         """A ticket for rows in shared memory, which stay until it is exchanged or expires."""
@@ -197,14 +180,14 @@ class ReplicaServer:
 
 
 def take(_: object, tickets: list[str]) -> list[list[SharedBytes] | None]:
-    """The rows that each ticket stands for, once. None: it was taken, or expired.
-
-    Runs in the replica's process, as `actor.__ray_call__.remote(take, tickets)`.
-    """
+    """The rows that each ticket stands for, once. None: it was taken, or expired. Runs in the
+    replica's process, as `actor.__ray_call__.remote(take, tickets)`."""
     return [TICKETS.pop(ticket, None) for ticket in tickets]
 
 
-def _method(work: Callable[[Any], Awaitable[Any]]) -> Method:
+def _method(
+    work: Callable[[Any], Awaitable[Any]],
+) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
     """A handler that announces the start of a call, and ends it with the result or error."""
 
     async def method(request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -253,44 +236,21 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._refuse
 
 
-def generic_handler(
-    service: ServiceDescriptor, methods: Mapping[str, Method]
-) -> grpc.GenericRpcHandler:
-    """The handler that a server registers. `methods`: every method of the service, all of them
-    unary."""
-    return grpc.method_handlers_generic_handler(
-        service.full_name,
-        {
-            method.name: grpc.unary_unary_rpc_method_handler(
-                methods[method.name],
-                request_deserializer=GetMessageClass(method.input_type).FromString,
-                response_serializer=GetMessageClass(method.output_type).SerializeToString,
-            )
-            for method in service.methods
-        },
-    )
-
-
-def stubs(
-    service: ServiceDescriptor, channel: grpc.aio.Channel
-) -> dict[str, grpc.aio.UnaryUnaryMultiCallable]:
+def stubs(channel: grpc.aio.Channel) -> dict[str, grpc.aio.UnaryUnaryMultiCallable]:
     """The calls of a client, by the method's name."""
-    return {method.name: _stub(method, channel) for method in service.methods}
-
-
-def _stub(method: MethodDescriptor, channel: grpc.aio.Channel) -> grpc.aio.UnaryUnaryMultiCallable:
-    return channel.unary_unary(
-        f"/{method.containing_service.full_name}/{method.name}",
-        request_serializer=GetMessageClass(method.input_type).SerializeToString,
-        response_deserializer=GetMessageClass(method.output_type).FromString,
-    )
+    return {
+        method.name: channel.unary_unary(
+            f"/{SERVICE.full_name}/{method.name}",
+            request_serializer=GetMessageClass(method.input_type).SerializeToString,
+            response_deserializer=GetMessageClass(method.output_type).FromString,
+        )
+        for method in SERVICE.methods
+    }
 
 
 def make_directory() -> Path:
-    """A new directory that only this user may enter (mode 0700), for a socket.
-
-    Removes those of replicas that were killed.
-    """
+    """A new directory that only this user may enter (mode 0700), for a socket. Removes those of
+    replicas that were killed."""
     parent = tempfile.gettempdir()
     if len(parent) > 60:  # a socket's path has at most 107 bytes
         parent = "/tmp"

@@ -1,18 +1,14 @@
-"""Rows from device to device, by Ray Direct Transport over NIXL: DeviceMemory, Receiver.
+"""Rows from device to device, by Ray Direct Transport over NIXL, an interface that Ray calls alpha.
 
 The encoder copies rows into memory that is registered with NIXL once, at the start. They stay there
 until nobody holds their reference, and consumers read them from there. Unlike shared memory, this
 memory is reused, so each item carries a checksum that its reader compares.
-
-Ray calls this interface alpha. Besides `ray.put`, three calls of `ray.experimental` are used, all
-in this file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import weakref
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -58,24 +54,19 @@ class DeviceMemory:
         self._metrics = metrics
         self._allocator = Allocator(size_bytes)
         self._lock = Lock()
-        # Filled by finalizers, which may run anywhere: also in a thread that has the lock.
-        self._given: deque[int] = deque()
         metrics.nixl_bytes.set_function(self._taken_bytes)
 
     def put(self, rows: Tensor, dtype: torch.dtype) -> SharedBytes | None:
-        """Copies rows, converted to `dtype`, into this memory. None: there is no room now.
-
-        rows: [tokens, width] on this device, complete.
-        """
+        """Copies rows [tokens, width], complete and on this device, into this memory, converted to
+        `dtype`. None: there is no room now."""
         size = rows.numel() * dtype.itemsize
         with self._lock, torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            self._take_back()
             offset = self._allocator.take(size)
             if offset is None:
                 self._metrics.nixl_full.inc()
                 return None
             block = self._memory[offset : offset + size]
-            weakref.finalize(block, self._given.append, offset)
+            weakref.finalize(block, self._allocator.give_back, offset)
             block.view(dtype).view(rows.shape).copy_(rows)
             summed = total(block)  # waits for the copy
             remote = RemoteBytes(ray.put(block, _tensor_transport="nixl"), size, summed)
@@ -86,20 +77,12 @@ class DeviceMemory:
 
     def _taken_bytes(self) -> float:
         with self._lock:
-            self._take_back()
             return self._allocator.taken_bytes
-
-    def _take_back(self) -> None:
-        while self._given:
-            self._allocator.give_back(self._given.popleft())
 
 
 def total(block: Tensor) -> int:
-    """The sum of the 64-bit words of uint8 bytes [n], modulo 2 ** 64, and of the last few bytes.
-
-    In place and as fast as memory is read. A checksum: memory that was overwritten before it was
-    read has another one.
-    """
+    """A checksum: the sum of the 64-bit words of uint8 bytes [n], modulo 2 ** 64, and of the
+    rest."""
     whole = len(block) // WORD_BYTES * WORD_BYTES
     words = block[:whole].view(torch.int64).sum()
     return int(words.item()) + int(block[whole:].sum(dtype=torch.int64).item())
@@ -123,10 +106,8 @@ class Receiver:
         self.device = torch.device(device)
 
     async def here(self, embedding: Embedding) -> Embedding:
-        """The same with its data in this process: on the device if it was on one, else as an array.
-
-        Raises EmbeddingLost.
-        """
+        """The same with its data in this process: on the device if it was on one, otherwise as an
+        array. Raises EmbeddingLost."""
         data = embedding.data
         if not isinstance(data, SharedBytes):
             return embedding

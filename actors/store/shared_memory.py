@@ -18,10 +18,8 @@ from ray.exceptions import ObjectLostError
 from actors.errors import EmbeddingLost
 from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
-INLINE_BYTES = 2**20
-"""Up to this size rows travel by value: shared memory takes as long as copying that much."""
-MOST_TOGETHER_BYTES = 64 * 2**20
-"""Largest object of several embeddings: it stays as long as one of them is held."""
+INLINE_BYTES = 2**20  # up to here rows travel by value: shared memory takes as long
+MOST_TOGETHER_BYTES = 64 * 2**20  # of one object, which stays as long as one embedding is held
 
 
 def share(data: Bytes) -> Bytes | SharedBytes:
@@ -66,10 +64,8 @@ def groups(sizes: Sequence[int], most: int) -> list[list[int]]:
 
 
 async def read(data: Bytes | SharedBytes) -> Bytes:
-    """A read-only view of the shared memory, which stays as long as the view does.
-
-    Copies nothing, unless the bytes are on another node. Raises EmbeddingLost.
-    """
+    """A read-only view of the shared memory, which stays as long as the view does; a copy only if
+    the bytes are on another node. Raises EmbeddingLost."""
     if not isinstance(data, SharedBytes):
         return data
     reference: Any = data.object_ref

@@ -1,10 +1,13 @@
-"""Writes encoded rows where answers and the cache refer to them: shared memory, or the device."""
+"""Writes encoded rows where answers and the cache refer to them: shared memory, or the device. Also
+converts rows between tensors and bytes, and between dtypes."""
 
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Lock
 
 import torch
@@ -13,11 +16,26 @@ from torch import Tensor
 from actors.engine.video_chunks import rows_of
 from actors.spec.model_spec import ModelSpec
 from actors.spec.video import group_tokens, retention_mask
-from actors.store.cache import EmbeddingCache, Key
+from actors.store.kept import EmbeddingCache, Key
 from actors.store.nixl import DeviceMemory
-from actors.store.rows import as_bytes
-from actors.store.shared_memory import INLINE_BYTES, MOST_TOGETHER_BYTES, share, share_together
-from actors.types import DTYPE_BYTES, Bytes, Dtype, Embedding, Item, Media, SharedBytes, Timings
+from actors.store.shared_memory import (
+    INLINE_BYTES,
+    MOST_TOGETHER_BYTES,
+    here,
+    share,
+    share_together,
+)
+from actors.types import (
+    DTYPE_BYTES,
+    Bytes,
+    Dtype,
+    Embedding,
+    Item,
+    Media,
+    ReceivedBytes,
+    SharedBytes,
+    Timings,
+)
 
 WRITERS = 4  # threads that copy rows at the same time
 
@@ -73,7 +91,8 @@ class RowWriter:
             return None
         if self.cache.max_bytes:  # it keeps rows of its own, on the host
             own = share(as_bytes(rows.cpu(), self.spec.dtype))
-            self._cache(media, item, own, rows.shape[0])
+            cached = self.embedding(item, own, self.spec.dtype, rows.shape[0])
+            self.cache.put(self.key(media), cached)
         return self.embedding(item, data, dtype, rows.shape[0])
 
     def _on_host(self, dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
@@ -83,7 +102,8 @@ class RowWriter:
             data = []
             for (media, item), (kept, frame_tokens) in zip(done, rows, strict=True):
                 own = share(as_bytes(kept, self.spec.dtype))
-                self._cache(media, item, own, kept.shape[0], frame_tokens)
+                cached = self.embedding(item, own, self.spec.dtype, kept.shape[0], frame_tokens)
+                self.cache.put(self.key(media), cached)
                 data.append(own if dtype == self.spec.dtype else share(as_bytes(kept, dtype)))
         else:
             data = share_together([as_bytes(kept, dtype) for kept, _ in rows], self.together_bytes)
@@ -91,17 +111,6 @@ class RowWriter:
             self.embedding(item, one, dtype, kept.shape[0], frame_tokens)
             for (_, item), one, (kept, frame_tokens) in zip(done, data, rows, strict=True)
         ]
-
-    def _cache(
-        self,
-        media: Media,
-        item: Item,
-        data: Bytes | SharedBytes,
-        tokens: int,
-        frame_tokens: tuple[int, ...] = (),
-    ) -> None:
-        made = self.embedding(item, data, self.spec.dtype, tokens, frame_tokens)
-        self.cache.put(self.key(media), made)
 
     def embedding(
         self,
@@ -164,3 +173,37 @@ class RowBatch:
             self._next_write = None
         embeddings = self._writer.write(self._dtype, done)
         return {id(item): made for (_, item), made in zip(done, embeddings, strict=True)}
+
+
+def tensor(embedding: Embedding) -> Tensor:
+    """[tokens, width], a view of the embedding's own memory: not to be written to.
+
+    The data must be in this process already (shared_memory.here, router.here.encode_here).
+    """
+    if isinstance(embedding.data, ReceivedBytes):
+        there: Tensor = embedding.data.tensor
+        return there.view(getattr(torch, embedding.dtype)).view(embedding.shape)
+    assert not isinstance(embedding.data, SharedBytes), "read it first: shared_memory.here"
+    with warnings.catch_warnings():
+        # Shared memory is read-only, which torch cannot express.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        flat = torch.frombuffer(embedding.data, dtype=getattr(torch, embedding.dtype))
+    return flat.view(embedding.shape)
+
+
+def as_bytes(rows: Tensor, dtype: Dtype) -> Bytes:
+    """The bytes of rows in a dtype: a view if the rows have it already."""
+    data: Bytes = rows.to(getattr(torch, dtype)).view(torch.uint8).numpy().reshape(-1)
+    return data
+
+
+async def converted(embedding: Embedding, dtype: Dtype) -> Embedding:
+    """The embedding in another dtype, in shared memory if it is large. Raises EmbeddingLost."""
+    if embedding.dtype == dtype:
+        return embedding
+    rows = tensor(await here(embedding))
+    if rows.nbytes <= INLINE_BYTES:
+        data = share(as_bytes(rows, dtype))
+    else:
+        data = await asyncio.to_thread(lambda: share(as_bytes(rows, dtype)))
+    return replace(embedding, data=data, dtype=dtype)

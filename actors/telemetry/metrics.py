@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -13,99 +15,81 @@ class EncoderMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.items = self._counter(
+        counter = partial(Counter, namespace="encoder", registry=self.registry)
+        gauge = partial(Gauge, namespace="encoder", registry=self.registry)
+        histogram = partial(Histogram, namespace="encoder", registry=self.registry, buckets=SECONDS)
+        self.items = counter(
             "items_total",
             "Items answered with an embedding, by where it came from.",
-            "type",
-            "source",
+            ("type", "source"),
         )
-        self.failures = self._counter(
-            "item_failures_total", "Items answered with an error.", "error"
-        )
-        self.graph_hits = self._counter(
+        self.failures = counter("item_failures_total", "Items answered with an error.", ("error",))
+        self.graph_hits = counter(
             "graph_hits_total",
             "Items and video chunks encoded by a captured graph.",
-            "path",
-            "budget",
-            "backend",
+            ("path", "budget", "backend"),
         )
-        self.graph_misses = self._counter(
+        self.graph_misses = counter(
             "graph_misses_total",
             "Items and video chunks encoded without a graph, and why.",
-            "path",
-            "reason",
+            ("path", "reason"),
         )
-        self.pack_outcomes = self._counter(
-            "pack_outcomes_total", "Packs by what each path did: graph, eager or skip.", "outcome"
+        self.pack_outcomes = counter(
+            "pack_outcomes_total",
+            "Packs by what each path did: graph, eager or skip.",
+            ("outcome",),
         )
-        self.tokens = self._counter("tokens_total", "Output tokens computed, without padding.")
-        self.padded_tokens = self._counter(
-            "padded_tokens_total", "Padding tokens computed: budget minus content.", "path"
+        self.tokens = counter("tokens_total", "Output tokens computed, without padding.")
+        self.padded_tokens = counter(
+            "padded_tokens_total", "Padding tokens computed: budget minus content.", ("path",)
         )
-        self.patches = self._counter("patches_total", "Patches encoded.")
-        self.video_runs = self._counter(
+        self.patches = counter("patches_total", "Patches encoded.")
+        self.video_runs = counter(
             "video_runs_total", "Chunks of videos that did not fit into one pack."
         )
-        self.pack_items = self._histogram("pack_items", "Items per pack.", ITEMS)
-        self.queue_seconds = self._histogram(
-            "queue_seconds", "Seconds from a decoded item to the start of its pack.", SECONDS
+        self.pack_items = histogram("pack_items", "Items per pack.", buckets=ITEMS)
+        self.queue_seconds = histogram(
+            "queue_seconds", "Seconds from a decoded item to the start of its pack."
         )
-        self.decode_queue_seconds = self._histogram(
-            "decode_queue_seconds", "Seconds that an item waits for a free decoder.", SECONDS
+        self.decode_queue_seconds = histogram(
+            "decode_queue_seconds", "Seconds that an item waits for a free decoder."
         )
-        self.preprocess_seconds = self._histogram(
-            "preprocess_seconds",
-            "Seconds of decoding, resizing and patchifying an item.",
-            SECONDS,
+        self.preprocess_seconds = histogram(
+            "preprocess_seconds", "Seconds of decoding, resizing and patchifying an item."
         )
-        self.preprocessed = self._counter(
-            "preprocessed_items_total", "Items decoded and patchified."
-        )
-        self.decode_restarts = self._counter(
+        self.preprocessed = counter("preprocessed_items_total", "Items decoded and patchified.")
+        self.decode_restarts = counter(
             "decode_restarts_total", "Decoder processes replaced because they exited or hung."
         )
-        self.encode_seconds = self._histogram(
-            "encode_seconds", "Seconds from the start of a pack to its rows on the host.", SECONDS
+        self.encode_seconds = histogram(
+            "encode_seconds", "Seconds from the start of a pack to its rows on the host."
         )
-        self.busy_seconds = self._counter(
+        self.busy_seconds = counter(
             "busy_seconds_total", "Seconds during which a pack was on the device."
         )
-        self.cache_hits = self._counter("cache_hits_total", "Items found in the cache.")
-        self.cache_misses = self._counter("cache_misses_total", "Items not found in the cache.")
-        self.cache_evictions = self._counter(
-            "cache_evictions_total", "Items evicted from the cache."
-        )
-        self.cache_bytes = self._gauge("cache_bytes", "Bytes of embeddings in the cache.")
-        self.nixl_bytes = self._gauge(
+        self.cache_hits = counter("cache_hits_total", "Items found in the cache.")
+        self.cache_misses = counter("cache_misses_total", "Items not found in the cache.")
+        self.cache_evictions = counter("cache_evictions_total", "Items evicted from the cache.")
+        self.cache_bytes = gauge("cache_bytes", "Bytes of embeddings in the cache.")
+        self.nixl_bytes = gauge(
             "nixl_bytes", "Bytes of device memory holding rows for NIXL readers."
         )
-        self.nixl_items = self._counter(
+        self.nixl_items = counter(
             "nixl_items_total", "Items whose rows were left in device memory."
         )
-        self.nixl_full = self._counter(
+        self.nixl_full = counter(
             "nixl_full_total", "Items sent by shared memory because device memory was full."
         )
-        self.references = self._gauge("references", "Embeddings kept for clients, by id.")
-        self.reference_bytes = self._gauge(
-            "reference_bytes", "Bytes of the embeddings kept for clients."
-        )
-        self.reference_evictions = self._counter(
+        self.references = gauge("references", "Embeddings kept for clients, by id.")
+        self.reference_bytes = gauge("reference_bytes", "Bytes of the embeddings kept for clients.")
+        self.reference_evictions = counter(
             "reference_evictions_total", "Embeddings kept for clients, evicted before they expired."
         )
-        self.captured_graphs = self._gauge("captured_graphs", "Captured graphs.", "path")
-        self.graph_memory_bytes = self._gauge(
+        self.captured_graphs = gauge("captured_graphs", "Captured graphs.", ("path",))
+        self.graph_memory_bytes = gauge(
             "graph_memory_bytes", "Bytes of device memory used by graphs and their static buffers."
         )
 
     def text(self) -> str:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry).decode()
-
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(f"encoder_{name}", help_text, labels, registry=self.registry)
-
-    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
-        return Gauge(f"encoder_{name}", help_text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"encoder_{name}", help_text, buckets=buckets, registry=self.registry)

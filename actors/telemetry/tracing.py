@@ -1,36 +1,34 @@
-"""Spans by OpenTelemetry: what a request spends its time on, in every process that it passes.
+"""The request that work is done for: every log line names it, and OpenTelemetry's spans follow it.
 
-A span's parent is found in request_context.ORIGIN, which travels with the work across threads and
-processes. Only `tracing.export` other than `off` imports OpenTelemetry's SDK.
+ORIGIN travels with the work across threads and processes. Only `tracing.export` other than `off`
+imports OpenTelemetry's SDK.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from opentelemetry.context import Context
-from opentelemetry.trace import (
-    INVALID_SPAN,
-    Span,
-    SpanKind,
-    Tracer,
-    set_span_in_context,
-)
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from actors.errors import ConfigError
 from actors.options import TracingOptions
-from actors.telemetry.request_context import ORIGIN, Origin
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+
+LOG = "ray.serve"  # the logger that Serve gives each replica a file for
 
 Value = str | int | float
 KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
@@ -41,11 +39,53 @@ NEEDED = {
 }
 
 
-class Spans:
-    """The spans of one part of the service (ingress, router, encoder).
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What logs and spans need to know of a request. Can be pickled."""
 
-    Without a tracer, as with `tracing.export: off`, they do nothing.
+    request_id: str = ""  # safe to log; empty if unknown
+    traceparent: str = ""
+    """W3C Trace Context of the span that caused the work; empty if it is not traced."""
+
+
+NOBODY = Origin()
+
+ORIGIN: ContextVar[Origin] = ContextVar("origin", default=NOBODY)
+"""The request of the running task. Calls to other processes take it along as an argument."""
+
+
+def named_request(record: logging.LogRecord) -> bool:
+    """A filter that sets `request_id` on each log record. Serve's own filter, which runs before,
+    knows the id of one handle call only: the router's calls are made outside of their request."""
+    if request_id := ORIGIN.get().request_id:
+        record.request_id = request_id
+    return True
+
+
+def name_requests() -> None:
+    """Adds request ids to this replica's log. Call it after Serve has set up its handlers."""
+    for handler in logging.getLogger(LOG).handlers:
+        handler.addFilter(named_request)  # once, however often this is called
+
+
+def keep_from_log(kind: type[BaseException]) -> None:
+    """Drops Serve's tracebacks of an exception that only ends a call: the client has the error.
+
+    Call it once, after Serve has set up its handlers.
     """
+
+    def wanted(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        # Serve wraps what is raised after a status was set.
+        return not isinstance(getattr(error, "original_exception", error), kind)
+
+    for handler in logging.getLogger(LOG).handlers:
+        handler.addFilter(wanted)
+
+
+class Spans:
+    """The spans of one part of the service (ingress, router, encoder). Without a tracer, as with
+    `tracing.export: off`, they do nothing."""
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         self.tracer = tracer
@@ -57,10 +97,8 @@ class Spans:
         kind: Literal["server", "client", "internal"] = "internal",
         **attributes: Value,
     ) -> Iterator[Span]:
-        """Spans the block; spans opened inside, also in other processes, become its children.
-
-        An exception that leaves the block marks the span as failed.
-        """
+        """Spans the block; spans opened inside, also in other processes, become its children. An
+        exception that leaves the block marks the span as failed."""
         if self.tracer is None:
             yield INVALID_SPAN
             return
@@ -103,18 +141,13 @@ def traceparent(span: Span) -> str:
 def check_tracing(options: TracingOptions) -> None:
     """Raises ConfigError where the packages that `tracing.export` needs are not installed."""
     for module in NEEDED.get(options.export, ()):
-        if not is_installed(module):
+        try:
+            import_module(module)
+        except ModuleNotFoundError as error:
             raise ConfigError(
                 f"tracing.export is {options.export}, but {module} is not installed: "
                 "pip install 'encoder-service[otel]', or set it to off"
-            )
-
-
-def is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent package
-        return False
+            ) from error
 
 
 @cache
@@ -136,12 +169,8 @@ def provider(options: TracingOptions) -> TracerProvider:
         ConsoleSpanExporter,
         SimpleSpanProcessor,
     )
-    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
-    made = TracerProvider(
-        resource=Resource.create({"service.name": "encoder-service"}),
-        sampler=ParentBased(TraceIdRatioBased(options.sample_ratio)),
-    )
+    made = TracerProvider(resource=Resource.create({"service.name": "encoder-service"}))
     if options.export == "file":
 
         def line(span: ReadableSpan) -> str:

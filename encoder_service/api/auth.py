@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from actors.errors import ConfigError, Unauthorized
-from actors.telemetry.request_context import LOG
+from actors.telemetry.tracing import LOG
 from encoder_service.config import AuthOptions
 
 log = logging.getLogger(LOG)

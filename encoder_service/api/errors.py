@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors import errors
 from actors.errors import Overloaded, ServiceError
-from actors.telemetry.request_context import LOG, Origin
+from actors.telemetry.tracing import LOG, Origin
 from encoder_service.ops.exchange import Exchange, Observer
 
 log = logging.getLogger(LOG)

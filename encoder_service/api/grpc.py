@@ -17,7 +17,7 @@ from grpc import ServicerContext as Context
 from grpc_health.v1 import health_pb2
 
 from actors.errors import InvalidRequest, ServiceError
-from actors.telemetry.request_context import Origin
+from actors.telemetry.tracing import Origin
 from encoder_service.api.answer import head
 from encoder_service.api.errors import fault, request_id_of
 from encoder_service.api.schema import RequestOptions, request_options

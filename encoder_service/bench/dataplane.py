@@ -20,7 +20,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from rich.table import Table
 
-from actors.store.cache import EmbeddingCache
+from actors.store.kept import EmbeddingCache
 from actors.store.shared_memory import read, share
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Bytes, Embedding, SharedBytes, Timings

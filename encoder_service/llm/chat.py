@@ -23,8 +23,8 @@ from ray.serve.handle import DeploymentHandle
 from actors.errors import EmbeddingLost, ServiceError, TooLarge, Unavailable
 from actors.options import ModelOptions, Transport
 from actors.store.nixl import Receiver
-from actors.store.rows import tensor
-from actors.telemetry.request_context import Origin
+from actors.store.writer import tensor
+from actors.telemetry.tracing import Origin
 from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.api.errors import AtItem
 from encoder_service.config import LlmOptions

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from actors.errors import InvalidRequest, NotFound, ServiceError
-from actors.telemetry.request_context import NOBODY, Origin
+from actors.telemetry.tracing import NOBODY, Origin
 from actors.types import Kind, Media
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WireError, from_base64

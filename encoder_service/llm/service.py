@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.errors import InvalidRequest, ServiceError, Unavailable
-from actors.telemetry.request_context import ORIGIN
+from actors.telemetry.tracing import ORIGIN
 from actors.types import Media
 from encoder_service.api.errors import AtItem
 from encoder_service.config import LlmOptions

@@ -15,8 +15,7 @@ from queue import Full, Queue
 
 from opentelemetry.trace import INVALID_SPAN, Span, StatusCode
 
-from actors.telemetry.request_context import LOG, ORIGIN, Origin
-from actors.telemetry.tracing import Spans, named
+from actors.telemetry.tracing import LOG, ORIGIN, Origin, Spans, named
 from actors.types import Media
 from encoder_service.ops.metrics import ServiceMetrics
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from actors.telemetry.request_context import ORIGIN, Origin
+from actors.telemetry.tracing import ORIGIN, Origin
 from actors.types import Answer, Dtype, Media
 from router.policy.ledger import Reservation
 

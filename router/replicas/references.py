@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from actors.errors import NotFound, Unavailable
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from router.replicas.fleet import ShardLost
 
 

@@ -20,7 +20,6 @@ from actors.rpc.server import (
     BEGUN_KEY,
     COMMON_OPTIONS,
     ERROR_KEY,
-    SERVICE,
     TOKEN_KEY,
     Endpoint,
     stubs,
@@ -53,7 +52,7 @@ class ReplicaChannel:
         near = endpoint.node == node and os.access(endpoint.unix, os.W_OK)
         target = f"unix:{endpoint.unix}" if near else endpoint.tcp
         self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
-        self._stubs = stubs(SERVICE, self._channel)
+        self._stubs = stubs(self._channel)
         self._metadata = ((TOKEN_KEY, endpoint.token),)
         self._calls = 0
         self._retired = False

@@ -22,9 +22,8 @@ from ray.serve.handle import DeploymentHandle
 from actors.rpc import replica_pb2 as pb
 from actors.rpc.codec import EncodeCall, kept_of, message_fields, reply_of
 from actors.rpc.server import Endpoint, take
-from actors.store.references import Kept
-from actors.telemetry.request_context import ORIGIN
-from actors.telemetry.tracing import Spans
+from actors.store.kept import Kept
+from actors.telemetry.tracing import ORIGIN, Spans
 from actors.types import Dtype, Media, Reply, SharedBytes
 from router.replicas.fleet import ReplicaUnreachable, ShardLost
 from router.replicas.membership import MEMBERSHIP, PinnedReplicaUnavailable, Replica

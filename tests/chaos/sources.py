@@ -15,7 +15,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from actors import errors
 from actors.families.registry import read
-from actors.store.rows import tensor
+from actors.store.writer import tensor
 from actors.types import Embedding
 from encoder_service.bench.cluster import Cluster
 from encoder_service.client import Client, ServiceError

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from actors.engine.budgets import Capacity, model_capacity
-from actors.engine.capture import capture
 from actors.engine.device import Device
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.models.load import load
 from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions

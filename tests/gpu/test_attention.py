@@ -12,10 +12,10 @@ from tests.gpu.compared import difference, on_gpu
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
 pytest.importorskip("triton")
 
+from actors.kernels.attention import HEAD_SIZES, TritonAttention  # noqa: E402
 from actors.kernels.hopper import attention as hopper  # noqa: E402
 from actors.kernels.hopper.attention import HopperAttention  # noqa: E402
 from actors.kernels.hopper.cuda import CAPABILITY  # noqa: E402
-from actors.kernels.triton.attention import HEAD_SIZES, TritonAttention  # noqa: E402
 
 KERNELS = [
     *((size, torch.bfloat16) for size in HEAD_SIZES),

@@ -13,7 +13,7 @@ from tests.gpu.compared import difference, on_gpu
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
 pytest.importorskip("triton")
 
-from actors.kernels.triton.attention import TritonAttention  # noqa: E402
+from actors.kernels.attention import TritonAttention  # noqa: E402
 from actors.models.layers.fast import FastBlocks  # noqa: E402
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from actors.engine.budgets import Capacity
-from actors.engine.capture import capture
 from actors.engine.engine import Engine
+from actors.engine.graphs import capture
 from actors.errors import EncodeFailed, StartError
 from actors.telemetry.metrics import EncoderMetrics
 from tests.gpu.conftest import Captured
@@ -28,7 +28,7 @@ LOST = 70
 ASSERTS = """
 import torch
 from actors.engine.budgets import Capacity
-from actors.engine.capture import capture
+from actors.engine.graphs import capture
 from actors.engine.cuda import CudaDevice
 from actors.engine.engine import Engine
 from actors.telemetry.metrics import EncoderMetrics

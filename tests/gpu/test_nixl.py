@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from actors.engine.budgets import Capacity
-from actors.engine.capture import capture
 from actors.engine.engine import Engine
+from actors.engine.graphs import capture
 from actors.kernels.attention import Values
-from actors.store.rows import tensor
+from actors.store.writer import tensor
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, ReceivedBytes, Timings
 from tests.gpu.towers import cuda

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from actors.engine.budgets import Capacity, Segments
-from actors.engine.capture import capture
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.kernels.attention import Values
 from actors.telemetry.metrics import EncoderMetrics
 from tests.gpu.towers import cuda

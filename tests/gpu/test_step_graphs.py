@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from actors.engine.budgets import Segments, model_capacity
-from actors.engine.capture import capture
 from actors.engine.device import Device
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.families.step3_vl.tower import StepTower
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from actors.engine.budgets import MOST_ITEMS_A_BUDGET, Segments, capacity
-from actors.engine.capture import capture
 from actors.engine.device import Device
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.models.packed import PackedTower
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions

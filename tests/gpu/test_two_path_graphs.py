@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from actors.engine.budgets import Capacity, Segments, model_capacity
-from actors.engine.capture import capture
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.families.deepseek_ocr.tower import DeepseekOcrTower
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from actors.engine.budgets import Segments, model_capacity
-from actors.engine.capture import capture
 from actors.engine.device import Device
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.families.kimi_vl.tower import KimiTower
 from actors.options import GraphOptions
 from actors.telemetry.metrics import EncoderMetrics

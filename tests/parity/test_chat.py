@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.video_utils import VideoMetadata
 
 from actors.engine.budgets import Segments
-from actors.engine.device import CpuDevice
+from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
 from actors.errors import CheckpointError
 from actors.families.registry import video_styles
@@ -182,7 +182,7 @@ def image(pair: Pair, size: Size) -> Seen:
 
 def video(pair: Pair, clip: Clip) -> Seen:
     item, pixels = cut(pair, clip)
-    graphs = GraphSet(pair.tower, "default", (256,), Segments(4, 64, 4), CpuDevice())
+    graphs = GraphSet(pair.tower, "default", (256,), Segments(4, 64, 4), Device())
     rows = graphs.run(None, [item])
     return Seen(place(media(item.plan, clip), pair.tower.spec.video), rows, pixels)
 

@@ -15,10 +15,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from actors.engine.budgets import Segments, two_path_capacity
-from actors.engine.capture import capture
-from actors.engine.device import CpuDevice
+from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.families.deepseek_ocr.tower import DeepseekOcrTower
 from actors.media.image import decode
 from actors.media.patchify import CropPatchifier, patchifier_of
@@ -94,7 +93,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
 
 
 def test_photographs_through_the_engine(pair: Pair) -> None:
-    tower, device, metrics = pair.tower, CpuDevice(), EncoderMetrics()
+    tower, device, metrics = pair.tower, Device(), EncoderMetrics()
     limits = two_path_capacity(GraphOptions(token_budgets=(162,)), tower.sizing.view_tokens)
     engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
     files = [*map(photograph, PHOTOGRAPHS), jpeg(180, 100)]
@@ -114,7 +113,7 @@ def encode(tower: DeepseekOcrTower, items: Sequence[Item], spare: int | None) ->
         tokens = sum(plan.path_tokens[index] for plan in plans)
         view = tower.sizing.view_tokens[index]
         budget = None if spare is None else tokens + spare * view
-        graphs = GraphSet(tower, path, [budget] if budget else [], Segments(9), CpuDevice())
+        graphs = GraphSet(tower, path, [budget] if budget else [], Segments(9), Device())
         graphs.capture(lambda budget, seconds: None)
         if budget:
             graphs.inputs.tensors["patches"].random_(0, 256)
@@ -211,6 +210,8 @@ def closest(width: int, height: int) -> tuple[int, int]:
 
 def test_an_image_that_pillow_padded_looks_centred() -> None:
     image = Image.new("RGB", (300, 101), (255, 0, 0))
-    view = CropPatchifier(SPEC, OCR).whole(torch.from_numpy(np.array(image)).permute(2, 0, 1))
+    view = CropPatchifier(replace(SPEC, sizing=OCR)).whole(
+        torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    )
     exact = np.asarray(ImageOps.pad(image, (1024, 1024), color=(127, 127, 127)))
     assert np.array_equal(view.permute(1, 2, 0).numpy(), exact)

@@ -18,10 +18,9 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 
 from actors.engine import video_chunks
 from actors.engine.budgets import Capacity, Segments
-from actors.engine.capture import capture
-from actors.engine.device import CpuDevice
+from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.errors import TooLarge
 from actors.families.llava_onevision import spec as onevision_spec
 from actors.families.llava_onevision.tower import OnevisionTower
@@ -132,7 +131,7 @@ def encode(tower: OnevisionTower, items: Sequence[Item], spare: int | None) -> T
     if spare is not None:
         budget = sum(plan.path_tokens[0] for plan in plans) + spare * tile
     budgets = () if budget is None else (tile, budget)
-    graphs = GraphSet(tower, "default", budgets, Segments(9), CpuDevice())
+    graphs = GraphSet(tower, "default", budgets, Segments(9), Device())
     graphs.capture(lambda budget, seconds: None)
     if budget is not None:
         graphs.inputs.tensors["patches"].random_(0, 256)
@@ -144,7 +143,7 @@ def encode(tower: OnevisionTower, items: Sequence[Item], spare: int | None) -> T
 def test_a_video_in_runs_ends_in_one_newline(pair: Pair, tiles: int) -> None:
     tower, most = pair.tower, tiles * pair.tower.sizing.tile_tokens
     room = Capacity(((most,),), (most,), items=4, frames=40, frame_tokens=1)
-    device, metrics = CpuDevice(), EncoderMetrics()
+    device, metrics = Device(), EncoderMetrics()
     engine = Engine(tower, capture(tower, room, device, metrics), room, device, metrics)
     items = [video_of(tower, 9), image_of(tower, SIZES[0]), video_of(tower, 1)]
     answers = [engine.submit(item) for item in items]

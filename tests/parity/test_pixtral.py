@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from actors.engine.budgets import Segments
-from actors.engine.device import CpuDevice
+from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
 from actors.families.pixtral.tower import PixtralTower
 from actors.media.image import decode
@@ -62,7 +62,7 @@ def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | Non
     patches = [random_patches(plan) for plan in plans]
     tokens = sum(plan.tokens for plan in plans)
     budget = None if spare is None else tokens + spare
-    graphs = GraphSet(tower, "default", [budget] if budget else [], Segments(12), CpuDevice())
+    graphs = GraphSet(tower, "default", [budget] if budget else [], Segments(12), Device())
     graphs.capture(lambda budget, seconds: None)
     if budget:
         graphs.inputs.tensors["patches"].random_(0, 256)

@@ -16,10 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from actors.engine.budgets import Segments, model_capacity
-from actors.engine.capture import capture
-from actors.engine.device import CpuDevice
+from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.families.step3_vl.tower import StepTower
 from actors.media.image import decode
 from actors.media.patchify import cut_blocks, patchifier_of
@@ -103,7 +102,7 @@ def test_equals_the_reference(pair: Pair, sizes: Sequence[Size], spare: int | No
 
 
 def test_photographs_through_the_engine(pair: Pair) -> None:
-    tower, device, metrics = pair.tower, CpuDevice(), EncoderMetrics()
+    tower, device, metrics = pair.tower, Device(), EncoderMetrics()
     limits = model_capacity(GraphOptions(token_budgets=(128,)), tower.spec)
     engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
     items = [item_of(patchifier_of(tower.spec), decode(photograph(name))) for name in PHOTOGRAPHS]
@@ -143,7 +142,7 @@ def test_views_are_those_of_the_first_models_own_code(size: tuple[int, int]) -> 
 
 def encode(tower: StepTower, path: str, budget: int | None, items: Sequence[Item]) -> Tensor:
     """Through the graph of a budget, whose patches hold random bytes at first; None: eagerly."""
-    graphs = GraphSet(tower, path, () if not budget else (budget,), Segments(4), CpuDevice())
+    graphs = GraphSet(tower, path, () if not budget else (budget,), Segments(4), Device())
     graphs.capture(lambda budget, seconds: None)
     if budget:
         graphs.inputs.tensors["patches"].random_(0, 256)

@@ -15,10 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from actors.engine.budgets import Capacity, Segments, capacity
-from actors.engine.capture import capture
-from actors.engine.device import CpuDevice
+from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import GraphSet, capture
 from actors.engine.video_chunks import rows_of
 from actors.errors import ConfigError
 from actors.media.image import decode
@@ -199,7 +198,7 @@ def test_a_frame_of_a_video_is_a_tile(pair: Pair) -> None:
 
 
 def running(tower: TileTower, room: Capacity) -> tuple[Engine, EncoderMetrics]:
-    device, metrics = CpuDevice(), EncoderMetrics()
+    device, metrics = Device(), EncoderMetrics()
     return Engine(tower, capture(tower, room, device, metrics), room, device, metrics), metrics
 
 
@@ -214,7 +213,7 @@ def encode(
 ) -> Tensor:
     """Through the graph of a budget, whose patches hold random bytes at first; None: eagerly."""
     budgets = () if budget is None else (tower.sizing.tile_tokens, budget)
-    graphs = GraphSet(tower, "default", sorted(set(budgets)), Segments(4), CpuDevice())
+    graphs = GraphSet(tower, "default", sorted(set(budgets)), Segments(4), Device())
     graphs.capture(lambda budget, seconds: None)
     if budget is not None:
         graphs.inputs.tensors["patches"].random_(0, 256)

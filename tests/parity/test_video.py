@@ -14,11 +14,9 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from actors.engine import video_chunks
 from actors.engine.budgets import Capacity, Segments
-from actors.engine.capture import capture
-from actors.engine.device import CpuDevice
+from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.exact import ExactGraphSet
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import ExactGraphSet, GraphSet, capture
 from actors.families.kimi_vl.tower import KimiTower
 from actors.models.packed import PackedTower, segments_of
 from actors.telemetry.metrics import EncoderMetrics
@@ -132,7 +130,7 @@ def assert_equal(
 def test_through_graphs_and_eagerly(pair: Pair, videos: list[tuple[Item, Tensor]]) -> None:
     first, second = image(pair, Size(96, 120)), image(pair, Size(200, 64))
     segments = Segments(items=4, frames=64, frame_tokens=4)
-    graphs = GraphSet(pair.tower, "default", (256, 1024), segments, CpuDevice())
+    graphs = GraphSet(pair.tower, "default", (256, 1024), segments, Device())
     graphs.capture(lambda budget, seconds: None)
     for pack in ([videos[0]], [first, videos[1], second], videos, [first, second]):
         tokens = sum(computed(pack))
@@ -142,7 +140,7 @@ def test_through_graphs_and_eagerly(pair: Pair, videos: list[tuple[Item, Tensor]
 
 def test_captured_when_a_layout_comes_again(pair: Pair, videos: list[tuple[Item, Tensor]]) -> None:
     segments = Segments(items=4, frames=64, frame_tokens=4)
-    graphs = ExactGraphSet(pair.tower, "default", (1024,), segments, CpuDevice(), most=2)
+    graphs = ExactGraphSet(pair.tower, "default", (1024,), segments, Device(), most=2)
     graphs.capture(lambda budget, seconds: None)
     for _ in range(3):
         assert_equal(
@@ -156,7 +154,7 @@ def test_beyond_a_pack_in_runs(pair: Pair, videos: list[tuple[Item, Tensor]]) ->
     segments = [max(segments_of(item.plan)) for item, _ in items]
     largest = max(segments) // 4
     room = Capacity(((16, largest),), (largest,), items=4, frames=largest // 4, frame_tokens=4)
-    device, metrics = CpuDevice(), EncoderMetrics()
+    device, metrics = Device(), EncoderMetrics()
     engine = Engine(pair.tower, capture(pair.tower, room, device, metrics), room, device, metrics)
     answers = [engine.submit(item) for item, _ in items]
     for (_, expected), answer in zip(items, answers, strict=True):
@@ -168,7 +166,7 @@ def test_beyond_a_pack_in_runs(pair: Pair, videos: list[tuple[Item, Tensor]]) ->
 
 def test_images_alone_have_no_inputs_of_videos(pair: Pair) -> None:
     segments = Segments(items=4, frames=64, frame_tokens=4)
-    graphs = GraphSet(pair.tower, "default", (256,), segments, CpuDevice())
+    graphs = GraphSet(pair.tower, "default", (256,), segments, Device())
     images = graphs.budget_shapes(256, videos=False)
     videos = graphs.budget_shapes(256, videos=True)
     assert not {"later", "pooled"} & images.keys()

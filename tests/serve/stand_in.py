@@ -18,9 +18,9 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import DeadlineExceeded, InvalidMedia
 from actors.rpc.server import ReplicaServer
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from actors.store.shared_memory import share
-from actors.telemetry.request_context import NOBODY, Origin
+from actors.telemetry.tracing import NOBODY, Origin
 from actors.types import (
     DTYPE_BYTES,
     Answer,

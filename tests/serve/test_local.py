@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray import serve
 
-from actors.telemetry.request_context import Origin
+from actors.telemetry.tracing import Origin
 from actors.types import Dtype, Media, Reply
 from router.options import RouterOptions
 from router.router import Router

@@ -23,7 +23,7 @@ from actors.families.registry import read
 from actors.options import ModelOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import Receiver
-from actors.store.rows import tensor
+from actors.store.writer import tensor
 from actors.types import (
     Answer,
     Dtype,

@@ -13,7 +13,6 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost
-from actors.store.rows import tensor
 from actors.store.shared_memory import (
     INLINE_BYTES,
     MOST_TOGETHER_BYTES,
@@ -22,6 +21,7 @@ from actors.store.shared_memory import (
     read,
     share_together,
 )
+from actors.store.writer import tensor
 from actors.types import Answer, Dtype, Embedding, Media, SharedBytes
 from router.here import encode_here
 from router.options import RouterOptions

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from actors.errors import Overloaded
 from actors.families.registry import read
 from actors.options import ModelOptions
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from actors.types import Answer, Dtype, Embedding, Media, Timings
 from encoder_service.api.http import build
 from encoder_service.config import LimitOptions, ServiceOptions

@@ -27,8 +27,7 @@ TRANSPOSE_FIRST, EPILOGUE, BIAS_POINTER = 3, 7, 8  # attributes of a matmul desc
 MAX_WORKSPACE_BYTES = 1  # attribute of a preference
 MOST_ALGORITHMS = 8
 
-ALIGNED_BYTES = 256
-"""Alignment of matrices that cuBLASLt assumes when it offers algorithms."""
+ALIGNED_BYTES = 256  # alignment of matrices that cuBLASLt assumes when it offers algorithms
 
 
 class Algorithm(ctypes.Structure):

@@ -26,14 +26,10 @@ from actors.kernels.gemm.cublaslt import (
 )
 from actors.kernels.gemm.skinny_gemm import SkinnyGemm, skinny_gemms
 
-MOST_LAUNCHES = 8
-"""Timed launches of an algorithm in a row, each with another layer's weights, so that L2 holds none
-of them."""
-MEASURED_OPERATIONS = 5e11
-"""About a millisecond on a large GPU: larger shapes are launched fewer times in a row."""
+MOST_LAUNCHES = 8  # in a row, each with another layer's weights, so that L2 holds none of them
+MEASURED_OPERATIONS = 5e11  # about 1 ms on a large GPU: larger shapes are launched less often
 REPEATS = 3
-FAVOUR = 0.95
-"""Our own kernel also saves the gaps to its neighbours, which the timing here cannot see."""
+FAVOUR = 0.95  # our kernel also saves gaps to its neighbours, which the timing cannot see
 
 _tuning: ContextVar[bool] = ContextVar("tuning", default=False)
 

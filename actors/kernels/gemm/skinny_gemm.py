@@ -27,8 +27,7 @@ from actors.kernels.hopper.cuda import (
     tensor_map,
 )
 
-MOST_WEIGHTS = 8 * 1024**2
-"""GEMMs with more weights, such as mergers, are bound by reading them, whatever the kernel."""
+MOST_WEIGHTS = 8 * 1024**2  # GEMMs with more, such as mergers, are bound by reading them
 TILE_ROWS = (32, 48, 56, 64, 72, 88, 104, 128, 144, 176, 208)
 """Not every multiple of 8, so that budgets share kernels: each takes 0.1 s or more to compile."""
 MOST_SUMS = 64 * 416  # accumulators of a tile that fit into the registers
@@ -72,13 +71,7 @@ class GemmTile:
     def stages(self) -> int:
         return (SHARED_BYTES - ALIGNMENT_BYTES - self.added_bytes) // self.stage_bytes
 
-    @property
-    def threads(self) -> int:
-        """Of one block: the consumer warpgroups and the producer warp."""
-        return 128 * self.groups + 32
-
     def blocks(self, rows: int, n: int) -> tuple[int, int, int]:
-        """The grid."""
         return -(-n // (64 * self.groups)), -(-rows // self.rows), self.splits
 
     def cost(self, shape: GemmShape) -> float:
@@ -115,15 +108,10 @@ class SkinnyGemm:
 def skinny_gemms(shape: GemmShape, epilogue: Epilogue, device: torch.device) -> list[SkinnyGemm]:
     """The kernels that should be fastest for a shape, to be timed; none if it is unsupported."""
     units = (shape.n, shape.k, shape.x_stride, shape.out_stride)
-    if (
-        shape.rows > OVERLAPPED_ROWS
-        or shape.n * shape.k > MOST_WEIGHTS
-        or shape.dtype not in ELEMENTS
-    ):
+    small = shape.rows <= OVERLAPPED_ROWS and shape.n * shape.k <= MOST_WEIGHTS
+    if not small or shape.dtype not in ELEMENTS or any(each % UNIT for each in units):
         return []
-    if any(each % UNIT for each in units) or device.type != "cuda":
-        return []
-    if torch.cuda.get_device_capability(device) != CAPABILITY:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return []
     chosen = best(shape, epilogue)
     try:
@@ -163,7 +151,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype, tile: GemmTile) -> Load
     """A loaded kernel; the device must be the current one. Raises as cuda.compiled and load."""
     assert device.index == torch.cuda.current_device(), "This is a bug."
     memory = ALIGNMENT_BYTES + tile.stages * tile.stage_bytes + tile.added_bytes
-    return cuda.load(image(ELEMENTS[dtype], tile), "multiply_few", tile.threads, memory)
+    threads = 128 * tile.groups + 32  # the consumer warpgroups and the producer warp
+    return cuda.load(image(ELEMENTS[dtype], tile), "multiply_few", threads, memory)
 
 
 @cache

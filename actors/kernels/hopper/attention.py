@@ -1,7 +1,4 @@
-"""Attention within segments on compute capability 9.0: attention.cu over a table of work items.
-
-Builds the table on the host, compiles the kernel for each head size, and launches it.
-"""
+"""Attention within segments on compute capability 9.0: attention.cu over a table of work items."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from actors.kernels.hopper.cuda import CAPABILITY, ELEMENTS, LoadedKernel, tenso
 
 GROUPS = 3  # consumer warpgroups, each with 64 queries at a time
 TILE_ROWS, STRIP_ROWS = 64 * GROUPS, 64  # queries of a tile and of a strip of the table
-LONG_PATCHES = 4096
-"""Budgets from here on take a head size's last ring, smaller ones its first."""
+LONG_PATCHES = 4096  # budgets from here on take a head size's last ring, smaller ones its first
 LANE_BYTES = 128  # a swizzled row in shared memory: 64 columns
 
 log = logging.getLogger(__name__)
@@ -68,8 +64,22 @@ class HopperAttention:
         return {"attention_items": item_table(lengths, kept_patches, shape[0])}
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
+        """Written over q; rows that no item of the table covers keep their q."""
         ring, kernel = self.form(len(qkv))
-        return attend_(qkv, values["attention_items"], kernel, ring.keys)
+        rows, _, heads, size = qkv.shape
+        flat, rest = qkv.view(rows, -1), max(size - 64, 8)
+        maps = b"".join(
+            [
+                tensor_map(flat, (ring.keys, 64)),
+                tensor_map(flat, (STRIP_ROWS, 64)),
+                tensor_map(flat, (ring.keys, rest)),
+                tensor_map(flat, (ring.keys, rest), 2 * rest),
+                tensor_map(flat, (STRIP_ROWS, rest), 2 * rest),
+            ]
+        )
+        sms = torch.cuda.get_device_properties(qkv.device).multi_processor_count
+        kernel.launch((sms, 1, 1), qkv, values["attention_items"], maps, heads)
+        return flat[:, : heads * size]
 
     def form(self, patches: int) -> tuple[Ring, LoadedKernel]:
         return self.forms[-1 if patches >= LONG_PATCHES else 0]
@@ -98,28 +108,6 @@ def item_table(lengths: Sequence[int], kept_patches: int, size: int) -> Tensor:
         table[0, 1] = strips[0]
     table[1 : 1 + counts.sum()] = segments.repeat(counts, axis=0)
     return torch.from_numpy(table)
-
-
-def attend_(qkv: Tensor, table: Tensor, kernel: LoadedKernel, keys: int) -> Tensor:
-    """Attention of qkv [rows, 3, heads, head size], contiguous, 16-bit, written over its q.
-
-    Returns that q as [rows, heads x head size], a view; rows that no item of the table covers keep
-    their q. `kernel`: built for this device, dtype and head size, with `keys` keys per stage.
-    """
-    rows, _, heads, size = qkv.shape
-    flat, rest = qkv.view(rows, -1), max(size - 64, 8)
-    maps = b"".join(
-        [
-            tensor_map(flat, (keys, 64)),
-            tensor_map(flat, (STRIP_ROWS, 64)),
-            tensor_map(flat, (keys, rest)),
-            tensor_map(flat, (keys, rest), 2 * rest),
-            tensor_map(flat, (STRIP_ROWS, rest), 2 * rest),
-        ]
-    )
-    sms = torch.cuda.get_device_properties(qkv.device).multi_processor_count
-    kernel.launch((sms, 1, 1), qkv, table, maps, heads)
-    return flat[:, : heads * size]
 
 
 @cache

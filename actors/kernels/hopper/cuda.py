@@ -19,8 +19,7 @@ from torch import Tensor
 ARCHITECTURE = "sm_90a"
 CAPABILITY = (9, 0)
 
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
-"""How PTX calls the dtypes that the kernels take."""
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}  # how PTX calls them
 
 OVERLAPPED_ROWS = 640
 """Up to here kernels are so short on an H200 that the gaps between them count (BENCHMARKS.md)."""
@@ -32,11 +31,8 @@ Argument = Tensor | int | bytes
 
 @cache
 def overlaps(device: torch.device, rows: int) -> bool:
-    """Whether a kernel over this many rows starts before the previous one has finished.
-
-    Such kernels are launched with programmatic dependent launch. They must wait for the previous
-    kernel (`griddepcontrol.wait`) before they read what it writes, and before they write.
-    """
+    """Whether a kernel over this many rows starts before the previous one has finished, by
+    programmatic dependent launch: see LoadedKernel."""
     return rows <= OVERLAPPED_ROWS and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
@@ -86,10 +82,8 @@ def passed(argument: Argument) -> ctypes.c_void_p | ctypes.c_int | ctypes.Array[
 
 
 def load(image: bytes, name: str, threads: int, shared_bytes: int) -> LoadedKernel:
-    """The extern "C" kernel `name` of a cubin, on the current device.
-
-    RuntimeError if it does not load; ImportError without cuda.bindings.
-    """
+    """The extern "C" kernel `name` of a cubin, on the current device. RuntimeError if it does not
+    load; ImportError without cuda.bindings."""
     from cuda.bindings import driver
 
     torch.cuda.current_stream()  # initialises CUDA: the driver needs a context
@@ -101,11 +95,8 @@ def load(image: bytes, name: str, threads: int, shared_bytes: int) -> LoadedKern
 
 
 def compiled(source: str) -> bytes:
-    """The cubin of `source`. Needs no device.
-
-    RuntimeError, with the compiler's messages, if it does not compile; ImportError without
-    cuda.bindings.
-    """
+    """The cubin of `source`. Needs no device. RuntimeError, with the compiler's messages, if it
+    does not compile; ImportError without cuda.bindings."""
     from cuda.bindings import nvrtc
 
     (program,) = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
@@ -188,10 +179,7 @@ def encoded_map(
 
 
 def source(element: str, defined: Mapping[str, object], *parts: Path | str) -> str:
-    """One text to compile: `#define`s, ptx.cu, then the parts, which are files or code.
-
-    `element`: "bf16" or "f16".
-    """
+    """One text to compile: `#define`s, ptx.cu, then the parts, which are files or code."""
     every = {"ELEMENT": "unsigned short", "TYPE": f'"{element}"', **defined}
     texts = [part if isinstance(part, str) else part.read_text() for part in parts]
     defines = [f"#define {name} {value}" for name, value in every.items()]

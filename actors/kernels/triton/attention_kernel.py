@@ -1,27 +1,14 @@
-"""The kernel of attention.py: attention within segments, over a table of query tiles.
-
-The table decides how much work a launch does, whatever its grid: programs beyond the table's count
-of tiles exit at once.
-"""
+"""The kernel of TritonAttention: attention within segments, over a table of query tiles. Programs
+beyond the table's count of tiles exit at once."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-
-@dataclass(frozen=True, slots=True)
-class TileSizes:
-    """Rows of queries per program and of keys per step, and how Triton compiles that."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
+KEYS = 64  # rows of keys per step
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -52,8 +39,7 @@ def attend_kernel(
     BN: tl.constexpr,
 ) -> None:
     """A head is D0 columns and a rest, so that sizes between powers of two waste little: K1 for
-    q and k (the depth of a GEMM is at least 16), V1 for v (its width may be 8).
-    """
+    q and k (the depth of a GEMM is at least 16), V1 for v (its width may be 8)."""
     stride = 3 * HEADS * SIZE
     dtype = qkv.dtype.element_ty
     item = tl.program_id(0)
@@ -113,18 +99,18 @@ def attend_kernel(
             tl.store(q_at + d1, (acc1 * share).to(dtype), mask=inside & (d1 < SIZE))
 
 
-def attend_(qkv: Tensor, table: Tensor, sizes: TileSizes) -> Tensor:
+def attend_(qkv: Tensor, table: Tensor, queries: int) -> Tensor:
     """Attention of qkv [rows, 3, heads, head size], contiguous, 16-bit, written over its q.
 
     Returns that q as [rows, heads x head size], a view; rows that no tile covers keep their q.
-    Head size: a multiple of 8 from 64 to 128.
+    `queries`: rows of each tile of the table. Head size: a multiple of 8 from 64 to 128.
     """
     rows, _, heads, size = qkv.shape
     d0, k1, v1 = columns(size)
     flat = qkv.view(rows, -1)
 
     def blocks(width: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(flat, [sizes.keys, max(width, 8)])
+        return TensorDescriptor.from_tensor(flat, [KEYS, max(width, 8)])
 
     attend_kernel[((len(table) - 1) * heads,)](
         flat,
@@ -138,10 +124,10 @@ def attend_(qkv: Tensor, table: Tensor, sizes: TileSizes) -> Tensor:
         D0=d0,
         K1=k1,
         V1=v1,
-        BM=sizes.queries,
-        BN=sizes.keys,
-        num_warps=sizes.warps,
-        num_stages=sizes.stages,
+        BM=queries,
+        BN=KEYS,
+        num_warps=4,
+        num_stages=3,
     )
     return flat[:, : heads * size]
 

@@ -36,7 +36,7 @@ def norm_kernel(
     ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """ROWS rows per program. OVERLAPS: starts before the previous kernel has finished."""
+    """ROWS rows per program."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < WIDTH
@@ -97,10 +97,7 @@ def rotate_kernel(
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """BLOCK pairs per program, counted through rows, q and k, heads, and the half head.
-
-    OVERLAPS: starts before the previous kernel has finished.
-    """
+    """BLOCK pairs per program, counted through rows, q and k, heads, and the half head."""
     if OVERLAPS:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()

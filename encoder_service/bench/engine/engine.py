@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from actors.engine.budgets import Capacity, Segments, model_capacity
-from actors.engine.capture import choose_packing
 from actors.engine.device import Device
-from actors.engine.graphs import GraphSet, Report
+from actors.engine.graphs import GraphSet, Report, choose_packing
 from actors.engine.packing import Packing, smallest_first
 from actors.errors import ConfigError
 from actors.families.registry import read

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity
 
-from actors.engine.device import CpuDevice, Device
+from actors.engine.device import Device
 from actors.errors import ConfigError
 from encoder_service.bench.engine.report import KernelTime, Times
 
@@ -24,7 +24,7 @@ NAME_CHARACTERS = 72
 def open_device(name: str) -> Device:
     """ "cuda" or "cpu". Raises ConfigError if there is no such device."""
     if name == "cpu":
-        return CpuDevice()
+        return Device()
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; --device cpu works")
     from actors.engine.cuda import CudaDevice

@@ -30,7 +30,8 @@ class StuckEngine:
 
 def asked(engine: StuckEngine, *, decodes: bool = True) -> None:
     options = SimpleNamespace(encoder=EncoderOptions(max_stall_seconds=60))
-    pipeline = SimpleNamespace(alive=lambda: decodes, engine=engine)
+    decoder = SimpleNamespace(alive=lambda: decodes)
+    pipeline = SimpleNamespace(decoder=decoder, engine=engine)
     encoder: Any = SimpleNamespace(options=options, pipeline=pipeline)
     asyncio.run(Encoder.check_health(encoder))
 

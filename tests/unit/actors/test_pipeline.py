@@ -24,7 +24,7 @@ from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOpti
 from actors.pipeline import Pipeline, result_of
 from actors.startup import open_pipeline
 from actors.store import writer as writing
-from actors.store.references import PendingWrite
+from actors.store.kept import PendingWrite
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Embedding, Item, Media, SharedBytes, Size

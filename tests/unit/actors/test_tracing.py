@@ -21,8 +21,15 @@ from starlette.testclient import TestClient
 from actors.errors import Unavailable
 from actors.families.registry import read
 from actors.options import TracingOptions
-from actors.telemetry.request_context import NOBODY, ORIGIN, Origin
-from actors.telemetry.tracing import check_tracing, named, open_spans, provider
+from actors.telemetry.tracing import (
+    NOBODY,
+    ORIGIN,
+    Origin,
+    check_tracing,
+    named,
+    open_spans,
+    provider,
+)
 from encoder_service.api.http import build
 from encoder_service.config import ServiceOptions
 from encoder_service.service import Service
@@ -40,8 +47,8 @@ def nobody() -> Iterator[None]:
     ORIGIN.set(NOBODY)
 
 
-def to_files(folder: Path, **options: Any) -> TracingOptions:
-    return TracingOptions(export="file", folder=str(folder), **options)
+def to_files(folder: Path) -> TracingOptions:
+    return TracingOptions(export="file", folder=str(folder))
 
 
 def spans(folder: Path) -> list[dict[str, Any]]:
@@ -90,15 +97,18 @@ def test_a_child_belongs_to_its_parent_and_both_to_the_callers_trace(tmp_path: P
     assert (top["kind"], inner["kind"]) == ("SpanKind.SERVER", "SpanKind.CLIENT")
 
 
-def test_the_caller_decides_whether_its_trace_is_kept(tmp_path: Path) -> None:
+def test_the_caller_decides_whether_its_trace_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     ORIGIN.set(Origin("r", UNSAMPLED))
     with open_spans(to_files(tmp_path), "test").span("not kept"):
         assert ORIGIN.get().traceparent.endswith("-00")
     ORIGIN.set(Origin("r", SAMPLED))
-    with open_spans(to_files(tmp_path, sample_ratio=0), "test").span("kept"):
+    with open_spans(to_files(tmp_path), "test").span("kept"):
         pass
     ORIGIN.set(NOBODY)
-    with open_spans(to_files(tmp_path, sample_ratio=0), "test").span("not kept either"):
+    with open_spans(to_files(tmp_path), "test").span("not kept either"):
         pass
     assert [one["name"] for one in spans(tmp_path)] == ["kept"]
 
@@ -189,8 +199,8 @@ def gzip_or_plain(body: bytes) -> bytes:
 
 
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
-    monkeypatch.setattr("actors.telemetry.tracing.find_spec", lambda name: None)
+    for module in ("opentelemetry.exporter", "opentelemetry.exporter.otlp.proto.http"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(Exception, match=r"pip install 'encoder-service\[otel\]'"):
         check_tracing(TracingOptions(export="otlp"))
     check_tracing(TracingOptions())

@@ -14,16 +14,16 @@ from ray.serve.exceptions import gRPCStatusError
 from starlette.testclient import TestClient
 
 from actors.errors import Overloaded
-from actors.telemetry.request_context import (
+from actors.telemetry.tracing import (
     LOG,
     NOBODY,
     ORIGIN,
     Origin,
-    RequestIds,
+    Spans,
     keep_from_log,
     name_requests,
+    named_request,
 )
-from actors.telemetry.tracing import Spans
 from encoder_service.api.grpc import Refused
 from encoder_service.api.http import build
 from encoder_service.ops.exchange import MOST_FAILURES, Dropping, Observer, access_log
@@ -108,7 +108,7 @@ def test_a_full_log_drops_lines_and_says_so(kept: Kept) -> None:
 def test_lines_name_the_request_that_they_are_of(kept: Kept) -> None:
     name_requests()
     name_requests()
-    assert [type(one) for one in kept.filters] == [RequestIds]
+    assert kept.filters == [named_request]
     log = logging.getLogger(LOG)
     log.info("of nobody")
     ORIGIN.set(Origin("r-7"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from actors.engine.device import CpuDevice
+from actors.engine.device import Device
 from actors.families.registry import read
 from actors.models.load import tensors
 from actors.options import ModelOptions
@@ -194,7 +194,7 @@ def test_wrong_command_lines(arguments: list[str]) -> None:
 
 def test_timed_calls_as_often_as_it_says() -> None:
     calls: list[int] = []
-    times = timed(lambda: calls.append(1), CpuDevice(), warmup=3, repeats=7)
+    times = timed(lambda: calls.append(1), Device(), warmup=3, repeats=7)
     assert len(calls) == 10
     assert times.median_ms <= times.p99_ms
 

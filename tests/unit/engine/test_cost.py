@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from random import Random
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from actors.engine.budgets import Capacity, powers_of_two
 from actors.engine.packing import (
+    Costs,
     Packing,
     least_cost,
     monotone,
     oldest_first,
-    pack_seconds,
     smallest_first,
 )
 from actors.types import ItemPlan
@@ -45,10 +45,9 @@ def test_noise_is_shared_between_its_neighbours() -> None:
     assert monotone({256: 1.0, 128: 3.0, 64: 1.0, 512: 5.0}) == {64: 1, 128: 2, 256: 2, 512: 5}
 
 
-def test_a_pack_costs_what_its_paths_cost() -> None:
-    costs = ({64: 0.002, 128: 0.003}, {0: 0.0, 32: 0.001})
-    assert pack_seconds((128, 32), costs) == pytest.approx(0.004)
-    assert pack_seconds((None, 32), costs) == pytest.approx(0.001)
+def pack_seconds(budgets: Sequence[int | None], costs: Costs) -> float:
+    """Seconds of a pack's replays. A path without a budget, or with one of 0, costs nothing."""
+    return sum(seconds[budget] for budget, seconds in zip(budgets, costs, strict=True) if budget)
 
 
 BUDGETS = powers_of_two(64, 16384)

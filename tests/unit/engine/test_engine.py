@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from actors.engine.budgets import Capacity
-from actors.engine.capture import capture
-from actors.engine.device import CpuDevice
+from actors.engine.device import Device
 from actors.engine.engine import Engine
+from actors.engine.graphs import capture
 from actors.errors import EncodeFailed, StartError, Unavailable
 from actors.kernels.attention import Values
 from actors.telemetry.metrics import EncoderMetrics
@@ -26,7 +26,7 @@ class Rig:
     def __init__(self, capacity: Capacity = CAPACITY) -> None:
         self.metrics = EncoderMetrics()
         self.tower = ToyTower()
-        device = CpuDevice()
+        device = Device()
         graphs = capture(self.tower, capacity, device, self.metrics)
         self.gate = threading.Event()
         self.gate.set()
@@ -130,7 +130,7 @@ def test_too_little_memory_for_the_graphs_names_what_to_change() -> None:
 
     tower.forward = forward  # type: ignore[method-assign]
     with pytest.raises(StartError, match=r"0 of 3 graphs.*graphs\.token_budgets"):
-        capture(tower, CAPACITY, CpuDevice(), EncoderMetrics())
+        capture(tower, CAPACITY, Device(), EncoderMetrics())
 
 
 def test_a_cancelled_item_is_not_encoded(rig: Rig) -> None:

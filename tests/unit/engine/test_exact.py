@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors.engine.budgets import Capacity, capacity
-from actors.engine.capture import capture, choose_packing
-from actors.engine.device import CpuDevice
+from actors.engine.budgets import MOST_EXACT_GRAPHS, Capacity, capacity
+from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.exact import SIGHTS_PER_GRAPH, ExactGraphSet
+from actors.engine.graphs import SIGHTS_PER_GRAPH, ExactGraphSet, capture, choose_packing
 from actors.engine.packing import smallest_first
 from actors.options import GraphOptions, PackingOptions
 from actors.telemetry.metrics import EncoderMetrics
@@ -31,7 +30,7 @@ def graphs() -> ExactGraphSet:
 
 
 def captured() -> ExactGraphSet:
-    graphs = capture(ToyTower(), CAPACITY, CpuDevice(), EncoderMetrics())["default"]
+    graphs = capture(ToyTower(), CAPACITY, Device(), EncoderMetrics())["default"]
     assert isinstance(graphs, ExactGraphSet)
     return graphs
 
@@ -103,7 +102,7 @@ def test_a_layout_that_cannot_be_captured_starts_again(graphs: ExactGraphSet) ->
 
 def test_the_engine_counts_first_sights_and_exact_hits() -> None:
     metrics = EncoderMetrics()
-    tower, device = ToyTower(), CpuDevice()
+    tower, device = ToyTower(), Device()
     graphs = capture(tower, CAPACITY, device, metrics)
     packing = choose_packing(PackingOptions(policy="least_cost"), graphs)
     assert packing is smallest_first  # no budgets, no choice
@@ -128,7 +127,7 @@ def test_the_engine_counts_first_sights_and_exact_hits() -> None:
     assert sample("captured_graphs") == 1
 
 
-class Noting(CpuDevice):
+class Noting(Device):
     """Notes which captures may time products."""
 
     def __init__(self) -> None:
@@ -154,15 +153,15 @@ def test_nothing_is_timed_for_a_layout_that_comes_while_others_wait() -> None:
 
 
 def test_the_options_of_mode_exact() -> None:
-    made = capacity(GraphOptions(mode="exact", max_exact_graphs=5), (64, 1024), 0)
+    made = capacity(GraphOptions(mode="exact"), (64, 1024), 0)
     assert (made.budgets, made.tokens, made.items) == (((1024,),), (1024,), 16)
-    assert made.exact_graphs == 5
-    assert capacity(GraphOptions(max_exact_graphs=5), (64, 1024), 0).exact_graphs == 0
+    assert made.exact_graphs == MOST_EXACT_GRAPHS
+    assert capacity(GraphOptions(), (64, 1024), 0).exact_graphs == 0
 
 
 def test_every_budget_is_measured_before_items_come() -> None:
     budgets = Capacity(((4, 16, LARGEST),), (LARGEST,), items=8, frames=0)
-    graphs = capture(ToyTower(), budgets, CpuDevice(), EncoderMetrics())
+    graphs = capture(ToyTower(), budgets, Device(), EncoderMetrics())
     seconds = graphs["default"].replay_seconds()
     assert sorted(seconds) == [4, 16, LARGEST]
     assert all(0 < each < 1 for each in seconds.values())

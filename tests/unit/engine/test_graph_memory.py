@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from actors.engine.budgets import Capacity, Segments
-from actors.engine.capture import capture
-from actors.engine.device import CpuDevice, Device
+from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.exact import ExactGraphSet
-from actors.engine.graphs import GraphSet
+from actors.engine.graphs import ExactGraphSet, GraphSet, capture
 from actors.models.load import load
 from actors.options import ModelOptions
 from actors.telemetry.metrics import EncoderMetrics
@@ -24,7 +22,7 @@ BUDGETS = Capacity(((4, 8), (0, 2, 6)), (8, 6), items=5, frames=0)
 EXACT = Capacity(((8,), (6,)), (8, 6), items=5, frames=0, exact_graphs=4)
 
 
-class Pool(CpuDevice):
+class Pool(Device):
     """A replay writes over the outputs of graphs captured later, and over all that are not kept."""
 
     def __init__(self) -> None:
@@ -67,7 +65,7 @@ def test_what_one_path_put_out_outlasts_the_other(capacity: Capacity) -> None:
 
 def test_exact_layouts_keep_one_graph_beside_them() -> None:
     tower = load(ModelOptions(id="qwen3vl-tiny", load_format="dummy"), torch.device("cpu"))
-    place = (tower, "default", (64,), Segments(4, 2), CpuDevice())
+    place = (tower, "default", (64,), Segments(4, 2), Device())
     for graphs, forms in ((GraphSet(*place), 2), (ExactGraphSet(*place, 3), 1)):
         graphs.capture(lambda budget, seconds: None)
         assert len(graphs.replays) == forms

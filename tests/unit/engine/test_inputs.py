@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.engine.budgets import Segments
-from actors.engine.device import ALIGNED_BYTES, CpuDevice, Places
+from actors.engine.device import ALIGNED_BYTES, Device, Places
 from actors.engine.graphs import CACHED_LAYOUTS, GraphSet
 from actors.kernels.attention import Shapes
 from actors.models.load import load
@@ -43,14 +43,14 @@ def test_inputs_lie_aligned_and_apart(shapes: Shapes) -> None:
 
 
 def graph_set(*budgets: int) -> GraphSet:
-    graphs = GraphSet(ToyTower(), "default", budgets, Segments(32), CpuDevice())
+    graphs = GraphSet(ToyTower(), "default", budgets, Segments(32), Device())
     graphs.capture(lambda budget, seconds: None)
     return graphs
 
 
 def test_nothing_is_left_of_another_budget() -> None:
     tower = load(ModelOptions(id="qwen3vl-tiny", load_format="dummy"), torch.device("cpu"))
-    graphs = GraphSet(tower, "default", (64, 1024), Segments(8), CpuDevice())
+    graphs = GraphSet(tower, "default", (64, 1024), Segments(8), Device())
     graphs.inputs.metadata.fill_(255)
     plan = toy_item(9, 1).plan
     graphs.inputs.stage(graphs.packed(64, (plan,)), {})
@@ -67,7 +67,7 @@ def test_metadata_of_another_type_or_size_is_a_bug() -> None:
     last = torch.ones(300, dtype=torch.int32)
     for ends in (torch.ones(3, dtype=torch.int64), torch.ones(4, dtype=torch.int32)):
         with pytest.raises(AssertionError, match=r"ends .*This is a bug"):
-            places.packed({"ends": ends, "last": last}, CpuDevice().host_buffer(places.size_bytes))
+            places.packed({"ends": ends, "last": last}, Device().host_buffer(places.size_bytes))
 
 
 class Operations(TorchDispatchMode):

@@ -15,10 +15,10 @@ from actors.engine.packing import (
     Packing,
     least_cost,
     oldest_first,
-    pack_seconds,
     smallest_first,
 )
 from actors.types import ItemPlan, Pack
+from tests.unit.engine.test_cost import pack_seconds
 
 
 def plan(*path_tokens: int, frames: int = 0) -> ItemPlan:

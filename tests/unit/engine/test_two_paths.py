@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 import torch
 
-from actors.engine.budgets import Capacity, model_capacity, two_path_capacity
-from actors.engine.capture import capture, choose_packing
-from actors.engine.device import CpuDevice
+from actors.engine.budgets import MOST_EXACT_GRAPHS, Capacity, model_capacity, two_path_capacity
+from actors.engine.device import Device
 from actors.engine.engine import Engine
+from actors.engine.graphs import capture, choose_packing
 from actors.engine.packing import Packing, graphs_hold, least_cost, smallest_first
 from actors.errors import ConfigError
 from actors.families.registry import read
@@ -69,8 +69,8 @@ def test_each_path_can_be_given_its_own() -> None:
 def test_modes_without_budgets_keep_the_limits() -> None:
     off = two_path_capacity(GraphOptions(mode="off"), OCR)
     assert (off.budgets, off.tokens) == (((), ()), (13824, 12800))
-    exact = two_path_capacity(GraphOptions(mode="exact", max_exact_graphs=3), OCR)
-    assert (exact.budgets, exact.exact_graphs) == (((13824,), (12800,)), 3)
+    exact = two_path_capacity(GraphOptions(mode="exact"), OCR)
+    assert (exact.budgets, exact.exact_graphs) == (((13824,), (12800,)), MOST_EXACT_GRAPHS)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ class Rig:
     """An engine over the toy of two paths; its gate holds what comes until all is there."""
 
     def __init__(self, capacity: Capacity, packing: Packing = smallest_first) -> None:
-        self.metrics, self.tower, device = EncoderMetrics(), TwoPathToy(), CpuDevice()
+        self.metrics, self.tower, device = EncoderMetrics(), TwoPathToy(), Device()
         self.graphs = capture(self.tower, capacity, device, self.metrics)
         self.gate = threading.Event()
 
@@ -145,13 +145,13 @@ class Rig:
         return self.sample("graph_misses_total", path=path, reason=reason)
 
 
-class Lanes(CpuDevice):
+class Lanes(Device):
     """Writes down in which order its lanes run."""
 
     def __init__(self, log: list[str], name: str = "here") -> None:
         self.log, self.name = log, name
 
-    def beside(self) -> CpuDevice:
+    def beside(self) -> Device:
         return Lanes(self.log, "beside")
 
     def fork(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from actors.errors import InvalidRequest
 from actors.families.registry import read
 from actors.options import ModelOptions
-from actors.telemetry.request_context import Origin
+from actors.telemetry.tracing import Origin
 from actors.types import Embedding, Media
 from encoder_service.config import LimitOptions, LlmOptions
 from encoder_service.intake.limits import Deadline

@@ -10,7 +10,7 @@ from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost, InvalidMedia, ServiceError
-from actors.telemetry.request_context import NOBODY
+from actors.telemetry.tracing import NOBODY
 from actors.types import Answer, Dtype, Media
 from encoder_service.api.errors import AtItem
 from encoder_service.intake.limits import Deadline

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from actors.types import Answer, Dtype, Media
 from actors.types import Embedding as Encoded
 from encoder_service.api.http import build

@@ -13,18 +13,19 @@ import pytest
 from actors.errors import EncodeFailed, InvalidMedia
 from actors.families import registry
 from actors.media.decode_worker import (
+    Slab,
     answer_of,
     decode_in_place,
     error_of,
     model_message,
     order_of,
     packed,
+    size_of,
     spec_of,
     unpacked,
 )
 from actors.media.image import prepare
 from actors.media.patchify import Patchifier, patchifier_of
-from actors.media.slab import Slab, size_of
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Noted, find, preset_names
 from actors.types import Item, Media

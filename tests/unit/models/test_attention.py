@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from actors.errors import ConfigError, StartError
-from actors.kernels.attention import SegmentAttention, choose
+from actors.kernels.attention import HEAD_SIZES, SegmentAttention, TritonAttention, choose
 from actors.kernels.hopper import cuda
 from actors.kernels.hopper.attention import HopperAttention, kernels_for
 from actors.kernels.hopper.cuda import CAPABILITY
-from actors.kernels.triton.attention import HEAD_SIZES, TritonAttention
 from actors.models.load import load
 from actors.options import ModelOptions
 from encoder_service.config import parse

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.kernels.attention import LONG_PATCHES, TritonAttention, tile_rows, tile_table
 from actors.kernels.hopper.attention import GROUPS, RINGS, STRIP_ROWS, HopperAttention, item_table
 from actors.kernels.hopper.cuda import LoadedKernel
-from actors.kernels.triton.attention import LONG_PATCHES, TritonAttention, tile_rows, tile_table
 
 KEPT = RINGS[72][0].kept_patches
 LENGTHS = st.lists(st.integers(1, 1000), min_size=1, max_size=30)

@@ -24,8 +24,8 @@ from actors.rpc.codec import (
     reply_message,
     reply_of,
 )
-from actors.store.references import Kept
-from actors.telemetry.request_context import Origin
+from actors.store.kept import Kept
+from actors.telemetry.tracing import Origin
 from actors.types import (
     Answer,
     Clip,

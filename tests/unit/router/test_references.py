@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from actors.errors import NotFound, TooLarge, Unavailable
 from actors.options import ReferenceOptions
-from actors.store.references import OVERHEAD_BYTES, Kept, References, reference_id
+from actors.store.kept import OVERHEAD_BYTES, Kept, References, reference_id
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, SharedBytes, Timings
 from router.replicas.fleet import ShardLost

@@ -32,9 +32,9 @@ from actors.rpc.server import (
     make_directory,
     take,
 )
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from actors.store.shared_memory import INLINE_BYTES
-from actors.telemetry.request_context import Origin
+from actors.telemetry.tracing import Origin
 from actors.types import Dtype, Media, Reply, SharedBytes
 from router.replicas import rpc
 from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost
@@ -50,7 +50,7 @@ Test = Callable[[], Coroutine[Any, Any, None]]
 
 
 class MemoryEncoder:
-    """A ServedEncoder whose calls wait for `gate`."""
+    """An encoder whose calls wait for `gate`."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()

@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from actors.errors import InvalidMedia
 from actors.rpc.server import Endpoint, ReplicaServer
-from actors.store.references import Kept
+from actors.store.kept import Kept
 from actors.types import Embedding, SharedBytes
 from router.replicas import serve_fleet
 from router.replicas.fleet import ReplicaUnreachable, ShardLost

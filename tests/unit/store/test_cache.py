@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.store.cache import EmbeddingCache
+from actors.store.kept import EmbeddingCache
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Bytes, Embedding, SharedBytes, Timings
 

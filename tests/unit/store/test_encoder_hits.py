@@ -26,8 +26,8 @@ from actors.options import (
 from actors.rpc import replica_pb2 as pb
 from actors.rpc.codec import EncodeCall, message_fields, reply_of
 from actors.rpc.server import Endpoint
-from actors.store.references import References
-from actors.telemetry.request_context import NOBODY
+from actors.store.kept import References
+from actors.telemetry.tracing import NOBODY
 from actors.types import Dtype, Embedding, Media, Size
 from router.replicas.fleet import ReplicaUnreachable
 from router.replicas.rpc import ReplicaChannel

@@ -8,7 +8,7 @@ import torch
 from actors.errors import ConfigError
 from actors.store import nixl
 from actors.store.nixl import check_transport, total
-from actors.store.rows import tensor
+from actors.store.writer import tensor
 from actors.types import Embedding, ReceivedBytes, Timings
 
 

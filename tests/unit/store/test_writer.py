@@ -15,7 +15,7 @@ from torch import Tensor
 from actors.families.registry import read
 from actors.options import ModelOptions
 from actors.store import writer
-from actors.store.cache import EmbeddingCache
+from actors.store.kept import EmbeddingCache
 from actors.store.writer import RowBatch, RowWriter
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Bytes, Item, SharedBytes

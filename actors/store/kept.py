@@ -1,13 +1,10 @@
-"""Embeddings that a replica keeps for a while, each under an id that nobody can guess.
-
-Bounded in time and in bytes: the one fetched longest ago is evicted first. An object in shared
-memory counts once, in full, while any of its embeddings is kept. Knows neither Ray nor clocks: time
-is an argument, in seconds of any steady clock. Not thread-safe.
-"""
+"""Embeddings that a replica keeps: by content, looked up before decoding (EmbeddingCache), and for
+clients, each under an id that nobody can guess (References). Knows no Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
@@ -20,9 +17,59 @@ from actors.options import ReferenceOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, Media, SharedBytes
 
+Key = tuple[str, ...]  # the model's fingerprint and `Media.identity`
+
 ID_BYTES = 24  # random bytes in an id
-OVERHEAD_BYTES = 4096
-"""What an entry takes besides its rows, so that many small ones are bounded too."""
+OVERHEAD_BYTES = 4096  # per entry besides its rows, so that many small ones are bounded too
+
+
+class EmbeddingCache:
+    """Evicts the least recently used. Keeps references to shared memory, not copies, so that a hit
+    costs nothing however large it is. Thread-safe."""
+
+    def __init__(self, max_bytes: int, metrics: EncoderMetrics) -> None:
+        self.max_bytes = max_bytes
+        self.metrics = metrics
+        self.bytes = 0
+        self._entries: OrderedDict[Key, Embedding] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Key, tokens: int) -> Embedding | None:
+        """The embedding under a key; None unless it has as many rows as the item must have."""
+        if not self.max_bytes:
+            return None
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and entry.shape[0] != tokens:
+                self._remove(key)
+                entry = None
+            if entry is not None:
+                self._entries.move_to_end(key)
+        (self.metrics.cache_misses if entry is None else self.metrics.cache_hits).inc()
+        return entry
+
+    def put(self, key: Key, entry: Embedding) -> None:
+        """Keeps an embedding, unless it alone is larger than the cache. Arrays are copied."""
+        size = entry.size_bytes
+        if size > self.max_bytes or key in self._entries:
+            return
+        if isinstance(entry.data, np.ndarray):  # outside the lock, so that lookups do not wait
+            data = entry.data.copy()
+            data.setflags(write=False)
+            entry = replace(entry, data=data)
+        with self._lock:
+            if key in self._entries:
+                return
+            while self.bytes + size > self.max_bytes:
+                self._remove(next(iter(self._entries)))
+                self.metrics.cache_evictions.inc()
+            self._entries[key] = entry
+            self.bytes += size
+            self.metrics.cache_bytes.set(self.bytes)
+
+    def _remove(self, key: Key) -> None:
+        self.bytes -= self._entries.pop(key).size_bytes
+        self.metrics.cache_bytes.set(self.bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +102,20 @@ def reference_id(replica: str, name: str) -> str:
 
 
 class References:
-    """The kept embeddings of one replica."""
+    """The embeddings that one replica keeps for clients, bounded in time and in bytes.
+
+    The one fetched longest ago is evicted first. An object in shared memory counts once, in full,
+    while any of its embeddings is kept. Time is an argument, in seconds of any steady clock. Not
+    thread-safe.
+    """
 
     def __init__(self, options: ReferenceOptions, metrics: EncoderMetrics) -> None:
         self._options = options
         self._metrics = metrics
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._ends: OrderedDict[str, float] = OrderedDict()  # ascending: all live equally long
-        self._users: Counter[object] = Counter()
-        """How many entries each object in shared memory has."""
-        self.bytes = 0
-        """Memory that all entries together hold."""
+        self._users: Counter[object] = Counter()  # entries of each object in shared memory
+        self.bytes = 0  # that all entries together hold
 
     @property
     def largest_bytes(self) -> int:
