@@ -20,8 +20,7 @@ from encoder_service.bench.mix import Load, Shape
 from encoder_service.config import ServiceOptions
 from router.options import Policy
 from router.policy.balance import POLICIES
-from router.simulate.simulation import Cost, Outcome, Scenario, Simulation
-from router.simulate.traffic import H200_8B, at_random
+from router.simulate import H200_8B, Cost, Outcome, Scenario, Simulation, at_random
 
 if TYPE_CHECKING:
     from encoder_service.bench.callers import Callers

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from router.simulate.traffic import drawn
+from router.simulate import drawn
 
 Protocol = Literal["http", "grpc", "reference", "handle"]
 """reference: over HTTP, but embeddings stay in shared memory and ids come back; handle: from inside

@@ -29,8 +29,7 @@ from encoder_service.bench.mix import Load, parse_mix, requests
 from encoder_service.bench.serve import figures
 from encoder_service.client.embedding import ServiceError
 from encoder_service.config import parse
-from router.simulate import traffic
-from router.simulate.traffic import ITEMS
+from router.simulate import ITEMS, at_random, drawn
 
 
 def test_ports_that_are_taken_are_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +57,8 @@ def test_the_mix_of_the_simulator() -> None:
     assert sorted(set(map(len, kinds))) == sorted(set(ITEMS))
     assert len(sides) == sum(map(len, kinds))
     assert (min(sides), max(sides)) == (128, 2048)
-    drawn = [one for items in traffic.drawn(Random(1), len(kinds)) for one in items]
-    for side, patches in zip(sides, drawn, strict=True):
+    sizes = [one for items in drawn(Random(1), len(kinds)) for one in items]
+    for side, patches in zip(sides, sizes, strict=True):
         assert side % 32 == 0
         assert abs(side / 16 - math.sqrt(patches)) <= 1
 
@@ -105,7 +104,7 @@ def test_what_the_simulator_is_told_of_a_fleet() -> None:
         options = parse({"model": model, "encoder": {"replicas": 8, "num_gpus": gpus}})
         told = Traffic(options, kinds, "largest_first", 4, 2, most_per_second=50.0)
         assert told.patches(kinds) == [[400], [4096]]
-        arrivals = traffic.at_random(Random(1), told.patches(kinds) * 1000, 35.0)
+        arrivals = at_random(Random(1), told.patches(kinds) * 1000, 35.0)
         outcome = told.simulate(arrivals, 1)
         devices = 8 / sharing
         assert told.scenario(arrivals).sharing == sharing

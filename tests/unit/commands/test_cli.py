@@ -171,7 +171,7 @@ def test_the_table_of_simulate_fits_a_terminal(
     shown, told = capsys.readouterr()
     assert told == f"simulating {len(POLICIES)} policies over fleets of 4 replicas ...\n"
     (head,) = (line.split() for line in shown.splitlines() if "policy" in line)
-    assert " ".join(head) == "replicas policy p50 ms p99 ms imbalance burst ms of best replans"
+    assert " ".join(head) == "replicas policy p50 ms p99 ms imbalance burst ms of best"
     assert max(map(len, shown.splitlines())) <= 80
 
 
