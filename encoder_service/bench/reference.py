@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -106,8 +106,13 @@ class Reference:
             for each, plan in zip(patches, plans, strict=True)
         ]
 
-
-Truth = Reference | PlainTower
+    def call(
+        self, patches: Sequence[Tensor], plans: Sequence[ItemPlan]
+    ) -> Callable[[], list[Tensor]]:
+        """Encodes all items at once, from pixels normalised beforehand."""
+        pixels, grid = self.pixels(patches), self.grid(plans)
+        tokens = [plan.tokens for plan in plans]
+        return lambda: list(self.encode(pixels, grid).split(tokens))
 
 
 def relative_error(rows: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
