@@ -142,7 +142,9 @@ def run(model: str, device: Device, settings: Settings, console: Console) -> Mod
     workloads = []
     for workload in settings.workloads:
         batch = bench.batch(workload.sizes)
-        calls = {mode: bench.call(mode, batch) for mode in bench.modes}
+        calls: dict[str, Callable[[], Rows]] = {
+            mode: bench.call(mode, batch) for mode in bench.modes
+        }
         workloads.append(bench.measure(workload.name, calls, batch))
         found = (f"{each.mode} {each.median_ms:.2f} ms" for each in workloads[-1].figures)
         console.print(f"{model}: {workload.name}: {', '.join(found)}")
@@ -365,8 +367,9 @@ def kernels(call: Callable[[], object], device: Device) -> str:
         for _ in range(PROFILED_CALLS):
             call()
         synchronize(device)
-    return profile.key_averages().table(
+    table: str = profile.key_averages().table(
         sort_by=f"self_{'cuda' if cuda else 'cpu'}_time_total",
         row_limit=MOST_KERNELS,
         max_name_column_width=NAME_CHARACTERS,
     )
+    return table

@@ -199,11 +199,11 @@ def draw(axes: Axes, title: str, workloads: Sequence[WorkloadReport]) -> None:
         times = [each.figures[place].median_ms for each in workloads]
         bars = axes.bar(lefts, times, width, align="edge", label=mode)
         axes.bar_label(bars, fmt="%.3g", fontsize="x-small", padding=1)
-    for place, each in enumerate(workloads):
-        if each.floor_ms is not None:
-            ends = place - BARS / 2, place + BARS / 2
-            label = None if place else "floor"
-            axes.hlines(each.floor_ms, *ends, colors="black", linestyles="dashed", label=label)
+    floors = {i: each.floor_ms for i, each in enumerate(workloads) if each.floor_ms is not None}
+    if floors:
+        lefts, rights = ([place + side for place in floors] for side in (-BARS / 2, BARS / 2))
+        heights = list(floors.values())
+        axes.hlines(heights, lefts, rights, colors="black", linestyles="dashed", label="floor")
     axes.set_yscale("log")
     axes.margins(y=0.12)
     axes.set_xticks(range(len(workloads)), [each.name for each in workloads])
