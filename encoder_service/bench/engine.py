@@ -86,8 +86,8 @@ class EngineCall:
     """Of each path, in the model's order."""
     device: Device
     capacity: Capacity
-    packing: Packing
     batch: Batch
+    packing: Packing = smallest_first
 
     @torch.inference_mode()
     def __call__(self) -> Rows:
@@ -227,7 +227,7 @@ class Bench:
     def every_budget(self) -> WorkloadReport:
         batch = self.batch(SMALL.sizes)
         calls = {
-            f"budget {budget}": self.engine_call(self.budgeted, only((budget,), 1), batch)
+            f"budget {budget}": EngineCall(self.budgeted, self.device, only((budget,), 1), batch)
             for budget in self.limits.budgets[0]
             if budget >= batch.path_tokens()[0]
         }
@@ -243,15 +243,13 @@ class Bench:
             exact = self.graphs(self.tower, limits.budgets, Segments(items))
             for graphs in exact:
                 graphs.capture(lambda budget, seconds: None)
-            return self.engine_call(exact, limits, batch)
+            return EngineCall(exact, self.device, limits, batch)
         if mode == "eager":
             nothing: tuple[tuple[int, ...], ...] = ((),) * len(tokens)
             whole = Capacity(nothing, tokens, items, 0)
-            return self.engine_call(self.graphs(self.tower, nothing, Segments(0)), whole, batch)
-        return EngineCall(self.captured[mode], self.device, self.limits, self.packing, batch)
-
-    def engine_call(self, graphs: Sequence[GraphSet], limits: Capacity, batch: Batch) -> EngineCall:
-        return EngineCall(graphs, self.device, limits, smallest_first, batch)
+            eager = self.graphs(self.tower, nothing, Segments(0))
+            return EngineCall(eager, self.device, whole, batch)
+        return EngineCall(self.captured[mode], self.device, self.limits, batch, self.packing)
 
     def graphs(
         self, tower: Tower, budgets: Sequence[tuple[int, ...]], segments: Segments

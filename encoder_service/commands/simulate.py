@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from rich.box import HORIZONTALS
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from encoder_service.commands import (
@@ -80,17 +79,12 @@ def add(subcommands: Any) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     fleets = ", ".join(map(str, options.replicas))
-    # There is no progress bar if the output is a pipe.
     Console(stderr=True, soft_wrap=True).print(
         f"simulating {len(POLICIES)} policies over fleets of {fleets} replicas ..."
     )
-    rows = []
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("simulating", total=len(options.replicas) * len(POLICIES))
-        for replicas in options.replicas:
-            for policy in POLICIES:
-                rows.append(measure(policy, replicas, options))
-                progress.advance(task)
+    rows = [
+        measure(policy, replicas, options) for replicas in options.replicas for policy in POLICIES
+    ]
     write_json(options.json, rows)
     if options.plot:
         plot(rows, options.plot)
