@@ -37,7 +37,6 @@ Done = Callable[[Future[Any]], None]
 Begin = Callable[[Done], None]
 """Starts one item; the callback gets its future when it is done."""
 
-
 COLUMNS = (
     ("size", "size", "{}"),
     ("way", "way", "{}"),
@@ -72,10 +71,10 @@ def measure(
     patchifier = patchifier_of(engine.tower.spec)
     files = [media(patchifier, picture) for picture in pictures]
     alone = rate(encoding(engine, files), in_flight, seconds)
-    decoding = rate(decoding_ahead(decoder, files, engine.submit), in_flight, seconds)
+    pipeline = rate(decoding(decoder, files, engine), in_flight, seconds)
     decoder.close()
     engine.close()
-    return alone, decoding
+    return alone, pipeline
 
 
 def preprocess(
@@ -101,11 +100,11 @@ def preprocess(
             decoder = Decoder(chosen, series)
             decoder.wait_until_started()
             started, before = perf_counter(), spent()
-            images = rate(decoding_ahead(decoder, sent, dropped), in_flight, seconds)
+            images = rate(decoding(decoder, sent), in_flight, seconds)
             decoded = images * (perf_counter() - started)
             cpu_seconds, switches = (now - then for now, then in zip(spent(), before, strict=True))
-            one_by_one = rate(decoding_ahead(decoder, sent, dropped), 1, seconds)
-            encoded = rate(decoding_ahead(decoder, sent, engine.submit), in_flight, seconds)
+            one_by_one = rate(decoding(decoder, sent), 1, seconds)
+            encoded = rate(decoding(decoder, sent, engine), in_flight, seconds)
             decoder.close()
             found.append(
                 {
@@ -157,29 +156,20 @@ def encoding(engine: Engine, files: Sequence[Media]) -> Begin:
     return begin
 
 
-def decoding_ahead(
-    decoder: Decoder, files: Sequence[Media], submit: Callable[[Item], Future[Any]]
-) -> Begin:
-    """Decodes files, in turn, and submits their items."""
+def decoding(decoder: Decoder, files: Sequence[Media], engine: Engine | None = None) -> Begin:
+    """Decodes files, in turn, and encodes them if there is an engine."""
     media = cycle(files)
 
     def begin(done: Done) -> None:
         decoder.submit(next(media)).add_done_callback(partial(decoded, done))
 
     def decoded(done: Done, item: Future[Item]) -> None:
-        if item.exception():
+        if engine is None or item.exception():
             done(item)
         else:
-            submit(item.result()).add_done_callback(done)
+            engine.submit(item.result()).add_done_callback(done)
 
     return begin
-
-
-def dropped(item: Item) -> Future[None]:
-    """In place of Engine.submit: the item is not encoded."""
-    answer: Future[None] = Future()
-    answer.set_result(None)
-    return answer
 
 
 def rate(begin: Begin, in_flight: int, seconds: float) -> float:

@@ -32,7 +32,7 @@ from actors.models.tower import Tower
 from actors.options import BlockForm, GraphOptions, ModelOptions, PackingOptions, block_form
 from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan, Pack, Size
-from encoder_service.bench.reference import PlainTower, Reference, has_reference, relative_error
+from encoder_service.bench.reference import PlainTower, Reference, relative_error
 from encoder_service.bench.report import (
     Mode,
     ModeFigures,
@@ -177,7 +177,7 @@ class Bench:
                 tower = build(spec, weights, device.device, blocks_of(form))
                 self.captured[form] = self.graphs(tower, self.limits.budgets, self.limits.segments)
         self.packing: Packing = smallest_first
-        known = has_reference(spec)
+        known = spec.family == Reference.family
         self.truth: Reference | PlainTower = (
             Reference(spec, weights, torch.float32, device.device)
             if known

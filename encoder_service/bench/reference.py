@@ -14,10 +14,6 @@ from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan
 
 
-def has_reference(spec: ModelSpec) -> bool:
-    return spec.family == "qwen3_vl"
-
-
 class PlainTower:
     """Our own tower in float32: ReferenceBlocks and SegmentAttention, without graphs or kernels.
 
@@ -56,6 +52,7 @@ class Reference:
     """transformers.Qwen3VLVisionModel, sdpa, run eagerly."""
 
     name = "transformers"
+    family = "qwen3_vl"
 
     def __init__(
         self,
