@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from rich.console import Console
 
@@ -49,8 +49,6 @@ from encoder_service.commands import (
 from router.options import Policy
 
 # Torch and Ray are imported by the benchmark that needs them, when it runs.
-
-Name = TypeVar("Name", bound=str)
 
 ALL = "all"
 ENGINE_WIDTH, PREPROCESS_WIDTH = 118, 112
@@ -346,13 +344,13 @@ def size(text: str) -> str:
     return text
 
 
-def one_or_several(known: Sequence[Name], what: str) -> Callable[[str], list[Name]]:
+def one_or_several(known: Sequence[str], what: str) -> Callable[[str], list[str]]:
     """The type of an option that takes names separated by commas."""
 
-    def parse(text: str) -> list[Name]:
+    def parse(text: str) -> list[str]:
         wanted = text.split(",")
         if set(wanted) - set(known):
             raise argparse.ArgumentTypeError(f"{text!r}: {what} are {', '.join(known)}")
-        return [each for name in wanted for each in known if each == name]
+        return wanted
 
     return parse
