@@ -1,1 +1,1 @@
-"""Benchmarks: the whole service on a private Ray cluster; in engine/, one device without Ray."""
+"""Benchmarks: the whole service on a private Ray cluster, and one device without Ray."""

@@ -9,22 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from actors.families.registry import read
 from actors.types import Size
-from encoder_service.bench.load import ratio, scrape, work_between
-from encoder_service.bench.mix import Load, Shape
+from encoder_service.bench.load import Callers, Load, balance, scrape, work_between
+from encoder_service.bench.mix import Shape
 from encoder_service.config import ServiceOptions
-from router.options import Policy
 from router.policy.balance import POLICIES
-from router.simulate.simulation import Cost, Outcome, Scenario, Simulation
-from router.simulate.traffic import H200_8B, at_random
-
-if TYPE_CHECKING:
-    from encoder_service.bench.callers import Callers
+from router.simulate import H200_8B, Cost, Outcome, Scenario, Simulation, at_random
 
 BURSTS = 5
 """The median is reported."""
@@ -38,8 +33,6 @@ class Traffic:
 
     options: ServiceOptions
     kinds: list[list[Shape]]
-    policy: Policy
-    callers: int
     routers: int
     most_per_second: float
     """Requests per second of the saturated fleet."""
@@ -66,7 +59,8 @@ class Traffic:
         return Scenario(replicas, self.routers, arrivals, cost, sharing=sharing)
 
     def simulate(self, arrivals: Sequence[tuple[float, Sequence[int]]], seed: int) -> Outcome:
-        return Simulation(self.scenario(arrivals), POLICIES[self.policy], seed).run()
+        policy = POLICIES[self.options.router.policy]
+        return Simulation(self.scenario(arrivals), policy, seed).run()
 
 
 def steady(callers: Callers, load: Load, part: float, url: str, traffic: Traffic) -> dict[str, Any]:
@@ -74,7 +68,7 @@ def steady(callers: Callers, load: Load, part: float, url: str, traffic: Traffic
     per_second = part * traffic.most_per_second
     before = scrape(url)
     result = callers.send(
-        replace(load, per_second=per_second, concurrency=traffic.callers, requests=2**31),
+        replace(load, per_second=per_second, concurrency=len(callers.actors), requests=2**31),
         traffic.kinds,
     )
     work = work_between(before, scrape(url))
@@ -84,7 +78,7 @@ def steady(callers: Callers, load: Load, part: float, url: str, traffic: Traffic
     simulated = np.percentile(outcome.latencies_seconds, [50, 99]) * 1e3
     return {
         "steady_requests_per_second": per_second,
-        "steady_requests": len(result.latencies_seconds),
+        "steady_requests": len(result.answered),
         "steady_errors": dict(result.errors),
         "steady_p50_ms": p50,
         "steady_p99_ms": p99,
@@ -116,8 +110,3 @@ def burst(callers: Callers, load: Load, count: int, url: str, traffic: Traffic) 
         "simulated_burst_ms": statistics.median(one.makespan_seconds * 1e3 for one in outcomes),
         "simulated_burst_balance": statistics.median(balance(one.patches) for one in outcomes),
     }
-
-
-def balance(patches: list[int]) -> float:
-    """Patches of the busiest replica over the mean."""
-    return ratio(max(patches) * len(patches), sum(patches))

@@ -9,17 +9,17 @@ import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from actors.errors import StartError
 from encoder_service.config import ServiceOptions, resources
 
-SERVICERS = (
+SERVICERS = [
     "encoder_service.wire.encoder_grpc.add_EncoderServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
-)
+]
 APPLICATION = "encoder"
 MOST_CONNECTIONS, OTHER_FILES = 4096, 2500
 """HAProxy as Serve starts it: its connections, of two files each, and its other open files."""
@@ -57,12 +57,7 @@ def logical_cpus(options: ServiceOptions) -> int:
 
 
 @contextmanager
-def cluster(
-    num_cpus: int,
-    servicers: Sequence[str] = SERVICERS,
-    object_store_bytes: int | None = None,
-    logs: bool = False,
-) -> Iterator[Cluster]:
+def cluster(num_cpus: int, object_store_bytes: int | None = None) -> Iterator[Cluster]:
     """Starts the cluster, yields its addresses, and stops it with everything that runs on it."""
     os.environ["RAY_AUTH_MODE"] = "disabled"  # nobody else connects; leaves no token in $HOME
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -83,14 +78,14 @@ def cluster(
             include_dashboard=False,
             object_store_memory=object_store_bytes,
             _temp_dir=home,
-            log_to_driver=logs,
+            log_to_driver=False,
             logging_level="WARNING",
             namespace="serve",
         )
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": "127.0.0.1", "port": http_port},
-            grpc_options={"port": grpc_port, "grpc_servicer_functions": list(servicers)},
+            grpc_options={"port": grpc_port, "grpc_servicer_functions": SERVICERS},
         )
         yield Cluster(f"http://127.0.0.1:{http_port}", f"grpc://127.0.0.1:{grpc_port}")
         serve.shutdown()

@@ -1,4 +1,8 @@
-"""Sends requests to a running service, and reads from /metrics the work that it did meanwhile."""
+"""Sends requests to a running service, and reads from /metrics the work that it did meanwhile.
+
+One Python process sends less than a GPU encodes, so callers are processes of Ray that share a load.
+A caller over HTTP or gRPC is an ordinary client; one by handle does what a language model does.
+"""
 
 from __future__ import annotations
 
@@ -6,88 +10,159 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, cycle, islice
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.types import DTYPE_BYTES
-from encoder_service.bench.mix import Load
+from actors.families.registry import read
+from actors.types import DTYPE_BYTES, Embedding, SharedBytes
+from encoder_service.api.answer import timings
+from encoder_service.api.errors import fault
+from encoder_service.bench.cluster import APPLICATION, Cluster
+from encoder_service.bench.mix import Protocol, Shape, requests
 from encoder_service.client.items import ServiceError
-from encoder_service.client.transports import Transport
+from encoder_service.client.transports import Transport, connect
+from encoder_service.config import ServiceOptions
+from encoder_service.intake.media import probe
 from encoder_service.wire.documents import RequestItem
+
+# Ray is imported when a cluster starts, after its environment is set: cluster.py.
+
+AHEAD = 37
+"""Offset in kinds from one caller to the next, so that they do not send the same in step."""
+APART = 2**40
+"""Between the picture numbers of two callers, so that no two send the same picture."""
 
 Labels = frozenset[tuple[str, str]]
 Samples = dict[tuple[str, Labels], float]
+Encode = Callable[[list[bytes]], Awaitable[tuple[float, int]]]
+"""Sends one request. Returns the seconds of decoding, waiting for the device and encoding (the
+longest of each over the items) and the bytes of embeddings, sent back or left in shared memory.
+Raises ServiceError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much is sent. It ends after `requests` or `seconds`, whichever comes first."""
+
+    concurrency: int
+    requests: int
+    seconds: float
+    protocol: Protocol = "http"
+    timeout_seconds: float = 120
+    """Per request."""
+    per_second: float | None = None
+    """Requests arrive at random times, at this rate on average; `concurrency` does not apply."""
+    seed: int = 0
+    """Of these times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    work_seconds: float
-    """Decoding, waiting for the device and encoding: the longest of each over the items."""
+    """A request that was answered without an error."""
+
+    latency_seconds: float
+    overhead_seconds: float
+    """The part that is not decoding, waiting for the device or encoding."""
+    images: int
+    sent_bytes: int
     embedding_bytes: int
-    """Sent back, or left in shared memory."""
 
 
-class Way(Protocol):
-    async def encode(self, images: list[bytes]) -> Answered:
-        """Sends one request. Raises ServiceError."""
-
-    async def close(self) -> None:
-        """Called after the last request."""
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Result:
-    latencies_seconds: list[float] = field(default_factory=list)
-    """Of requests answered without an error."""
-    overheads_seconds: list[float] = field(default_factory=list)
-    """Latency minus work_seconds."""
-    images: int = 0
-    sent_bytes: int = 0
-    embedding_bytes: int = 0
+    answered: list[Answered] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     wall_seconds: float = 0
 
     def percentiles_ms(self, *percents: float) -> list[float]:
         """Of the latencies. Raises RuntimeError if no request was answered."""
-        if not self.latencies_seconds:
+        if not self.answered:
             raise RuntimeError(f"nothing was answered: {dict(self.errors)}")
-        return [float(one) for one in np.percentile(self.latencies_seconds, percents) * 1e3]
+        latencies = [one.latency_seconds * 1e3 for one in self.answered]
+        return list(map(float, np.percentile(latencies, percents)))
+
+    def total(self, name: str) -> int:
+        return sum(getattr(one, name) for one in self.answered)
 
 
-class OverWire:
-    """Over HTTP or gRPC."""
+def over_wire(transport: Transport, *, reference: bool) -> Encode:
+    """Over HTTP or gRPC. `reference`: embeddings stay in shared memory and ids come back."""
+    options = {"dtype": "bfloat16"} | ({"reference": True} if reference else {})
 
-    def __init__(self, transport: Transport, load: Load) -> None:
-        self.transport = transport
-        kept = {"reference": True} if load.protocol == "reference" else {}
-        self.options = {"dtype": "bfloat16"} | kept
-
-    async def encode(self, images: list[bytes]) -> Answered:
+    async def encode(images: list[bytes]) -> tuple[float, int]:
         items = [RequestItem("image", image, None) for image in images]
-        document = await self.transport.encode(items, self.options)
-        return Answered(work_seconds(document["timings"]), embedding_bytes(document["items"]))
+        document = await transport.encode(items, options)
+        sizes = (math.prod(one["shape"]) * DTYPE_BYTES[one["dtype"]] for one in document["items"])
+        return work_seconds(document["timings"]), sum(sizes)
 
-    async def close(self) -> None:
-        await self.transport.close()
+    return encode
 
 
-async def send(way: Way, load: Load, requests: Iterator[list[bytes]]) -> Result:
-    """Sends the load, then closes `way`."""
-    result = Result()
-    end = time.perf_counter() + load.seconds
+def by_handle(options: ServiceOptions, timeout_seconds: float) -> Encode:
+    """Reads image headers and calls the Router deployment; embeddings stay in shared memory."""
+    from ray import serve
+
+    router = serve.get_deployment_handle("Router", APPLICATION)
+    spec = read(options.model)
+
+    async def encode(images: list[bytes]) -> tuple[float, int]:
+        media = [probe(image, "image", spec, options.limits) for image in images]
+        found: list[Embedding] = []
+        try:
+            for answer in await router.encode.remote(media, "bfloat16", timeout_seconds):
+                if not isinstance(answer, Embedding):
+                    raise answer
+                found.append(answer)
+        except Exception as error:  # becomes what a client would have got over HTTP
+            problem = fault(error, "of the benchmark")
+            raise ServiceError(problem.row.type, problem.message) from error
+        return work_seconds(timings(found)), sum(map(size_bytes, found))
+
+    return encode
+
+
+def work_seconds(timings: dict[str, Any]) -> float:
+    stages = ("queue_ms", "preprocess_ms", "encode_ms")
+    return float(sum(timings[stage] for stage in stages)) / 1e3
+
+
+def size_bytes(embedding: Embedding) -> int:
+    data = embedding.data
+    return data.size_bytes if isinstance(data, SharedBytes) else data.nbytes
+
+
+async def send(encode: Encode, load: Load, requests: Iterator[list[bytes]]) -> Result:
+    answered: list[Answered] = []
+    errors: Counter[str] = Counter()
+    started = time.perf_counter()
+    end = started + load.seconds
     left = load.requests
+
+    async def one(images: list[bytes], since: float) -> None:
+        """Sends one request, due at `since`."""
+        try:
+            work_seconds, embedding_bytes = await encode(images)
+        except ServiceError as error:
+            errors[error.type] += 1
+            return
+        taken = time.perf_counter() - since
+        sent_bytes = sum(map(len, images))
+        answered.append(
+            Answered(taken, taken - work_seconds, len(images), sent_bytes, embedding_bytes)
+        )
 
     async def worker() -> None:
         nonlocal left
         while left > 0 and time.perf_counter() < end:
             left -= 1
-            await one(way, next(requests), result, time.perf_counter())
+            await one(next(requests), time.perf_counter())
 
     async def arrivals(per_second: float) -> None:
         random, due = Random(load.seed), time.perf_counter()
@@ -98,56 +173,108 @@ async def send(way: Way, load: Load, requests: Iterator[list[bytes]]) -> Result:
                     break
                 images = next(requests)
                 await asyncio.sleep(due - time.perf_counter())
-                group.create_task(one(way, images, result, due))
+                group.create_task(one(images, due))
 
-    started = time.perf_counter()
-    try:
-        if load.per_second:
-            await arrivals(load.per_second)
-        else:
-            await asyncio.gather(*(worker() for _ in range(load.concurrency)))
-    finally:
-        await way.close()
-    result.wall_seconds = time.perf_counter() - started
-    return result
+    if load.per_second:
+        await arrivals(load.per_second)
+    else:
+        await asyncio.gather(*(worker() for _ in range(load.concurrency)))
+    return Result(answered, errors, time.perf_counter() - started)
 
 
-async def one(way: Way, images: list[bytes], result: Result, since: float) -> None:
-    """Sends one request, due at `since`, and adds it to `result`."""
-    try:
-        answered = await way.encode(images)
-    except ServiceError as error:
-        result.errors[error.type] += 1
-        return
-    taken = time.perf_counter() - since
-    result.latencies_seconds.append(taken)
-    result.overheads_seconds.append(taken - answered.work_seconds)
-    result.images += len(images)
-    result.sent_bytes += sum(len(image) for image in images)
-    result.embedding_bytes += answered.embedding_bytes
-
-
-def merged(results: Iterable[Result]) -> Result:
+def merged(results: Sequence[Result]) -> Result:
     """The result of callers that ran at the same time."""
-    whole = Result()
-    for one in results:
-        whole.latencies_seconds += one.latencies_seconds
-        whole.overheads_seconds += one.overheads_seconds
-        whole.images += one.images
-        whole.sent_bytes += one.sent_bytes
-        whole.embedding_bytes += one.embedding_bytes
-        whole.errors += one.errors
-        whole.wall_seconds = max(whole.wall_seconds, one.wall_seconds)
-    return whole
+    return Result(
+        list(chain.from_iterable(one.answered for one in results)),
+        sum((one.errors for one in results), Counter()),
+        max(one.wall_seconds for one in results),
+    )
 
 
-def work_seconds(timings: dict[str, Any]) -> float:
-    stages = ("queue_ms", "preprocess_ms", "encode_ms")
-    return float(sum(timings[stage] for stage in stages)) / 1e3
+class CallerProcess:
+    def __init__(self, place: int, options: ServiceOptions, where: Cluster) -> None:
+        self.place = place
+        self.options = options
+        self.where = where
+
+    async def send(self, load: Load, kinds: list[list[Shape]], turn: int) -> Result:
+        """Sends its part of the load. `turn` is different in every call to this process."""
+        pictures = pictures_of(kinds, self.place, turn)
+        if load.protocol == "handle":
+            return await send(by_handle(self.options, load.timeout_seconds), load, pictures)
+        url = self.where.grpc if load.protocol == "grpc" else self.where.http
+        transport = connect(url, None, load.timeout_seconds)
+        try:
+            encode = over_wire(transport, reference=load.protocol == "reference")
+            return await send(encode, load, pictures)
+        finally:
+            await transport.close()
 
 
-def embedding_bytes(items: list[dict[str, Any]]) -> int:
-    return sum(math.prod(item["shape"]) * DTYPE_BYTES[item["dtype"]] for item in items)
+class Callers:
+    def __init__(self, count: int, options: ServiceOptions, where: Cluster) -> None:
+        import ray
+
+        # No CPUs reserved: the service's replicas must find theirs.
+        actor: Any = ray.remote(num_cpus=0)(CallerProcess)
+        self.actors = [actor.remote(place, options, where) for place in range(count)]
+        self.turns = 0
+
+    def send(self, load: Load, kinds: list[list[Shape]]) -> Result:
+        """Divides the load over the callers; a load with concurrency 1 goes to one caller."""
+        import ray
+
+        self.turns += 1
+        parts = shares(load, len(self.actors))
+        calls = [
+            actor.send.remote(part, kinds, self.turns)
+            for actor, part in zip(self.actors, parts, strict=False)
+        ]
+        return merged(ray.get(calls))
+
+    def first(self, load: Load, kinds: list[list[Shape]]) -> list[list[Shape]]:
+        """The kinds of the first requests of a load, caller by caller."""
+        return [
+            kind
+            for place, one in enumerate(shares(load, len(self.actors)))
+            for kind in islice(cycle(turned(kinds, place)), one.requests)
+        ]
+
+    def close(self) -> None:
+        import ray
+
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+def shares(load: Load, callers: int) -> list[Load]:
+    """The load in parts, one for each caller that has a share of the concurrency."""
+    callers = min(callers, load.concurrency)
+    return [
+        replace(
+            load,
+            concurrency=part(load.concurrency, place, callers),
+            requests=part(load.requests, place, callers),
+            per_second=load.per_second and load.per_second / callers,
+            seed=load.seed + place,
+        )
+        for place in range(callers)
+    ]
+
+
+def part(whole: int, place: int, parts: int) -> int:
+    """One of `parts` parts of a whole, which differ by at most 1."""
+    return whole // parts + (place < whole % parts)
+
+
+def pictures_of(kinds: list[list[Shape]], place: int, turn: int) -> Iterator[list[bytes]]:
+    """Requests that no other caller sends, nor this one in another turn."""
+    return requests(turned(kinds, place), (place * 2**10 + turn) * APART)
+
+
+def turned(kinds: list[list[Shape]], place: int) -> list[list[Shape]]:
+    first = place * AHEAD % len(kinds)
+    return kinds[first:] + kinds[:first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +300,7 @@ class WorkDone:
 
     @property
     def balance(self) -> float:
-        """Patches of the busiest replica over the mean; 1 is even."""
-        loads = self.replica_patches.values()
-        return ratio(max(loads, default=0), sum(loads) / max(1, len(loads)))
+        return balance(self.replica_patches.values())
 
 
 def scrape(url: str) -> Samples:
@@ -207,6 +332,11 @@ def work_between(before: Samples, after: Samples) -> WorkDone:
         padded_tokens=total("encoder_padded_tokens_total"),
         replica_patches=replicas,
     )
+
+
+def balance(patches: Collection[float]) -> float:
+    """Patches of the busiest replica over the mean; 1 is even."""
+    return ratio(max(patches, default=0) * len(patches), sum(patches))
 
 
 def ratio(part: float, whole: float) -> float:

@@ -1,4 +1,4 @@
-"""The load: JPEGs of given sizes, all different so that no cache helps, and how many of them."""
+"""What is sent: JPEGs of given sizes, all different so that no cache helps."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 import math
 import re
 import struct
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from random import Random
@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from router.simulate.traffic import drawn
+from router.simulate import drawn
 
 Protocol = Literal["http", "grpc", "reference", "handle"]
 """reference: over HTTP, but embeddings stay in shared memory and ids come back; handle: from inside
@@ -32,26 +32,10 @@ PATCH_PIXELS = 16
 Shape = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How much is sent. It ends after `requests` or `seconds`, whichever comes first."""
-
-    concurrency: int
-    requests: int
-    seconds: float
-    protocol: Protocol = "http"
-    timeout_seconds: float = 120
-    """Per request."""
-    per_second: float | None = None
-    """Requests arrive at random times, at this rate on average; `concurrency` does not apply."""
-    seed: int = 0
-    """Of these times."""
-
-
 def parse_mix(text: str) -> list[list[Shape]]:
     """The sizes of each kind of request: "336x336*8+1024x1024,64x64" are two kinds in turn.
 
-    "heavy-tailed": those of `encoder-service simulate`, as squares. Raises ValueError.
+    "heavy-tailed": those of `encoder-service simulate`, as squares. Raises ArgumentTypeError.
     """
     if text == HEAVY_TAILED:
         return heavy_tailed(HEAVY_TAILED_KINDS)
@@ -61,7 +45,7 @@ def parse_mix(text: str) -> list[list[Shape]]:
         for term in kind.split("+"):
             match = re.fullmatch(r"\s*(\d+)x(\d+)(?:\*(\d+))?\s*", term)
             if not match or not all(int(number or 1) for number in match.groups()):
-                raise ValueError(f"{term!r} is not WIDTHxHEIGHT or WIDTHxHEIGHT*COUNT")
+                raise ArgumentTypeError(f"{term!r} is not WIDTHxHEIGHT or WIDTHxHEIGHT*COUNT")
             width, height, count = match.groups()
             sizes += [(int(width), int(height))] * int(count or 1)
         kinds.append(sizes)

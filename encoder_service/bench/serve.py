@@ -7,22 +7,19 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from actors.families.registry import read
-from actors.types import DTYPE_BYTES, Size
+from actors.options import ActorOptions
 from encoder_service.bench.arrivals import Traffic, burst, steady
 from encoder_service.bench.cluster import Cluster, cluster, logical_cpus, service
-from encoder_service.bench.load import Result, WorkDone, scrape, work_between
-from encoder_service.bench.mix import Load, Protocol, Shape, requests
+from encoder_service.bench.load import Callers, Load, Result, WorkDone, scrape, work_between
+from encoder_service.bench.mix import Protocol, Shape, requests
 from encoder_service.config import ServiceOptions
 from router.options import Policy
-
-if TYPE_CHECKING:
-    from encoder_service.bench.callers import Callers
 
 SINGLES = 60
 """Requests with one small image, sent one at a time, from which overheads are computed."""
@@ -32,6 +29,10 @@ WARM_UPS, MOST_WARM_UPS = 4, 64
 MOST_WARM_SECONDS = 5.0
 """Then the load itself is sent for at most this long, because the first touch of memory is slow,
 especially of pinned and shared memory."""
+MOST_ALONE_SECONDS = 5.0
+"""Of each of the two measurements of the engines."""
+ALONE_PER_KIND, MOST_ALONE = 8, 64
+"""Requests sent to the engines over and over again: nothing caches them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,68 +54,66 @@ class ServePlan:
 
 def run(options: ServiceOptions, plan: ServePlan, console: Console) -> dict[str, Any]:
     """Measures everything in the plan. The figures as they are written to JSON."""
+    alone: dict[str, float] = {}
+    runs: list[dict[str, Any]] = []
     with cluster(logical_cpus(options)) as where:
-        console.print("measuring two empty hops of Ray Serve ...")
-        empty_ms, carrying_ms = measure_hops(where, options, plan)
-        alone = {}
         if plan.alone:
-            from encoder_service.bench.baselines import measure_alone
-
             console.print("measuring the engines alone ...")
-            load = plan.load
-            alone = measure_alone(options, plan.kinds, load.concurrency, load.seconds)
+            alone = measure_alone(options, plan)
             console.print(f"  {alone['engine_images_per_second']:.1f} images/s")
-        runs: list[dict[str, Any]] = []
         for policy in plan.policies:
             most = runs[0]["requests_per_second"] if runs else None
-            runs += run_policy(options, plan, policy, where, console, most)
+            router = options.router.model_copy(update={"policy": policy})
+            chosen = options.model_copy(update={"router": router})
+            runs += run_policy(chosen, plan, where, console, most)
     for one in runs:
-        one["overhead_ratio"] = one["overhead_ms"] / carrying_ms
-        one["overhead_ratio_empty"] = one["overhead_ms"] / empty_ms
         for name in ("engine", "pipeline") if plan.alone else ():
             throughput = alone[f"{name}_images_per_second"]
             one[f"{name}_ratio"] = one["images_per_second"] / throughput
-    noop = {"noop_ms": carrying_ms, "empty_noop_ms": empty_ms}
-    return {"model": options.model.id} | noop | alone | {"runs": runs}
+    return {"model": options.model.id} | alone | {"runs": runs}
 
 
-def measure_hops(where: Cluster, options: ServiceOptions, plan: ServePlan) -> tuple[float, float]:
-    """Median ms of two hops of Ray Serve that do nothing: empty, and with one image's bytes."""
-    from encoder_service.bench.baselines import measure_noop, noop
+def measure_alone(options: ServiceOptions, plan: ServePlan) -> dict[str, float]:
+    """Images per second of as many engines as the service has, with and without decoding."""
+    import ray
 
-    image = next(requests(SMALL))[0]
-    spec = read(options.model)
-    tokens = spec.sizing.plan(Size(*SMALL[0][0])).tokens
-    answer_bytes = tokens * spec.width * DTYPE_BYTES["bfloat16"]
-    timeout_seconds = plan.load.timeout_seconds
-    with noop():
-        empty = measure_noop(where.http, b"", 0, SINGLES, timeout_seconds)
-        carrying = measure_noop(where.http, image, answer_bytes, SINGLES, timeout_seconds)
-    return statistics.median(empty) * 1e3, statistics.median(carrying) * 1e3
+    from encoder_service.bench.decoding import measure  # imports torch
+
+    different = min(ALONE_PER_KIND * len(plan.kinds), MOST_ALONE)
+    sent = [image for one in islice(requests(plan.kinds), different) for image in one]
+    replicas = options.encoder.least_replicas
+    in_flight = max(1, round(plan.load.concurrency * len(sent) / different / replicas))
+    actor = ActorOptions(**{name: getattr(options, name) for name in ActorOptions.model_fields})
+    seconds = min(plan.load.seconds, MOST_ALONE_SECONDS)
+    # Each in a process of its own, which frees the device for the service when it ends.
+    engine: Any = ray.remote(num_cpus=0, num_gpus=options.encoder.num_gpus, max_calls=1)(measure)
+    found = ray.get([engine.remote(actor, sent, in_flight, seconds) for _ in range(replicas)])
+    engines, pipelines = zip(*found, strict=True)
+    return {
+        "engine_images_per_second": sum(engines),
+        "pipeline_images_per_second": sum(pipelines),
+    }
 
 
 def run_policy(
     options: ServiceOptions,
     plan: ServePlan,
-    policy: Policy,
     where: Cluster,
     console: Console,
     most: float | None,
 ) -> list[dict[str, Any]]:
-    """Figures of one policy, by protocol. `most`: requests per second of the very first run."""
-    from encoder_service.bench.callers import Callers
-
+    """Figures by protocol. `most`: requests per second of the very first run."""
+    policy = options.router.policy
     console.print(f"starting the service with policy {policy} ...")
-    router = options.router.model_copy(update={"policy": policy})
     started = time.perf_counter()
     runs = []
-    with service(options.model_copy(update={"router": router})):
+    with service(options):
         ready_seconds = time.perf_counter() - started
         callers = Callers(plan.callers, options, where)
         for protocol in plan.protocols:
             console.print(f"sending ({protocol}) ...")
             load = replace(plan.load, protocol=protocol)
-            found = run_protocol(options, replace(plan, load=load), policy, where, callers, most)
+            found = run_protocol(options, replace(plan, load=load), where, callers, most)
             most = most or found["requests_per_second"]
             console.print(brief(found))  # stays on the screen if a later run fails
             runs.append({"policy": policy, "protocol": protocol} | found)
@@ -132,7 +131,6 @@ def brief(found: dict[str, Any]) -> str:
 def run_protocol(
     options: ServiceOptions,
     plan: ServePlan,
-    policy: Policy,
     where: Cluster,
     callers: Callers,
     most: float | None,
@@ -151,9 +149,7 @@ def run_protocol(
     found = figures(result, work_between(before, scrape(where.http)), alone)
     by_handle = plan.load.protocol == "handle"
     routers = (options.router if by_handle else options.ingress).replicas
-    traffic = Traffic(
-        options, plan.kinds, policy, plan.callers, routers, most or found["requests_per_second"]
-    )
+    traffic = Traffic(options, plan.kinds, routers, most or found["requests_per_second"])
     if plan.steady_part:
         found |= steady(callers, plan.load, plan.steady_part, where.http, traffic)
     if plan.burst:
@@ -169,24 +165,28 @@ def figures(result: Result, work: WorkDone, alone: Result) -> dict[str, Any]:
     (single,) = alone.percentiles_ms(50)
     seconds = result.wall_seconds
     return {
-        "requests": len(result.latencies_seconds),
+        "requests": len(result.answered),
         "errors": dict(result.errors),
         "p50_ms": p50,
         "p95_ms": p95,
         "p99_ms": p99,
-        "loaded_overhead_ms": statistics.median(result.overheads_seconds) * 1e3,
-        "requests_per_second": len(result.latencies_seconds) / seconds,
-        "images_per_second": result.images / seconds,
+        "loaded_overhead_ms": overhead_ms(result),
+        "requests_per_second": len(result.answered) / seconds,
+        "images_per_second": result.total("images") / seconds,
         "patches_per_second": work.patches / seconds,
-        "sent_bytes_per_second": result.sent_bytes / seconds,
-        "embedding_bytes_per_second": result.embedding_bytes / seconds,
+        "sent_bytes_per_second": result.total("sent_bytes") / seconds,
+        "embedding_bytes_per_second": result.total("embedding_bytes") / seconds,
         "graph_hit_rate": work.hit_rate,
         "padding_ratio": work.padding,
         "balance": work.balance,
         "replica_patches": dict(work.replica_patches),
         "single_image_p50_ms": single,
-        "overhead_ms": statistics.median(alone.overheads_seconds) * 1e3,
+        "overhead_ms": overhead_ms(alone),
     }
+
+
+def overhead_ms(result: Result) -> float:
+    return statistics.median(one.overhead_seconds for one in result.answered) * 1e3
 
 
 ROWS = (
@@ -217,18 +217,13 @@ ROWS = (
     ("simulated_burst_balance", "  simulated", "{:.2f}"),
     ("single_image_p50_ms", "one 336x336 image alone, p50, ms", "{:.1f}"),
     ("overhead_ms", "  of that overhead, ms", "{:.1f}"),
-    ("overhead_ratio", "  overhead / two hops of Ray Serve, same bytes", "{:.2f}x"),
-    ("overhead_ratio_empty", "  overhead / two empty hops", "{:.2f}x"),
     ("engine_ratio", "images/s / engines alone", "{:.1%}"),
     ("pipeline_ratio", "images/s / engines and decoding alone", "{:.1%}"),
 )
 
 
 def table(report: dict[str, Any]) -> Table:
-    title = (
-        f"{report['model']}; two hops of Ray Serve: {report['noop_ms']:.1f} ms, "
-        f"empty {report['empty_noop_ms']:.1f} ms"
-    )
+    title = report["model"]
     if "engine_images_per_second" in report:
         title += (
             f"; the engines alone: {report['engine_images_per_second']:.1f} images/s, "

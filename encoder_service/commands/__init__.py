@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from argparse import (
     SUPPRESS,
     Action,
@@ -14,6 +13,7 @@ from argparse import (
     Namespace,
 )
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,6 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def at_least_one(text: str) -> float:
-    if not re.fullmatch(r"[1-9]\d*(\.\d+)?", text):
-        raise ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return float(text)
-
-
 def above_zero(text: str) -> float:
     try:
         number = float(text)
@@ -75,6 +69,16 @@ def above_zero(text: str) -> float:
 
 def add_json(parser: ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+
+
+def add_plot(parser: ArgumentParser) -> None:
+    parser.add_argument("--plot", type=plot_file, metavar="FILE.png", help="also plot them")
+
+
+def plot_file(text: str) -> Path:
+    if find_spec("matplotlib") is None:
+        raise ArgumentTypeError("matplotlib is missing: pip install 'encoder-service[bench]'")
+    return Path(text)
 
 
 def fail(error: Exception) -> int:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, get_args
 
 from rich.console import Console
-from rich.table import Table
 
 from actors.errors import ConfigError
 from actors.options import (
@@ -26,7 +25,8 @@ from actors.options import (
 )
 from actors.spec.checkpoint import preset_names
 from actors.types import Size
-from encoder_service.bench.engine.report import (
+from encoder_service.bench.mix import VARIANTS, Protocol, parse_mix, picture
+from encoder_service.bench.report import (
     DEFAULT,
     DEFAULT_MODES,
     MODE_HELP,
@@ -35,39 +35,40 @@ from encoder_service.bench.engine.report import (
     TOLERANCE,
     EngineReport,
     Workload,
+    plot,
+    table,
 )
-from encoder_service.bench.mix import VARIANTS, Load, Protocol, Shape, parse_mix, picture
-from encoder_service.commands import above_zero, add_command, add_json, positive, write_json
+from encoder_service.commands import (
+    above_zero,
+    add_command,
+    add_json,
+    add_plot,
+    positive,
+    write_json,
+)
 from router.options import Policy
 
-if TYPE_CHECKING:
-    from encoder_service.bench.engine.pipeline import DecodeFigures
-
 # Torch and Ray are imported by the benchmark that needs them, when it runs.
-
-Name = TypeVar("Name", bound=str)
 
 ALL = "all"
 ENGINE_WIDTH, PREPROCESS_WIDTH = 118, 112
 LABEL_WIDTH, RUN_WIDTH = 50, 28
 """Characters that the tables need; a pipe has 80."""
-DATAPLANE_CPUS = 8
-"""Declared to Ray, of which the replicas ask for a tenth."""
-MOST_EMBEDDINGS = 16
-"""In flight at a time: the object store has room for as many."""
-COLUMNS = (
-    "patches: per image. decoded: images/s, not encoded. CPU ms: CPU time of the actor's process "
-    "per image; switches: its voluntary context switches per image. alone ms: from bytes to "
-    "patches, one image at a time. encoded: images/s decoded and encoded; patches/s: of these. "
-    "engine: images/s encoded, decoded beforehand."
-)
 
 
 def add(subcommands: Any) -> None:
     bench = subcommands.add_parser("bench", help="measure throughput and latency")
     kinds = bench.add_subparsers(metavar="WHAT", required=True)
-    for add_kind in (add_serve, add_engine, add_preprocess, add_dataplane):
-        add_kind(kinds)
+    add_serve(kinds)
+    add_engine(kinds)
+    add_preprocess(kinds)
+    dataplane = add_command(
+        kinds,
+        "dataplane",
+        run_dataplane,
+        "embeddings of 67 MB from an encoder's memory to a consumer's, without a model",
+    )
+    add_json(dataplane)
 
 
 def add_serve(kinds: Any) -> None:
@@ -79,7 +80,7 @@ def add_serve(kinds: Any) -> None:
     )
     parser.add_argument(
         "--mix",
-        type=mix,
+        type=parse_mix,
         default="336x336*8+1024x1024",
         help="image sizes of a request; after a comma, those of the next "
         "request; or heavy-tailed, as in `simulate`",
@@ -123,7 +124,8 @@ def add_serve(kinds: Any) -> None:
 
 def run_serve(options: argparse.Namespace, console: Console) -> int:
     """1 if any request failed. Raises StartError for a configuration that cannot be served."""
-    from encoder_service.bench.serve import ServePlan, run, table
+    from encoder_service.bench import serve
+    from encoder_service.bench.load import Load
     from encoder_service.config import load
 
     service = load(options.config)
@@ -133,7 +135,7 @@ def run_serve(options: argparse.Namespace, console: Console) -> int:
         if options.seconds is None:
             raise ConfigError("--steady needs --seconds: how long to send")
     unbounded = options.requests is None and options.seconds is None
-    plan = ServePlan(
+    plan = serve.ServePlan(
         kinds=options.mix,
         load=Load(
             concurrency=options.concurrency,
@@ -147,10 +149,10 @@ def run_serve(options: argparse.Namespace, console: Console) -> int:
         steady_part=options.steady,
         burst=options.burst,
     )
-    report = run(service, plan, console)
+    report = serve.run(service, plan, console)
     write_json(options.json, report)
     console.width = max(console.width, LABEL_WIDTH + RUN_WIDTH * len(report["runs"]))
-    console.print(table(report))
+    console.print(serve.table(report))
     return 1 if any(one["errors"] for one in report["runs"]) else 0
 
 
@@ -181,11 +183,8 @@ def add_engine(kinds: Any) -> None:
     parser.add_argument(
         "--modes", nargs="+", choices=MODES, default=DEFAULT_MODES, metavar="MODE", help=MODE_HELP
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="to measure")
+    add_device(parser)
     parser.add_argument("--repeats", type=positive, default=50, metavar="N", help="timed calls")
-    parser.add_argument(
-        "--warmup", type=positive, default=10, metavar="N", help="untimed calls before them"
-    )
     parser.add_argument(
         "--every-budget", action="store_true", help="also time one small image in every budget"
     )
@@ -198,17 +197,14 @@ def add_engine(kinds: Any) -> None:
         help="list the kernels of these workloads in the last mode",
     )
     add_json(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot them (needs [bench])")
+    add_plot(parser)
 
 
 def run_engine(options: argparse.Namespace, console: Console) -> int:
     """1 if rows are wrong or a model of `all` failed. Raises ConfigError, CheckpointError."""
-    from encoder_service.bench.engine import engine, timing
-    from encoder_service.bench.engine.tables import plot, require_matplotlib, tables
+    from encoder_service.bench import engine
 
     console.width = max(console.width, ENGINE_WIDTH)
-    if options.plot:
-        require_matplotlib()
     every = ALL in options.model
     workloads = tuple(options.workload or (SHORT if every else DEFAULT))
     known = [each.name for each in workloads]
@@ -218,41 +214,35 @@ def run_engine(options: argparse.Namespace, console: Console) -> int:
         workloads=workloads,
         modes=tuple(mode for mode in MODES if mode in options.modes),
         repeats=options.repeats,
-        warmup=options.warmup,
         every_budget=options.every_budget,
         profiled=tuple(options.profile),
     )
-    device = timing.open_device(options.device)
+    device = engine.open_device(options.device)
     report = EngineReport(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         command=shlex.join(["encoder-service", *sys.argv[1:]]),
-        device=timing.device_name(device),
-        versions=timing.versions(),
-        dtype="bfloat16",
-        weights="dummy",
+        device=engine.device_name(device),
+        versions=engine.versions(),
         repeats=options.repeats,
-        warmup=options.warmup,
-        tolerance=TOLERANCE,
         models=[],
     )
     failed = []
     for model in full_size() if every else options.model:
         try:
-            report.models.append(engine.run(model, device, settings, console.print))
+            report.models.append(engine.run(model, device, settings, console))
         except Exception as error:
             if not every:
                 raise
             failed.append(model)
             console.print(f"[red]FAILED:[/] {model}: {error!r}")
-        timing.release(device)
+        engine.release(device)
         # Written after each model, so that a crash in a later one loses nothing.
         write_json(options.json, asdict(report))
         if options.plot:
             plot(report, options.plot)
-    for table in tables(report):
-        console.print(table)
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    console.print(f"{report.date}, {versions}, {report.repeats} calls each")
+    for each in report.models:
+        console.print(table(each, report.device))
+    console.print(report.made())
     wrong = [each.model for each in report.models if not each.correct()]
     if wrong:
         console.print(f"[red]WRONG:[/] {', '.join(wrong)}: an error is over {TOLERANCE}")
@@ -271,10 +261,9 @@ def add_preprocess(kinds: Any) -> None:
         "preprocess",
         run_preprocess,
         "JPEGs to patches in threads and in processes, alone and ahead of an engine",
-        COLUMNS,
     )
     parser.add_argument("--model", default="qwen3vl-2b", metavar="PRESET", help="of the engine")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the engine")
+    add_device(parser)
     parser.add_argument(
         "--size",
         nargs="+",
@@ -302,8 +291,8 @@ def add_preprocess(kinds: Any) -> None:
 
 def run_preprocess(options: argparse.Namespace, console: Console) -> int:
     """Raises StartError if there is no such device."""
-    from encoder_service.bench.engine.pipeline import preprocess
-    from encoder_service.bench.engine.timing import open_device
+    from encoder_service.bench import decoding
+    from encoder_service.bench.engine import open_device
 
     open_device(options.device)  # its error names --device, the engine's a configuration
     console.width = max(console.width, PREPROCESS_WIDTH)
@@ -319,99 +308,49 @@ def run_preprocess(options: argparse.Namespace, console: Console) -> int:
         name: [picture(*parse_mix(name)[0][0], seed) for seed in range(VARIANTS)]
         for name in options.size
     }
-    figures = preprocess(actor, pictures, ways, options.seconds, console.print)
-    write_json(options.json, [asdict(each) for each in figures])
-    console.print(preprocess_table(figures, options.model))
+    rows = decoding.preprocess(actor, pictures, ways, options.seconds, console)
+    write_json(options.json, rows)
+    console.print(decoding.table(rows, options.model))
     return 0
-
-
-def preprocess_table(figures: Sequence[DecodeFigures], model: str) -> Table:
-    shown = Table(title=f"JPEGs to patches, {model}", caption=COLUMNS, caption_justify="left")
-    names = (
-        "patches",
-        "decoded",
-        "CPU ms",
-        "switches",
-        "alone ms",
-        "encoded",
-        "patches/s",
-        "engine",
-    )
-    for name in ("size", "way", *names):
-        shown.add_column(name, justify="right" if name in names else "left", no_wrap=True)
-    for each in figures:
-        shown.add_row(
-            *(each.size, each.way, str(each.patches), f"{each.images_per_second:.0f}"),
-            *(f"{each.cpu_ms:.2f}", f"{each.switches:.1f}", f"{each.alone_ms:.2f}"),
-            f"{each.encoded_images_per_second:.0f}",
-            f"{each.encoded_images_per_second * each.patches:,.0f}",
-            f"{each.engine_images_per_second:.0f}",
-        )
-    return shown
-
-
-def add_dataplane(kinds: Any) -> None:
-    parser = add_command(
-        kinds,
-        "dataplane",
-        run_dataplane,
-        "embeddings from an encoder's memory to a consumer's, without a model",
-    )
-    parser.add_argument(
-        "--megabytes",
-        type=above_zero,
-        default=67,
-        metavar="MB",
-        help="per embedding; the default is one 1080p image of Qwen3-VL-8B",
-    )
-    parser.add_argument("--repeats", type=positive, default=20, metavar="N", help="timed transfers")
-    add_json(parser)
 
 
 def run_dataplane(options: argparse.Namespace, console: Console) -> int:
-    from encoder_service.bench.cluster import cluster
-    from encoder_service.bench.dataplane import measure, table
+    from encoder_service.bench import dataplane
 
-    size_bytes = round(options.megabytes * 1e6)
-    room = max(MOST_EMBEDDINGS * size_bytes, 200 * 10**6)
-    with cluster(DATAPLANE_CPUS, servicers=(), object_store_bytes=room):
-        report = measure(size_bytes, options.repeats)
+    report = dataplane.run()
     write_json(options.json, report)
-    console.print(table(report))
+    console.print(dataplane.table(report))
     return 0
 
 
-def mix(text: str) -> list[list[Shape]]:
-    try:
-        return parse_mix(text)
-    except ValueError as error:  # argparse prints the message of its own error only
-        raise argparse.ArgumentTypeError(str(error)) from None
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the engine")
 
 
 def workload(text: str) -> Workload:
     for each in DEFAULT:
         if each.name == text:
             return each
-    kinds = mix(text)
+    kinds = parse_mix(text)
     if len(kinds) > 1:
         raise argparse.ArgumentTypeError(f"{text!r}: separate workloads with spaces")
     return Workload(text, tuple(Size(width, height) for width, height in kinds[0]))
 
 
 def size(text: str) -> str:
-    kinds = mix(text)
+    kinds = parse_mix(text)
     if len(kinds) != 1 or len(kinds[0]) != 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not one WIDTHxHEIGHT")
     return text
 
 
-def one_or_several(known: Sequence[Name], what: str) -> Callable[[str], list[Name]]:
+def one_or_several(known: Sequence[str], what: str) -> Callable[[str], list[str]]:
     """The type of an option that takes names separated by commas."""
 
-    def parse(text: str) -> list[Name]:
+    def parse(text: str) -> list[str]:
         wanted = text.split(",")
         if set(wanted) - set(known):
             raise argparse.ArgumentTypeError(f"{text!r}: {what} are {', '.join(known)}")
-        return [each for name in wanted for each in known if each == name]
+        return wanted
 
     return parse

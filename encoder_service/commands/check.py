@@ -152,13 +152,13 @@ def check_serve(document: dict[str, Any], path: str) -> None:
             f"{path}: http_options.port and grpc_options.port are both {port}: they must differ"
         )
     for name in grpc.get("grpc_servicer_functions", []):
-        check_import(name, ".", f"{path}: grpc_options.grpc_servicer_functions")
+        check_import(name, f"{path}: grpc_options.grpc_servicer_functions")
     for index, application in enumerate(document["applications"]):
         where = f"{path}: applications[{index}]"
         check_keys(application, ServeApplicationSchema, where)
         # Importing code that is not ours may have any effect.
         if application["import_path"].startswith("encoder_service."):
-            check_import(application["import_path"].replace(":", "."), ".", f"{where}.import_path")
+            check_import(application["import_path"].replace(":", "."), f"{where}.import_path")
 
 
 def check_keys(given: Iterable[str], schema: type[BaseModel], where: str) -> None:
@@ -181,9 +181,8 @@ def check_timeouts(
             )
 
 
-def check_import(name: str, separator: str, where: str) -> None:
-    """Raises ConfigError for a name that cannot be imported."""
-    module, _, attribute = name.rpartition(separator)
+def check_import(name: str, where: str) -> None:
+    module, _, attribute = name.rpartition(".")
     try:
         getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:

@@ -18,7 +18,7 @@ from actors.errors import ConfigError
 from encoder_service.client import AsyncClient
 from encoder_service.commands import above_zero, add_command
 from encoder_service.config import AuthOptions, LimitOptions
-from encoder_service.engines.openai_proxy import Proxy, ProxyOptions, build
+from encoder_service.engines.openai_proxy import Proxy
 
 BACKLOG = 2048
 
@@ -67,16 +67,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
             "--token-sha256 is not the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
         ) from None
     limits = LimitOptions(timeout_seconds=options.timeout)
-    asyncio.run(serve(options, ProxyOptions(options.upstream, limits, auth)))
+    asyncio.run(serve(options, limits, auth))
     return 0
 
 
-async def serve(options: argparse.Namespace, chosen: ProxyOptions) -> None:
+async def serve(options: argparse.Namespace, limits: LimitOptions, auth: AuthOptions) -> None:
     """Raises ConfigError for a malformed URL."""
     token = os.environ.get("ENCODER_SERVICE_TOKEN")
     try:
         encoder = AsyncClient(options.encoder, token, options.timeout)
-        app = build(Proxy(chosen, encoder))
+        app = Proxy(options.upstream, limits, auth, encoder).app()
     except (ValueError, httpx.InvalidURL) as wrong:
         raise ConfigError(f"--encoder or --upstream: {wrong}") from None
     with listen(options.host, options.port) as listener:

@@ -47,20 +47,8 @@ HOP_BY_HOP = frozenset(
 """Headers of a single connection (RFC 9110 section 7.6.1), and those that httpx sets itself."""
 READY_MADE = ("image_pil", "kwargs_data")
 """Keys besides ..._embeds that hold tensors; kwargs_data is one of /inference/v1/generate."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProxyOptions:
-    """The vLLM server, and what the proxy accepts."""
-
-    upstream: str
-    """URL of the vLLM server, without /v1."""
-    limits: LimitOptions
-    """Limits on bodies. timeout_seconds is for receiving a body, and again for its embeddings."""
-    auth: AuthOptions
-    """Keys of clients; their header goes on to vLLM all the same. Empty: no key is needed."""
-    upstream_timeout_seconds: float = 600
-    """Longest wait between two pieces of an answer."""
+UPSTREAM_TIMEOUT_SECONDS = 600
+"""Longest wait between two pieces of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +85,22 @@ class Relayed(StreamingResponse):
 class Proxy:
     """One encoder service, one vLLM server, and the connections to both."""
 
-    def __init__(self, options: ProxyOptions, encoder: AsyncClient) -> None:
-        self.options = options
+    def __init__(
+        self, upstream: str, limits: LimitOptions, auth: AuthOptions, encoder: AsyncClient
+    ) -> None:
+        """`upstream`: URL of the vLLM server, without /v1.
+
+        limits.timeout_seconds is for receiving a body, and again for its embeddings. `auth`: keys
+        of clients; their header goes on to vLLM all the same. Empty: no key is needed.
+        """
+        self.upstream = upstream
+        self.limits = limits
         self.encoder = encoder
-        self.tokens = Tokens(options.auth)
-        self.buffered = Buffered(options.limits.max_buffered_bytes)
+        self.tokens = Tokens(auth)
+        self.buffered = Buffered(limits.max_buffered_bytes)
         self.client = httpx.AsyncClient(
-            base_url=options.upstream,
-            timeout=httpx.Timeout(options.upstream_timeout_seconds, connect=10),
+            base_url=upstream,
+            timeout=httpx.Timeout(UPSTREAM_TIMEOUT_SECONDS, connect=10),
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
         )
@@ -115,7 +111,7 @@ class Proxy:
                 self.tokens.authorize(request.headers.get("authorization"))
             with ExitStack() as held:
                 take = held.enter_context(self.buffered.hold())
-                body = await read_body(request, self.options.limits, take)
+                body = await read_body(request, self.limits, take)
                 if request.method == "POST" and request.scope["path"] == CHAT_PATH:
                     body = await self.with_embeddings(body)
                 else:
@@ -136,7 +132,7 @@ class Proxy:
         found = await asyncio.to_thread(images_of, document)
         if not found:
             return body
-        most = self.options.limits.max_items
+        most = self.limits.max_items
         if len(found) > most:
             raise TooLarge(f"{len(found)} images in one request: at most {most}")
         try:
@@ -165,9 +161,9 @@ class Proxy:
         try:
             return await self.client.send(outgoing, stream=True)
         except httpx.TimeoutException as error:
-            raise DeadlineExceeded(f"no answer from {self.options.upstream}: {error!r}") from None
+            raise DeadlineExceeded(f"no answer from {self.upstream}: {error!r}") from None
         except httpx.TransportError as error:
-            raise Unavailable(f"{self.options.upstream} cannot be reached: {error!r}") from None
+            raise Unavailable(f"{self.upstream} cannot be reached: {error!r}") from None
 
     def target(self, request: Request) -> httpx.URL:
         """The same path and query on the vLLM server, quoted as they came."""
@@ -177,9 +173,17 @@ class Proxy:
         whole = base.raw_path.rstrip(b"/") + path + (b"?" + query if query else b"")
         return base.copy_with(raw_path=whole)
 
-    async def close(self) -> None:
-        await self.client.aclose()
-        await self.encoder.close()
+    def app(self) -> Starlette:
+        """The ASGI application. It closes the proxy's connections when it ends."""
+
+        @asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            yield
+            await self.client.aclose()
+            await self.encoder.close()
+
+        routes = [Route("/{path:path}", self.answer, methods=METHODS)]
+        return Starlette(routes=routes, lifespan=lifespan)
 
 
 def images_of(request: Json) -> list[ChatImage]:
@@ -274,15 +278,3 @@ def of_encoder(problem: ServiceError) -> Fault | None:
     if row is None or row.type in ("unauthorized", "invalid_option", "not_found"):
         return None
     return Fault(row, problem.message, problem.item, problem.retry_after_seconds)
-
-
-def build(proxy: Proxy) -> Starlette:
-    """The ASGI application. It closes the proxy's connections when it ends."""
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        await proxy.close()
-
-    routes = [Route("/{path:path}", proxy.answer, methods=METHODS)]
-    return Starlette(routes=routes, lifespan=lifespan)

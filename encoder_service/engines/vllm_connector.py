@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 
-from encoder_service.client import Client, Embedding
+from encoder_service.client import Client
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +116,11 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
 
         async def fetched() -> torch.Tensor:
             async with self.turns:
-                embedding = await in_time(client.fetch(name))
+                try:
+                    async with asyncio.timeout(TIMEOUT_SECONDS):  # also if it trickles in
+                        embedding = await client.fetch(name)
+                except TimeoutError:
+                    raise TimeoutError(f"not received within {TIMEOUT_SECONDS:g} s") from None
             hidden = self._vllm_config.model_config.get_inputs_embeds_size()
             if embedding.shape[1] != hidden * (1 + embedding.deepstack):
                 raise ValueError(
@@ -191,15 +194,6 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
     ) -> None:
         """Does nothing: the service stores no embeddings but its own."""
-
-
-async def in_time(fetch: Awaitable[Embedding]) -> Embedding:
-    """Bounds the whole fetch, also an answer that trickles in. Raises TimeoutError."""
-    try:
-        async with asyncio.timeout(TIMEOUT_SECONDS):
-            return await fetch
-    except TimeoutError:
-        raise TimeoutError(f"not received within {TIMEOUT_SECONDS:g} s") from None
 
 
 def is_reference(feature: Any) -> bool:

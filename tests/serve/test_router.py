@@ -20,8 +20,7 @@ from router.policy.balance import POLICIES
 from router.policy.ledger import REPORT_AGE_SECONDS
 from router.replicas.membership import PinnedReplicaUnavailable
 from router.router import RouterStatus
-from router.simulate.simulation import Cost, Scenario, Simulation
-from router.simulate.traffic import heavy_tailed
+from router.simulate import Cost, Scenario, Simulation, heavy_tailed
 from tests.serve.conftest import Cluster
 from tests.serve.stand_in import (
     BAD,

@@ -23,7 +23,7 @@ from actors.types import Answer, Dtype, Media
 from encoder_service.api.http import build as build_service
 from encoder_service.client import AsyncClient
 from encoder_service.config import AuthOptions, LimitOptions
-from encoder_service.engines.openai_proxy import Proxy, ProxyOptions, build
+from encoder_service.engines.openai_proxy import Proxy
 from tests.unit.front_door import Fleet, service, zeros
 
 WIDTH = 192
@@ -137,8 +137,8 @@ def told(
             encoder = AsyncClient(await stack.enter_async_context(listening(app)), retries=0)
             behind = await stack.enter_async_context(listening(vllm.app()))
             auth = AuthOptions(token_sha256=digests)
-            options = ProxyOptions(upstream or behind, LimitOptions(**limits), auth)
-            front = await stack.enter_async_context(listening(build(Proxy(options, encoder))))
+            proxy = Proxy(upstream or behind, LimitOptions(**limits), auth, encoder)
+            front = await stack.enter_async_context(listening(proxy.app()))
             client = httpx.AsyncClient(base_url=front, timeout=60)
             await story(await stack.enter_async_context(client), vllm)
 

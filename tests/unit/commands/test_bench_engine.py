@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from actors.engine.device import Device
 from actors.families.registry import read
-from actors.models.load import tensors
 from actors.options import ModelOptions
 from actors.types import ItemPlan, Size
 from encoder_service import cli
-from encoder_service.bench.engine import report
-from encoder_service.bench.engine.operations import operations
-from encoder_service.bench.engine.reference import Reference, relative_error
-from encoder_service.bench.engine.report import DEFAULT, MIXED, Times, floor_seconds, published
-from encoder_service.bench.engine.timing import shortened, timed
+from encoder_service.bench import report
+from encoder_service.bench.engine import WARM_UPS, timed
+from encoder_service.bench.reference import relative_error
+from encoder_service.bench.report import MIXED
 
 TINY = ["bench", "engine", "--model", "qwen3vl-tiny", "--device", "cpu"]
-BRIEF = ["--repeats", "1", "--warmup", "1"]
+BRIEF = ["--repeats", "1"]
 
 
 def plans(model: str, *sizes: Size) -> list[ItemPlan]:
@@ -37,33 +35,26 @@ def test_the_mixed_workload_is_what_it_says() -> None:
     assert (len(mixed), *totals) == (20, 32_252, 8_063)
 
 
-@pytest.mark.parametrize(
-    ("model", "floors_ms"),
-    [
-        ("qwen3vl-8b", (0.48, 3.87, 9.68, 7.34, 19.8, 56)),
-        ("qwen3vl-2b", (0.35, 2.82, 7.06, 5.50, 15.1, None)),
-    ],
-)
-def test_floors_of_the_default_workloads(model: str, floors_ms: tuple[float | None, ...]) -> None:
-    spec = read(ModelOptions(id=model, load_format="dummy"))
-    for workload, expected_ms in zip(DEFAULT, floors_ms, strict=True):
-        seconds = floor_seconds(operations(spec, plans(model, *workload.sizes)), "NVIDIA H200")
-        assert seconds
-        assert expected_ms is None or seconds * 1e3 == pytest.approx(expected_ms, rel=0.02)
-    assert floor_seconds(10**12, "CPU") is None
-
-
-def test_operations_are_those_that_torch_counts() -> None:
-    options = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
-    spec = read(options)
-    cpu = torch.device("cpu")
-    reference = Reference(spec, tensors(options, spec, cpu), torch.float32, cpu)
-    reference.model.set_attn_implementation("eager")  # products that torch can count on a CPU
-    items = plans("qwen3vl-tiny", Size(320, 256), Size(64, 64))
-    patches = [torch.zeros(plan.patches, 768, dtype=torch.uint8) for plan in items]
-    with FlopCounterMode(display=False) as counter:
-        reference.rows(patches, items)
-    assert operations(spec, items) == counter.get_total_flops()
+def test_the_floor_counts_gemms_and_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: two frames per patch, three layers, a deepstack merger and the last one."""
+    monkeypatch.setitem(report.PEAK_FLOPS_PER_SECOND, "CPU", 1e12)
+    file = tmp_path / "figures.json"
+    what = ["--workload", "256x256", "--modes", "eager", "--json", str(file)]
+    with sdpa_kernel(SDPBackend.MATH):  # products that torch can count on a CPU
+        assert cli.main([*TINY, *BRIEF, *what]) == 0
+    (workload,) = json.loads(file.read_text())["models"][0]["workloads"]
+    vision = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy")).vision
+    width, depth, out = vision["hidden_size"], vision["depth"], vision["out_hidden_size"]
+    patches, merged = 256, 64
+    block = patches * (4 * width**2 + 2 * width * vision["intermediate_size"])
+    mergers = 1 + len(vision["deepstack_visual_indexes"])
+    total = patches * 3 * 2 * 16**2 * width
+    total += depth * (block + 2 * patches**2 * width)
+    total += mergers * merged * ((4 * width) ** 2 + 4 * width * out)
+    assert workload["floor_ms"] == pytest.approx(2 * total / 1e12 * 1e3)
+    assert report.floor_ms(10**12, "another device") is None
 
 
 @pytest.mark.extended
@@ -73,13 +64,13 @@ def test_a_run_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     workloads = ["--workload", "1x336", "512x512*4+224x224*2"]
     assert cli.main([*TINY, *BRIEF, *workloads, "--json", str(file)]) == 0
     written: dict[str, Any] = json.loads(file.read_text())
-    assert written.keys() >= {"date", "command", "device", "versions", "repeats", "warmup"}
+    assert written.keys() >= {"date", "command", "device", "versions", "repeats"}
     assert written["versions"]["torch"] == torch.__version__
     one, several = written["models"][0]["workloads"]
     assert (one["images"], one["tokens"], several["images"]) == (1, 100, 6)
     for figure in one["figures"] + several["figures"]:
         assert 0 < figure["error"] < report.TOLERANCE
-        assert 0 < figure["times"]["median_ms"] <= figure["times"]["p99_ms"]
+        assert 0 < figure["median_ms"] <= figure["p99_ms"]
         assert (figure["host_ms"] is None) == (figure["mode"] == "transformers")
     by_mode = {figure["mode"]: figure for figure in one["figures"]}
     assert tuple(by_mode) == report.DEFAULT_MODES
@@ -122,13 +113,13 @@ def test_every_budget_and_profile(tmp_path: Path, capsys: pytest.CaptureFixture[
     what = ["--workload", "8x336", "--modes", "budget", "--every-budget", "--profile", "8x336"]
     assert cli.main([*TINY, *BRIEF, *what, "--json", str(file)]) == 0
     model = json.loads(file.read_text())["models"][0]
-    budgets = [each["budget"] for each in model["budget_times"]]
-    assert budgets[:3] == [104, 112, 120]
-    assert budgets[-2:] == [960, 1024]
-    (profile,) = model["profiles"]
-    assert sum(kernel["share"] for kernel in profile["kernels"]) == pytest.approx(1)
-    assert any("addmm" in kernel["name"] for kernel in profile["kernels"])
-    assert "one image of 400 patches in every budget" in capsys.readouterr().out
+    (every,) = model["every_budget"]
+    budgets = [figure["budgets"] for figure in every["figures"]]
+    assert budgets[:3] == [[104], [112], [120]]
+    assert budgets[-2:] == [[960], [1024]]
+    shown = capsys.readouterr().out
+    assert "budget 1024" in shown
+    assert "aten::addmm" in shown
 
 
 def test_a_wrong_output_fails_the_run(
@@ -145,9 +136,9 @@ def test_nan_is_no_small_error() -> None:
     wrong[1, 1] = torch.nan
     assert relative_error([true, true * 1.5], [true, true]) == pytest.approx(0.5)
     error = relative_error([wrong, true], [true, true])
-    model = report.ModelReport(
-        "m", "transformers", [], [report.BudgetTime(64, Times(1, 1), error)], []
-    )
+    figures = [report.ModeFigures("budget 64", 1, 1, error)]
+    every = report.WorkloadReport("1x320", 1, 400, 100, None, figures)
+    model = report.ModelReport("m", "transformers", [], [every])
     assert not model.correct()
 
 
@@ -158,13 +149,6 @@ def test_plot(tmp_path: Path) -> None:
     what = ["--workload", "64x64", "--modes", "eager", "budget", "--plot", str(file)]
     assert cli.main([*TINY, *BRIEF, *what]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
-
-
-def test_published_figures_are_for_one_kind_of_machine() -> None:
-    assert published("qwen3vl-8b", "20xmixed", "NVIDIA H200") == (96, 78)
-    assert published("qwen3vl-8b", "20xmixed", "CPU") is None
-    assert published("qwen3vl-8b", "640x480", "NVIDIA H200") is None
-    assert published("qwen3vl-tiny", "1x336", "NVIDIA H200") is None
 
 
 @pytest.mark.parametrize(
@@ -192,14 +176,9 @@ def test_wrong_command_lines(arguments: list[str]) -> None:
     assert refused.value.code == 2
 
 
-def test_timed_calls_as_often_as_it_says() -> None:
-    calls: list[int] = []
-    times = timed(lambda: calls.append(1), Device(), warmup=3, repeats=7)
-    assert len(calls) == 10
-    assert times.median_ms <= times.p99_ms
-
-
-def test_kernel_names_fit_a_line() -> None:
-    name = "void at::native::vectorized_elementwise_kernel<4, float>(int, float)"
-    assert shortened(name) == "vectorized_elementwise_kernel<4, float>"
-    assert len(shortened("k" * 300)) < 80
+@pytest.mark.parametrize(("repeats", "calls"), [(7, 14), (20, 20 + WARM_UPS)])
+def test_timed_calls_as_often_as_it_says(repeats: int, calls: int) -> None:
+    seen: list[int] = []
+    median_ms, p99_ms = timed(lambda: seen.append(1), Device(), repeats)
+    assert len(seen) == calls
+    assert median_ms <= p99_ms

@@ -171,7 +171,7 @@ def test_the_table_of_simulate_fits_a_terminal(
     shown, told = capsys.readouterr()
     assert told == f"simulating {len(POLICIES)} policies over fleets of 4 replicas ...\n"
     (head,) = (line.split() for line in shown.splitlines() if "policy" in line)
-    assert " ".join(head) == "replicas policy p50 ms p99 ms imbalance burst ms of best replans"
+    assert " ".join(head) == "replicas policy p50 ms p99 ms imbalance burst ms of best"
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -246,7 +246,7 @@ def test_the_bench_of_the_engine_needs_neither_ray_nor_a_web_server() -> None:
         f"import sys\nfor name in ({blocked}):\n    sys.modules[name] = None\n"
         "from encoder_service import cli\n"
         "sys.exit(cli.main('bench engine --model qwen3vl-tiny --device cpu --workload 64x64 '"
-        "'--modes eager --repeats 1 --warmup 1'.split()))\n"
+        "'--modes eager --repeats 1'.split()))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
@@ -266,7 +266,6 @@ def test_the_bench_of_the_engine_needs_neither_ray_nor_a_web_server() -> None:
         "bench serve --config x --burst -1",
         "bench preprocess --threads 0",
         "bench preprocess --seconds x",
-        "bench dataplane --repeats 0",
         "proxy --upstream http://x --timeout 0",
         "encode x.jpg --concurrency 0",
         "encode x.jpg --timeout -1",

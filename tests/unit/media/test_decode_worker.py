@@ -19,7 +19,7 @@ from actors.media.image import prepare
 from actors.media.patchify import Patchifier
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Media
-from encoder_service.bench.engine.pipeline import media
+from encoder_service.bench.decoding import media
 from tests.images import PHOTOGRAPHS, encoded, jpeg, opened, photograph
 from tests.unit.decode_rig import open_decoder
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from encoder_service import cli
 from router.options import Policy
 from router.policy.balance import POLICIES, largest_first
-from router.simulate.simulation import Cost, Outcome, Scenario, Simulation
-from router.simulate.traffic import burst, heavy_tailed, steady
+from router.simulate import Cost, Outcome, Scenario, Simulation, burst, heavy_tailed, steady
 
 PLAIN = Cost(launch_seconds=0, patch_seconds=1, attention_seconds=0)
 SLOW = Cost(13e-3, 20e-6, 2.6e-9)
@@ -44,19 +43,6 @@ def test_a_replica_works_in_the_order_of_arrival() -> None:
     assert outcome.makespan_seconds == 22
 
 
-def test_what_a_dead_replica_had_is_done_by_the_others() -> None:
-    scenario = Scenario(2, 1, [(0.0, [10, 10])], PLAIN, deaths=[(4.0, 0)], restart_seconds=100)
-    outcome = simulate(scenario)
-    assert outcome.replans == 1
-    assert outcome.patches == [0, 20]
-    assert outcome.latencies_seconds == [20]
-
-
-def test_without_a_replica_work_waits_for_the_restart() -> None:
-    scenario = Scenario(1, 1, [(0.0, [10])], PLAIN, deaths=[(4.0, 0)], restart_seconds=30)
-    assert simulate(scenario).latencies_seconds == [44]
-
-
 def test_replicas_on_one_device_share_its_time_while_both_have_work() -> None:
     apart = Scenario(2, 1, [(0.0, [10]), (1.0, [1])], PLAIN)
     assert simulate(apart).latencies_seconds == [1, 10]
@@ -66,23 +52,11 @@ def test_replicas_on_one_device_share_its_time_while_both_have_work() -> None:
     assert together.makespan_seconds == 11
 
 
-def test_who_dies_leaves_the_device_to_the_others() -> None:
-    arrivals = [(0.0, [10]), (0.0, [4])]
-    scenario = Scenario(2, 1, arrivals, PLAIN, deaths=[(4.0, 0)], restart_seconds=99, sharing=2)
-    assert simulate(scenario).latencies_seconds == [6, 16]
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    scenario = Scenario(1, 1, [(0.0, [10]), (1.0, [10]), (11.0, [10])], PLAIN, limit_patches=15)
-    outcome = simulate(scenario)
-    assert (outcome.rejected, len(outcome.latencies_seconds)) == (1, 2)
-
-
 def test_five_times_too_much_costs_neither_goodput_nor_those_who_are_admitted() -> None:
     queue_seconds = 5.0
     for replicas, routers in ((1, 1), (4, 2), (16, 4)):
         requests = 1500 * max(2, replicas // 2)
-        flow = steady(replicas, requests, 5, routers=routers, deaths=0, seed=1, cost=SLOW)
+        flow = steady(replicas, requests, 5, routers=routers, seed=1, cost=SLOW)
         outcome = simulate(replace(flow, queue_seconds=queue_seconds))
         assert sum(outcome.busy_seconds) > 0.9 * replicas * outcome.makespan_seconds
         assert 0.7 < outcome.rejected / requests < 0.9
@@ -93,14 +67,13 @@ def test_five_times_too_much_costs_neither_goodput_nor_those_who_are_admitted() 
     policy=st.sampled_from(list(POLICIES)),
     replicas=st.integers(1, 6),
     routers=st.integers(1, 3),
-    deaths=st.integers(0, 4),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=60)
-def test_every_patch_is_encoded_once_whatever_dies(
-    policy: Policy, replicas: int, routers: int, deaths: int, seed: int
+def test_every_patch_is_encoded_once(
+    policy: Policy, replicas: int, routers: int, seed: int
 ) -> None:
-    scenario = steady(replicas, 40, 0.9, routers=routers, deaths=deaths, seed=seed, cost=TAILED)
+    scenario = steady(replicas, 40, 0.9, routers=routers, seed=seed, cost=TAILED)
     simulation = Simulation(scenario, POLICIES[policy], seed)
     outcome = simulation.run()
     assert len(outcome.latencies_seconds) == 40
@@ -109,14 +82,14 @@ def test_every_patch_is_encoded_once_whatever_dies(
 
 
 def test_the_same_seed_gives_the_same_outcome() -> None:
-    scenario = steady(4, 100, 0.7, routers=2, deaths=1, seed=3, cost=TAILED)
+    scenario = steady(4, 100, 0.7, routers=2, seed=3, cost=TAILED)
     assert simulate(scenario, seed=5) == simulate(scenario, seed=5)
 
 
 def test_largest_first_gains_where_sizes_are_heavy_tailed() -> None:
     for replicas in (4, 8):
         once = burst(replicas, 4 * replicas, seed=1, cost=TAILED)
-        flow = steady(replicas, 1500, 0.7, routers=2, deaths=0, seed=1, cost=TAILED)
+        flow = steady(replicas, 1500, 0.7, routers=2, seed=1, cost=TAILED)
         naive = simulate(once, "round_robin").makespan_seconds, p99(simulate(flow, "round_robin"))
         assert simulate(once).makespan_seconds < 0.9 * naive[0]
         assert p99(simulate(flow)) < 0.75 * naive[1]
@@ -124,7 +97,7 @@ def test_largest_first_gains_where_sizes_are_heavy_tailed() -> None:
 
 def test_many_routers_do_not_flee_to_the_same_replicas() -> None:
     """With reports alone eight routers did worse than in turn; answers tell in time."""
-    flow = steady(16, 4000, 0.8, routers=8, deaths=0, seed=1, cost=TAILED)
+    flow = steady(16, 4000, 0.8, routers=8, seed=1, cost=TAILED)
     told, naive = p99(simulate(flow)), p99(simulate(flow, "round_robin"))
     alone = p99(simulate(replace(flow, answers_tell=False)))
     assert told < 0.75 * naive < 0.75 * alone
@@ -140,7 +113,7 @@ def test_sizes_stay_within_what_a_model_takes() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, picture = tmp_path / "simulation.json", tmp_path / "simulation.png"
-    arguments = ["simulate", "--replicas", "2", "3", "--requests", "50", "--deaths", "1"]
+    arguments = ["simulate", "--replicas", "2", "3", "--requests", "50"]
     assert cli.main([*arguments, "--json", str(report), "--plot", str(picture)]) == 0
     assert "largest_first" in capsys.readouterr().out
     assert [row["replicas"] for row in json.loads(report.read_text())] == [2] * 4 + [3] * 4

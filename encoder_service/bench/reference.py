@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,6 @@ from torch import Tensor
 from actors.models.load import build
 from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan
-
-
-def has_reference(spec: ModelSpec) -> bool:
-    return spec.family == "qwen3_vl"
 
 
 class PlainTower:
@@ -56,6 +52,7 @@ class Reference:
     """transformers.Qwen3VLVisionModel, sdpa, run eagerly."""
 
     name = "transformers"
+    family = "qwen3_vl"
 
     def __init__(
         self,
@@ -106,8 +103,13 @@ class Reference:
             for each, plan in zip(patches, plans, strict=True)
         ]
 
-
-Truth = Reference | PlainTower
+    def call(
+        self, patches: Sequence[Tensor], plans: Sequence[ItemPlan]
+    ) -> Callable[[], list[Tensor]]:
+        """Encodes all items at once, from pixels normalised beforehand."""
+        pixels, grid = self.pixels(patches), self.grid(plans)
+        tokens = [plan.tokens for plan in plans]
+        return lambda: list(self.encode(pixels, grid).split(tokens))
 
 
 def relative_error(rows: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from resource import RUSAGE_SELF, getrusage
 from threading import Lock, Semaphore
 from time import perf_counter, process_time
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from actors.engine.engine import Engine
 from actors.media.decoder import Decoder
@@ -35,50 +37,44 @@ Done = Callable[[Future[Any]], None]
 Begin = Callable[[Done], None]
 """Starts one item; the callback gets its future when it is done."""
 
-
-@dataclass(frozen=True, slots=True)
-class EngineRates:
-    engine: float
-    """Of items decoded beforehand."""
-    pipeline: float
-    """Decoding included, as `preprocess` is configured."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeFigures:
-    size: str
-    patches: int
-    """Per image."""
-    way: str
-    images_per_second: float
-    """Decoded, then dropped."""
-    cpu_ms: float
-    """CPU time of this process per decoded image, over all threads."""
-    switches: float
-    """Voluntary context switches of this process per decoded image."""
-    alone_ms: float
-    """From bytes to patches, one image at a time."""
-    encoded_images_per_second: float
-    """Decoded and encoded."""
-    engine_images_per_second: float
-    """Encoded only, decoded beforehand."""
+COLUMNS = (
+    ("size", "size", "{}"),
+    ("way", "way", "{}"),
+    ("patches", "patches", "{:d}"),
+    ("images_per_second", "decoded", "{:.0f}"),
+    ("cpu_ms", "CPU ms", "{:.2f}"),
+    ("switches", "switches", "{:.1f}"),
+    ("alone_ms", "alone ms", "{:.2f}"),
+    ("encoded_images_per_second", "encoded", "{:.0f}"),
+    ("encoded_patches_per_second", "patches/s", "{:,.0f}"),
+    ("engine_images_per_second", "engine", "{:.0f}"),
+)
+CAPTION = (
+    "patches: per image. decoded: images/s, not encoded. CPU ms: CPU time of the actor's process "
+    "per image; switches: its voluntary context switches per image. alone ms: from bytes to "
+    "patches, one image at a time. encoded: images/s decoded and encoded; patches/s: of these. "
+    "engine: images/s encoded, decoded beforehand."
+)
 
 
 def measure(
     options: ActorOptions, pictures: Sequence[bytes], in_flight: int, seconds: float
-) -> EngineRates:
-    """Each figure for this many seconds, with this many items in flight. Raises StartError."""
+) -> tuple[float, float]:
+    """Images per second of the engine alone, decoded beforehand, and with decoding.
+
+    Each is measured for this many seconds, with this many items in flight. Raises StartError.
+    """
     series = EncoderMetrics()
     decoder = Decoder(options, series)
     engine = open_engine(options, series)
     decoder.wait_until_started()
     patchifier = patchifier_of(engine.tower.spec)
     files = [media(patchifier, picture) for picture in pictures]
-    begins = encoding(engine, files), decoding_ahead(decoder, files, engine.submit)
-    found = [rate(begin, in_flight, seconds) for begin in begins]
+    alone = rate(encoding(engine, files), in_flight, seconds)
+    pipeline = rate(decoding(decoder, files, engine), in_flight, seconds)
     decoder.close()
     engine.close()
-    return EngineRates(*found)
+    return alone, pipeline
 
 
 def preprocess(
@@ -86,16 +82,16 @@ def preprocess(
     pictures: Mapping[str, Sequence[bytes]],
     ways: Sequence[PreprocessOptions],
     seconds: float,
-    report: Callable[[str], None],
-) -> list[DecodeFigures]:
+    console: Console,
+) -> list[dict[str, Any]]:
     """Each way for each size; each figure takes this many seconds. Raises StartError."""
     series, found = EncoderMetrics(), []
-    report(f"starting the engine of {options.model.id} ...")
+    console.print(f"starting the engine of {options.model.id} ...")
     engine = open_engine(options, series)
     patchifier = patchifier_of(engine.tower.spec)
     for size, files in pictures.items():
         sent = [media(patchifier, file) for file in files]
-        report(f"{size} ...")
+        console.print(f"{size} ...")
         patches = sent[0].plan.patches
         in_flight = max(1, min(MOST_IN_FLIGHT, PATCHES_IN_FLIGHT // patches))
         alone = rate(encoding(engine, sent), in_flight, seconds)
@@ -104,29 +100,39 @@ def preprocess(
             decoder = Decoder(chosen, series)
             decoder.wait_until_started()
             started, before = perf_counter(), spent()
-            images = rate(decoding_ahead(decoder, sent, dropped), in_flight, seconds)
+            images = rate(decoding(decoder, sent), in_flight, seconds)
             decoded = images * (perf_counter() - started)
             cpu_seconds, switches = (now - then for now, then in zip(spent(), before, strict=True))
-            one_by_one = rate(decoding_ahead(decoder, sent, dropped), 1, seconds)
-            encoded = rate(decoding_ahead(decoder, sent, engine.submit), in_flight, seconds)
+            one_by_one = rate(decoding(decoder, sent), 1, seconds)
+            encoded = rate(decoding(decoder, sent, engine), in_flight, seconds)
             decoder.close()
             found.append(
-                DecodeFigures(
-                    size=size,
-                    patches=patches,
-                    way=(
+                {
+                    "size": size,
+                    "way": (
                         f"{way.processes} processes" if way.processes else f"{way.threads} threads"
                     ),
-                    images_per_second=images,
-                    cpu_ms=cpu_seconds / decoded * 1e3,
-                    switches=switches / decoded,
-                    alone_ms=1e3 / one_by_one,
-                    encoded_images_per_second=encoded,
-                    engine_images_per_second=alone,
-                )
+                    "patches": patches,
+                    "images_per_second": images,
+                    "cpu_ms": cpu_seconds / decoded * 1e3,
+                    "switches": switches / decoded,
+                    "alone_ms": 1e3 / one_by_one,
+                    "encoded_images_per_second": encoded,
+                    "encoded_patches_per_second": encoded * patches,
+                    "engine_images_per_second": alone,
+                }
             )
     engine.close()
     return found
+
+
+def table(rows: Sequence[dict[str, Any]], model: str) -> Table:
+    shown = Table(title=f"JPEGs to patches, {model}", caption=CAPTION, caption_justify="left")
+    for key, name, _ in COLUMNS:
+        shown.add_column(name, justify="left" if key in ("size", "way") else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*(pattern.format(row[key]) for key, _, pattern in COLUMNS))
+    return shown
 
 
 def spent() -> tuple[float, int]:
@@ -150,29 +156,20 @@ def encoding(engine: Engine, files: Sequence[Media]) -> Begin:
     return begin
 
 
-def decoding_ahead(
-    decoder: Decoder, files: Sequence[Media], submit: Callable[[Item], Future[Any]]
-) -> Begin:
-    """Decodes files, in turn, and submits their items."""
+def decoding(decoder: Decoder, files: Sequence[Media], engine: Engine | None = None) -> Begin:
+    """Decodes files, in turn, and encodes them if there is an engine."""
     media = cycle(files)
 
     def begin(done: Done) -> None:
         decoder.submit(next(media)).add_done_callback(partial(decoded, done))
 
     def decoded(done: Done, item: Future[Item]) -> None:
-        if item.exception():
+        if engine is None or item.exception():
             done(item)
         else:
-            submit(item.result()).add_done_callback(done)
+            engine.submit(item.result()).add_done_callback(done)
 
     return begin
-
-
-def dropped(item: Item) -> Future[None]:
-    """In place of Engine.submit: the item is not encoded."""
-    answer: Future[None] = Future()
-    answer.set_result(None)
-    return answer
 
 
 def rate(begin: Begin, in_flight: int, seconds: float) -> float:

@@ -11,12 +11,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from math import inf
+from math import inf, log
 from random import Random
+from statistics import fmean
 
 from actors.errors import Overloaded
 from router.policy.balance import Plan
 from router.policy.ledger import Ledger, Reservation
+
+REPORT_PERIOD_SECONDS = 1.0
+REPORT_DELAY_SECONDS = 0.3
+"""Delay of a report on its way from a replica to the routers."""
+MEDIAN_PATCHES = 1000  # about 500 x 500 pixels in patches of 16
+SIGMA = 1.1
+"""Standard deviation of the logarithm: one image in a hundred has over 12 times the median."""
+LEAST_PATCHES, MOST_PATCHES = 64, 16384
+ITEMS = (1, 1, 2, 4, 8, 20)  # items per request, equally likely
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,11 @@ class Cost:
         )
 
 
+H200_8B = Cost(launch_seconds=1.23e-3, patch_seconds=1.61e-6, attention_seconds=2.1e-10)
+"""Fitted by eye to the budget graphs of Qwen3-VL-8B's tower as of 2026-11-21 16:42 UTC
+(BENCHMARKS.md): within 5 % for 1, 8 and 20 images of 336x336, for 1024x1024 and for 1080p."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """What happens to the fleet, whatever the policy."""
@@ -45,19 +60,10 @@ class Scenario:
     arrivals: Sequence[tuple[float, Sequence[int]]]
     """In order: the second at which each request arrives, and the patches of its items."""
     cost: Cost
-    limit_patches: int = 2**62
-    """Admitted by one router at a time."""
     queue_seconds: float = inf
     """`router.max_queue_seconds`."""
-    report_period_seconds: float = 1.0
-    report_delay_seconds: float = 0.3
-    """Delay of a report on its way from a replica to the routers."""
     answers_tell: bool = True
     """Replicas report their load with every answer, not only periodically."""
-    deaths: Sequence[tuple[float, int]] = ()
-    """(Second, replica): it loses all its work."""
-    restart_seconds: float = 30.0
-    exclude_seconds: float = 5.0
     sharing: int = 1
     """Replicas per device, in the order of their numbers."""
 
@@ -73,8 +79,6 @@ class Outcome:
     makespan_seconds: float = 0.0
     """When the last item was done."""
     rejected: int = 0
-    replans: int = 0
-    """Items that were retried because their replica died."""
 
     @property
     def imbalance(self) -> float:
@@ -83,7 +87,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Request:
+class SimulatedRequest:
     router: int
     since: float
     left: int
@@ -91,22 +95,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedShard:
-    request: Request
+    request: SimulatedRequest
     reservations: Sequence[Reservation]
 
     @property
     def patches(self) -> list[int]:
         return [one.patches for one in self.reservations]
-
-
-@dataclass(slots=True)
-class SimulatedReplica:
-    queue: deque[SimulatedShard] = field(default_factory=deque)
-    alive: bool = True
-
-    @property
-    def outstanding(self) -> int:
-        return sum(sum(work.patches) for work in self.queue)
 
 
 @dataclass(slots=True)
@@ -138,18 +132,17 @@ class Simulation:
     def __init__(self, scenario: Scenario, policy: Callable[[Random], Plan], seed: int) -> None:
         self.scenario = scenario
         self.plans = [policy(Random(seed + router)) for router in range(scenario.routers)]
-        self.ledgers = [
-            Ledger(scenario.limit_patches, scenario.exclude_seconds, scenario.queue_seconds)
-            for _ in self.plans
-        ]
-        self.replicas = [SimulatedReplica() for _ in range(scenario.replicas)]
+        # Admits any number of patches; excludes nobody, because no replica dies.
+        self.ledgers = [Ledger(2**62, 0, scenario.queue_seconds) for _ in self.plans]
+        self.names = [str(replica) for replica in range(scenario.replicas)]
+        self.queues: list[deque[SimulatedShard]] = [deque() for _ in self.names]
         self.devices = [SharedDevice() for _ in range(-(-scenario.replicas // scenario.sharing))]
         self.outcome = Outcome(
             busy_seconds=[0.0] * scenario.replicas, patches=[0] * scenario.replicas
         )
         self._now = 0.0
         self._left = len(scenario.arrivals)
-        """Requests that are not answered yet; reports and deaths end with the last."""
+        """Requests that are not answered yet; reports end with the last."""
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -157,9 +150,7 @@ class Simulation:
         for number, (second, patches) in enumerate(self.scenario.arrivals):
             router = number % len(self.plans)
             self._at(second, lambda r=router, p=patches: self._arrive(r, p))  # type: ignore[misc]
-        for second, replica in self.scenario.deaths:
-            self._at(second, lambda replica=replica: self._die(replica))  # type: ignore[misc]
-        self._at(self.scenario.report_period_seconds, self._report)
+        self._at(REPORT_PERIOD_SECONDS, self._report)
         while self._left:
             self._now, _, event = heapq.heappop(self._events)
             event()
@@ -169,39 +160,27 @@ class Simulation:
         heapq.heappush(self._events, (second, next(self._order), event))
 
     def _arrive(self, router: int, patches: Sequence[int]) -> None:
+        ledger = self.ledgers[router]
         try:
-            reservations = self.ledgers[router].admit(patches, self._now)
+            reservations = ledger.admit(patches, self._now)
         except Overloaded:
             self.outcome.rejected += 1
             self._left -= 1
             return
-        self._send(Request(router, self._now, len(patches)), reservations)
-
-    def _send(self, request: Request, reservations: Sequence[Reservation]) -> None:
-        """Plans over the replicas that this router does not exclude; waits where there is none."""
-        ledger = self.ledgers[request.router]
-        alive = [place for place, member in enumerate(self.replicas) if member.alive]
-        if not alive:
-            self._at(self._now + 1.0, lambda: self._send(request, reservations))
-            return
-        sound = [place for place in alive if not ledger.excluded(str(place), self._now)]
-        loads = ledger.loads([str(place) for place in sound or alive], self._now)
-        for shard in self.plans[request.router]([one.patches for one in reservations], loads):
+        request = SimulatedRequest(router, self._now, len(patches))
+        for shard in self.plans[router](patches, ledger.loads(self.names, self._now)):
             chosen = [reservations[item] for item in shard.items]
             for one in chosen:
                 ledger.assign(one, shard.replica)
-            self._queue(int(shard.replica), SimulatedShard(request, chosen))
-
-    def _queue(self, replica: int, work: SimulatedShard) -> None:
-        member = self.replicas[replica]
-        member.queue.append(work)
-        if len(member.queue) == 1:
-            self._begin(replica)
+            replica = int(shard.replica)
+            self.queues[replica].append(SimulatedShard(request, chosen))
+            if len(self.queues[replica]) == 1:
+                self._begin(replica)
 
     def _begin(self, replica: int) -> None:
         device = self.devices[replica // self.scenario.sharing]
         device.pass_to(self._now)
-        device.left[replica] = self.scenario.cost.seconds(self.replicas[replica].queue[0].patches)
+        device.left[replica] = self.scenario.cost.seconds(self.queues[replica][0].patches)
         self._foresee(device)
 
     def _foresee(self, device: SharedDevice) -> None:
@@ -211,63 +190,76 @@ class Simulation:
             self._at(self._now + seconds, lambda: self._end(device, turn, replica))
 
     def _end(self, device: SharedDevice, turn: int, replica: int) -> None:
-        if device.turn == turn:
-            self._stop(device, replica)
-            self._finish(replica)
-
-    def _stop(self, device: SharedDevice, replica: int) -> None:
+        if device.turn != turn:
+            return
         device.pass_to(self._now)
-        device.left.pop(replica, None)
+        del device.left[replica]
         self._foresee(device)
-
-    def _finish(self, replica: int) -> None:
-        member = self.replicas[replica]
-        work = member.queue.popleft()
+        queue = self.queues[replica]
+        work = queue.popleft()
         ledger = self.ledgers[work.request.router]
         self.outcome.busy_seconds[replica] += self.scenario.cost.seconds(work.patches)
         self.outcome.patches[replica] += sum(work.patches)
         for one in work.reservations:
             ledger.release(one, self._now, done=True)
         if self.scenario.answers_tell:
-            ledger.hear(str(replica), member.outstanding, self._now)
+            ledger.hear(self.names[replica], outstanding(queue), self._now)
         work.request.left -= len(work.reservations)
         if not work.request.left:
             self.outcome.latencies_seconds.append(self._now - work.request.since)
             self.outcome.makespan_seconds = self._now
             self._left -= 1
-        if member.queue:
+        if queue:
             self._begin(replica)
-
-    def _die(self, replica: int) -> None:
-        """Routers learn of it at once, because their calls fail, and retry its items."""
-        member = self.replicas[replica]
-        if not member.alive:
-            return
-        lost, member.queue = member.queue, deque()
-        member.alive = False
-        self._stop(self.devices[replica // self.scenario.sharing], replica)
-        self._at(self._now + self.scenario.restart_seconds, lambda: self._restart(replica))
-        for work in lost:
-            ledger = self.ledgers[work.request.router]
-            ledger.exclude(str(replica), self._now)
-            for one in work.reservations:
-                ledger.assign(one, None)
-            self.outcome.replans += len(work.reservations)
-            self._send(work.request, work.reservations)
-
-    def _restart(self, replica: int) -> None:
-        self.replicas[replica].alive = True
 
     def _report(self) -> None:
         """What each replica has now reaches the routers a little later."""
-        reports = {
-            str(place): member.outstanding
-            for place, member in enumerate(self.replicas)
-            if member.alive
-        }
-        self._at(self._now + self.scenario.report_delay_seconds, lambda: self._hear(reports))
-        self._at(self._now + self.scenario.report_period_seconds, self._report)
+        reports = dict(zip(self.names, map(outstanding, self.queues), strict=True))
+        self._at(self._now + REPORT_DELAY_SECONDS, lambda: self._hear(reports))
+        self._at(self._now + REPORT_PERIOD_SECONDS, self._report)
 
     def _hear(self, reports: dict[str, int]) -> None:
         for ledger in self.ledgers:
             ledger.report(reports)
+
+
+def outstanding(queue: deque[SimulatedShard]) -> int:
+    return sum(sum(work.patches) for work in queue)
+
+
+def heavy_tailed(random: Random) -> int:
+    """Patches of one image: log-normal, clipped, a multiple of 4."""
+    patches = random.lognormvariate(log(MEDIAN_PATCHES), SIGMA)
+    return int(min(MOST_PATCHES, max(LEAST_PATCHES, patches))) // 4 * 4
+
+
+def drawn(random: Random, requests: int) -> list[list[int]]:
+    """The patches of each item of this many requests."""
+    return [[heavy_tailed(random) for _ in range(random.choice(ITEMS))] for _ in range(requests)]
+
+
+def steady(
+    replicas: int, requests: int, load: float, *, routers: int, seed: int, cost: Cost
+) -> Scenario:
+    """Requests at random times that keep the replicas busy for a fraction `load` of the time."""
+    random = Random(seed)
+    sizes = drawn(random, requests)
+    seconds = fmean(sum(cost.seconds([one]) for one in items) for items in sizes)
+    return Scenario(replicas, routers, at_random(random, sizes, load * replicas / seconds), cost)
+
+
+def burst(replicas: int, requests: int, *, seed: int, cost: Cost) -> Scenario:
+    """All requests at once, through one router: the makespan shows how well the policy packs."""
+    sizes = drawn(Random(seed), requests)
+    return Scenario(replicas, 1, [(0.0, [one for items in sizes for one in items])], cost)
+
+
+def at_random(
+    random: Random, sizes: Sequence[Sequence[int]], per_second: float
+) -> list[tuple[float, Sequence[int]]]:
+    """Each request with the second at which it arrives: a Poisson process."""
+    arrivals, now = [], 0.0
+    for items in sizes:
+        now += random.expovariate(per_second)
+        arrivals.append((now, items))
+    return arrivals

@@ -1,1 +1,0 @@
-"""Benchmarks of one engine on one device, without Ray."""

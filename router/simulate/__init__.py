@@ -1,1 +1,0 @@
-"""The same policies in simulated time."""
