@@ -20,7 +20,7 @@ from encoder_service.intake.limits import INLINE_BYTES, offload
 from encoder_service.ops.metrics import CONTENT_TYPE, merge
 from encoder_service.ops.status import page, policy
 from encoder_service.service import Service
-from encoder_service.wire.formats import JSON, MSGPACK, WRITERS, Document, Piece
+from encoder_service.wire.formats import JSON, WRITERS, Document, Piece
 
 ENCODE_PATH = "/v1/encode"
 CHAT_PATH = "/v1/chat/completions"
@@ -143,7 +143,7 @@ def choose(accept: str) -> str:
 async def rendered(document: Document, accept: str, encoding: str = "base64") -> Response:
     """The document as a response. Formats that copy the data are written in a thread."""
     size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
-    copied_bytes = 0 if accept == MSGPACK else size_bytes
+    copied_bytes = size_bytes if accept == JSON else 0
     pieces = await offload(copied_bytes, WRITERS[accept], document, encoding)
     return await response(pieces, accept)
 

@@ -345,7 +345,7 @@ def tensor_file(entries: Sequence[tuple[str, Embedding]]) -> bytes:
     first = entries[0][1]
     items = [manifest_entry(name, one) for name, one in entries]
     metadata = {"model": first.model, "weights": first.weights, "items": json.dumps(items)}
-    return to_safetensors(tensors, metadata)
+    return b"".join(to_safetensors(tensors, metadata))
 
 
 def parquet_file(entries: Sequence[tuple[str, Embedding]]) -> memoryview:

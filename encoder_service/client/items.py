@@ -59,7 +59,7 @@ class Embedding:
     dtype: str
     shape: tuple[int, ...]
     """Tokens, width."""
-    data: bytes = field(repr=False)
+    data: bytes | bytearray = field(repr=False)
     """Row-major, little-endian."""
     digest: str
     """Hexadecimal SHA-256 of the item's bytes."""
@@ -111,7 +111,7 @@ class Embedding:
 
         return processor_output([self])
 
-    def rows(self) -> bytes:
+    def rows(self) -> bytes | bytearray:
         if self.reference:
             raise ValueError(f"a reference has no rows: Client.fetch({self.reference!r}) gets them")
         return self.data

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from base64 import b64encode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -15,7 +16,7 @@ from yarl import URL
 
 from encoder_service.client.items import ServiceError, service_error
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import MSGPACK, Document, WireError, read_json, read_msgpack
+from encoder_service.wire.formats import MSGPACK, SAFETENSORS, Document, WireError, read_json
 
 if TYPE_CHECKING:
     from encoder_service.client.grpc_transport import GrpcTransport
@@ -25,8 +26,8 @@ IDLE_SECONDS = 5.0
 HEAD_BYTES = 64 * 1024  # longest line and header value of a response
 PIECE_BYTES = 256 * 1024
 """Larger request bodies are sent in pieces: asyncio copies what the socket cannot take at once."""
-MOST_BYTES = 2**31
-"""Of a body that is read into one buffer, whose size a header says before any of it has come."""
+MOST_HEADER_BYTES = 2**26
+"""Of a response in safetensors: everything but the rows."""
 
 
 Transport: TypeAlias = "HttpTransport | GrpcTransport"
@@ -93,20 +94,20 @@ class HttpTransport:
             await self.session.close()
 
     async def document(self, method: str, path: str, body: bytes = b"") -> Document:
-        response, received = await self.request(method, path, body)
-        read = read_msgpack if response.content_type == MSGPACK else read_json
-        try:
-            return read(received)
-        except WireError as error:
-            raise ServiceError("invalid_response", str(error), response.status) from error
+        document: Document = await self.request(method, path, body, read_document)
+        return document
 
     async def request(
-        self, method: str, path: str, body: bytes = b""
-    ) -> tuple[aiohttp.ClientResponse, bytes | bytearray]:
-        """A 2xx response and its body; any other one is raised as ServiceError."""
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        read: Callable[[aiohttp.ClientResponse], Awaitable[Any]] = aiohttp.ClientResponse.read,
+    ) -> Any:
+        """What `read` makes of a 2xx response; any other one is raised as ServiceError."""
         if self.session is None:
             self.session = self.open_session()
-        content: dict[str, Any] = {"headers": {"accept": MSGPACK}}
+        content: dict[str, Any] = {"headers": {"accept": SAFETENSORS}}
         if body:
             content["headers"] |= {"content-type": MSGPACK, "content-length": str(len(body))}
             content["data"] = pieces(body) if len(body) > PIECE_BYTES else body
@@ -114,14 +115,15 @@ class HttpTransport:
             async with self.session.request(
                 method, URL(self.url + path, encoded=True), allow_redirects=False, **content
             ) as response:
-                received = await body_of(response)
+                if 200 <= response.status < 300:
+                    return await read(response)
+                raise http_error(response, await response.read())
+        except WireError as error:
+            raise ServiceError("invalid_response", str(error), response.status) from error
         except TimeoutError as error:
             raise ServiceError("deadline_exceeded", f"no answer in time: {error!r}") from error
         except (aiohttp.ClientError, UnicodeError) as error:  # UnicodeError: not a host name
             raise ServiceError("unavailable", f"{self.url}: {error!r}", retryable=True) from error
-        if 200 <= response.status < 300:
-            return response, received
-        raise http_error(response, received)
 
     def open_session(self) -> aiohttp.ClientSession:
         limit = self.timeout_seconds
@@ -151,19 +153,46 @@ class CleanConnector(aiohttp.TCPConnector):
             connection.close()
 
 
-async def body_of(response: aiohttp.ClientResponse) -> bytes | bytearray:
-    """The body, read into one buffer: `response.read()` joins pieces and so holds all bytes twice.
+async def read_document(response: aiohttp.ClientResponse) -> Document:
+    if response.content_type == SAFETENSORS:
+        return await read_embeddings(response.content)
+    return read_json(await response.read())
 
-    Of 3.3 MB that takes 1.7 to 2.4 ms of CPU time instead of 9 to 10 on uvloop.
+
+async def read_embeddings(content: aiohttp.StreamReader) -> Document:
+    """A response in safetensors: its document, each item's "data" a buffer of its own.
+
+    Rows are copied once, from the pieces that arrive. Raises WireError.
     """
-    length = response.content_length
-    if length is None or length > MOST_BYTES or "content-encoding" in response.headers:
-        return await response.read()
-    body, end = bytearray(length), 0
-    async for piece in response.content.iter_any():
-        body[end : end + len(piece)] = piece
-        end += len(piece)
-    return body
+    try:
+        length = int.from_bytes(await content.readexactly(8), "little")
+        if length > MOST_HEADER_BYTES:
+            raise WireError(f"the header has {length} bytes, over {MOST_HEADER_BYTES}")
+        header = read_json(await content.readexactly(length))
+        document = read_json(header.pop("__metadata__")["answer"])
+        items = {str(item["index"]): item for item in document["items"]}
+        rest, position = memoryview(b""), 0
+        for name, tensor in header.items():
+            start, end = tensor["data_offsets"]
+            if start != position:
+                raise ValueError(f"tensor {name!r} does not follow the one before it")
+            data, position = bytearray(end - start), end
+            items[name]["data"] = data
+            left = memoryview(data)
+            while left:
+                rest = rest or memoryview(await content.readany())
+                if not rest:
+                    raise WireError("the response ends within an embedding")
+                count = min(len(left), len(rest))
+                left[:count] = rest[:count]
+                left, rest = left[count:], rest[count:]
+    except asyncio.IncompleteReadError:
+        raise WireError("the response ends within its header") from None
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, MemoryError) as error:
+        if isinstance(error, WireError):
+            raise
+        raise WireError(f"not a response of this service: {error!r}") from error
+    return document
 
 
 async def pieces(body: bytes) -> AsyncIterator[memoryview]:
@@ -173,7 +202,7 @@ async def pieces(body: bytes) -> AsyncIterator[memoryview]:
         yield view[start : start + PIECE_BYTES]
 
 
-def http_error(response: aiohttp.ClientResponse, body: bytes | bytearray) -> ServiceError:
+def http_error(response: aiohttp.ClientResponse, body: bytes) -> ServiceError:
     status, wait = response.status, response.headers.get("retry-after", "")
     try:
         document = json.loads(body)["error"]

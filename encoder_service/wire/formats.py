@@ -40,7 +40,7 @@ CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes per value
 
 Document = dict[str, Any]
-Buffer = bytes | memoryview | npt.NDArray[np.uint8]
+Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 Piece = bytes | memoryview  # part of a body; its len() is its number of bytes
 
 
@@ -154,13 +154,15 @@ def write_safetensors(answer: Document, encoding: str) -> list[Piece]:
     """Tensors are named "0", "1", ... by index; the rest is JSON, "answer" in the metadata."""
     named = {str(item["index"]): item for item in answer["items"] if "data" in item}
     items = [without(item, "data") for item in answer["items"]]
-    return [to_safetensors(named, {"answer": json.dumps({**answer, "items": items})})]
+    return to_safetensors(named, {"answer": json.dumps({**answer, "items": items})})
 
 
-def to_safetensors(tensors: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file of tensors given as {"dtype", "shape", "data"}."""
+def to_safetensors(
+    tensors: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, str]
+) -> list[Piece]:
+    """A safetensors file of tensors given as {"dtype", "shape", "data"}; the data is not copied."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    chunks: list[memoryview] = []
+    chunks: list[Piece] = []
     end = 0
     for name, tensor in tensors.items():
         data = memoryview(tensor["data"]).cast("B")
@@ -173,7 +175,7 @@ def to_safetensors(tensors: Mapping[str, Mapping[str, Any]], metadata: Mapping[s
         end += len(data)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # readers map the file, and want aligned tensors
-    return b"".join([len(text).to_bytes(8, "little"), text, *chunks])
+    return [len(text).to_bytes(8, "little") + text, *chunks]
 
 
 def to_array(data: Buffer, dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:

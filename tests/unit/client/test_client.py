@@ -24,7 +24,7 @@ from encoder_service.client.transports import HttpTransport
 from encoder_service.wire import documents as wire
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.encoder_grpc import add_EncoderServicer_to_server
-from encoder_service.wire.formats import write_msgpack
+from encoder_service.wire.formats import write_safetensors
 from tests import images
 from tests.unit.proxied import in_a_thread, listening
 
@@ -82,7 +82,7 @@ class Server:
             if errors and options["on_error"] == "fail":
                 return Response(json.dumps({"error": errors[0]}), 400)
             document = {"model": "m", "weights": "dummy", "items": answers, "timings": TIMINGS}
-            packed = b"".join(write_msgpack(document, ""))
+            packed = b"".join(write_safetensors(document, ""))
             return Response(packed, media_type=request.headers["accept"])
 
         @app.get("/v1/model")

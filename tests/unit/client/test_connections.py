@@ -13,6 +13,7 @@ import uvloop
 
 from encoder_service.client import ServiceError
 from encoder_service.client.transports import HttpTransport, connect
+from encoder_service.wire.formats import write_safetensors
 
 BODY = bytes(range(256)) * 12_000
 """Several megabytes."""
@@ -125,12 +126,70 @@ def test_bodies_come_whole_and_connections_are_used_again(
     async def run() -> None:
         async with client(answer) as (http, server):
             for _ in range(3):
-                _, found = await http.request("POST", "/there?x=1", b"sent")
+                found = await http.request("POST", "/there?x=1", b"sent")
                 assert found == body
                 await asyncio.sleep(0.01)  # a server that closes has done so
             assert server.connections == connections
             assert server.seen[0].startswith(b"POST /there?x=1 HTTP/1.1\r\n")
             assert all(request.endswith(b"\r\n\r\nsent") for request in server.seen)
+
+    asyncio.run(run())
+
+
+ITEMS = [
+    {"index": 0, "dtype": "float32", "shape": [3, 1000], "data": BODY[:12_000]},
+    {"index": 1, "error": {"type": "invalid_media"}},
+    {"index": 2, "dtype": "bfloat16", "shape": [0, 8], "data": b""},
+    {"index": 3, "dtype": "float16", "shape": [250_000, 2], "data": BODY[:1_000_000]},
+]
+EMBEDDINGS = b"".join(write_safetensors({"model": "m", "items": ITEMS}, ""))
+
+
+def encoded(body: bytes) -> bytes:
+    return sized(body, b"content-type: application/vnd.safetensors")
+
+
+@pytest.mark.parametrize("torn", [10**9, 100_000, 777])
+def test_each_embedding_comes_whole_in_a_buffer_of_its_own(torn: int) -> None:
+    response = encoded(EMBEDDINGS)
+    parts = [response[at : at + torn] for at in range(0, len(response), torn)]
+
+    async def run() -> None:
+        async with client(says(*parts)) as (http, server):
+            for _ in range(2):
+                document = await http.encode([], {})
+                assert document == {"model": "m", "items": ITEMS}
+                rows = [item["data"] for item in document["items"] if "data" in item]
+                assert all(isinstance(one, bytearray) for one in rows)
+            assert server.connections == 1
+
+    asyncio.run(run())
+
+
+HEADER_BYTES = int.from_bytes(EMBEDDINGS[:8], "little")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{}", "ends within its header"),
+        (EMBEDDINGS[:50], "ends within its header"),
+        (EMBEDDINGS[:-1], "ends within an embedding"),
+        (b"\xff" * 60, "over 67108864"),
+        (EMBEDDINGS[:8] + b" " * HEADER_BYTES, "not JSON"),
+        (EMBEDDINGS[:8] + b"{}".ljust(HEADER_BYTES), "not a response"),
+        (EMBEDDINGS.replace(b"[0, 12000]", b"[9, 12000]"), "not a response"),
+        (EMBEDDINGS.replace(b"[0, 12000]", b"[0, -1000]"), "not a response"),
+        (EMBEDDINGS.replace(b"[0, 12000]", b"[0, 9e999]"), "not a response"),
+    ],
+    ids=["empty", "header", "rows", "length", "no JSON", "no document", "gap", "minus", "endless"],
+)
+def test_a_response_without_its_embeddings_is_invalid(body: bytes, message: str) -> None:
+    async def run() -> None:
+        async with client(says(encoded(body))) as (http, _):
+            with pytest.raises(ServiceError, match=message) as failed:
+                await http.encode([], {})
+            assert failed.value.type == "invalid_response"
 
     asyncio.run(run())
 
@@ -252,7 +311,7 @@ def test_requests_at_a_time_have_a_connection_each() -> None:
     async def run() -> None:
         async with client(says(KNOWN)) as (http, server):
             answers = await asyncio.gather(*(http.request("GET", "/") for _ in range(5)))
-            assert all(found == BODY for _, found in answers)
+            assert all(found == BODY for found in answers)
             assert server.connections == 5
             await asyncio.gather(*(http.request("GET", "/") for _ in range(5)))
             assert server.connections == 5
