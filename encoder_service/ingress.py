@@ -40,8 +40,7 @@ from encoder_service.ops.metrics import Page, Scrape
 from encoder_service.ops.status import Glance
 from encoder_service.service import Service
 from router.here import answer_here, encode_here
-from router.replicas.references import unknown
-from router.replicas.serve_fleet import LOST, brief
+from router.replicas.serve_fleet import LOST, brief, unknown
 from router.router import Router
 
 SCRAPE_SECONDS = 2.0
@@ -136,7 +135,7 @@ class RouterBackend:
 
     async def ready_replicas(self) -> int:
         status = await self.router.status()
-        if not status.ready:
+        if not status.replicas:
             raise Unavailable("no encoder is ready yet: they load weights and capture graphs")
         return len(status.replicas)
 

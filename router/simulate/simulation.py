@@ -186,11 +186,12 @@ class Simulation:
             return
         sound = [place for place in alive if not ledger.excluded(str(place), self._now)]
         loads = ledger.loads([str(place) for place in sound or alive], self._now)
-        for shard in self.plans[request.router]([one.patches for one in reservations], loads):
-            chosen = [reservations[item] for item in shard.items]
+        shards = self.plans[request.router]([one.patches for one in reservations], loads)
+        for replica, items in shards.items():
+            chosen = [reservations[item] for item in items]
             for one in chosen:
-                ledger.assign(one, shard.replica)
-            self._queue(int(shard.replica), SimulatedShard(request, chosen))
+                ledger.assign(one, replica)
+            self._queue(int(replica), SimulatedShard(request, chosen))
 
     def _queue(self, replica: int, work: SimulatedShard) -> None:
         member = self.replicas[replica]

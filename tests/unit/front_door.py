@@ -21,7 +21,7 @@ from encoder_service.ops.exchange import Exchange
 from encoder_service.ops.metrics import Page, Scrape
 from encoder_service.ops.status import Glance
 from encoder_service.service import Service
-from router.replicas.references import unknown
+from router.replicas.serve_fleet import unknown
 from tests.images import jpeg
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
