@@ -32,8 +32,8 @@ from encoder_service.api.errors import AtItem
 from encoder_service.api.grpc import EncoderCalls, HealthCalls, Refused
 from encoder_service.config import ServiceOptions
 from encoder_service.llm import http as chat_http
+from encoder_service.llm.http import ChatService, ReplicaLost
 from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed
-from encoder_service.llm.service import ChatService, ReplicaLost
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.ops.exchange import Failure
 from encoder_service.ops.metrics import Page, Scrape
@@ -162,7 +162,7 @@ class RouterBackend:
 
 
 class ChatFleet:
-    """llm.service.ChatBackend over a Serve handle, which picks the least busy replica."""
+    """llm.http.ChatBackend over a Serve handle, which picks the least busy replica."""
 
     def __init__(self, chat: DeploymentHandle) -> None:
         self.handle = chat

@@ -10,23 +10,17 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from actors.errors import CheckpointError, InvalidRequest
+from actors.errors import CheckpointError, InvalidRequest, UnsupportedMedia
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Files, Preset, find
-from encoder_service.llm.placeholders import Placed
+from actors.spec.video import VideoSizing
+from actors.types import Grid, Kind, Media
 from encoder_service.llm.schema import Message
 from encoder_service.llm.spec import LlmSpec
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 
-SPECIAL = (
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-)
+SPECIAL = ["im_start", "im_end", "image_pad", "video_pad", "vision_start", "vision_end"]
 """A preset's special tokens, which follow its 256 byte tokens."""
 
 CHATML = """\
@@ -84,8 +78,35 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens([f"<|{name}|>" for name in SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An image or a video of a prompt. Its placeholders are those of its family's own processor.
+
+    An image is one token per embedding row. A video is that for each group of frames, for some
+    families between texts that give the group's time.
+    """
+
+    kind: Kind
+    grid_thw: Grid
+    tokens: int
+    times: tuple[float, ...] = ()
+    """Of a video: the time of each group of frames in seconds."""
+    seconds_per_group: float = 0.0
+
+
+def place(media: Media, video: VideoSizing | None) -> Placed:
+    """`video`: how the encoders cut up videos. Raises UnsupportedMedia for a video without it."""
+    plan, clip = media.plan, media.clip
+    if clip is None:
+        return Placed(media.kind, plan.grid_thw, plan.tokens)
+    if video is None:
+        raise UnsupportedMedia("this model takes no videos: send frames as images")
+    times, seconds = tuple(video.timestamps(clip)), video.seconds_per_group(clip)
+    return Placed(media.kind, plan.grid_thw, plan.tokens, times, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,18 +181,18 @@ def expand(
     return expanded, kinds
 
 
-Runs = list[tuple[list[int], int]]
-"""Lists of tokens, each of one kind."""
-
-
-def video_runs(one: Placed, spec: LlmSpec, language: Language) -> Runs:
+def video_runs(one: Placed, spec: LlmSpec, language: Language) -> list[tuple[list[int], int]]:
+    """Lists of tokens, each of one kind."""
     style = spec.video_style
     token = spec.image_token_id if style.as_images else spec.video_token_id
     rows = [token] * (one.tokens // len(one.times))
-    runs: Runs = []
-    for texts in one.texts(style):
+    runs = []
+    for time in one.times:
         before, after = (
-            language.tokenizer.encode(text, add_special_tokens=False) for text in texts
+            language.tokenizer.encode(
+                text.format(seconds=time, whole=int(time)), add_special_tokens=False
+            )
+            for text in (style.before, style.after)
         )
         runs += [(before, TEXT), (rows, VIDEO), (after, TEXT)]
     return runs

@@ -1,6 +1,6 @@
 """A chat request, as in OpenAI's API, and the types that it becomes on its way to an answer:
 
-    ChatRequest -> ChatCall -> TextDelta, TextDelta, ..., Finish (or ChatFailed)
+    ChatRequest -> ChatCall -> str, str, ..., Finish (or ChatFailed)
 
 Unknown keys are rejected; only `detail` is accepted and ignored.
 """
@@ -11,14 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from actors.errors import InvalidRequest, NotFound, ServiceError
 from actors.telemetry.request_context import NOBODY, Origin
@@ -42,7 +35,6 @@ EXAMPLES: dict[Kind, str] = {"image": "image/jpeg", "video": "video/mp4"}
 FRAMES = "data:video/jpeg;base64"
 KINDS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
 """`type` of a part -> of an item."""
-
 
 Message = dict[str, Any]
 """{"role", "content"} as chat templates read it; images and videos of the content are
@@ -77,11 +69,6 @@ class ChatCall:
 
 
 @dataclass(frozen=True, slots=True)
-class TextDelta:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Finish:
     reason: Literal["stop", "length"]
     prompt_tokens: int
@@ -98,12 +85,11 @@ class ChatFailed:
     """Position of the image or video that caused it; None: the request as a whole."""
 
 
-ChatEvent = TextDelta | Finish
+ChatEvent = str | Finish
+"""A piece of the text, or its end."""
 
 
 class StrictModel(BaseModel):
-    """Immutable; rejects unknown keys."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
@@ -152,6 +138,20 @@ class ChatMessage(StrictModel):
         min_length=1, max_length=MOST_PARTS, fail_fast=True
     )
 
+    def for_template(self) -> Message:
+        """Text-only content becomes a string, which every chat template accepts."""
+        role = "system" if self.role == "developer" else self.role
+        texts = [part.text for part in self.content if isinstance(part, TextPart)]
+        if len(texts) == len(self.content):
+            return {"role": role, "content": "".join(texts)}
+        content = [
+            {"type": "text", "text": part.text}
+            if isinstance(part, TextPart)
+            else {"type": KINDS[part.type]}
+            for part in self.content
+        ]
+        return {"role": role, "content": content}
+
 
 class StreamOptions(StrictModel):
     include_usage: bool = False
@@ -195,9 +195,6 @@ class ChatRequest(StrictModel):
             seed=self.seed,
             stop=tuple(self.stop),
         )
-
-    def template_messages(self) -> tuple[Message, ...]:
-        return tuple(map(template_message, self.messages))
 
     def characters(self) -> int:
         parts = (part for message in self.messages for part in message.content)
@@ -254,23 +251,6 @@ def reason(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return "not supported here; leave it out"
     return str(problem["msg"]).removeprefix("Value error, ")  # pydantic's, for our validators
-
-
-def template_message(message: ChatMessage) -> Message:
-    """Text-only content becomes a string, which every chat template accepts."""
-    role = "system" if message.role == "developer" else message.role
-    if all(isinstance(part, TextPart) for part in message.content):
-        texts = (part.text for part in message.content if isinstance(part, TextPart))
-        return {"role": role, "content": "".join(texts)}
-    return {
-        "role": role,
-        "content": [
-            {"type": "text", "text": part.text}
-            if isinstance(part, TextPart)
-            else {"type": KINDS[part.type]}
-            for part in message.content
-        ],
-    }
 
 
 def item(where: str, part: ImagePart | VideoPart) -> RequestItem:

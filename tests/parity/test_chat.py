@@ -25,8 +25,15 @@ from actors.types import Clip, ItemPlan, Media, Size
 from encoder_service.config import LlmOptions
 from encoder_service.llm import model as language_model
 from encoder_service.llm.model import Generator
-from encoder_service.llm.placeholders import Placed, place
-from encoder_service.llm.prompt import CHATML, Language, Prompt, byte_tokenizer, expand
+from encoder_service.llm.prompt import (
+    CHATML,
+    Language,
+    Placed,
+    Prompt,
+    byte_tokenizer,
+    expand,
+    place,
+)
 from encoder_service.llm.schema import Finish, SamplingParams
 from encoder_service.llm.spec import LlmSpec, read
 from tests.checkpoints import write

@@ -22,8 +22,7 @@ from actors.spec.video import MeanTimes, TotalPixels, VideoSizing
 from actors.types import Clip, Media, Size
 from encoder_service.config import LlmOptions
 from encoder_service.llm import spec as llm_spec
-from encoder_service.llm.placeholders import place
-from encoder_service.llm.prompt import CHATML, VIDEO, Language, byte_tokenizer, expand
+from encoder_service.llm.prompt import CHATML, VIDEO, Language, byte_tokenizer, expand, place
 
 GLM = ["<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"]
 GLM += ["<|begin_of_video|>", "<|end_of_video|>"]

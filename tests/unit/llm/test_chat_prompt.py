@@ -11,8 +11,7 @@ from actors.families.registry import read
 from actors.options import ModelOptions
 from encoder_service.config import LlmOptions
 from encoder_service.llm import spec as llm_spec
-from encoder_service.llm.placeholders import Placed
-from encoder_service.llm.prompt import expand, load_language, prompt
+from encoder_service.llm.prompt import Placed, expand, load_language, prompt
 from encoder_service.llm.schema import Message
 
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
