@@ -36,8 +36,7 @@ from encoder_service.llm.http import ChatService, ReplicaLost
 from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.ops.exchange import Failure
-from encoder_service.ops.metrics import Page, Scrape
-from encoder_service.ops.status import Glance
+from encoder_service.ops.status import Glance, Page, Scrape
 from encoder_service.service import Service
 from router.here import answer_here, encode_here
 from router.replicas.serve_fleet import LOST, brief, unknown

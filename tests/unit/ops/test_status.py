@@ -13,9 +13,8 @@ from actors.telemetry.metrics import EncoderMetrics
 from encoder_service.api.answer import model_card
 from encoder_service.api.http import build
 from encoder_service.config import AuthOptions, ServiceOptions
-from encoder_service.ops.exchange import Failure
-from encoder_service.ops.metrics import Page, Scrape, ServiceMetrics
-from encoder_service.ops.status import Glance, SingleFlight, status
+from encoder_service.ops.exchange import Failure, ServiceMetrics
+from encoder_service.ops.status import Glance, Page, Scrape, SingleFlight, status
 from encoder_service.service import Service
 from router.metrics import RouterMetrics
 from tests.unit.front_door import MODEL, Fleet, service
