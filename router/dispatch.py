@@ -124,6 +124,9 @@ class Dispatcher:
         replicas = await self._replicas(deadline)
         items, new = self._admit(media, dtype, deadline, keep=keep)
         self._launch(new, replicas, singly=singly)
+        late = DeadlineExceeded(
+            f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
+        )
         try:
             waiting: dict[asyncio.Future[Answer], list[int]] = {}
             for position, item in enumerate(items):
@@ -131,9 +134,6 @@ class Dispatcher:
             while waiting:
                 done, _ = await asyncio.wait(
                     waiting, timeout=max(0.0, deadline - now()), return_when=FIRST_COMPLETED
-                )
-                late = DeadlineExceeded(
-                    f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
                 )
                 for future in done or list(waiting):
                     answer = future.result() if future.done() else late

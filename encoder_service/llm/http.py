@@ -240,9 +240,10 @@ def refusal(problem: Exception, parsed: Parsed | None, exchange: Exchange) -> Re
 class EventStream(StreamingResponse):
     """Ends the generation when the connection ends, whichever side closes it."""
 
+    media_type = "text/event-stream"
+
     def __init__(self, body: AsyncGenerator[bytes], held: AsyncExitStack) -> None:
-        headers = {"cache-control": "no-cache"}
-        super().__init__(body, media_type="text/event-stream", headers=headers)
+        super().__init__(body, headers={"cache-control": "no-cache"})
         self.held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -287,21 +288,19 @@ class Answers:
     def completion(self, text: str, finish: Finish) -> Json:
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": message, "finish_reason": finish.reason}
-        return self.head | {
-            "object": "chat.completion",
-            "choices": [choice],
-            "usage": usage(finish),
-        }
+        more = {"object": "chat.completion", "choices": [choice], "usage": usage(finish)}
+        return self.head | more
 
     def chunk(self, delta: Json, finish: Finish | None = None) -> bytes:
         reason = finish.reason if finish else None
-        choice = {"index": 0, "delta": delta, "finish_reason": reason}
-        return sent(self.head | {"object": "chat.completion.chunk", "choices": [choice]})
+        return self._chunk(choices=[{"index": 0, "delta": delta, "finish_reason": reason}])
 
     def usage_chunk(self, finish: Finish) -> bytes:
         """The last event before DONE, if `include_usage` is set."""
-        document = {"object": "chat.completion.chunk", "choices": [], "usage": usage(finish)}
-        return sent(self.head | document)
+        return self._chunk(choices=[], usage=usage(finish))
+
+    def _chunk(self, **more: Any) -> bytes:
+        return sent(self.head | {"object": "chat.completion.chunk"} | more)
 
 
 def usage(finish: Finish) -> Json:

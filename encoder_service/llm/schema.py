@@ -41,18 +41,31 @@ Message = dict[str, Any]
 {"type": "image"} and {"type": "video"}."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class StrictModel(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def as_tuple(stop: Any) -> Any:
+    if isinstance(stop, list):
+        return tuple(stop)
+    return (stop,) if isinstance(stop, str) else () if stop is None else stop
+
+
+class SamplingParams(StrictModel):
     """How the next token is chosen, and when generation stops."""
 
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(None, gt=0)
     """None: the service's default."""
-    temperature: float | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
     """0: greedy. None: as in the checkpoint's generation_config.json."""
-    top_p: float | None = None
+    top_p: float | None = Field(None, gt=0, le=1)
     """None: as in the checkpoint's generation_config.json."""
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)], ...],
+        Field(max_length=MOST_STOPS),
+        BeforeValidator(as_tuple),
+    ] = ()
     """Texts that end the completion and are not part of it."""
 
 
@@ -87,10 +100,6 @@ class ChatFailed:
 
 ChatEvent = str | Finish
 """A piece of the text, or its end."""
-
-
-class StrictModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class TextPart(StrictModel):
@@ -157,11 +166,7 @@ class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-def as_list(stop: Any) -> Any:
-    return [stop] if isinstance(stop, str) else [] if stop is None else stop
-
-
-class ChatRequest(StrictModel):
+class ChatRequest(SamplingParams):
     """The body of POST /v1/chat/completions."""
 
     model: str
@@ -169,16 +174,8 @@ class ChatRequest(StrictModel):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_TURNS, fail_fast=True)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, gt=0)
     max_completion_tokens: int | None = Field(None, gt=0)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]],
-        Field(max_length=MOST_STOPS),
-        BeforeValidator(as_list),
-    ] = []
+    """The newer name of max_tokens."""
     n: Literal[1] = 1
 
     @model_validator(mode="after")
@@ -188,13 +185,9 @@ class ChatRequest(StrictModel):
         return self
 
     def sampling(self) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self.max_completion_tokens or self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            stop=tuple(self.stop),
-        )
+        chosen = {name: getattr(self, name) for name in SamplingParams.model_fields}
+        chosen["max_tokens"] = self.max_completion_tokens or self.max_tokens
+        return SamplingParams(**chosen)
 
     def characters(self) -> int:
         parts = (part for message in self.messages for part in message.content)
