@@ -31,7 +31,7 @@ from encoder_service.api.errors import AtItem
 from encoder_service.config import LlmOptions
 from encoder_service.intake.limits import Deadline
 from encoder_service.llm import model
-from encoder_service.llm.prompt import Prompt, load_language, place, prompt
+from encoder_service.llm.prompt import Prompt, load_tokenizer, place, prompt
 from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed, Finish, SamplingParams
 from encoder_service.llm.spec import LlmSpec
 from router.here import Reader, encode_here
@@ -137,12 +137,12 @@ class Chat:
         reader = Receiver(options.device) if transport == "nixl" else None
         self.embedder = Embedder(router, spec.dtype, reader)
         self.series = ChatMetrics()
-        self.language = load_language(own)
-        self.generator = model.Generator(model.load(own, options.device), self.language.tokenizer)
+        self.tokenizer = load_tokenizer(own)
+        self.generator = model.Generator(model.load(own, options.device), self.tokenizer)
         self.thread = ThreadPoolExecutor(1, "generate")
         self.broken = ""
         # A short text, so that lazy initialisation is over before we are ready.
-        made = prompt([{"role": "user", "content": "a"}], [], 2, spec, self.language)
+        made = prompt([{"role": "user", "content": "a"}], [], 2, spec, self.tokenizer)
         self._generate(made, [], SamplingParams(temperature=0), lambda text: None, Flag())
         log.info("language model %s is ready: %s", self.replica, spec.id)
 
@@ -181,7 +181,7 @@ class Chat:
         encoding.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             made = await asyncio.to_thread(
-                prompt, call.messages, seen, most, self.spec, self.language
+                prompt, call.messages, seen, most, self.spec, self.tokenizer
             )
             embeddings = await encoding
         finally:
