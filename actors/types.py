@@ -1,6 +1,6 @@
 """The records that travel: one per stage of an item's way through the service.
 
-bytes -> Media (+ ItemPlan) -> Shard -> Item -> Pack -> Embedding -> Reply
+bytes -> Media (+ ItemPlan) -> Item -> Pack -> Embedding -> Reply
 """
 
 from __future__ import annotations
@@ -98,15 +98,6 @@ class Media:
         """What determines its rows, besides the model. Equal items are encoded once."""
         pruned = (f"evs {self.evs_rate!r}",) if self.evs_rate else ()
         return self.kind, self.digest, *pruned
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The items of one request that go to one replica."""
-
-    replica: str
-    items: tuple[int, ...]  # positions in the request
-    patches: int
 
 
 @dataclass(slots=True, eq=False)

@@ -28,16 +28,14 @@ from encoder_service.api.errors import AtItem
 from encoder_service.api.grpc import EncoderCalls, HealthCalls, Refused
 from encoder_service.config import ServiceOptions
 from encoder_service.llm import http as chat_http
+from encoder_service.llm.http import ChatService, ReplicaLost
 from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed
-from encoder_service.llm.service import ChatService, ReplicaLost
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.ops.exchange import Failure
-from encoder_service.ops.metrics import Page, Scrape
-from encoder_service.ops.status import Glance
+from encoder_service.ops.status import Glance, Page, Scrape
 from encoder_service.service import Service
 from router.here import answer_here, encode_here
-from router.replicas.references import unknown
-from router.replicas.serve_fleet import LOST, brief
+from router.replicas.serve_fleet import LOST, brief, unknown
 from router.router import Router
 
 SCRAPE_SECONDS = 2.0  # replicas that take longer to answer a scrape are counted as missing
@@ -126,7 +124,7 @@ class RouterBackend:
 
     async def ready_replicas(self) -> int:
         status = await self.router.status()
-        if not status.ready:
+        if not status.replicas:
             raise Unavailable("no encoder is ready yet: they load weights and capture graphs")
         return len(status.replicas)
 
@@ -153,7 +151,7 @@ class RouterBackend:
 
 
 class ChatFleet:
-    """llm.service.ChatBackend over a Serve handle, which picks the least busy replica."""
+    """llm.http.ChatBackend over a Serve handle, which picks the least busy replica."""
 
     def __init__(self, chat: DeploymentHandle) -> None:
         self.handle = chat

@@ -23,9 +23,8 @@ from encoder_service.api.schema import RequestOptions
 from encoder_service.config import ServiceOptions
 from encoder_service.intake.limits import Buffered, Deadline
 from encoder_service.intake.media import Admission
-from encoder_service.ops.exchange import Exchange, Observer
-from encoder_service.ops.metrics import Scrape, ServiceMetrics
-from encoder_service.ops.status import Glance, SingleFlight, status
+from encoder_service.ops.exchange import Exchange, Observer, ServiceMetrics
+from encoder_service.ops.status import Glance, Scrape, SingleFlight, status
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import Document
 

@@ -1,7 +1,7 @@
 """From the items of a request to their answers: admit, plan, send, retry what was lost.
 
-The methods are in the order in which an item passes. A fleet takes shards and may lose them; gRPC
-and Ray are in replicas/serve_fleet.py.
+The methods are in the order in which an item passes. Identical items in flight are encoded once,
+however many requests wait for them.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ import asyncio
 import logging
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextvars import Context
+from dataclasses import dataclass, field
 from functools import partial
 
 from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceError, Unavailable
-from actors.telemetry.tracing import ORIGIN
+from actors.telemetry.tracing import ORIGIN, Origin
 from actors.types import Answer, Dtype, Embedding, Media
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
-from router.policy.balance import Plan
-from router.policy.cache_affinity import CacheAffinity, plan_around
-from router.policy.coalesce import InFlightItem, Key, ShardCall, key
-from router.policy.ledger import Ledger
-from router.replicas.fleet import Fleet, ReplicaDied, ShardLost
+from router.policy.balance import CacheAffinity, Plan, plan_around
+from router.policy.ledger import Ledger, Reservation
+from router.replicas.fleet import Fleet, ReplicaDied, ShardLost, detached
 from router.replicas.liveness import Liveness
 
 logger = logging.getLogger("ray.serve")
@@ -35,6 +33,51 @@ MARGIN_SECONDS, MARGIN_FRACTION = 0.05, 0.1
 call arrive in time; at most this fraction of the time that is left."""
 MAX_LONE_DEATHS = 2
 """An item is rejected when this many replicas died while it was the only item of their call."""
+
+
+Key = tuple[tuple[str, ...], Dtype, bool]
+"""What decides an embedding and where it is: the item's identity, the dtype, and whether the rows
+may stay on the device."""
+
+
+def key(media: Media, dtype: Dtype) -> Key:
+    return media.identity, dtype, media.on_device
+
+
+@dataclass(slots=True, eq=False)
+class InFlightItem:
+    """One item from its admission to its answer. It goes on while any request waits for it."""
+
+    media: Media
+    dtype: Dtype
+    reservation: Reservation
+    deadline: float
+    """Of the most patient request, in seconds of the loop's clock."""
+    keep: bool = False
+    """Its replica keeps its embedding, under an id that is one request's alone."""
+    answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
+    waiting: int = 0
+    """Requests that wait for it; a request counts once for each of its places."""
+    losses: int = 0
+    """Replicas that were lost while they had it."""
+    lone_deaths: int = 0
+    """Of these, replicas that died while it was the only item of its call."""
+    origin: Origin = field(default_factory=ORIGIN.get)
+    """The request that asked for it first."""
+    call: ShardCall | None = None
+    """Dropped with the answer, or it would keep the embeddings of others alive."""
+
+
+@dataclass(slots=True, eq=False)
+class ShardCall:
+    """One call to a replica. Its items are cancelled together or not at all."""
+
+    items: list[InFlightItem]
+    task: asyncio.Task[None]
+
+    @property
+    def wanted(self) -> bool:
+        return any(item.waiting for item in self.items if not item.answer.done())
 
 
 class Dispatcher:
@@ -52,7 +95,7 @@ class Dispatcher:
         self._options = options
         self._plan = plan
         self._metrics = metrics
-        self._reports_version = -1
+        self._reports: Mapping[str, int] | None = None
         self._joinable: dict[Key, InFlightItem] = {}
         """Items in flight that other requests may join."""
         self._affinity = CacheAffinity(cache_max_bytes if options.cache_affinity else 0)
@@ -81,6 +124,9 @@ class Dispatcher:
         replicas = await self._replicas(deadline)
         items, new = self._admit(media, dtype, deadline, keep=keep)
         self._launch(new, replicas, singly=singly)
+        late = DeadlineExceeded(
+            f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
+        )
         try:
             waiting: dict[asyncio.Future[Answer], list[int]] = {}
             for position, item in enumerate(items):
@@ -88,9 +134,6 @@ class Dispatcher:
             while waiting:
                 done, _ = await asyncio.wait(
                     waiting, timeout=max(0.0, deadline - now()), return_when=FIRST_COMPLETED
-                )
-                late = DeadlineExceeded(
-                    f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
                 )
                 for future in done or list(waiting):
                     answer = future.result() if future.done() else late
@@ -111,9 +154,9 @@ class Dispatcher:
 
     def refresh(self) -> Mapping[str, int]:
         """Passes the latest reports of the replicas to the ledger, and returns them."""
-        version, reports = self._fleet.reports()
-        if version != self._reports_version:
-            self._reports_version = version
+        reports = self._fleet.reports()
+        if reports is not self._reports:
+            self._reports = reports
             self.ledger.report(reports)
             self._affinity.keep(reports)
         return reports
@@ -146,7 +189,7 @@ class Dispatcher:
                 key(one, dtype): one for one in media if key(one, dtype) not in self._joinable
             }
             new = self._reserve(list(wanted.values()), dtype, deadline, keep=False)
-            self._joinable.update((item.key, item) for item in new)
+            self._joinable.update(zip(wanted, new, strict=True))
             items = [self._joinable[key(one, dtype)] for one in media]
             self._metrics.coalesced.inc(len(media) - len(new))
         for item in items:
@@ -161,7 +204,7 @@ class Dispatcher:
         with self._metrics.rejections.count_exceptions(Overloaded):
             reservations = self.ledger.admit([one.plan.patches for one in media], now())
         return [
-            InFlightItem(one, dtype, reservation, asyncio.Future(), deadline, keep)
+            InFlightItem(one, dtype, reservation, deadline, keep)
             for one, reservation in zip(media, reservations, strict=True)
         ]
 
@@ -174,16 +217,13 @@ class Dispatcher:
         loads = self.ledger.loads(replicas, now())
         placed = self._affinity.place(media, loads)
         self._metrics.held.inc(len(placed))
-        for shard in plan_around(self._plan, costs, loads, placed):
-            together = [items[place] for place in shard.items]
+        for replica, places in plan_around(self._plan, costs, loads, placed).items():
+            together = [items[place] for place in places]
             for sent in [[item] for item in together] if singly else [together]:
-                self._send(shard.replica, sent)
+                self._send(replica, sent)
 
     def _send(self, replica: str, items: list[InFlightItem]) -> None:
-        # A context of its own: in a request's, Serve would cancel the call with the request.
-        context = Context()
-        context.run(ORIGIN.set, items[0].origin)
-        task = asyncio.get_running_loop().create_task(self._call(replica, items), context=context)
+        task = detached(self._call(replica, items))
         call = ShardCall(items, task)
         for item in items:
             item.call = call
@@ -194,6 +234,7 @@ class Dispatcher:
 
     async def _call(self, replica: str, items: Sequence[InFlightItem]) -> None:
         """One call to a replica. What it leaves without an answer is retried on other replicas."""
+        ORIGIN.set(items[0].origin)
         deadline = max(item.deadline for item in items)
         left = max(0.0, deadline - now())
         left -= min(MARGIN_SECONDS, MARGIN_FRACTION * left)
@@ -308,8 +349,8 @@ class Dispatcher:
         else:
             item.answer.set_result(answer)
         item.call = None
-        if self._joinable.get(item.key) is item:
-            del self._joinable[item.key]
+        if self._joinable.get(joined := key(item.media, item.dtype)) is item:
+            del self._joinable[joined]
         if isinstance(answer, Embedding):
             self._affinity.saw(item.media, answer)
         self.ledger.release(item.reservation, now(), done=isinstance(answer, Embedding))

@@ -1,7 +1,6 @@
 """Encode and read the embeddings in this process. Rows that are lost on the way are encoded again.
 
-For callers that read embeddings, as the ingress and language models do. `Router.encode` alone gives
-references to shared memory, for callers that hand them on.
+`Router.encode` alone gives references to shared memory, for callers that hand them on.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from actors.types import Answer, Dtype, Embedding, Media
 
 Encode = Callable[[list[Media], Dtype, float], Awaitable[list[Answer]]]
 """`Router.encode`, or `.encode.remote` of a handle to the Router deployment."""
-
-Read = Callable[[Embedding], Awaitable[Embedding]]
-"""The same with its data in this process. Raises EmbeddingLost."""
 
 ATTEMPTS = 3
 """How often an item is encoded at most, if its embedding is lost before it is read."""
@@ -46,7 +42,6 @@ async def encode_here(
 
     `reader`: moves rows that stayed on the encoder's device to its own. Raises as `Router.encode`.
     """
-    read = reader.here if reader else here
     if reader:
         media = [replace(one, on_device=True) for one in media]
     deadline = monotonic() + timeout_seconds
@@ -54,9 +49,8 @@ async def encode_here(
     wanted = list(range(len(media)))
     for _ in range(ATTEMPTS):
         left = max(0.0, deadline - monotonic())
-        items = [media[place] for place in wanted]
-        given = await encode(items, dtype, left)
-        found = await asyncio.gather(*(answer_here(answer, read) for answer in given))
+        given = await encode([media[place] for place in wanted], dtype, left)
+        found = await asyncio.gather(*(answer_here(answer, reader) for answer in given))
         answers.update(zip(wanted, found, strict=True))
         wanted = [place for place in wanted if isinstance(answers[place], EmbeddingLost)]
         if not wanted:
@@ -64,11 +58,11 @@ async def encode_here(
     return [answers[place] for place in range(len(media))]
 
 
-async def answer_here(answer: Answer, read: Read = here) -> Answer:
+async def answer_here(answer: Answer, reader: Reader | None = None) -> Answer:
     """The answer with its data in this process, or EmbeddingLost if it is lost."""
     if not isinstance(answer, Embedding):
         return answer
     try:
-        return await read(answer)
+        return await (reader.here(answer) if reader else here(answer))
     except EmbeddingLost as error:
         return error

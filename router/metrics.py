@@ -1,11 +1,9 @@
-"""Metrics of one router process.
-
-Series of replicas that are gone are removed, so that labels do not grow as replicas come and go.
-"""
+"""Metrics of one router process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from functools import partial
 from threading import Lock
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -14,40 +12,29 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        counter = partial(Counter, namespace="encoder_router", registry=self.registry)
         self.outstanding_patches = Gauge(
             "encoder_router_outstanding_patches",
             "Patches that this router has on a replica.",
             ["replica"],
             registry=self.registry,
         )
-        self.patches = Counter(
-            "encoder_router_patches_total",
-            "Patches that this router sent to a replica.",
-            ["replica"],
-            registry=self.registry,
+        self.patches = counter(
+            "patches_total", "Patches that this router sent to a replica.", ["replica"]
         )
-        self.shards = Counter(
-            "encoder_router_shards_total", "Calls to replicas.", registry=self.registry
-        )
-        self.replans = Counter(
-            "encoder_router_replans_total",
+        self.shards = counter("shards_total", "Calls to replicas.")
+        self.replans = counter(
+            "replans_total",
             "Items that were retried, mostly because their replica was lost or refused them.",
-            registry=self.registry,
         )
-        self.coalesced = Counter(
-            "encoder_router_coalesced_total",
-            "Items that joined an identical item in flight.",
-            registry=self.registry,
+        self.coalesced = counter(
+            "coalesced_total", "Items that joined an identical item in flight."
         )
-        self.held = Counter(
-            "encoder_router_held_total",
-            "Items sent to the replica whose cache should hold their embedding.",
-            registry=self.registry,
+        self.held = counter(
+            "held_total", "Items sent to the replica whose cache should hold their embedding."
         )
-        self.rejections = Counter(
-            "encoder_router_rejections_total",
-            "Requests refused because too many patches were in flight.",
-            registry=self.registry,
+        self.rejections = counter(
+            "rejections_total", "Requests refused because too many patches were in flight."
         )
         self._seen: set[str] = set()
         self._rendering = Lock()
@@ -58,15 +45,17 @@ class RouterMetrics:
             self._seen.add(replica)
             self.patches.labels(replica).inc(patches)
 
-    def render(self, own: Iterable[tuple[str, int]]) -> str:
-        """Prometheus text, from any thread. `own`: patches on each replica that there is."""
-        present = dict(own)
+    def render(self, own: Mapping[str, int]) -> str:
+        """Prometheus text, from any thread. `own`: patches on each replica that there is.
+
+        Series of replicas that are gone are removed, so that labels do not grow.
+        """
         with self._rendering:
-            for replica in self._seen - present.keys():
+            for replica in self._seen - own.keys():
                 self.patches.remove(replica)
                 self.outstanding_patches.remove(replica)
-            self._seen = set(present)
-            for replica, patches in present.items():
+            self._seen = set(own)
+            for replica, patches in own.items():
                 self.patches.labels(replica)
                 self.outstanding_patches.labels(replica).set(patches)
         return generate_latest(self.registry).decode()

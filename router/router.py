@@ -1,7 +1,7 @@
 """The Router: in the ingress process, and a Serve deployment for callers inside Ray.
 
 Each router plans the requests that reach it; several of them stay in balance through what replicas
-report. How items are planned is in dispatch.py, how replicas are reached in replicas/.
+report.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from router.dispatch import Dispatcher, now
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.policy.balance import POLICIES
-from router.replicas.references import KeptEmbeddings
 from router.replicas.serve_fleet import ServeFleet
 
 
@@ -40,15 +39,13 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class RouterStatus:
-    ready: bool
-    """There is a replica. Serve has replicas once all their graphs are captured."""
     replicas: tuple[ReplicaStatus, ...]
+    """Serve has replicas once all their graphs are captured."""
     outstanding_patches: int
 
 
 class Router:
-    """Spreads items over the encoder replicas. app.py sets its number of replicas and its
-    resources."""
+    """Spreads items over the encoder replicas."""
 
     def __init__(
         self,
@@ -64,7 +61,6 @@ class Router:
         """
         name_requests()
         self._fleet = ServeFleet(encoder, fingerprint, open_spans(tracing, "router"))
-        self._kept = KeptEmbeddings(self._fleet)
         self._metrics = RouterMetrics()
         plan = POLICIES[options.policy](Random())
         self._dispatcher = Dispatcher(self._fleet, options, plan, self._metrics, cache_max_bytes)
@@ -112,11 +108,11 @@ class Router:
 
     async def fetch(self, reference: str) -> Kept:
         """What is kept under an id. Raises NotFound, or Unavailable for now."""
-        return await self._kept.fetch(reference)
+        return await self._fleet.fetch(reference)
 
     async def release(self, reference: str) -> None:
         """Drops what is kept under an id. Raises NotFound, or Unavailable for now."""
-        await self._kept.release(reference)
+        await self._fleet.release(reference)
 
     async def status(self) -> RouterStatus:
         self._dispatcher.refresh()
@@ -131,17 +127,12 @@ class Router:
             )
             for name, replica in self._fleet.replicas().items()
         )
-        return RouterStatus(
-            ready=bool(replicas),
-            replicas=replicas,
-            outstanding_patches=ledger.outstanding,
-        )
+        return RouterStatus(replicas, ledger.outstanding)
 
     def metrics(self) -> str:
         ledger = self._dispatcher.ledger
-        return self._metrics.render((name, ledger.own(name)) for name in self._fleet.replicas())
+        return self._metrics.render({name: ledger.own(name) for name in self._fleet.replicas()})
 
     def scrape(self) -> tuple[str, str]:
-        """This replica's id and `metrics`. The id, because a broadcast does not tell who
-        answers."""
+        """This replica's id and `metrics`; a broadcast does not tell who answers."""
         return serve.get_replica_context().replica_id.unique_id, self.metrics()

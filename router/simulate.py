@@ -168,11 +168,12 @@ class Simulation:
             self._left -= 1
             return
         request = SimulatedRequest(router, self._now, len(patches))
-        for shard in self.plans[router](patches, ledger.loads(self.names, self._now)):
-            chosen = [reservations[item] for item in shard.items]
+        shards = self.plans[router](patches, ledger.loads(self.names, self._now))
+        for name, items in shards.items():
+            chosen = [reservations[item] for item in items]
             for one in chosen:
-                ledger.assign(one, shard.replica)
-            replica = int(shard.replica)
+                ledger.assign(one, name)
+            replica = int(name)
             self.queues[replica].append(SimulatedShard(request, chosen))
             if len(self.queues[replica]) == 1:
                 self._begin(replica)

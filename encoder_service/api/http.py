@@ -17,8 +17,7 @@ from encoder_service.api import schema
 from encoder_service.api.errors import Envelope, http_exception
 from encoder_service.api.upload import check_length, read
 from encoder_service.intake.limits import INLINE_BYTES, offload
-from encoder_service.ops.metrics import CONTENT_TYPE, merge
-from encoder_service.ops.status import page, policy
+from encoder_service.ops.status import CONTENT_TYPE, merge, page, policy
 from encoder_service.service import Service
 from encoder_service.wire.formats import JSON, WRITERS, Document, Piece
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from threading import Event as Flag
 from time import monotonic
 
@@ -30,16 +31,8 @@ from encoder_service.api.errors import AtItem
 from encoder_service.config import LlmOptions
 from encoder_service.intake.limits import Deadline
 from encoder_service.llm import model
-from encoder_service.llm.placeholders import placed
-from encoder_service.llm.prompt import Prompt, load_language, prompt
-from encoder_service.llm.schema import (
-    ChatCall,
-    ChatEvent,
-    ChatFailed,
-    Finish,
-    SamplingParams,
-    TextDelta,
-)
+from encoder_service.llm.prompt import Prompt, load_tokenizer, place, prompt
+from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed, Finish, SamplingParams
 from encoder_service.llm.spec import LlmSpec
 from router.here import Reader, encode_here
 from router.replicas.serve_fleet import LOST, brief
@@ -52,29 +45,27 @@ SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 class ChatMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.answers = Counter(
-            "encoder_chat_answers_total",
+        counter = partial(Counter, namespace="encoder_chat", registry=self.registry)
+        seconds = partial(
+            Histogram, namespace="encoder_chat", buckets=SECONDS, registry=self.registry
+        )
+        self.answers = counter(
+            "answers_total",
             "Completions, by how they ended: stop, length, cancelled or failed.",
-            ("finish",),
-            registry=self.registry,
+            ["finish"],
         )
-        self.tokens = Counter(
-            "encoder_chat_tokens_total",
+        self.tokens = counter(
+            "tokens_total",
             "Tokens of finished completions, by kind: prompt (images included) or completion.",
-            ("kind",),
-            registry=self.registry,
+            ["kind"],
         )
-        self.encode_seconds = Histogram(
-            "encoder_chat_encode_seconds",
+        self.encode_seconds = seconds(
+            "encode_seconds",
             "Seconds from a request with images to all its embeddings; it is tokenised meanwhile.",
-            buckets=SECONDS,
-            registry=self.registry,
         )
-        self.first_token_seconds = Histogram(
-            "encoder_chat_first_token_seconds",
+        self.first_token_seconds = seconds(
+            "first_token_seconds",
             "Seconds from a request to the first text of its completion, waiting included.",
-            buckets=SECONDS,
-            registry=self.registry,
         )
 
     def text(self) -> str:
@@ -99,13 +90,10 @@ class Embedder:
 
         Raises AtItem for the first item that failed, ServiceError for the request as a whole.
         """
-
-        async def call(items: list[Media], dtype: Dtype, seconds: float) -> list[Answer]:
-            return await self._call(items, dtype, seconds, origin)
-
         if not media:
             return []
         found: list[Embedding] = []
+        call = partial(self._call, origin)
         work = encode_here(call, media, self.dtype, deadline.left(), self.reader)
         for index, answer in enumerate(await deadline.keep(work)):
             if isinstance(answer, EmbeddingLost):
@@ -116,7 +104,7 @@ class Embedder:
         return found
 
     async def _call(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin
+        self, origin: Origin, media: list[Media], dtype: Dtype, timeout_seconds: float
     ) -> list[Answer]:
         """One attempt. encode_here retries items that are lost with their router."""
         try:
@@ -134,15 +122,13 @@ class Embedder:
 
 
 class Chat:
-    """Answers chats. app.py sets replicas and resources."""
-
     def __init__(
         self,
         options: LlmOptions,
         own: ModelOptions,
         spec: LlmSpec,
         router: DeploymentHandle,
-        transport: Transport = "shared_memory",
+        transport: Transport,
     ) -> None:
         """`transport`: that of the encoders."""
         self.options = options
@@ -151,17 +137,14 @@ class Chat:
         reader = Receiver(options.device) if transport == "nixl" else None
         self.embedder = Embedder(router, spec.dtype, reader)
         self.series = ChatMetrics()
-        self.language = load_language(own)
-        self.generator = model.Generator(model.load(own, options.device), self.language.tokenizer)
+        self.tokenizer = load_tokenizer(own)
+        self.generator = model.Generator(model.load(own, options.device), self.tokenizer)
         self.thread = ThreadPoolExecutor(1, "generate")
         self.broken = ""
-        self._warm()
-        log.info("language model %s is ready: %s", self.replica, spec.id)
-
-    def _warm(self) -> None:
-        """Generates a short text, so that lazy initialisation is over before we are ready."""
-        made = prompt([{"role": "user", "content": "a"}], [], 2, self.spec, self.language)
+        # A short text, so that lazy initialisation is over before we are ready.
+        made = prompt([{"role": "user", "content": "a"}], [], 2, spec, self.tokenizer)
         self._generate(made, [], SamplingParams(temperature=0), lambda text: None, Flag())
+        log.info("language model %s is ready: %s", self.replica, spec.id)
 
     async def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent | ChatFailed]:
         """The text as it grows, then Finish; or ChatFailed at any point."""
@@ -177,29 +160,28 @@ class Chat:
                         self.series.tokens.labels("prompt").inc(event.prompt_tokens)
                         self.series.tokens.labels("completion").inc(event.completion_tokens)
                     yield event
-        except AtItem as error:
+        except Exception as error:
             finish = "failed"
-            yield ChatFailed(error.error, error.item)
-        except ServiceError as error:
-            finish = "failed"
-            yield ChatFailed(error)
-        except Exception:
-            finish = "failed"
-            raise
+            if isinstance(error, AtItem):
+                yield ChatFailed(error.error, error.item)
+            elif isinstance(error, ServiceError):
+                yield ChatFailed(error)
+            else:
+                raise
         finally:
             self.series.answers.labels(finish).inc()
 
     async def _complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
         deadline = Deadline(call.timeout_seconds, "ask for fewer tokens")
         sampling = call.sampling
-        seen = placed(call.media, self.spec.video)
+        seen = [place(one, self.spec.video) for one in call.media]
         most = sampling.max_tokens or self.options.default_max_tokens
         encoding = asyncio.ensure_future(self._encode(call, deadline))
         # Retrieves the exception, which asyncio would otherwise log if the prompt fails first.
         encoding.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             made = await asyncio.to_thread(
-                prompt, call.messages, seen, most, self.spec, self.language
+                prompt, call.messages, seen, most, self.spec, self.tokenizer
             )
             embeddings = await encoding
         finally:
@@ -222,7 +204,7 @@ class Chat:
                 while not texts.empty():
                     waiting.append(texts.get_nowait())
                 if text := "".join(one for one in waiting if one):
-                    yield TextDelta(text)
+                    yield text
             yield await work
         finally:
             flag.set()

@@ -1,29 +1,184 @@
-"""The chat API over HTTP: request in, chat completion or server-sent events out, as OpenAI's."""
+"""The chat API: request in, chat completion or server-sent events out, as OpenAI's.
+
+Knows neither Ray nor torch. The language models are a `ChatBackend`; ingress.py has the real one.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from encoder_service.api.errors import error_response, fault
+from actors.errors import InvalidRequest, ServiceError, Unavailable
+from actors.telemetry.tracing import ORIGIN
+from actors.types import Media
+from encoder_service.api.errors import AtItem, error_response, fault
 from encoder_service.api.http import CHAT_PATH
 from encoder_service.api.upload import read_body
-from encoder_service.llm.schema import ChatEvent, ChatRequest, Finish, InvalidKey, UnknownModel
-from encoder_service.llm.service import ChatService, Parsed
+from encoder_service.config import LlmOptions
+from encoder_service.intake.limits import Deadline, offload
+from encoder_service.intake.media import Admission
+from encoder_service.llm.schema import (
+    ChatCall,
+    ChatEvent,
+    ChatRequest,
+    Finish,
+    InvalidKey,
+    UnknownModel,
+    item,
+    parse,
+)
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
-from encoder_service.wire.formats import Document
+from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.formats import Document, WireError, check_json, read_json
+
+ATTEMPTS = 3
+"""Attempts at a request whose replica is lost before any text was sent. router/here.py retries lost
+embeddings; they do not count here."""
+
+MOST_VALUES = 2**20
+"""Limit for a body, as wire/formats.py counts: the commas of long texts count too."""
+
+MOST_CHARACTERS_A_TOKEN = 100
+"""More than any text has on average. A longer text is rejected before it is tokenised."""
 
 DONE = b"data: [DONE]\n\n"
+
+
+class ReplicaLost(Unavailable):
+    """The language model's replica died; another one may answer."""
+
+
+class ChatBackend(Protocol):
+    """The language model's replicas. Raises only the errors of actors/errors.py."""
+
+    def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
+        """The text as it grows, then Finish. Closing it ends the generation."""
+
+    async def ready_replicas(self) -> int:
+        """How many replicas accept work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A valid request, not yet admitted."""
+
+    request: ChatRequest
+    items: tuple[RequestItem, ...]
+
+    def place(self, index: int) -> str:
+        return list(self.request.media())[index][0]
+
+
+class ChatService:
+    """Parses, admits, asks a language model, and retries if its replica is lost."""
+
+    def __init__(
+        self, options: LlmOptions, spec: LlmSpec, admission: Admission, backend: ChatBackend
+    ) -> None:
+        self.options = options
+        self.spec = spec
+        self.admission = admission
+        self.backend = backend
+
+    async def parse(self, body: bytes) -> Parsed:
+        """Raises InvalidRequest, or UnknownModel."""
+        parsed = await offload(len(body), self._parse, body)
+        if parsed.request.model != self.spec.id:
+            named = parsed.request.model[:100]
+            raise UnknownModel(f"model {named!r} is not served here; {self.spec.id!r} is")
+        return parsed
+
+    def _parse(self, body: bytes) -> Parsed:
+        try:
+            check_json(body, MOST_VALUES)
+            request = parse(read_json(body))
+        except WireError as error:
+            raise InvalidRequest(str(error)) from None
+        characters = request.characters()
+        if characters > MOST_CHARACTERS_A_TOKEN * self.spec.max_model_len:
+            raise InvalidRequest(
+                f"the messages are {characters} characters; the maximum context length is "
+                f"{self.spec.max_model_len} tokens (llm.max_model_len): send less"
+            )
+        return Parsed(request, tuple(item(*one) for one in request.media()))
+
+    async def admit(self, parsed: Parsed) -> ChatCall:
+        """Raises ServiceError, or AtItem with the position of the image or video at fault."""
+        media: list[Media] = []
+        admitted = await self.admission.admit(parsed.items) if parsed.items else []
+        for index, one in enumerate(admitted):
+            if isinstance(one, ServiceError):
+                raise AtItem(index, one)
+            media.append(one)
+        tokens = sum(one.plan.tokens for one in media)
+        if tokens >= self.spec.max_model_len:  # before the encoders work in vain
+            raise InvalidRequest(
+                f"the images and videos are {tokens} tokens; the maximum context length is "
+                f"{self.spec.max_model_len} (llm.max_model_len): send less, or scale them down"
+            )
+        return ChatCall(
+            messages=tuple(message.for_template() for message in parsed.request.messages),
+            media=tuple(media),
+            sampling=parsed.request.sampling(),
+            timeout_seconds=self.options.timeout_seconds,
+            origin=ORIGIN.get(),
+        )
+
+    async def ready_replicas(self) -> int:
+        """Raises Unavailable if there is none."""
+        ready = await self.backend.ready_replicas()
+        if not ready:
+            raise Unavailable("no language model is ready yet: they load weights")
+        return ready
+
+    async def complete(self, call: ChatCall) -> tuple[str, Finish]:
+        """The whole text. If the replica is lost, it begins anew on another one."""
+        pieces: list[str] = []
+        async with aclosing(self._events(call, pieces.clear)) as events:
+            async for event in events:
+                if isinstance(event, Finish):
+                    return "".join(pieces), event
+                pieces.append(event)
+        raise AssertionError("an answer without an end. This is a bug.")
+
+    def stream(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
+        """The text as it grows. A replica that is lost before the first event is replaced."""
+        return self._events(call, None)
+
+    async def _events(
+        self, call: ChatCall, forget: Callable[[], None] | None
+    ) -> AsyncGenerator[ChatEvent]:
+        """`forget`: drops what a lost replica gave. None: what was given cannot be taken back."""
+        deadline = Deadline(
+            call.timeout_seconds, "ask for fewer tokens, or raise llm.timeout_seconds"
+        )
+        for attempt in range(1, ATTEMPTS + 1):
+            begun = False
+            try:
+                async with aclosing(self.backend.complete(call)) as events:
+                    while True:
+                        # The deadline covers waiting, not the time that the consumer takes.
+                        event = await deadline.keep(anext(events))
+                        begun = True
+                        yield event
+                        if isinstance(event, Finish):
+                            return
+            except ReplicaLost:
+                if attempt == ATTEMPTS or (begun and forget is None):
+                    raise
+                if forget:
+                    forget()
 
 
 def add(app: FastAPI, service: Service, chat: ChatService) -> None:
@@ -34,19 +189,22 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
     async def completions(request: Request) -> Response:
         """A chat completion, as in OpenAI's API."""
         exchange: Exchange = request.state.exchange
-        answers = Answers(chat.spec, exchange.request_id, int(time.time()))
+        answers = Answers(chat.spec, exchange.request_id)
         parsed = None
         try:
             service.authorize(request.headers.get("authorization"))
-            with ExitStack() as held:
+            async with AsyncExitStack() as held:
                 take = held.enter_context(service.buffered.hold())
                 parsed = await chat.parse(await read_body(request, service.limits, take))
                 call = await chat.admit(parsed)
                 exchange.admitted(call.media)
                 if not parsed.request.stream:
                     return JSONResponse(answers.completion(*await chat.complete(call)))
-                events = chat.stream(call)
-                return await begun(events, parsed.request, answers, exchange, held)
+                events = await held.enter_async_context(aclosing(chat.stream(call)))
+                first = await anext(events)  # a failure before it has a status of its own
+                chunks = written(first, events, parsed.request, answers, exchange)
+                await held.enter_async_context(aclosing(chunks))
+                return EventStream(chunks, held.pop_all())
         except ClientDisconnect:
             raise
         except Exception as problem:
@@ -56,7 +214,15 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
     async def list_models(request: Request) -> dict[str, Any]:
         """The language model that is served."""
         service.authorize(request.headers.get("authorization"))
-        return models(chat.spec)
+        entry = {
+            "id": chat.spec.id,
+            "object": "model",
+            "created": 0,
+            "owned_by": "encoder-service",
+            "max_model_len": chat.spec.max_model_len,
+            "weights": chat.spec.weights,
+        }
+        return {"object": "list", "data": [entry]}
 
 
 def refusal(problem: Exception, parsed: Parsed | None, exchange: Exchange) -> Response:
@@ -69,44 +235,22 @@ def refusal(problem: Exception, parsed: Parsed | None, exchange: Exchange) -> Re
     return error_response(found, found.openai_document(param))
 
 
-async def begun(
-    events: AsyncGenerator[ChatEvent],
-    request: ChatRequest,
-    answers: Answers,
-    exchange: Exchange,
-    held: ExitStack,
-) -> Response:
-    """The stream, once its first event is there: earlier failures have a status of their own."""
-    try:
-        first = await anext(events)
-    except BaseException:
-        await events.aclose()
-        raise
-    chunks = written(first, events, request, answers, exchange)
-    return EventStream(chunks, events, held.pop_all())
-
-
 class EventStream(StreamingResponse):
     """Ends the generation when the connection ends, whichever side closes it."""
 
-    def __init__(
-        self, body: AsyncGenerator[bytes], events: AsyncGenerator[ChatEvent], held: ExitStack
-    ) -> None:
-        headers = {"cache-control": "no-cache"}
-        super().__init__(body, media_type="text/event-stream", headers=headers)
-        self.chunks, self.events, self.held = body, events, held
+    media_type = "text/event-stream"
+
+    def __init__(self, body: AsyncGenerator[bytes], held: AsyncExitStack) -> None:
+        super().__init__(body, headers={"cache-control": "no-cache"})
+        self.held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.held:
-            try:
-                await super().__call__(scope, receive, send)
-            finally:
-                await self.chunks.aclose()
-                await self.events.aclose()
+        async with self.held:
+            await super().__call__(scope, receive, send)
 
 
 async def written(
-    first: ChatEvent,
+    event: ChatEvent,
     rest: AsyncGenerator[ChatEvent],
     request: ChatRequest,
     answers: Answers,
@@ -115,60 +259,46 @@ async def written(
     """The server-sent events; an error becomes the last event before DONE."""
     yield answers.chunk({"role": "assistant", "content": ""})
     try:
-        async for one in chained(first, rest):
-            if not isinstance(one, Finish):
-                yield answers.chunk({"content": one.text})
-                continue
-            yield answers.chunk({}, one)
-            options = request.stream_options
-            if options and options.include_usage:
-                yield answers.usage_chunk(one)
+        while not isinstance(event, Finish):
+            yield answers.chunk({"content": event})
+            event = await anext(rest)
+        yield answers.chunk({}, event)
+        if request.stream_options and request.stream_options.include_usage:
+            yield answers.usage_chunk(event)
     except Exception as problem:
         found = fault(problem, exchange.request_id)
         exchange.failed(found.row.type, found.message)
-        yield event(found.openai_document())
+        yield sent(found.openai_document())
     yield DONE
 
 
-async def chained(first: ChatEvent, rest: AsyncGenerator[ChatEvent]) -> AsyncGenerator[ChatEvent]:
-    yield first
-    async for one in rest:
-        yield one
-
-
 class Answers:
-    def __init__(self, spec: LlmSpec, request_id: str, created: int) -> None:
+    """The documents of one completion."""
+
+    def __init__(self, spec: LlmSpec, request_id: str) -> None:
         self.head: Document = {
             "id": f"chatcmpl-{request_id}",
-            "created": created,
+            "created": int(time.time()),
             "model": spec.id,
-            "weights": "dummy" if spec.dummy else "checkpoint",
+            "weights": spec.weights,
         }
 
     def completion(self, text: str, finish: Finish) -> Document:
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": text},
-            "finish_reason": finish.reason,
-        }
-        return self.head | {
-            "object": "chat.completion",
-            "choices": [choice],
-            "usage": usage(finish),
-        }
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": finish.reason}
+        more = {"object": "chat.completion", "choices": [choice], "usage": usage(finish)}
+        return self.head | more
 
     def chunk(self, delta: Document, finish: Finish | None = None) -> bytes:
-        choice = {
-            "index": 0,
-            "delta": delta,
-            "finish_reason": finish.reason if finish else None,
-        }
-        return event(self.head | {"object": "chat.completion.chunk", "choices": [choice]})
+        reason = finish.reason if finish else None
+        return self._chunk(choices=[{"index": 0, "delta": delta, "finish_reason": reason}])
 
     def usage_chunk(self, finish: Finish) -> bytes:
         """The last event before DONE, if `include_usage` is set."""
-        document = {"object": "chat.completion.chunk", "choices": [], "usage": usage(finish)}
-        return event(self.head | document)
+        return self._chunk(choices=[], usage=usage(finish))
+
+    def _chunk(self, **more: Any) -> bytes:
+        return sent(self.head | {"object": "chat.completion.chunk"} | more)
 
 
 def usage(finish: Finish) -> Document:
@@ -180,17 +310,5 @@ def usage(finish: Finish) -> Document:
     }
 
 
-def models(spec: LlmSpec) -> Document:
-    entry = {
-        "id": spec.id,
-        "object": "model",
-        "created": 0,
-        "owned_by": "encoder-service",
-        "max_model_len": spec.max_model_len,
-        "weights": "dummy" if spec.dummy else "checkpoint",
-    }
-    return {"object": "list", "data": [entry]}
-
-
-def event(document: Document) -> bytes:
+def sent(document: Document) -> bytes:
     return b"data: " + json.dumps(document).encode() + b"\n\n"

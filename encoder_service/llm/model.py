@@ -15,7 +15,6 @@ from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     GenerationConfig,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -29,9 +28,6 @@ from actors.spec.checkpoint import Preset, find
 from encoder_service.llm.prompt import Prompt
 from encoder_service.llm.schema import Finish, SamplingParams
 from encoder_service.llm.spec import LlmSpec
-
-DUMMY_SEED = 0
-"""Fixed, so that every replica generates the same text."""
 
 Emit = Callable[[str], None]
 """Called with each piece of the text, in the generating thread."""
@@ -104,7 +100,7 @@ def dummy(kind: Any, config: Any, dtype: torch.dtype) -> Any:
     logging.set_verbosity_error()  # otherwise it lists every tensor as missing
     try:
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed(DUMMY_SEED)
+            torch.manual_seed(0)  # fixed, so that every replica generates the same text
             return kind.from_pretrained(None, config=config, state_dict={}, dtype=dtype)
     finally:
         logging.set_verbosity(level)
@@ -124,15 +120,14 @@ def inputs(prompt: Prompt, rows: Sequence[Tensor], spec: LlmSpec) -> dict[str, A
         "attention_mask": torch.ones_like(input_ids),
         "mm_token_type_ids": torch.tensor([prompt.kinds], dtype=torch.int, device=device),
     }
-    outputs: dict[str, list[Tensor]] = {}
     for kind in ("image", "video"):
-        ones = [one for one in prompt.placed if one.kind == kind]
-        if ones:
+        if ones := [one for one in prompt.placed if one.kind == kind]:
             grids = [list(one.grid_thw) for one in ones]
             made[f"{kind}_grid_thw"] = torch.tensor(grids, device=device)
-        if ones and kind == "video" and spec.video_style.timed:
-            seconds = [one.seconds_per_group for one in ones]
-            made["second_per_grid_ts"] = torch.tensor(seconds, device=device)
+            if kind == "video" and spec.video_style.timed:
+                seconds = [one.seconds_per_group for one in ones]
+                made["second_per_grid_ts"] = torch.tensor(seconds, device=device)
+    outputs: dict[str, list[Tensor]] = {}
     for one, each in zip(prompt.placed, rows, strict=True):
         # With one token for both, only the order tells the rows apart.
         kind = "image" if spec.video_style.as_images else one.kind
@@ -178,21 +173,28 @@ class Generator:
             raise Cancelled
         config = self._config(sampling, max_tokens)
         stream = TextStream(self.tokenizer, sampling.stop, emit)
-        criteria = StoppingCriteriaList([Ended(lambda: cancelled.is_set() or stream.stopped)])
+
+        def ended(input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+            stop = cancelled.is_set() or stream.filter.stopped
+            return torch.full((len(input_ids),), stop, device=input_ids.device)
+
         # The global random state is this completion's: the process generates nothing else.
         torch.manual_seed(secrets.randbits(63) if sampling.seed is None else sampling.seed)
         with torch.inference_mode():
             self.model.generate(
-                **{name: self._on_device(value) for name, value in inputs.items()},
+                **{
+                    name: value.to(self.model.device) if isinstance(value, Tensor) else value
+                    for name, value in inputs.items()
+                },
                 generation_config=config,
-                stopping_criteria=criteria,
+                stopping_criteria=StoppingCriteriaList([ended]),
                 streamer=stream,
             )
         if cancelled.is_set():
             raise Cancelled
-        ended = stream.stopped or stream.ids[-1] in self._ends(config)
+        stopped = stream.filter.stopped or stream.ids[-1] in self._ends(config)
         prompt_tokens = inputs["input_ids"].shape[1]
-        return Finish("stop" if ended else "length", prompt_tokens, len(stream.ids))
+        return Finish("stop" if stopped else "length", prompt_tokens, len(stream.ids))
 
     def _config(self, sampling: SamplingParams, max_tokens: int) -> GenerationConfig:
         config = copy.deepcopy(self.model.generation_config)
@@ -213,19 +215,6 @@ class Generator:
         ends = config.eos_token_id
         return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
-    def _on_device(self, value: Any) -> Any:
-        return value.to(self.model.device) if isinstance(value, Tensor) else value
-
-
-class Ended(StoppingCriteria):  # type: ignore[misc]
-    """A stopping criterion that `generate` asks after each token."""
-
-    def __init__(self, ended: Callable[[], bool]) -> None:
-        self.ended = ended
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        return torch.full((len(input_ids),), self.ended(), device=input_ids.device)
-
 
 class TextStream(BaseStreamer):  # type: ignore[misc]
     """Decodes tokens as soon as they are whole characters, up to a stop text."""
@@ -238,10 +227,6 @@ class TextStream(BaseStreamer):  # type: ignore[misc]
         self.ids: list[int] = []
         self.decoded = ""
         self.in_prompt = True
-
-    @property
-    def stopped(self) -> bool:
-        return self.filter.stopped
 
     def put(self, value: Tensor) -> None:
         """Called by `generate` with the prompt first, then with each token."""
@@ -297,9 +282,10 @@ class StopFilter:
 
     def _beginning(self) -> int:
         """Characters at the end that may be the start of a stop text."""
-        most = max((len(stop) - 1 for stop in self.stops), default=0)
-        lengths = range(min(most, len(self.held)), 0, -1)
-        return next((n for n in lengths if self.held.endswith(self._starts(n))), 0)
-
-    def _starts(self, length: int) -> tuple[str, ...]:
-        return tuple(stop[:length] for stop in self.stops if len(stop) > length)
+        lengths = (
+            length
+            for stop in self.stops
+            for length in range(1, min(len(stop), len(self.held) + 1))
+            if self.held.endswith(stop[:length])
+        )
+        return max(lengths, default=0)

@@ -10,23 +10,17 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from actors.errors import CheckpointError, InvalidRequest
+from actors.errors import CheckpointError, InvalidRequest, UnsupportedMedia
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Files, Preset, find
-from encoder_service.llm.placeholders import Placed
+from actors.spec.video import VideoSizing
+from actors.types import Grid, Kind, Media
 from encoder_service.llm.schema import Message
 from encoder_service.llm.spec import LlmSpec
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 
-SPECIAL = (
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-)
+SPECIAL = ["im_start", "im_end", "image_pad", "video_pad", "vision_start", "vision_end"]
 """A preset's special tokens, which follow its 256 byte tokens."""
 
 CHATML = """\
@@ -40,33 +34,26 @@ CHATML = """\
 """Qwen's chat template, for presets."""
 
 
-@dataclass(frozen=True, slots=True)
-class Language:
-    tokenizer: Any
-    """transformers' PreTrainedTokenizerFast."""
-    template: str
-
-
-def load_language(options: ModelOptions) -> Language:
-    """A model's own tokenizer and template; bytes and ChatML for a preset.
+def load_tokenizer(options: ModelOptions) -> Any:
+    """A model's own PreTrainedTokenizerFast with its chat template; bytes and ChatML for a preset.
 
     Raises CheckpointError. Code from a repository is never run.
     """
     files = find(options)
     if isinstance(files, Preset):
-        return Language(byte_tokenizer(), CHATML)
+        return byte_tokenizer()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             options.id, revision=options.revision, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"the tokenizer of {options.id!r} cannot be read: {error}") from error
-    template = read_template(files) or tokenizer.chat_template
-    if not isinstance(template, str) or not tokenizer.is_fast:
+    tokenizer.chat_template = read_template(files) or tokenizer.chat_template
+    if not isinstance(tokenizer.chat_template, str) or not tokenizer.is_fast:
         raise CheckpointError(
             f"{options.id!r} has no tokenizer.json or no chat template: a model for chat has both"
         )
-    return Language(tokenizer, template)
+    return tokenizer
 
 
 def read_template(files: Files) -> str | None:
@@ -79,13 +66,42 @@ def read_template(files: Files) -> str | None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte and those of ChatML, because presets have no vocabulary."""
+    """One token per byte and those of ChatML, for presets, which have no vocabulary."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    tokenizer.add_special_tokens([f"<|{name}|>" for name in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An image or a video of a prompt. Its placeholders are those of its family's own processor.
+
+    An image is one token per embedding row. A video is that for each group of frames, for some
+    families between texts that give the group's time.
+    """
+
+    kind: Kind
+    grid_thw: Grid
+    tokens: int
+    times: tuple[float, ...] = ()
+    """Of a video: the time of each group of frames in seconds."""
+    seconds_per_group: float = 0.0
+
+
+def place(media: Media, video: VideoSizing | None) -> Placed:
+    """`video`: how the encoders cut up videos. Raises UnsupportedMedia for a video without it."""
+    plan, clip = media.plan, media.clip
+    if clip is None:
+        return Placed(media.kind, plan.grid_thw, plan.tokens)
+    if video is None:
+        raise UnsupportedMedia("this model takes no videos: send frames as images")
+    times, seconds = tuple(video.timestamps(clip)), video.seconds_per_group(clip)
+    return Placed(media.kind, plan.grid_thw, plan.tokens, times, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,20 +119,16 @@ def prompt(
     placed: Sequence[Placed],
     max_tokens: int,
     spec: LlmSpec,
-    language: Language,
+    tokenizer: Any,
 ) -> Prompt:
     """Applies the chat template and expands placeholders. Raises InvalidRequest."""
     try:
-        ids = language.tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=language.template,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise InvalidRequest(f"the model's chat template refuses the messages: {error}") from error
-    expanded, kinds = expand(ids, placed, spec, language)
+    expanded, kinds = expand(ids, placed, spec, tokenizer)
     room = spec.max_model_len - len(expanded)
     if room <= 0:
         raise InvalidRequest(
@@ -128,7 +140,7 @@ def prompt(
 
 
 def expand(
-    ids: Sequence[int], placed: Sequence[Placed], spec: LlmSpec, language: Language
+    ids: Sequence[int], placed: Sequence[Placed], spec: LlmSpec, tokenizer: Any
 ) -> tuple[list[int], list[int]]:
     """Replaces the token of each image and video by its placeholders. Returns ids and kinds.
 
@@ -153,25 +165,23 @@ def expand(
             if one.kind == "image":
                 runs = [([spec.image_token_id] * one.tokens, IMAGE)]
             else:
-                runs = video_runs(one, spec, language)
+                runs = video_runs(one, spec, tokenizer)
         for run, kind_id in runs:
             expanded += run
             kinds += [kind_id] * len(run)
     return expanded, kinds
 
 
-Runs = list[tuple[list[int], int]]
-"""Lists of tokens, each of one kind."""
-
-
-def video_runs(one: Placed, spec: LlmSpec, language: Language) -> Runs:
+def video_runs(one: Placed, spec: LlmSpec, tokenizer: Any) -> list[tuple[list[int], int]]:
+    """Lists of tokens, each of one kind."""
     style = spec.video_style
     token = spec.image_token_id if style.as_images else spec.video_token_id
     rows = [token] * (one.tokens // len(one.times))
-    runs: Runs = []
-    for texts in one.texts(style):
+    runs = []
+    for time in one.times:
         before, after = (
-            language.tokenizer.encode(text, add_special_tokens=False) for text in texts
+            tokenizer.encode(text.format(seconds=time, whole=int(time)), add_special_tokens=False)
+            for text in (style.before, style.after)
         )
         runs += [(before, TEXT), (rows, VIDEO), (after, TEXT)]
     return runs

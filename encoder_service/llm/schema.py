@@ -1,6 +1,6 @@
 """A chat request, as in OpenAI's API, and the types that it becomes on its way to an answer:
 
-    ChatRequest -> ChatCall -> TextDelta, TextDelta, ..., Finish (or ChatFailed)
+    ChatRequest -> ChatCall -> str, str, ..., Finish (or ChatFailed)
 
 Unknown keys are rejected; only `detail` is accepted and ignored.
 """
@@ -11,14 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from actors.errors import InvalidRequest, NotFound, ServiceError
 from actors.telemetry.tracing import NOBODY, Origin
@@ -43,24 +36,36 @@ FRAMES = "data:video/jpeg;base64"
 KINDS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
 """`type` of a part -> of an item."""
 
-
 Message = dict[str, Any]
 """{"role", "content"} as chat templates read it; images and videos of the content are
 {"type": "image"} and {"type": "video"}."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class StrictModel(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def as_tuple(stop: Any) -> Any:
+    if isinstance(stop, list):
+        return tuple(stop)
+    return (stop,) if isinstance(stop, str) else () if stop is None else stop
+
+
+class SamplingParams(StrictModel):
     """How the next token is chosen, and when generation stops."""
 
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(None, gt=0)
     """None: the service's default."""
-    temperature: float | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
     """0: greedy. None: as in the checkpoint's generation_config.json."""
-    top_p: float | None = None
+    top_p: float | None = Field(None, gt=0, le=1)
     """None: as in the checkpoint's generation_config.json."""
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)], ...],
+        Field(max_length=MOST_STOPS),
+        BeforeValidator(as_tuple),
+    ] = ()
     """Texts that end the completion and are not part of it."""
 
 
@@ -74,11 +79,6 @@ class ChatCall:
     sampling: SamplingParams
     timeout_seconds: float
     origin: Origin = NOBODY
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,8 @@ class ChatFailed:
     """Position of the image or video that caused it; None: the request as a whole."""
 
 
-ChatEvent = TextDelta | Finish
-
-
-class StrictModel(BaseModel):
-    """Immutable; rejects unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+ChatEvent = str | Finish
+"""A piece of the text, or its end."""
 
 
 class TextPart(StrictModel):
@@ -152,16 +147,26 @@ class ChatMessage(StrictModel):
         min_length=1, max_length=MOST_PARTS, fail_fast=True
     )
 
+    def for_template(self) -> Message:
+        """Text-only content becomes a string, which every chat template accepts."""
+        role = "system" if self.role == "developer" else self.role
+        texts = [part.text for part in self.content if isinstance(part, TextPart)]
+        if len(texts) == len(self.content):
+            return {"role": role, "content": "".join(texts)}
+        content = [
+            {"type": "text", "text": part.text}
+            if isinstance(part, TextPart)
+            else {"type": KINDS[part.type]}
+            for part in self.content
+        ]
+        return {"role": role, "content": content}
+
 
 class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-def as_list(stop: Any) -> Any:
-    return [stop] if isinstance(stop, str) else [] if stop is None else stop
-
-
-class ChatRequest(StrictModel):
+class ChatRequest(SamplingParams):
     """The body of POST /v1/chat/completions."""
 
     model: str
@@ -169,16 +174,8 @@ class ChatRequest(StrictModel):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_TURNS, fail_fast=True)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, gt=0)
     max_completion_tokens: int | None = Field(None, gt=0)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]],
-        Field(max_length=MOST_STOPS),
-        BeforeValidator(as_list),
-    ] = []
+    """The newer name of max_tokens."""
     n: Literal[1] = 1
 
     @model_validator(mode="after")
@@ -188,16 +185,9 @@ class ChatRequest(StrictModel):
         return self
 
     def sampling(self) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self.max_completion_tokens or self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            stop=tuple(self.stop),
-        )
-
-    def template_messages(self) -> tuple[Message, ...]:
-        return tuple(map(template_message, self.messages))
+        chosen = {name: getattr(self, name) for name in SamplingParams.model_fields}
+        chosen["max_tokens"] = self.max_completion_tokens or self.max_tokens
+        return SamplingParams(**chosen)
 
     def characters(self) -> int:
         parts = (part for message in self.messages for part in message.content)
@@ -254,23 +244,6 @@ def reason(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return "not supported here; leave it out"
     return str(problem["msg"]).removeprefix("Value error, ")  # pydantic's, for our validators
-
-
-def template_message(message: ChatMessage) -> Message:
-    """Text-only content becomes a string, which every chat template accepts."""
-    role = "system" if message.role == "developer" else message.role
-    if all(isinstance(part, TextPart) for part in message.content):
-        texts = (part.text for part in message.content if isinstance(part, TextPart))
-        return {"role": role, "content": "".join(texts)}
-    return {
-        "role": role,
-        "content": [
-            {"type": "text", "text": part.text}
-            if isinstance(part, TextPart)
-            else {"type": KINDS[part.type]}
-            for part in message.content
-        ],
-    }
 
 
 def item(where: str, part: ImagePart | VideoPart) -> RequestItem:

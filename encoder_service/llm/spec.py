@@ -24,7 +24,6 @@ class LlmSpec:
     dtype: Dtype
     dummy: bool
     """Random weights: its text means nothing."""
-    hidden_size: int
     deepstack: int
     """How many deepstack features follow the main ones in a row of an embedding."""
     image_token_id: int
@@ -36,6 +35,10 @@ class LlmSpec:
     video_style: VideoStyle
     max_model_len: int
     """Maximum prompt plus completion length in tokens."""
+
+    @property
+    def weights(self) -> str:
+        return "dummy" if self.dummy else "checkpoint"
 
 
 def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
@@ -75,7 +78,6 @@ def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
         revision=own.revision,
         dtype=own.dtype,
         dummy=own.load_format == "dummy",
-        hidden_size=hidden_size,
         deepstack=tower.deepstack,
         image_token_id=image_token_id,
         video_token_id=video_token_id,

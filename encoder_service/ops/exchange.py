@@ -14,21 +14,47 @@ from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 
 from opentelemetry.trace import INVALID_SPAN, Span, StatusCode
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from actors.telemetry.tracing import LOG, ORIGIN, Origin, Spans, named
 from actors.types import Media
-from encoder_service.ops.metrics import ServiceMetrics
 
+SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 MOST_FAILURES = 20
 """Remembered by each ingress replica."""
 MOST_WAITING_LINES = 10_000
 """Access log lines that may wait to be written; more are dropped."""
 
 
+class ServiceMetrics:
+    """Series of one ingress replica. `api`: http, grpc, grpc_stream or chat."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "encoder_requests_total",
+            "Requests to encode, by the status of their response.",
+            ("api", "code"),
+            registry=self.registry,
+        )
+        self.request_seconds = Histogram(
+            "encoder_request_seconds",
+            "Seconds from the first byte of a request to encode to the last byte of its response.",
+            ("api",),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+
+    def record(self, api: str, code: str, seconds: float) -> None:
+        self.requests.labels(api, code).inc()
+        self.request_seconds.labels(api).observe(seconds)
+
+    def text(self) -> str:
+        return generate_latest(self.registry).decode()
+
+
 @dataclass(slots=True)
 class Exchange:
-    api: str | None
-    """http, grpc, grpc_stream or chat; None: not counted."""
     request_id: str
     span: Span
     code: str
@@ -44,17 +70,6 @@ class Exchange:
 
     def failed(self, error_type: str, message: str) -> None:
         self.error_type, self.error_message = error_type, message
-
-    def log_fields(self, seconds: float) -> dict[str, str | int | float]:
-        fields: dict[str, str | int | float] = {
-            "request_id": self.request_id,
-            "api": self.api or "",
-            "code": self.code,
-            "items": self.items,
-            "patches": self.patches,
-            "seconds": round(seconds, 6),
-        }
-        return fields | ({"error": self.error_type} if self.error_type else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +96,19 @@ class Observer:
 
     @contextmanager
     def exchange(self, api: str | None, origin: Origin, code: str) -> Iterator[Exchange]:
-        """Wraps one request and sets its origin as ORIGIN. `api`, `code`: see Exchange."""
+        """Wraps one request and sets its origin as ORIGIN.
+
+        `api`: see ServiceMetrics; None: not counted. `code`: see Exchange.
+        """
         outer = ORIGIN.get()
         ORIGIN.set(origin)
         try:
             if api is None:
-                yield Exchange(None, origin.request_id, INVALID_SPAN, code)
+                yield Exchange(origin.request_id, INVALID_SPAN, code)
                 return
             started = time.perf_counter()
             with self.spans.span("encode", "server", api=api) as span:
-                exchange = Exchange(api, origin.request_id, span, code)
+                exchange = Exchange(origin.request_id, span, code)
                 try:
                     yield exchange
                 finally:
@@ -114,7 +132,15 @@ class Observer:
                 one.items,
                 one.patches,
                 seconds * 1e3,
-                extra=one.log_fields(seconds),
+                extra={
+                    "request_id": one.request_id,
+                    "api": api,
+                    "code": one.code,
+                    "items": one.items,
+                    "patches": one.patches,
+                    "seconds": round(seconds, 6),
+                }
+                | ({"error": kind} if kind else {}),
             )
 
 

@@ -1,7 +1,6 @@
-"""The status of the fleet: the document of GET /v1/status and the page at `/` that shows it.
+"""The whole fleet: its series as one page, the document of GET /v1/status, and the page at `/`.
 
-The document is computed from the series of all replicas. Counters and histograms are totals since
-the replicas started; two documents give rates.
+Counters and histograms of the document are totals since the replicas started; two give rates.
 """
 
 from __future__ import annotations
@@ -10,23 +9,87 @@ import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Generic, TypeVar
 
+from prometheus_client import generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from encoder_service.ops.exchange import MOST_FAILURES, Failure
-from encoder_service.ops.metrics import Scrape, attributed
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Json = dict[str, Any]
 Result = TypeVar("Result")
 
 STAGES = ("decode_queue", "preprocess", "queue", "encode")
 """Stages of an item in its replica, in order: each has a histogram of seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    deployment: str
+    replica: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape(Collector):
+    """The series of all replicas that answered, and how many of each deployment did not."""
+
+    pages: tuple[Page, ...]
+    missing: dict[str, int]
+
+    def families(self) -> Iterable[Metric]:
+        """Of all pages, labelled with deployment and replica; those of one name are merged."""
+        merged: dict[str, Metric] = {}
+        for page in self.pages:
+            for family in text_string_to_metric_families(page.text):
+                # prometheus_client adds a `_created` gauge to each counter and histogram.
+                if not family.name.endswith("_created"):
+                    known = merged.setdefault(
+                        family.name, Metric(family.name, family.documentation, family.type)
+                    )
+                    for sample in family.samples:
+                        labels = attributed(sample.labels, page)
+                        known.add_sample(sample.name, labels, sample.value)
+        return merged.values()
+
+    def collect(self) -> Iterator[Metric]:
+        """The families, then how complete the scrape is."""
+        yield from self.families()
+        scraped = dict.fromkeys(self.missing, 0) | Counter(page.deployment for page in self.pages)
+        yield gauge("encoder_scraped_replicas", "Replicas whose series are in this page.", scraped)
+        yield gauge(
+            "encoder_missing_replicas",
+            "Replicas that did not answer in time; an unreachable deployment counts as one.",
+            self.missing,
+        )
+
+
+def merge(scrape: Scrape) -> bytes:
+    """All replicas' series as one page."""
+    return generate_latest(scrape)
+
+
+def attributed(labels: dict[str, str], page: Page) -> dict[str, str]:
+    """Adds the origin of a sample. A `replica` label that it already has is kept."""
+    source = "reporter" if "replica" in labels else "replica"
+    return labels | {"deployment": page.deployment, source: page.replica}
+
+
+def gauge(name: str, help_text: str, values: Mapping[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, help_text, labels=["deployment"])
+    for deployment, value in values.items():
+        family.add_metric([deployment], value)
+    return family
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +130,10 @@ class Samples:
     """All values of a scrape, for adding up. Names are given without `encoder_`."""
 
     def __init__(self, scrape: Scrape) -> None:
-        self._by_name: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-        for page in scrape.pages:
-            for family in text_string_to_metric_families(page.text):
-                for sample in family.samples:
-                    one = (attributed(sample.labels, page), sample.value)
-                    self._by_name.setdefault(sample.name, []).append(one)
+        self._by_name: defaultdict[str, list[Sample]] = defaultdict(list)
+        for family in scrape.families():
+            for sample in family.samples:
+                self._by_name[sample.name].append(sample)
 
     def total(self, name: str, **labels: str) -> float:
         return sum(self.by(name, **labels).values())
@@ -80,10 +141,10 @@ class Samples:
     def by(self, name: str, *keys: str, **labels: str) -> dict[str, float]:
         """Sums by the values of the labels `keys`, joined by spaces."""
         sums: dict[str, float] = {}
-        for found, value in self._by_name.get(f"encoder_{name}", ()):
-            if labels.items() <= found.items():
-                key = " ".join(found[each] for each in keys)
-                sums[key] = sums.get(key, 0) + value
+        for sample in self._by_name[f"encoder_{name}"]:
+            if labels.items() <= sample.labels.items():
+                key = " ".join(sample.labels[each] for each in keys)
+                sums[key] = sums.get(key, 0) + sample.value
         return sums
 
     def histogram(self, name: str) -> Json:

@@ -1,6 +1,6 @@
 """Who carries how many patches, and whether there is room for more. Pure.
 
-Knows neither Ray nor asyncio nor clocks: time is an argument, in seconds of any steady clock.
+Times are arguments, in seconds of any steady clock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Reservation:
     patches: int
     since_seconds: float  # when it was admitted
     replica: str | None = None  # the replica that has them; None: between two replicas
-    released: bool = False
 
 
 @dataclass(slots=True)
@@ -90,18 +89,14 @@ class Ledger:
         self, limit_patches: int, exclude_seconds: float, queue_seconds: float = math.inf
     ) -> None:
         """Admits up to the limit, and while the queue takes at most `queue_seconds`."""
+        self.outstanding = 0
         self._limit = limit_patches
         self._exclude_seconds = exclude_seconds
         self._queue_seconds = queue_seconds
         self._accounts: dict[str, Account] = {}
         self._throughput = Throughput()
-        self._outstanding = 0
         self._open: dict[Reservation, None] = {}
         """In the order of admission."""
-
-    @property
-    def outstanding(self) -> int:
-        return self._outstanding
 
     def own(self, replica: str) -> int:
         """Patches that this router has on a replica."""
@@ -124,23 +119,23 @@ class Ledger:
             )
         if patches:
             self.check_room(now, patches)
-        if not self._outstanding:
+        if not self.outstanding:
             self._throughput.resume(now)
-        self._outstanding += patches
+        self.outstanding += patches
         admitted = [Reservation(cost, now) for cost in costs]
         self._open.update(dict.fromkeys(admitted))
         return admitted
 
     def check_room(self, now: float, patches: int = 1) -> None:
         """Raises Overloaded where `admit` would for this many patches."""
-        excess = self._outstanding + patches - self._limit
+        excess = self.outstanding + patches - self._limit
         if excess > 0:
             raise Overloaded(
-                f"{self._outstanding} of {self._limit} patches are in flight, no room for "
+                f"{self.outstanding} of {self._limit} patches are in flight, no room for "
                 f"{patches} more; try again later",
                 within(self._throughput.seconds(excess)),
             )
-        ahead_seconds = self._throughput.seconds(self._outstanding) or 0.0
+        ahead_seconds = self._throughput.seconds(self.outstanding) or 0.0
         if ahead_seconds > self._queue_seconds and self._queues(now):
             raise Overloaded(
                 f"the queue takes about {ahead_seconds:.0f} s, more than the "
@@ -150,7 +145,7 @@ class Ledger:
 
     def assign(self, reservation: Reservation, replica: str | None) -> None:
         """Moves the patches to a replica, or away from one. Once released, does nothing."""
-        if reservation.released:
+        if reservation not in self._open:
             return
         if reservation.replica is not None:
             self._accounts[reservation.replica].own -= reservation.patches
@@ -162,12 +157,11 @@ class Ledger:
 
     def release(self, reservation: Reservation, now: float, *, done: bool) -> None:
         """Gives the patches back; the second time does nothing. `done`: they were encoded."""
-        if reservation.released:
+        if reservation not in self._open:
             return
         self.assign(reservation, None)
-        reservation.released = True
         del self._open[reservation]
-        self._outstanding -= reservation.patches
+        self.outstanding -= reservation.patches
         self._throughput.did(reservation.patches if done else 0, now)
 
     def report(self, reported: Mapping[str, int]) -> None:

@@ -46,7 +46,7 @@ class PinnedRequestRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     async def _choose_replica_for_request(
         self, pending_request: Any, *, is_retry: bool = False
     ) -> Any:
-        from router.replicas.membership import PinnedReplicaUnavailable
+        from router.replicas.fleet import PinnedReplicaUnavailable
 
         session: str = pending_request.metadata.session_id
         if not session.startswith(PIN):
@@ -60,15 +60,12 @@ class PinnedRequestRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return replica
 
     def _publish(self) -> None:
-        from router.replicas.membership import MEMBERSHIP, Replica
+        from router.replicas.fleet import PUBLISHED, Replica
 
         self._by_name = {
             replica_id.unique_id: replica for replica_id, replica in self._replicas.items()
         }
-        MEMBERSHIP.publish(
-            (self._deployment_id.app_name, self._deployment_id.name),
-            {
-                name: Replica.of(replica.replica_metadata, replica.routing_stats)
-                for name, replica in self._by_name.items()
-            },
-        )
+        PUBLISHED[self._deployment_id.app_name, self._deployment_id.name] = {
+            name: Replica.of(replica.replica_metadata, replica.routing_stats)
+            for name, replica in sorted(self._by_name.items())
+        }

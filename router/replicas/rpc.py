@@ -1,13 +1,9 @@
-"""The router's end of replica.proto: one channel for each replica.
-
-Over the unix socket of a replica on this node, else over TCP. gRPC reopens a channel that broke.
-"""
+"""The router's end of replica.proto: over a replica's unix socket on this node, else over TCP."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -38,13 +34,12 @@ CHANNEL_OPTIONS = [
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
 
-
 STOPPED = "Cancelling all calls"
 """What gRPC says of calls that outlasted the grace of a server that stops: not a death."""
 
 
 class ReplicaChannel:
-    """A channel to one replica, for one event loop."""
+    """A channel to one replica, for one event loop. gRPC reopens it when it breaks."""
 
     def __init__(self, endpoint: Endpoint, node: str) -> None:
         """`node`: Ray's id of this process's node."""
@@ -99,22 +94,3 @@ def failure(error: grpc.aio.AioRpcError) -> Exception:
     if any(key == BEGUN_KEY for key, _ in error.initial_metadata() or ()):
         return ReplicaDied(details)
     return ReplicaUnreachable(details)
-
-
-class ReplicaChannels:
-    """The channels to the replicas of a fleet, each opened at its first call."""
-
-    def __init__(self, node: str) -> None:
-        self._node = node
-        self._channels: dict[str, ReplicaChannel] = {}
-
-    def to(self, replica: str, endpoint: Endpoint) -> ReplicaChannel:
-        channel = self._channels.get(replica)
-        if channel is None:
-            self._channels[replica] = channel = ReplicaChannel(endpoint, self._node)
-        return channel
-
-    def keep(self, replicas: Mapping[str, object]) -> None:
-        """Retires channels to replicas that are gone."""
-        for gone in self._channels.keys() - replicas.keys():
-            self._channels.pop(gone).retire()

@@ -1,34 +1,38 @@
 """The encoder replicas of a Serve deployment: gRPC for calls, Ray and Serve for all else.
 
 Serve tells which replicas there are, and is told of those that died. Rows in shared memory are
-handed over by a call of Ray, because object references only travel through Ray. Implements
-fleet.Fleet and references.Keepers. Does not know how items are planned.
+handed over by a call of Ray, because object references only travel through Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import suppress
-from contextvars import Context
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
-from ray import serve
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError
-from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from actors.errors import NotFound, Unavailable
 from actors.rpc import replica_pb2 as pb
 from actors.rpc.codec import EncodeCall, kept_of, message_fields, reply_of
-from actors.rpc.server import Endpoint, take
+from actors.rpc.server import take
 from actors.store.kept import Kept
 from actors.telemetry.tracing import ORIGIN, Spans
 from actors.types import Dtype, Media, Reply, SharedBytes
-from router.replicas.fleet import ReplicaUnreachable, ShardLost
-from router.replicas.membership import MEMBERSHIP, PinnedReplicaUnavailable, Replica
+from router.replicas.fleet import (
+    PUBLISHED,
+    PinnedReplicaUnavailable,
+    Replica,
+    ReplicaUnreachable,
+    ShardLost,
+    detached,
+)
 from router.replicas.pinned import pinned
-from router.replicas.rpc import ReplicaChannels
+from router.replicas.rpc import ReplicaChannel
 
 LOST = (
     RayActorError,
@@ -45,37 +49,52 @@ FETCH_SECONDS = 10.0
 CONFIRM_SECONDS, CONFIRMATIONS = 0.5, 10
 """Pause between two questions to Serve whether an unreachable replica is dead, and their number."""
 SERVE_NAMESPACE = "serve"  # of the actors of Serve's replicas
-ANYWHERE = "any"
-"""The one replica of Serve's local testing mode, which has neither replicas nor gRPC."""
 
 
 class ServeFleet:
-    """The replicas of one deployment (fleet.Fleet, references.Keepers)."""
+    """The replicas of one deployment: a fleet.Fleet, which also gives out what replicas keep."""
 
     def __init__(
         self, encoder: DeploymentHandle, fingerprint: str | None, spans: Spans | None = None
     ) -> None:
         """`fingerprint`: of the model; replicas of another one are left out, as in a rollout."""
         self._spans = spans or Spans()
-        self._deployment = (encoder.app_name, encoder.deployment_name)
         self._fingerprint = fingerprint
-        self._local = is_local_testing()
-        # `options` starts the handle's request router, which fills the membership.
+        # `options` starts the handle's request router, which publishes the replicas.
         self._handle = encoder.options(method_name="encode", _by_reference=True)
-        self._channels = ReplicaChannels("" if self._local else node_id())
-        self._hand_overs: dict[str, HandOver] = {}
+        self._deployment = (encoder.app_name, encoder.deployment_name)
+        self._published: Mapping[str, Replica] = {}
+        self._replicas: dict[str, Replica] = {}
+        self._reports: dict[str, int] = {}
+        self._node = node_id()
+        self._connections: dict[str, tuple[ReplicaChannel, HandOver]] = {}
         self._confirming: dict[str, asyncio.Task[None]] = {}
 
     def replicas(self) -> Mapping[str, Replica]:
         """All that are running and can be used, in the order of their ids."""
-        return self._members()[1]
+        self._refresh()
+        return self._replicas
 
-    def reports(self) -> tuple[int, Mapping[str, int]]:
-        version, replicas = self._members()
-        for gone in self._hand_overs.keys() - replicas.keys():
-            del self._hand_overs[gone]
-        self._channels.keep(replicas)
-        return version, {name: replica.outstanding_patches for name, replica in replicas.items()}
+    def reports(self) -> Mapping[str, int]:
+        self._refresh()
+        return self._reports
+
+    def _refresh(self) -> None:
+        published = PUBLISHED.get(self._deployment, {})
+        if published is self._published:
+            return
+        self._published = published
+        self._replicas = {name: one for name, one in published.items() if self._is_ours(one)}
+        self._reports = {name: one.outstanding_patches for name, one in self._replicas.items()}
+        for gone in self._connections.keys() - self._replicas.keys():
+            channel, _ = self._connections.pop(gone)
+            channel.retire()
+
+    def _is_ours(self, replica: Replica) -> bool:
+        """In a rollout a deployment has replicas of two models, or of two protocol versions."""
+        fingerprint = replica.metadata.get("fingerprint")
+        same = None in (self._fingerprint, fingerprint) or fingerprint == self._fingerprint
+        return same and replica.endpoint is not None
 
     async def encode(
         self,
@@ -92,50 +111,68 @@ class ServeFleet:
             "route", "client", replica=replica, items=len(media), patches=patches
         ):
             call = EncodeCall(media, dtype, timeout_seconds, ORIGIN.get(), keep)
-            if self._local:
-                return await self._encode_locally(call)
             request = pb.EncodeRequest(**message_fields(call))
-            hand_over = self._hand_over(replica)
-            reply = await self._call(replica, "Encode", request, timeout_seconds + GRACE_SECONDS)
-            return reply_of(reply, await hand_over.take(reply.ticket))
+            reply, rows = await self._call(
+                replica, "Encode", request, timeout_seconds + GRACE_SECONDS
+            )
+            return reply_of(reply, rows)
 
     async def check(self, replica: str) -> None:
-        if not self._local:
-            await self._call(replica, "Check", pb.CheckRequest())
+        await self._call(replica, "Check", pb.CheckRequest())
 
-    async def fetch(self, replica: str, name: str) -> Kept | None:
-        hand_over = self._hand_over(replica)
-        reply = await self._call(replica, "Fetch", pb.FetchRequest(name=name), FETCH_SECONDS)
+    async def fetch(self, reference: str) -> Kept:
+        """What is kept under an id. Raises NotFound, or Unavailable for now."""
+        with self._keeper(reference) as (replica, name):
+            request = pb.FetchRequest(name=name)
+            reply, rows = await self._call(replica, "Fetch", request, FETCH_SECONDS)
         if not reply.HasField("kept"):
-            return None
-        return kept_of(reply.kept, await hand_over.take(reply.ticket))
+            raise unknown(reference)
+        return kept_of(reply.kept, rows)
 
-    async def release(self, replica: str, name: str) -> bool:
-        request = pb.ReleaseRequest(name=name)
-        reply = await self._call(replica, "Release", request, FETCH_SECONDS)
-        return bool(reply.released)
+    async def release(self, reference: str) -> None:
+        """Drops what is kept under an id. Raises NotFound, or Unavailable for now."""
+        with self._keeper(reference) as (replica, name):
+            request = pb.ReleaseRequest(name=name)
+            reply, _ = await self._call(replica, "Release", request, FETCH_SECONDS)
+        if not reply.released:
+            raise unknown(reference)
+
+    @contextmanager
+    def _keeper(self, reference: str) -> Iterator[tuple[str, str]]:
+        """The replica and the name that an id stands for, around a call to that replica."""
+        replicas = self.replicas()
+        if not replicas:
+            raise Unavailable("no encoder replica is known here yet: try again")
+        replica, _, name = reference.partition(".")
+        if replica not in replicas:
+            raise unknown(reference)
+        try:
+            yield replica, name
+        except ShardLost as error:
+            raise Unavailable(f"replica {replica} cannot be reached: try again") from error
 
     async def _call(
         self, replica: str, method: str, request: Any, timeout_seconds: float | None = None
-    ) -> Any:
-        channel = self._channels.to(replica, self._endpoint(replica))
+    ) -> tuple[Any, list[SharedBytes]]:
+        """The reply, and the rows in shared memory that belong to it."""
+        # Taken before the call: a draining replica answers, but is no longer listed.
+        channel, hand_over = self._connection(replica)
         try:
-            return await channel.call(method, request, timeout_seconds)
+            reply = await channel.call(method, request, timeout_seconds)
         except ShardLost:
             self._confirm(replica)
             raise
+        return reply, await hand_over.take(getattr(reply, "ticket", ""))
 
-    def _hand_over(self, replica: str) -> HandOver:
-        """To be asked for before the call: a draining replica answers, but is no longer listed."""
-        if replica not in self._hand_overs:
-            self._hand_overs[replica] = HandOver(self._endpoint(replica).actor)
-        return self._hand_overs[replica]
-
-    def _endpoint(self, replica: str) -> Endpoint:
-        member = self._members()[1].get(replica)
+    def _connection(self, replica: str) -> tuple[ReplicaChannel, HandOver]:
+        """Opened at the first call."""
+        member = self.replicas().get(replica)
         if member is None or member.endpoint is None:
             raise ReplicaUnreachable(f"replica {replica} is gone")
-        return member.endpoint
+        if replica not in self._connections:
+            channel = ReplicaChannel(member.endpoint, self._node)
+            self._connections[replica] = channel, HandOver(member.endpoint.actor)
+        return self._connections[replica]
 
     def _confirm(self, replica: str) -> None:
         """Asks Serve in the background whether a replica is dead.
@@ -143,11 +180,7 @@ class ServeFleet:
         Serve's request router drops it then at once, rather than after the next health check.
         """
         if replica not in self._confirming:
-            # A context of its own: in a request's, Serve would cancel the calls with the request.
-            task = asyncio.get_running_loop().create_task(
-                self._ask_serve(replica), context=Context()
-            )
-            self._confirming[replica] = task
+            self._confirming[replica] = task = detached(self._ask_serve(replica))
             task.add_done_callback(lambda _: self._confirming.pop(replica, None))
 
     async def _ask_serve(self, replica: str) -> None:
@@ -157,34 +190,9 @@ class ServeFleet:
                 with suppress(RayTaskError):  # unhealthy, but alive
                     await handle.check_health.remote()
                 return
-            if replica not in self._members()[1]:
+            if replica not in self.replicas():
                 return
             await asyncio.sleep(CONFIRM_SECONDS)
-
-    async def _encode_locally(self, call: EncodeCall) -> Reply:
-        response = self._handle.remote(
-            call.media, call.dtype, call.timeout_seconds, call.origin, call.keep
-        )
-        try:
-            reply: Reply = await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        return reply
-
-    def _members(self) -> tuple[int, Mapping[str, Replica]]:
-        if self._local:
-            return 0, {ANYWHERE: Replica({}, 0)}
-        members = MEMBERSHIP.members(self._deployment)
-        return members.version, {
-            name: replica for name, replica in members.replicas.items() if self._is_ours(replica)
-        }
-
-    def _is_ours(self, replica: Replica) -> bool:
-        """In a rollout a deployment has replicas of two models, or of two protocol versions."""
-        fingerprint = replica.metadata.get("fingerprint")
-        same = None in (self._fingerprint, fingerprint) or fingerprint == self._fingerprint
-        return same and replica.endpoint is not None
 
 
 class HandOver:
@@ -206,12 +214,10 @@ class HandOver:
         """The rows in shared memory that a ticket stands for; "": none. Raises ShardLost."""
         if not ticket:
             return []
-        loop = asyncio.get_running_loop()
-        rows: asyncio.Future[list[SharedBytes]] = loop.create_future()
+        rows: asyncio.Future[list[SharedBytes]] = asyncio.Future()
         self._waiting[ticket] = rows
         if self._taking is None:
-            # A context of its own: in a request's, Serve would cancel the calls with the request.
-            self._taking = loop.create_task(self._take_all(), context=Context())
+            self._taking = detached(self._take_all())
         try:
             return await rows
         finally:
@@ -246,13 +252,11 @@ class HandOver:
                 future.set_result(rows)
 
 
-def is_local_testing() -> bool:
-    """Whether this is Serve's local testing mode: no replica, no request routers."""
-    try:
-        serve.get_replica_context()
-    except RayServeException:
-        return True
-    return False
+def unknown(reference: str) -> NotFound:
+    return NotFound(
+        f"no embedding is kept under {reference[:100]!r}: it expired, was released or evicted, or "
+        "its replica ended; encode the item again"
+    )
 
 
 def node_id() -> str:

@@ -25,8 +25,13 @@ from actors.types import Clip, ItemPlan, Media, Size
 from encoder_service.config import LlmOptions
 from encoder_service.llm import model as language_model
 from encoder_service.llm.model import Generator
-from encoder_service.llm.placeholders import Placed, place
-from encoder_service.llm.prompt import CHATML, Language, Prompt, byte_tokenizer, expand
+from encoder_service.llm.prompt import (
+    Placed,
+    Prompt,
+    byte_tokenizer,
+    expand,
+    place,
+)
 from encoder_service.llm.schema import Finish, SamplingParams
 from encoder_service.llm.spec import LlmSpec, read
 from tests.checkpoints import write
@@ -38,7 +43,7 @@ pytestmark = pytest.mark.extended
 
 TOLERANCE = 1e-4
 """float32; logits are about 1."""
-LANGUAGE = Language(byte_tokenizer(), CHATML)
+TOKENIZER = byte_tokenizer()
 SEEN: dict[str, list[Size | Clip]] = {
     "text only": [],
     "one image": [Size(224, 160)],
@@ -133,7 +138,7 @@ def both(chat: Chat, seen: Sequence[Size | Clip]) -> tuple[dict[str, Any], dict[
         token = spec.video_token_id if one.placed.kind == "video" else spec.image_token_id
         ids += [2002, token, 2003, 30 + number]
     placed = tuple(one.placed for one in made)
-    prompt = Prompt(*expand([*ids, 5, 6, 7], placed, spec, LANGUAGE), placed, 12)
+    prompt = Prompt(*expand([*ids, 5, 6, 7], placed, spec, TOKENIZER), placed, 12)
     ours = language_model.inputs(prompt, [one.rows for one in made], spec)
     theirs = {name: ours[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
     if spec.video_style.as_images and {one.placed.kind for one in made} == {"image", "video"}:

@@ -22,8 +22,7 @@ from actors.spec.video import MeanTimes, TotalPixels, VideoSizing
 from actors.types import Clip, Media, Size
 from encoder_service.config import LlmOptions
 from encoder_service.llm import spec as llm_spec
-from encoder_service.llm.placeholders import place
-from encoder_service.llm.prompt import CHATML, VIDEO, Language, byte_tokenizer, expand
+from encoder_service.llm.prompt import VIDEO, byte_tokenizer, expand, place
 
 GLM = ["<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"]
 GLM += ["<|begin_of_video|>", "<|end_of_video|>"]
@@ -71,7 +70,7 @@ def test_equals_the_processor(model_type: str, frames: int) -> None:
         video_style=video_styles()[model_type],
     )
     placed = place(Media("video", b"", plan, "", clip=clip), video)
-    ids, kinds = expand(tokenizer.encode(text), [placed], spec, Language(tokenizer, CHATML))
+    ids, kinds = expand(tokenizer.encode(text), [placed], spec, tokenizer)
     assert ids == tokenizer.encode(whole)
     assert kinds.count(VIDEO) == plan.tokens
     if "qwen2_5" in model_type:

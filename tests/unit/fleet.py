@@ -33,8 +33,8 @@ class MemoryFleet:
         """Replicas that do not answer when they are asked how they are."""
         self.asked = 0
 
-    def reports(self) -> tuple[int, Mapping[str, int]]:
-        return 0, dict.fromkeys(self.replicas, 0)
+    def reports(self) -> Mapping[str, int]:
+        return dict.fromkeys(self.replicas, 0)
 
     async def encode(
         self,
@@ -122,8 +122,8 @@ def settled(test: Coroutine[Any, Any, Dispatcher]) -> None:
             await asyncio.sleep(0)
         assert router.ledger.outstanding == 0
         assert not any(router.ledger.own(replica) for replica in router.refresh())
-        async with asyncio.timeout(30):  # a question to a replica that hung may be on its way
-            while len(asyncio.all_tasks()) > 1:
+        async with asyncio.timeout(30):  # all but this one and the watches over replicas end
+            while len(asyncio.all_tasks()) > 1 + len(router._liveness._watches):
                 await asyncio.sleep(0.01)
 
     asyncio.run(run())

@@ -18,10 +18,9 @@ from actors.types import Answer, Dtype, Embedding, Media, Timings
 from encoder_service.api.http import build
 from encoder_service.config import LimitOptions, ServiceOptions
 from encoder_service.ops.exchange import Exchange
-from encoder_service.ops.metrics import Page, Scrape
-from encoder_service.ops.status import Glance
+from encoder_service.ops.status import Glance, Page, Scrape
 from encoder_service.service import Service
-from router.replicas.references import unknown
+from router.replicas.serve_fleet import unknown
 from tests.images import jpeg
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
@@ -101,7 +100,7 @@ def service(fleet: Fleet, **limits: Any) -> Service:
 
 
 def exchange() -> Exchange:
-    return Exchange("http", "r", INVALID_SPAN, "499")
+    return Exchange("r", INVALID_SPAN, "499")
 
 
 def client(fleet: Fleet, **limits: Any) -> TestClient:

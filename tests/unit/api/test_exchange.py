@@ -26,8 +26,13 @@ from actors.telemetry.tracing import (
 )
 from encoder_service.api.grpc import Refused
 from encoder_service.api.http import build
-from encoder_service.ops.exchange import MOST_FAILURES, Dropping, Observer, access_log
-from encoder_service.ops.metrics import ServiceMetrics
+from encoder_service.ops.exchange import (
+    MOST_FAILURES,
+    Dropping,
+    Observer,
+    ServiceMetrics,
+    access_log,
+)
 from tests.images import jpeg
 from tests.unit.front_door import Fleet, post, service
 

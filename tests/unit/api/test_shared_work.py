@@ -11,7 +11,7 @@ from actors.families.registry import read
 from actors.options import ReferenceOptions
 from encoder_service.api.schema import RequestOptions
 from encoder_service.config import ServiceOptions
-from encoder_service.ops.metrics import Scrape
+from encoder_service.ops.status import Scrape
 from encoder_service.service import Service
 from encoder_service.wire.documents import RequestItem
 from tests.images import jpeg

@@ -11,8 +11,7 @@ from actors.families.registry import read
 from actors.options import ModelOptions
 from encoder_service.config import LlmOptions
 from encoder_service.llm import spec as llm_spec
-from encoder_service.llm.placeholders import Placed
-from encoder_service.llm.prompt import expand, load_language, prompt
+from encoder_service.llm.prompt import Placed, expand, load_tokenizer, prompt
 from encoder_service.llm.schema import Message
 
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
@@ -28,7 +27,7 @@ CLIP = Placed("video", (2, 2, 4), 4, (0.25, 1.0), 0.5)
 
 
 def expanded(ids: list[int], *placed: Placed) -> tuple[list[int], list[int]]:
-    return expand(ids, placed, llm_spec.read(CPU, TINY, read(TINY)), load_language(TINY))
+    return expand(ids, placed, llm_spec.read(CPU, TINY, read(TINY)), load_tokenizer(TINY))
 
 
 def test_an_image_stands_as_often_as_it_has_rows() -> None:
@@ -41,7 +40,7 @@ def test_an_image_stands_as_often_as_it_has_rows() -> None:
 def test_a_video_stands_group_by_group_with_its_times() -> None:
     ids, kinds = expanded([VIDEO, IMAGE], rows(1), CLIP)
     group = "<|vision_start|><|video_pad|><|video_pad|><|vision_end|>"
-    assert load_language(TINY).tokenizer.decode(ids) == (
+    assert load_tokenizer(TINY).decode(ids) == (
         f"<0.2 seconds>{group}<1.0 seconds>{group}<|image_pad|>"
     )
     assert [one for one in kinds if one] == [2, 2, 2, 2, 1]
@@ -55,14 +54,14 @@ def test_a_text_cannot_pretend_to_be_an_image(token: int, placed: list[Placed]) 
 
 
 def test_the_preset_s_language_is_bytes_and_chatml() -> None:
-    language = load_language(TINY)
+    tokenizer = load_tokenizer(TINY)
     spec = llm_spec.read(CPU, TINY, read(TINY))
     messages: list[Message] = [
         {"role": "system", "content": "né"},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]},
     ]
-    made = prompt(messages, [rows(2)], 10, spec, language)
-    assert language.tokenizer.decode(made.ids) == (
+    made = prompt(messages, [rows(2)], 10, spec, tokenizer)
+    assert tokenizer.decode(made.ids) == (
         "<|im_start|>system\nné<|im_end|>\n"
         "<|im_start|>user\n<|vision_start|><|image_pad|><|image_pad|><|vision_end|>?<|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -70,9 +69,9 @@ def test_the_preset_s_language_is_bytes_and_chatml() -> None:
     assert made.ids.count(IMAGE) == 2
     assert made.max_tokens == 10
     room = replace(spec, max_model_len=len(made.ids) + 4)
-    assert prompt(messages, [rows(2)], 10, room, language).max_tokens == 4
+    assert prompt(messages, [rows(2)], 10, room, tokenizer).max_tokens == 4
     with pytest.raises(InvalidRequest, match="maximum context length"):
-        prompt(messages, [rows(2)], 10, replace(spec, max_model_len=len(made.ids)), language)
+        prompt(messages, [rows(2)], 10, replace(spec, max_model_len=len(made.ids)), tokenizer)
 
 
 def test_a_language_model_must_fit_its_tower() -> None:

@@ -16,7 +16,7 @@ from encoder_service.intake.limits import Deadline
 from encoder_service.intake.media import probe
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.chat import Chat, ChatMetrics, Embedder
-from encoder_service.llm.prompt import load_language
+from encoder_service.llm.prompt import load_tokenizer
 from encoder_service.llm.schema import ChatCall, ChatFailed, SamplingParams
 from tests.images import jpeg
 
@@ -47,7 +47,7 @@ def test_the_images_of_a_refused_prompt_are_not_encoded_further() -> None:
     chat = object.__new__(Chat)  # without weights, and not on Serve
     chat.options = CPU
     chat.spec = replace(llm_spec.read(CPU, TINY, tower), max_model_len=20)
-    chat.language = load_language(TINY)
+    chat.tokenizer = load_tokenizer(TINY)
     chat.series = ChatMetrics()
     chat.embedder = embedder = Endless()
     media = probe(jpeg(64, 64), "image", tower, LimitOptions())

@@ -19,23 +19,22 @@ from encoder_service.api.http import build
 from encoder_service.config import LimitOptions, LlmOptions, ServiceOptions
 from encoder_service.llm import http as chat_http
 from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.http import ATTEMPTS, ChatService, ReplicaLost
 from encoder_service.llm.schema import (
     ChatCall,
     ChatEvent,
     Finish,
     InvalidKey,
     SamplingParams,
-    TextDelta,
     parse,
 )
-from encoder_service.llm.service import ATTEMPTS, ChatService, ReplicaLost
 from encoder_service.service import Service
 from tests.images import jpeg
 from tests.unit.front_door import Fleet
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 PATH = "/v1/chat/completions"
-WHOLE = (TextDelta("one"), TextDelta(" two"), Finish("stop", 5, 2))
+WHOLE = ("one", " two", Finish("stop", 5, 2))
 HELLO: dict[str, Any] = {"model": MODEL.id, "messages": [{"role": "user", "content": "hello"}]}
 Script = Sequence[ChatEvent | BaseException]
 
@@ -143,7 +142,7 @@ def test_replicas_that_are_lost_one_after_the_other(stream: bool) -> None:
 
 
 def test_a_whole_answer_begins_anew_where_a_stream_cannot() -> None:
-    broken: Script = [TextDelta("half"), ReplicaLost("gone")]
+    broken: Script = ["half", ReplicaLost("gone")]
     assert "half" not in client(Replicas(broken, WHOLE)).post(PATH, json=HELLO).text
     replicas = Replicas(broken, WHOLE)
     answer = client(replicas).post(PATH, json=HELLO | {"stream": True})

@@ -22,7 +22,7 @@ from actors.types import Answer, Dtype, Media
 from actors.types import Embedding as Encoded
 from encoder_service.api.http import build
 from encoder_service.client import Client, Embedding
-from router.replicas.references import unknown
+from router.replicas.serve_fleet import unknown
 from tests.images import jpeg
 from tests.unit.front_door import service
 from tests.unit.proxied import Distinct, in_a_thread

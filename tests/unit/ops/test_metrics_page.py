@@ -3,7 +3,8 @@
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from encoder_service.ops.metrics import Page, Scrape, ServiceMetrics, merge
+from encoder_service.ops.exchange import ServiceMetrics
+from encoder_service.ops.status import Page, Scrape, merge
 
 
 def samples(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -19,7 +19,8 @@ from prometheus_client import Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
 from actors.telemetry.metrics import EncoderMetrics
-from encoder_service.ops.metrics import Page, Scrape, ServiceMetrics, attributed, merge
+from encoder_service.ops.exchange import ServiceMetrics
+from encoder_service.ops.status import Page, Scrape, attributed, merge
 from router.metrics import RouterMetrics
 from tests.manifests import built
 

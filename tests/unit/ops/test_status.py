@@ -13,9 +13,8 @@ from actors.telemetry.metrics import EncoderMetrics
 from encoder_service.api.answer import model_card
 from encoder_service.api.http import build
 from encoder_service.config import AuthOptions, ServiceOptions
-from encoder_service.ops.exchange import Failure
-from encoder_service.ops.metrics import Page, Scrape, ServiceMetrics
-from encoder_service.ops.status import Glance, SingleFlight, status
+from encoder_service.ops.exchange import Failure, ServiceMetrics
+from encoder_service.ops.status import Glance, Page, Scrape, SingleFlight, status
 from encoder_service.service import Service
 from router.metrics import RouterMetrics
 from tests.unit.front_door import MODEL, Fleet, service
@@ -41,7 +40,7 @@ def door(count: int) -> str:
     for _ in range(count):
         series.record("http", "200", 0.004)
     router = RouterMetrics()
-    return series.text() + router.render([("e1", 7), ("e2", 0)])
+    return series.text() + router.render({"e1": 7, "e2": 0})
 
 
 def failure(time: float) -> Failure:

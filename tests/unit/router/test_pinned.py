@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from types import SimpleNamespace
 
-from ray.serve._private.common import RequestMetadata
+from ray.serve._private.common import DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from router.replicas.membership import Members, Membership, PinnedReplicaUnavailable, Replica
+from router.replicas.fleet import PUBLISHED, PinnedReplicaUnavailable, Replica
 from router.replicas.pinned import PinnedRequestRouter
 
 
@@ -54,11 +55,18 @@ def test_the_refusal_pickles() -> None:
     assert str(error) == "replica x is gone"
 
 
-def test_members_are_the_last_ones_published_in_order() -> None:
-    membership = Membership()
-    assert membership.members(("app", "Encoder")) == Members()
-    membership.publish(("app", "Encoder"), {"b": Replica({}, 1), "a": Replica({}, 2)})
-    membership.publish(("other", "Encoder"), {"c": Replica({}, 3)})
-    members = membership.members(("app", "Encoder"))
-    assert list(members.replicas) == ["a", "b"]
-    assert members.version == 1
+def test_it_publishes_the_replicas_in_the_order_of_their_ids() -> None:
+    deployment = DeploymentID("Encoder", "app")
+    request_router = object.__new__(PinnedRequestRouter)
+    request_router._deployment_id = deployment
+    request_router._replicas = {
+        ReplicaID(name, deployment): SimpleNamespace(
+            replica_metadata={}, routing_stats={"outstanding_patches": patches}
+        )
+        for name, patches in (("b", 1), ("a", 2))
+    }
+    request_router._publish()
+    first = PUBLISHED["app", "Encoder"]
+    assert list(first.items()) == [("a", Replica({}, 2)), ("b", Replica({}, 1))]
+    request_router._publish()
+    assert PUBLISHED["app", "Encoder"] is not first

@@ -1,23 +1,18 @@
-"""Embeddings kept under ids: bounded in time and bytes in a replica, found through any router."""
+"""Embeddings kept under ids: bounded in time and bytes in a replica."""
 
 from __future__ import annotations
-
-import asyncio
-from collections.abc import Mapping
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.errors import NotFound, TooLarge, Unavailable
+from actors.errors import TooLarge
 from actors.options import ReferenceOptions
-from actors.store.kept import OVERHEAD_BYTES, Kept, References, reference_id
+from actors.store.kept import OVERHEAD_BYTES, Kept, References
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, SharedBytes, Timings
-from router.replicas.fleet import ShardLost
-from router.replicas.references import KeptEmbeddings
-from tests.unit.fleet import embedding, item
+from tests.unit.fleet import item
 
 ENTRY_BYTES = 1000 + OVERHEAD_BYTES
 
@@ -142,67 +137,6 @@ def test_the_bytes_are_never_passed(puts: list[tuple[int, int]], max_bytes: int)
         assert sample(metrics, "_bytes") == store.bytes
     store.expire(now + 60)
     assert store.bytes == 0
-
-
-class Replicas:
-    """references.Keepers in memory; `failures` by replica."""
-
-    def __init__(self, *names: str) -> None:
-        self.stores = {name: references()[0] for name in names}
-        self.failures: dict[str, Exception] = {}
-
-    def reports(self) -> tuple[int, Mapping[str, int]]:
-        return 0, dict.fromkeys(self.stores, 0)
-
-    def of(self, replica: str) -> References:
-        if failure := self.failures.get(replica):
-            raise failure
-        return self.stores[replica]
-
-    async def fetch(self, replica: str, name: str) -> Kept | None:
-        return self.of(replica).get(name, 0)
-
-    async def release(self, replica: str, name: str) -> bool:
-        return self.of(replica).release(name)
-
-
-def test_any_router_finds_what_a_replica_keeps() -> None:
-    async def test() -> None:
-        fleet = Replicas("a", "b")
-        references = [
-            reference_id(name, store.keep(Kept.of(item(1), embedding(item(1), name)), 0))
-            for name, store in fleet.stores.items()
-        ]
-        keeping = KeptEmbeddings(fleet)
-        for reference in references:
-            found = await keeping.fetch(reference)
-            assert found.media.digest == item(1).digest
-            assert found.media.data == b""
-        await keeping.release(references[1])
-        for name in (references[1], "a.x", "c.x", "nonsense", ""):
-            with pytest.raises(NotFound):
-                await keeping.fetch(name)
-            with pytest.raises(NotFound):
-                await keeping.release(name)
-
-    asyncio.run(test())
-
-
-def test_a_replica_that_is_lost_takes_its_own_along() -> None:
-    async def test() -> None:
-        fleet = Replicas("a", "b")
-        reference = reference_id("b", fleet.stores["b"].keep(kept(1), 0))
-        fleet.failures["b"] = ShardLost("no connection")
-        with pytest.raises(Unavailable):  # it is still listed: perhaps later
-            await KeptEmbeddings(fleet).fetch(reference)
-        del fleet.stores["b"]
-        with pytest.raises(NotFound):
-            await KeptEmbeddings(fleet).fetch(reference)
-        fleet.stores.clear()
-        with pytest.raises(Unavailable):  # a router that has just started
-            await KeptEmbeddings(fleet).fetch(reference)
-
-    asyncio.run(test())
 
 
 def test_each_of_two_ids_lets_go_of_its_own() -> None:

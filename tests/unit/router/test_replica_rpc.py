@@ -37,9 +37,8 @@ from actors.store.shared_memory import INLINE_BYTES
 from actors.telemetry.tracing import Origin
 from actors.types import Dtype, Media, Reply, SharedBytes
 from router.replicas import rpc
-from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost
-from router.replicas.membership import Replica
-from router.replicas.rpc import STOPPED, ReplicaChannel, ReplicaChannels, failure
+from router.replicas.fleet import Replica, ReplicaDied, ReplicaUnreachable, ShardLost
+from router.replicas.rpc import STOPPED, ReplicaChannel, failure
 from tests.unit.fleet import embedding, item
 
 NODE = "node"
@@ -252,9 +251,7 @@ def test_a_drained_replica_answers_what_it_has_and_takes_no_more(near: bool) -> 
             await asyncio.sleep(0.05)
             with pytest.raises(ReplicaUnreachable):
                 await encode(channel)
-            channels = ReplicaChannels(NODE)
-            channels._channels["a"] = channel
-            channels.keep({})  # the router hears that it is gone: the call goes on
+            channel.retire()  # the router hears that it is gone: the call goes on
             assert not stopping.done()
             encoder.gate.set()
             assert len((await call).answers) == 2

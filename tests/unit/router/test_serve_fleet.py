@@ -12,14 +12,19 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from actors.errors import InvalidMedia
+from actors.errors import InvalidMedia, NotFound, Unavailable
 from actors.rpc.server import Endpoint, ReplicaServer
 from actors.store.kept import Kept
 from actors.types import Embedding, SharedBytes
 from router.replicas import serve_fleet
-from router.replicas.fleet import ReplicaUnreachable, ShardLost
-from router.replicas.membership import MEMBERSHIP, PinnedReplicaUnavailable, Replica
-from router.replicas.serve_fleet import HandOver, ServeFleet
+from router.replicas.fleet import (
+    PUBLISHED,
+    PinnedReplicaUnavailable,
+    Replica,
+    ReplicaUnreachable,
+    ShardLost,
+)
+from router.replicas.serve_fleet import ServeFleet
 from tests.unit.fleet import embedding, item, right
 from tests.unit.router.test_replica_rpc import NODE, SECONDS, MemoryEncoder
 
@@ -65,13 +70,12 @@ class Handle:
 @pytest.fixture(autouse=True)
 def _replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models in one deployment, as in a rollout, one that does not say, one version."""
-    monkeypatch.setattr(serve_fleet, "is_local_testing", lambda: False)
     monkeypatch.setattr(serve_fleet, "node_id", lambda: NODE)
     monkeypatch.setattr(serve_fleet, "CONFIRM_SECONDS", 0.01)
     said = {"a": {"fingerprint": "old"}, "b": {"fingerprint": "new"}, "c": {}}
     named = {name: Replica(metadata, 7, NOWHERE) for name, metadata in said.items()}
     named["d"] = Replica({"fingerprint": "new"}, 7, endpoint=None)
-    MEMBERSHIP.publish(DEPLOYMENT, named)
+    PUBLISHED[DEPLOYMENT] = named
 
 
 @asynccontextmanager
@@ -82,13 +86,13 @@ async def served(
     encoder = MemoryEncoder()
     server = ReplicaServer(encoder)
     endpoint = await server.start(NODE, "127.0.0.1", "actor")
-    MEMBERSHIP.publish(DEPLOYMENT, {"a": Replica({}, 7, endpoint)})
+    PUBLISHED[DEPLOYMENT] = {"a": Replica({}, 7, endpoint)}
     handle = Handle()
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: handle)
     fleet = ServeFleet(handle, None)
     async with asyncio.timeout(SECONDS):
         yield encoder, handle, fleet
-        MEMBERSHIP.publish(DEPLOYMENT, {})
+        PUBLISHED[DEPLOYMENT] = {}
         fleet.reports()
         await server.stop(SECONDS)
 
@@ -104,7 +108,8 @@ def test_only_replicas_of_the_own_model_and_version_are_planned_for(
     fingerprint: str | None, names: str
 ) -> None:
     fleet = ServeFleet(Handle(), fingerprint)
-    assert fleet.reports()[1] == dict.fromkeys(names, 7)
+    assert fleet.reports() == dict.fromkeys(names, 7)
+    assert fleet.reports() is fleet.reports()
     assert list(fleet.replicas()) == list(names)
 
 
@@ -123,12 +128,7 @@ def test_small_rows_come_with_the_answer_and_large_ones_are_taken(
             assert isinstance(reply.answers[1], Embedding)
             assert reply.answers[1].data is rows
             encoder.kept["x"] = Kept.of(item(2), replace(embedding(item(2), "a"), data=rows))
-            kept = await fleet.fetch("a", "x")
-            assert kept
-            assert kept.embedding.data is rows
-            assert await fleet.fetch("a", "y") is None
-            assert await fleet.release("a", "x")
-            assert not await fleet.release("a", "x")
+            assert (await fleet.fetch("a.x")).embedding.data is rows
 
     run(test())
 
@@ -145,7 +145,7 @@ def test_tickets_that_come_during_a_hand_over_are_taken_together(
             first, *others = [
                 asyncio.create_task(fleet.encode("a", [one], "bfloat16", 5)) for one in media
             ]
-            while len(fleet._hand_overs.get("a", HandOver("actor"))._waiting) < 4:
+            while "a" not in fleet._connections or len(fleet._connections["a"][1]._waiting) < 4:
                 await asyncio.sleep(0.01)
             others[0].cancel()
             handle.gate.set()
@@ -177,6 +177,41 @@ def test_rows_that_cannot_be_taken_are_lost(
             handle.expired = True
             with pytest.raises(ShardLost, match="not taken in time"):
                 await fleet.encode("a", [item(2)], "bfloat16", 5)
+
+    run(test())
+
+
+def test_what_a_replica_keeps_is_found_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with served(monkeypatch) as (encoder, _, fleet):
+            for name in "xy":
+                encoder.kept[name] = Kept.of(item(1), embedding(item(1), "a"))
+            found = await fleet.fetch("a.x")
+            assert found.media.digest == item(1).digest
+            assert found.media.data == b""
+            await fleet.release("a.y")
+            for reference in ("a.y", "a.z", "c.x", "nonsense", ""):
+                with pytest.raises(NotFound):
+                    await fleet.fetch(reference)
+                with pytest.raises(NotFound):
+                    await fleet.release(reference)
+
+    run(test())
+
+
+def test_a_replica_that_is_lost_takes_what_it_kept_along() -> None:
+    async def test() -> None:
+        PUBLISHED[DEPLOYMENT] = {name: Replica({}, 7, NOWHERE) for name in "ab"}
+        fleet = ServeFleet(Handle(), None)
+        with pytest.raises(Unavailable, match="cannot be reached"):  # still listed: perhaps later
+            await fleet.fetch("b.x")
+        PUBLISHED[DEPLOYMENT] = {"a": Replica({}, 7, NOWHERE)}
+        with pytest.raises(NotFound):
+            await fleet.fetch("b.x")
+        PUBLISHED[DEPLOYMENT] = {}
+        with pytest.raises(Unavailable, match="known here yet"):  # a router that has just started
+            await fleet.release("b.x")
+        await asyncio.sleep(0)
 
     run(test())
 
@@ -228,7 +263,8 @@ def test_serve_is_asked_about_a_replica_that_is_unreachable(
             while fleet._confirming:
                 await asyncio.sleep(0.01)
         assert handle.checked in {asked, 2 * asked if asked == 1 else asked}
-        fleet._channels.keep({})
+        PUBLISHED[DEPLOYMENT] = {}
+        fleet.reports()
         await asyncio.sleep(0)
 
     run(test())
