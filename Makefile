@@ -20,8 +20,8 @@ serve: setup
 demo: setup
 	tests/loopback $(BIN)/python -m tests.demo
 
-# One worker runs everything that needs Ray, the other begins with the rest.
-PYTEST := OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -n 2 --dist loadgroup
+# Two workers: one runs everything that needs Ray (tests/conftest.py).
+PYTEST := OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -n 2 --dist loadscope
 
 test: setup
 	$(PYTEST)

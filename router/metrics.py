@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        counter = partial(Counter, namespace="encoder_router", registry=self.registry)
+        counter = partial(Counter, namespace="encoder", registry=self.registry)
         self.outstanding_patches = Gauge(
             "encoder_router_outstanding_patches",
             "Patches that this router has on a replica.",
@@ -20,21 +20,22 @@ class RouterMetrics:
             registry=self.registry,
         )
         self.patches = counter(
-            "patches_total", "Patches that this router sent to a replica.", ["replica"]
+            "router_patches_total", "Patches that this router sent to a replica.", ["replica"]
         )
-        self.shards = counter("shards_total", "Calls to replicas.")
+        self.shards = counter("router_shards_total", "Calls to replicas.")
         self.replans = counter(
-            "replans_total",
+            "router_replans_total",
             "Items that were retried, mostly because their replica was lost or refused them.",
         )
         self.coalesced = counter(
-            "coalesced_total", "Items that joined an identical item in flight."
+            "router_coalesced_total", "Items that joined an identical item in flight."
         )
         self.held = counter(
-            "held_total", "Items sent to the replica whose cache should hold their embedding."
+            "router_held_total",
+            "Items sent to the replica whose cache should hold their embedding.",
         )
         self.rejections = counter(
-            "rejections_total", "Requests refused because too many patches were in flight."
+            "router_rejections_total", "Requests refused because too many patches were in flight."
         )
         self._seen: set[str] = set()
         self._rendering = Lock()

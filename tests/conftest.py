@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 # No deadline per example: a busy machine is no failure. Whole tests have one (pyproject.toml).
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that use the one Ray cluster run in one worker of pytest-xdist."""
-    for item in items:
-        if "serve" in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group("ray"))
+class RayTogether(LoadScopeScheduling):  # type: ignore[misc]
+    """Of pytest-xdist's workers one runs all tests that use the Ray cluster, the others the rest."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ray" if nodeid.startswith("tests/serve/") else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RayTogether:
+    return RayTogether(config, log)
