@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 import simplejpeg
-import torch
 
 from actors.engine.budgets import model_capacity
-from actors.engine.device import Device
+from actors.engine.device import open_device
 from actors.engine.engine import Engine
 from actors.engine.graphs import capture, choose_packing
-from actors.errors import StartError
 from actors.media.decoder import Decoder
 from actors.media.image import decode
 from actors.media.patchify import patchifier_of
@@ -64,17 +62,3 @@ def warm(engine: Engine) -> None:
     plan, patches = patchifier_of(engine.tower.spec).patchify(decode(grey))
     engine.submit(Item(plan, patches.numpy())).result()
     engine.close()
-
-
-def open_device(kind: str) -> Device:
-    """The device that this replica owns. Raises StartError where there is none."""
-    if kind == "cpu":
-        return Device()
-    if not torch.cuda.is_available():
-        raise StartError(
-            "encoder.device is cuda, but torch sees no CUDA device in this replica: check the "
-            "driver, encoder.num_gpus and that torch is a CUDA build, or set encoder.device to cpu"
-        )
-    from actors.engine.cuda import CudaDevice
-
-    return CudaDevice()

@@ -9,7 +9,6 @@ from contextlib import aclosing
 from dataclasses import asdict, replace
 from functools import partial
 from time import monotonic
-from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -35,10 +34,9 @@ from encoder_service.ops.exchange import Failure
 from encoder_service.ops.status import Glance, Page, Scrape
 from encoder_service.service import Service
 from router.here import answer_here, encode_here
+from router.replicas.pinned import ask_all
 from router.replicas.serve_fleet import LOST, brief, unknown
 from router.router import Router
-
-SCRAPE_SECONDS = 2.0  # replicas that take longer to answer a scrape are counted as missing
 
 
 @serve.ingress()
@@ -155,7 +153,7 @@ class ChatFleet:
 
     def __init__(self, chat: DeploymentHandle) -> None:
         self.handle = chat
-        self.calls = chat.options(method_name="complete", stream=True, _by_reference=True)
+        self.calls = chat.options(method_name="complete", stream=True)
 
     async def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
         response = self.calls.remote(call)
@@ -182,26 +180,3 @@ class ChatFleet:
 
     async def ready_replicas(self) -> int:
         return sum(page is not None for page in await ask_all(self.handle, "scrape"))
-
-
-async def ask_all(handle: DeploymentHandle, method: str) -> list[tuple[str, str] | None]:
-    """The result of a method of every replica; None for one that fails or takes too long.
-
-    The public `results_async` loses all results if one replica hangs, hence the private call.
-    """
-
-    async def ask(call: Any) -> tuple[str, str] | None:
-        try:
-            async with asyncio.timeout(SCRAPE_SECONDS / 2):
-                page: tuple[str, str] = await call.get_async()
-                return page
-        except Exception:
-            call.cancel()
-            return None
-
-    try:
-        async with asyncio.timeout(SCRAPE_SECONDS / 2):
-            calls = await handle.broadcast(method)._fetch_replica_results_async()
-    except Exception:
-        return [None]
-    return list(await asyncio.gather(*map(ask, calls)))

@@ -14,7 +14,7 @@ settings.load_profile("project")
 
 
 class RayTogether(LoadScopeScheduling):  # type: ignore[misc]
-    """Of pytest-xdist's workers one runs all tests that use the Ray cluster, the others the rest."""
+    """One of the workers runs all tests that use the Ray cluster, the others run the rest."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "ray" if nodeid.startswith("tests/serve/") else nodeid.partition("::")[0]

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.errors import StartError
 from actors.kernels import Shapes
 
 MEDIA = ("patches", "later")
 """Inputs that hold what clients sent, item after item; all others are metadata."""
-
 ALIGNED_BYTES = 256  # as torch's allocators align: kernels may read 16 bytes at a time
 
 MediaRows = Mapping[str, Sequence[Tensor]]
@@ -194,3 +194,17 @@ def concatenated(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def count(parts: Sequence[Tensor]) -> int:
     return sum(map(len, parts))
+
+
+def open_device(kind: str) -> Device:
+    """ "cpu", or the "cuda" device that this process owns. Raises StartError if there is none."""
+    if kind == "cpu":
+        return Device()
+    if not torch.cuda.is_available():
+        raise StartError(
+            "torch sees no CUDA device here: check the driver, encoder.num_gpus and that torch is "
+            "a CUDA build, or choose the device cpu (encoder.device, --device)"
+        )
+    from actors.engine.cuda import CudaDevice  # which imports this file
+
+    return CudaDevice()

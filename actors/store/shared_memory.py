@@ -2,8 +2,8 @@
 
 Rows up to INLINE_BYTES travel by value, larger ones as a reference. The process that wrote an
 object owns it: it is freed when nobody holds a reference any more, and lost with that process.
-References may travel by Ray's own calls alone, which is Serve's default
-(`handle.options(_by_reference=True)` makes sure); by gRPC they would never be released.
+References may travel by Ray's own calls alone (router.replicas.pinned.by_reference makes sure): by
+gRPC they would never be released.
 """
 
 from __future__ import annotations

@@ -300,17 +300,6 @@ def only(budgets: tuple[int, ...], items: int) -> Capacity:
     return Capacity(tuple((budget,) for budget in budgets), budgets, items, 0)
 
 
-def open_device(name: str) -> Device:
-    """ "cuda" or "cpu". Raises ConfigError if there is no such device."""
-    if name == "cpu":
-        return Device()
-    if not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device here; --device cpu works")
-    from actors.engine.cuda import CudaDevice
-
-    return CudaDevice()
-
-
 def release(device: Device) -> None:
     """Frees the memory of a finished model, whose graphs refer to each other in cycles."""
     gc.collect()

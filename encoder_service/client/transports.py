@@ -29,7 +29,6 @@ PIECE_BYTES = 256 * 1024
 MOST_HEADER_BYTES = 2**26
 """Of a response in safetensors: everything but the rows."""
 
-
 Transport: TypeAlias = "HttpTransport | GrpcTransport"
 
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-from argparse import (
-    SUPPRESS,
-    Action,
-    ArgumentParser,
-    ArgumentTypeError,
-    HelpFormatter,
-    Namespace,
-)
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,15 +15,15 @@ from rich.console import Console
 from rich.markup import escape
 
 
-class DefaultsFormatter(HelpFormatter):
+class DefaultsFormatter(argparse.HelpFormatter):
     """Appends an option's default to its help, if it has one that the help does not mention."""
 
-    def _get_help_string(self, action: Action) -> str | None:
-        if "default" in (action.help or "") or action.default in (None, False, SUPPRESS, (), []):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if "default" in (action.help or "") or not default or default == argparse.SUPPRESS:
             return action.help
-        several = isinstance(action.default, list | tuple)
-        default = " ".join(map(str, action.default)) if several else action.default
-        return f"{action.help} (default: {default})"
+        shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else default
+        return f"{action.help} (default: {shown})"
 
 
 def add_command(

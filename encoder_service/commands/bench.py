@@ -202,6 +202,7 @@ def add_engine(kinds: Any) -> None:
 
 def run_engine(options: argparse.Namespace, console: Console) -> int:
     """1 if rows are wrong or a model of `all` failed. Raises ConfigError, CheckpointError."""
+    from actors.engine.device import open_device
     from encoder_service.bench import engine
 
     console.width = max(console.width, ENGINE_WIDTH)
@@ -217,7 +218,7 @@ def run_engine(options: argparse.Namespace, console: Console) -> int:
         every_budget=options.every_budget,
         profiled=tuple(options.profile),
     )
-    device = engine.open_device(options.device)
+    device = open_device(options.device)
     report = EngineReport(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         command=shlex.join(["encoder-service", *sys.argv[1:]]),
@@ -292,9 +293,7 @@ def add_preprocess(kinds: Any) -> None:
 def run_preprocess(options: argparse.Namespace, console: Console) -> int:
     """Raises StartError if there is no such device."""
     from encoder_service.bench import decoding
-    from encoder_service.bench.engine import open_device
 
-    open_device(options.device)  # its error names --device, the engine's a configuration
     console.width = max(console.width, PREPROCESS_WIDTH)
     actor = ActorOptions(
         model=ModelOptions(id=options.model, load_format="dummy"),

@@ -35,6 +35,7 @@ from encoder_service.llm.prompt import Prompt, load_tokenizer, place, prompt
 from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed, Finish, SamplingParams
 from encoder_service.llm.spec import LlmSpec
 from router.here import Reader, encode_here
+from router.replicas.pinned import by_reference
 from router.replicas.serve_fleet import LOST, brief
 
 log = logging.getLogger("ray.serve")
@@ -80,7 +81,7 @@ class Embedder:
     ) -> None:
         """`reader`: reads rows from the encoders' devices, if they are left there."""
         self.reader = reader
-        self.router = router.options(method_name="encode", _by_reference=True)
+        self.router = by_reference(router, "encode")
         self.dtype: Dtype = dtype
 
     async def encode(

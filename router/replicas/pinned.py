@@ -9,23 +9,52 @@ All of Serve that is private and used by this project is here:
   by the id of the parent request, which sibling calls share, so that they get each other's replica
   or wait for ever;
 - the option `_by_reference` of a handle, its default, so that answers with object references never
-  go by Serve's own gRPC, where they would never be released.
+  go by Serve's own gRPC, where they would never be released;
+- `_fetch_replica_results_async` of a broadcast: the public `results_async` loses all results if one
+  replica hangs.
 tests/unit/router/test_pinned.py guards them.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.handle import DeploymentHandle
 
 PIN = "pin:"
+ASK_SECONDS = 2.0  # replicas that take longer to answer a broadcast count as missing
 
 
 def pinned(handle: DeploymentHandle, replica: str) -> DeploymentHandle:
     """A handle whose calls reach this replica, or raise PinnedReplicaUnavailable at once."""
     return handle.options(session_id=PIN + replica, _by_reference=True)
+
+
+def by_reference(handle: DeploymentHandle, method: str) -> DeploymentHandle:
+    """A handle to a method whose answers contain object references."""
+    return handle.options(method_name=method, _by_reference=True)
+
+
+async def ask_all(handle: DeploymentHandle, method: str) -> list[tuple[str, str] | None]:
+    """The result of a method of every replica; None for one that fails or takes too long."""
+
+    async def ask(call: Any) -> tuple[str, str] | None:
+        try:
+            async with asyncio.timeout(ASK_SECONDS / 2):
+                page: tuple[str, str] = await call.get_async()
+                return page
+        except Exception:
+            call.cancel()
+            return None
+
+    try:
+        async with asyncio.timeout(ASK_SECONDS / 2):
+            calls = await handle.broadcast(method)._fetch_replica_results_async()
+    except Exception:
+        return [None]
+    return list(await asyncio.gather(*map(ask, calls)))
 
 
 class PinnedRequestRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]

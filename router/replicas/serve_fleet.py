@@ -31,7 +31,7 @@ from router.replicas.fleet import (
     ShardLost,
     detached,
 )
-from router.replicas.pinned import pinned
+from router.replicas.pinned import by_reference, pinned
 from router.replicas.rpc import ReplicaChannel
 
 LOST = (
@@ -61,7 +61,7 @@ class ServeFleet:
         self._spans = spans or Spans()
         self._fingerprint = fingerprint
         # `options` starts the handle's request router, which publishes the replicas.
-        self._handle = encoder.options(method_name="encode", _by_reference=True)
+        self._handle = by_reference(encoder, "encode")
         self._deployment = (encoder.app_name, encoder.deployment_name)
         self._published: Mapping[str, Replica] = {}
         self._replicas: dict[str, Replica] = {}

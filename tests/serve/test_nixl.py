@@ -38,6 +38,7 @@ from encoder_service.client import Client
 from encoder_service.config import LimitOptions
 from encoder_service.intake.media import probe
 from router.here import encode_here
+from router.replicas.pinned import by_reference
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
 from tests.serve.object_store import direct_objects, own_process
@@ -63,7 +64,7 @@ class Consumer:
 
     def __init__(self) -> None:
         router = serve.get_deployment_handle("Router", "nixl")
-        self.router = router.options(method_name="encode", _by_reference=True)
+        self.router = by_reference(router, "encode")
         self.reader = Receiver("cpu")
         self.held: list[Answer] = []
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from ray.serve._private.common import DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.config import RequestRouterConfig
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from router.replicas.fleet import PUBLISHED, PinnedReplicaUnavailable, Replica
@@ -42,6 +42,7 @@ def test_ray_has_the_fields() -> None:
     assert "metadata" in inspect.signature(PendingRequest).parameters
     assert isinstance(RunningReplica.routing_stats, property)
     assert isinstance(RunningReplica.replica_metadata, property)
+    assert inspect.iscoroutinefunction(DeploymentBroadcastResponse._fetch_replica_results_async)
 
 
 def test_serve_finds_the_class_by_its_name_and_pickles_it() -> None:
