@@ -159,6 +159,7 @@ PUBLISHED = [
     Published("clip-vit-l-336", "CLIP", 304, lambda size: 24**2 + 1),
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
+    Published("paligemma2-3b", "PaliGemma 1, 2", 415, lambda size: 16**2),
     Published("deepseek-ocr", "DeepSeek-OCR", 401, deepseek),
     Published("step3vl-10b", "Step3-VL-10B, Step-3.7", 1981, step3),
     Published("step3-321b", "Step3 (321B)", 4675, step3),

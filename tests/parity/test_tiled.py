@@ -27,7 +27,7 @@ from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, ItemPlan, Size
-from tests.checkpoints_clip import write_clip, write_llava, write_siglip
+from tests.checkpoints_clip import write_clip, write_llava, write_paligemma, write_siglip
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_internvl_chat, write_llama4
 from tests.images import PHOTOGRAPHS, item_of, photograph
 from tests.parity.table import check
@@ -92,6 +92,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tens
         lambda folder: write_llava(folder, "siglip", vision_feature_select_strategy="full"),
         llava,
     ),
+    "paligemma": (lambda folder: write_paligemma(folder, "gemma"), internvl),
+    "paligemma2": (lambda folder: write_paligemma(folder, "gemma2"), internvl),
 }
 
 
