@@ -143,14 +143,28 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
     assert (ours.float() - exact).norm() <= 1.1 * (rounded.float() - exact).norm()
 
 
-def test_names_that_begin_with_model(tmp_path: Path) -> None:
-    model = write_internvl(tmp_path, "300M")
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert any(name.startswith("model.vision_tower.") for name in weights)
+@pytest.mark.parametrize(
+    ("kind", "published"),
+    [
+        ("internvl-300M", "model.vision_tower."),
+        ("gemma3", "vision_tower.vision_model."),
+        ("llava-siglip", "vision_tower.vision_model."),
+        ("paligemma", "vision_tower.vision_model."),
+    ],
+)
+def test_names_that_transformers_does_not_write(kind: str, published: str, tmp_path: Path) -> None:
+    """It reads them: `vision_model.` is in published checkpoints older than version 5."""
+    write, features = CHECKPOINTS[kind]
+    model = write(tmp_path)
+    weights = {
+        name.replace("model.vision_tower.", published): tensor.clone()
+        for name, tensor in model.state_dict().items()
+    }
+    assert any(name.startswith(published) for name in weights)
     for shard in tmp_path.glob("*.safetensors*"):
         shard.unlink()
     save_file(weights, tmp_path / "model.safetensors")
-    pair = Pair(model, internvl, loaded(tmp_path, "float32"), tmp_path)
+    pair = Pair(model, features, loaded(tmp_path, "float32"), tmp_path)
     plan = pair.tower.sizing.plan(Size(84, 84))
     patches = random_patches(pair.tower, plan)
     ours = encode(pair.tower, [plan], [patches], None)
