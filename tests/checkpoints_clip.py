@@ -1,4 +1,4 @@
-"""Small random checkpoints of SigLIP, CLIP and the LLaVAs, under their published names."""
+"""Small random checkpoints of SigLIP, CLIP and what builds on them, as transformers saves them."""
 
 from __future__ import annotations
 
@@ -61,6 +61,23 @@ def write_llava(folder: Path, tower: str, **settings: Any) -> Any:
     scatter(model.model.multi_modal_projector)
     square = {"size": {"height": PICTURE, "width": PICTURE}}
     return written(folder, model, CROPPED if tower == "clip" else square)
+
+
+def write_paligemma(folder: Path, text: str) -> Any:
+    """`write_siglip` for PaliGemma: 1 over `gemma`, 2 over `gemma2`."""
+    from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = PaliGemmaConfig(
+        vision_config=TOWER | {"image_size": 84, "vision_use_head": False},
+        text_config=TEXT | {"model_type": text, "head_dim": 16, "pad_token_id": 0},
+        projection_dim=TEXT["hidden_size"],
+        image_token_index=5,
+    )
+    model = PaliGemmaForConditionalGeneration(config).eval()
+    scatter(model.model.vision_tower)
+    scatter(model.model.multi_modal_projector)
+    return written(folder, model, {"size": {"height": 84, "width": 84}})
 
 
 PINPOINTS = [[PICTURE * rows, PICTURE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]

@@ -35,6 +35,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "clip-vit-l-336": {"used_layers": 4},
     "llava15-7b": {"used_layers": 4},
     "llava-onevision-7b": {"used_layers": 4},
+    "paligemma2-3b": {"used_layers": 4},
     "pixtral-12b": {"num_hidden_layers": 4},
     "mistral-small31": {"num_hidden_layers": 4},
     "paddleocr-vl": {"num_hidden_layers": 4},

@@ -48,6 +48,7 @@ FAMILIES = {
     "llava": "LLaVA 1.5",
     "llava_onevision": "LLaVA-OneVision",
     "llava_qwen": "LLaVA-OneVision",
+    "paligemma": "PaliGemma 1, 2",
     "deepseek_vl_v2": "DeepSeek-OCR",
     "step3p7": "Step3-VL-10B, Step-3.7",
     "step_robotics": "Step3-VL-10B, Step-3.7",

@@ -23,7 +23,13 @@ from actors.models.layers.block import ReferenceBlocks
 from actors.models.layers.weights import Weights
 from actors.options import ModelOptions
 from tests import checkpoints
-from tests.checkpoints_clip import write_clip, write_llava, write_onevision, write_siglip
+from tests.checkpoints_clip import (
+    write_clip,
+    write_llava,
+    write_onevision,
+    write_paligemma,
+    write_siglip,
+)
 from tests.checkpoints_ocr import write_deepseek_ocr
 from tests.checkpoints_pixtral import write_mistral3, write_pixtral
 from tests.checkpoints_step import write_step3, write_step3p7
@@ -53,6 +59,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "clip": write_clip,
     "llava": partial(write_llava, tower="clip"),
     "llava_onevision": write_onevision,
+    "paligemma": partial(write_paligemma, text="gemma2"),
     "deepseek_ocr": write_deepseek_ocr,
     "step3p7": write_step3p7,
     "step3": write_step3,

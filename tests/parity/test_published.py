@@ -19,11 +19,15 @@ import pytest
 from actors.families.registry import read, readers
 from actors.models.load import family_of
 from actors.options import ModelOptions
+from actors.spec.checkpoint import preset_names
 from actors.types import Size
 from tests import llama4
+from tests.gpu import test_whole_towers
+from tests.gpu.towers import FEWER
 from tests.parity.table import FAMILIES as IN_TABLE
 from tests.parity.table import TOLERANCE, rows
 from tests.parity.test_deepseek_ocr import closest
+from tests.small_presets import SMALL
 from tests.step3p7 import Processor
 
 SIZES = (Size(336, 336), Size(1920, 1080), Size(1654, 2339))
@@ -159,6 +163,7 @@ PUBLISHED = [
     Published("clip-vit-l-336", "CLIP", 304, lambda size: 24**2 + 1),
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
+    Published("paligemma2-3b", "PaliGemma 1, 2", 415, lambda size: 16**2),
     Published("deepseek-ocr", "DeepSeek-OCR", 401, deepseek),
     Published("step3vl-10b", "Step3-VL-10B, Step-3.7", 1981, step3),
     Published("step3-321b", "Step3 (321B)", 4675, step3),
@@ -177,6 +182,13 @@ def test_every_model_type_has_its_row_and_every_row_its_proof() -> None:
     assert set(IN_TABLE) == {"pixtral", "llava_qwen", *readers()}
     assert set(IN_TABLE.values()) == set(rows()) == {published.row for published in PUBLISHED}
     assert all(0 < row.error <= TOLERANCE for row in rows().values())
+
+
+def test_every_preset_is_small_and_full_size_in_some_test() -> None:
+    """Qwen3-VL and DeepSeek-OCR have tiny presets, and their own way to fewer layers."""
+    full = {name for name in preset_names() if not name.endswith("-tiny")}
+    assert full == set(test_whole_towers.PRESETS)
+    assert full - set(SMALL) == full - set(FEWER) == {"qwen3vl-2b", "qwen3vl-8b", "deepseek-ocr"}
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.preset)

@@ -27,7 +27,7 @@ from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, ItemPlan, Size
-from tests.checkpoints_clip import write_clip, write_llava, write_siglip
+from tests.checkpoints_clip import write_clip, write_llava, write_paligemma, write_siglip
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_internvl_chat, write_llama4
 from tests.images import PHOTOGRAPHS, item_of, photograph
 from tests.parity.table import check
@@ -92,6 +92,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tens
         lambda folder: write_llava(folder, "siglip", vision_feature_select_strategy="full"),
         llava,
     ),
+    "paligemma": (lambda folder: write_paligemma(folder, "gemma"), internvl),
+    "paligemma2": (lambda folder: write_paligemma(folder, "gemma2"), internvl),
 }
 
 
@@ -141,14 +143,28 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
     assert (ours.float() - exact).norm() <= 1.1 * (rounded.float() - exact).norm()
 
 
-def test_names_that_begin_with_model(tmp_path: Path) -> None:
-    model = write_internvl(tmp_path, "300M")
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert any(name.startswith("model.vision_tower.") for name in weights)
+@pytest.mark.parametrize(
+    ("kind", "published"),
+    [
+        ("internvl-300M", "model.vision_tower."),
+        ("gemma3", "vision_tower.vision_model."),
+        ("llava-siglip", "vision_tower.vision_model."),
+        ("paligemma", "vision_tower.vision_model."),
+    ],
+)
+def test_names_that_transformers_does_not_write(kind: str, published: str, tmp_path: Path) -> None:
+    """It reads them: `vision_model.` is in published checkpoints older than version 5."""
+    write, features = CHECKPOINTS[kind]
+    model = write(tmp_path)
+    weights = {
+        name.replace("model.vision_tower.", published): tensor.clone()
+        for name, tensor in model.state_dict().items()
+    }
+    assert any(name.startswith(published) for name in weights)
     for shard in tmp_path.glob("*.safetensors*"):
         shard.unlink()
     save_file(weights, tmp_path / "model.safetensors")
-    pair = Pair(model, internvl, loaded(tmp_path, "float32"), tmp_path)
+    pair = Pair(model, features, loaded(tmp_path, "float32"), tmp_path)
     plan = pair.tower.sizing.plan(Size(84, 84))
     patches = random_patches(pair.tower, plan)
     ours = encode(pair.tower, [plan], [patches], None)

@@ -15,7 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from actors.families.registry import read
 from actors.media.patchify import cut_tiles
+from actors.options import ModelOptions
+from actors.spec.checkpoint import Preset
 from actors.spec.tiles import OneTile, PaddedTiles, StretchedTiles, TileSizing
 from actors.types import Size
 from tests.images import opened
@@ -51,15 +54,19 @@ def test_gemma3_gives_the_picture_of_the_processor(size: tuple[int, int]) -> Non
     compare(image, sizing, bytes_of(theirs["pixel_values"]), "bilinear")
 
 
+@pytest.mark.parametrize("preset", ["siglip-so400m", "paligemma2-3b"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_siglip_gives_the_picture_of_the_processor(size: tuple[int, int]) -> None:
+def test_siglip_gives_the_picture_of_the_processor(size: tuple[int, int], preset: str) -> None:
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     image = opened().resize(size)
-    settings: dict[str, Any] = {"size": {"height": 384, "width": 384}, "do_normalize": False}
+    settings = Preset(preset).files["preprocessor_config.json"] | {"do_normalize": False}
     theirs = SiglipImageProcessorPil(**settings)(image, return_tensors="np")
-    sizing = OneTile(378, 14, 1, 1, picture_pixels=384, cropped=False, class_tokens=0)
-    compare(image, sizing, bytes_of(theirs["pixel_values"][..., :378, :378]), "bicubic")
+    model = read(ModelOptions(id=preset, load_format="dummy"))
+    assert isinstance(model.sizing, OneTile)
+    side = model.sizing.tile_pixels
+    tiles = bytes_of(theirs["pixel_values"][..., :side, :side])
+    compare(image, model.sizing, tiles, model.resample)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

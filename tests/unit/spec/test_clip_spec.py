@@ -1,4 +1,4 @@
-"""What the JSON files of CLIP, SigLIP, LLaVA, Pixtral, PaddleOCR-VL, Kimi-K2.5 say; refusals."""
+"""What the JSON files of CLIP, SigLIP, their kin, PaddleOCR-VL and Kimi-K2.5 say; refusals."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.unit.spec.test_tile_spec import CONFIGS, PROCESSOR, changed
 SIGLIP = OneTile(378, 14, 1, 1, picture_pixels=384, cropped=False, class_tokens=0)
 CLIP = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=1)
 LLAVA = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=0)
+PALIGEMMA = OneTile(224, 14, 1, 1, picture_pixels=224, cropped=False, class_tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,7 @@ LLAVA = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=0)
         ("siglip-so400m", "siglip", SIGLIP, 1152),
         ("clip-vit-l-336", "clip", CLIP, 1024),
         ("llava15-7b", "llava", LLAVA, 4096),
+        ("paligemma2-3b", "paligemma", PALIGEMMA, 2304),
         ("pixtral-12b", "pixtral", FittedSizing(16, 1, 1024), 5120),
         ("mistral-small31", "mistral3", FittedSizing(14, 2, 1540), 5120),
         ("kimik25", "kimi_k25", ShrinkingSizing(14, 2, 16384, 512), 7168),
@@ -56,6 +58,10 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("llava15-7b", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act"),
         ("llava15-7b", "config.json", vision("llava15-7b", model_type="vit"), "'vit' is none of"),
         ("llava15-7b", "config.json", vision("siglip-so400m"), "SigLIP has no class"),
+        ("paligemma2-3b", "config.json", vision("clip-vit-l-336"), "only siglip_vision_model"),
+        ("paligemma2-3b", "config.json", vision("paligemma2-3b", hidden_act="gelu"), "hidden_act"),
+        ("paligemma2-3b", PROCESSOR, {"size": {"height": 448, "width": 448}}, "tower's 224"),
+        ("paligemma2-3b", PROCESSOR, {"resample": 2}, "resample"),
         ("pixtral-12b", "config.json", {"vision_feature_layer": -2}, "only full and -1"),
         ("pixtral-12b", "config.json", vision("pixtral-12b", hidden_act="gelu"), "hidden_act"),
         ("mistral-small31", "config.json", {"vision_feature_layer": -2}, "vision_feature_layer"),
@@ -135,6 +141,15 @@ def test_a_siglip_tower_in_llava_stops_before_its_last_layer(tmp_path: Path) -> 
         registry.read(options)
 
 
+def test_paligemmas_differ_in_width_and_size(tmp_path: Path) -> None:
+    change = vision("paligemma2-3b", image_size=448, projection_dim=9) | {"projection_dim": None}
+    options = changed(tmp_path, "paligemma2-3b", "config.json", change)
+    (tmp_path / PROCESSOR).write_text('{"size": {"height": 448, "width": 448}}')
+    model = registry.read(options)
+    assert (model.width, model.sizing.plan(Size(1000, 3)).tokens) == (2048, 32**2)
+    assert (model.mean, model.std, model.resample) == ((0.5,) * 3, (0.5,) * 3, "bicubic")
+
+
 def test_keys_that_published_files_leave_out(tmp_path: Path) -> None:
     options = changed(tmp_path, "clip-vit-l-336", "config.json", {"vision_config": {}})
     (tmp_path / PROCESSOR).write_text('{"size": 224, "crop_size": 224, "resample": 3}')
@@ -149,7 +164,7 @@ def test_a_pack_holds_many_small_images() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["siglip", "clip", "llava", "pixtral", "mistral3", "paddleocr", "kimik25"]
+    "name", ["siglip", "clip", "llava", "paligemma", "pixtral", "mistral3", "paddleocr", "kimik25"]
 )
 def test_there_is_a_config(name: str) -> None:
     assert (CONFIGS / f"{name}.yaml").is_file()
