@@ -71,6 +71,8 @@ def family(spec: ModelSpec) -> Family[TileParts]:
 
 def dimensions(spec: ModelSpec) -> Dimensions:
     """`depth` counts only the layers that are used."""
+    if (found := spec.vision["hidden_act"]) not in ACTIVATIONS:
+        raise ValueError(f"hidden_act {found!r}: supported are {', '.join(ACTIVATIONS)}")
     return Dimensions.read(spec, depth="used_layers")
 
 

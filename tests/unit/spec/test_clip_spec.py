@@ -10,6 +10,7 @@ import pytest
 
 from actors.errors import CheckpointError
 from actors.families import registry
+from actors.models.load import family_of
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset
 from actors.spec.sizing import FittedSizing, RoundingSizing, ShrinkingSizing
@@ -78,6 +79,16 @@ def test_what_is_not_supported_is_named(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         registry.read(changed(tmp_path, preset, file, change))
+
+
+@pytest.mark.parametrize("preset", ["siglip-so400m", "clip-vit-l-336", "llava15-7b"])
+def test_an_unknown_activation_is_named_before_weights_are_read(
+    tmp_path: Path, preset: str
+) -> None:
+    change = vision(preset, hidden_act="relu")
+    model = registry.read(changed(tmp_path, preset, "config.json", change))
+    with pytest.raises(CheckpointError, match="hidden_act 'relu': supported are"):
+        family_of(model)
 
 
 ONEVISION, VIDEO_PROCESSOR = "llava-onevision-7b", "video_preprocessor_config.json"
