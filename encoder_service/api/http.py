@@ -53,7 +53,7 @@ def build(service: Service) -> FastAPI:
     async def encode(request: Request) -> Response:
         """Embeddings of images and videos, in the order of the request."""
         accept = check_head(request, WRITERS)
-        service.backend.check_room()  # after its length: after a 413, retrying would not help
+        service.backend.check_room()  # 413 before 429: retrying would not help
         with service.buffered.hold() as take:
             items, values = await read(request, service.limits, take)
             options = schema.request_options(values)

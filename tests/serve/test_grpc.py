@@ -98,11 +98,9 @@ def test_a_plan_says_what_encoding_gives(stub: EncoderStub, cluster: Cluster) ->
     for plan, item in zip(plans, items, strict=True):
         for field in ("index", "type", "grid_thw", "tokens", "digest", "error"):
             assert getattr(plan, field) == getattr(item, field)
-    body = {
-        "content": jpeg(96, 64),
-        "headers": {"authorization": BEARER, "content-type": "image/jpeg"},
-    }
-    (http,) = httpx.post(f"{cluster.http}/v1/plan", **body).json()["items"]
+    headers = {"authorization": BEARER, "content-type": "image/jpeg"}
+    answer = httpx.post(f"{cluster.http}/v1/plan", content=jpeg(96, 64), headers=headers)
+    (http,) = answer.json()["items"]
     assert {name: getattr(plans[0], name) for name in http} == http
     assert refusal(lambda: stub.Plan(sent))[0] is grpc.StatusCode.UNAUTHENTICATED
 
