@@ -92,6 +92,7 @@ class Media:
     evs_rate: float = 0.0  # share of a video's rows to drop, where little changes (spec/video.py)
     on_device: bool = False
     """The caller can read rows from the encoder's device: see `encoder.transport`."""
+    size: Size | None = None  # of the image, or of each frame, where its header was read
 
     @property
     def identity(self) -> tuple[str, ...]:

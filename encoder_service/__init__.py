@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from encoder_service.client import AsyncClient, Client, Embedding, Frames, ServiceError
+    from encoder_service.client import AsyncClient, Client, Embedding, Frames, Plan, ServiceError
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncClient", "Client", "Embedding", "Frames", "ServiceError"]
+__all__ = ["AsyncClient", "Client", "Embedding", "Frames", "Plan", "ServiceError"]
 
 
 def __getattr__(name: str) -> Any:

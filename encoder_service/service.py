@@ -16,7 +16,14 @@ from actors.spec.model_spec import ModelSpec
 from actors.store.kept import Kept
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Media
-from encoder_service.api.answer import check_size, document, item_document, model_card
+from encoder_service.api.answer import (
+    check_size,
+    document,
+    head,
+    item_document,
+    model_card,
+    plan_document,
+)
 from encoder_service.api.auth import Tokens
 from encoder_service.api.errors import AtItem
 from encoder_service.api.schema import RequestOptions
@@ -135,6 +142,20 @@ class Service:
                 place, answer = await deadline.keep(anext(answers))
                 index = positions[place]
                 yield self._item(index, items[index], media[place], answer, options, exchange)
+
+    async def plan(
+        self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
+    ) -> Document:
+        """What the items would cost, from their headers alone; asks no replica.
+
+        Raises as `encode` does.
+        """
+        _, admitted, _ = await self._admit(items, options, exchange)
+        plans = [
+            plan_document(index, item.type, one, exchange.request_id)
+            for index, (item, one) in enumerate(zip(items, admitted, strict=True))
+        ]
+        return head(self.spec) | {"items": plans}
 
     async def fetch(self, reference: str, request_id: str) -> Document:
         """The response document of the item that is kept under an id. Raises NotFound."""

@@ -28,7 +28,7 @@ from encoder_service.engines import sglang, vllm
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import RequestItem, parse_request
 from encoder_service.wire.encoder_grpc import add_EncoderServicer_to_server
-from encoder_service.wire.formats import MSGPACK, write_msgpack
+from encoder_service.wire.formats import SAFETENSORS, write_safetensors
 
 ABSENT = ("torch", "ray", "router", "actors", "fastapi", "httpx")
 ROWS = np.arange(800_000, dtype=np.float16).reshape(200_000, 4)
@@ -64,10 +64,10 @@ async def encode(request: web.Request) -> web.Response:
     failed = next((one["error"] for one in answers if "error" in one), None)
     if failed:
         return web.json_response({"error": failed}, status=415)
-    assert request.headers["accept"] == MSGPACK
+    assert request.headers["accept"] == SAFETENSORS
     document = MODEL | {"items": answers, "timings": {"total_ms": 1.0}}
-    body = b"".join(write_msgpack(document, ""))
-    return web.Response(body=body, content_type=MSGPACK)
+    body = b"".join(write_safetensors(document, ""))
+    return web.Response(body=body, content_type=SAFETENSORS)
 
 
 async def model(request: web.Request) -> web.Response:
@@ -88,7 +88,7 @@ class Servicer:
         yield pb.EncodeChunk(**MODEL, embedding=pb.Embedding(**document, data=data[:100]))
         yield pb.EncodeChunk(embedding=pb.Embedding(index=0, data=data[100:]), last=True)
 
-    EncodeStream = Release = GetModel = Encode
+    EncodeStream = Plan = Release = GetModel = Encode
 
 
 @contextmanager

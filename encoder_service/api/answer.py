@@ -68,13 +68,13 @@ def item_document(
     answer: Answer,
     request_id: str,
 ) -> Document:
-    place = {"index": index, "type": kind}
     if isinstance(answer, ServiceError):
-        return place | {"error": fault(answer, request_id).document() | {"item": index}}
+        return failed_item(index, kind, answer, request_id)
     assert isinstance(media, Media), "an embedding without its media. This is a bug."
     return (
-        place
-        | {
+        {
+            "index": index,
+            "type": kind,
             "grid_thw": list(answer.grid_thw),
             "tokens": answer.shape[0],
             "dtype": answer.dtype,
@@ -88,6 +88,28 @@ def item_document(
         | ({"frame_tokens": list(answer.frame_tokens)} if answer.frame_tokens else {})
         | ({"notice": media.notice} if media.notice else {})
     )
+
+
+def plan_document(index: int, kind: str, media: Media | ServiceError, request_id: str) -> Document:
+    """What an item would cost; `tokens` are the rows that encoding it would give."""
+    if isinstance(media, ServiceError):
+        return failed_item(index, kind, media, request_id)
+    assert media.size, "an item whose header was not read. This is a bug."
+    return {
+        "index": index,
+        "type": kind,
+        "width": media.size.width,
+        "height": media.size.height,
+        "grid_thw": list(media.plan.grid_thw),
+        "tokens": retained_tokens(media.plan, media.evs_rate),
+        "patches": media.plan.patches,
+        "digest": media.digest,
+    } | ({"notice": media.notice} if media.notice else {})
+
+
+def failed_item(index: int, kind: str, error: ServiceError, request_id: str) -> Document:
+    problem = fault(error, request_id).document() | {"item": index}
+    return {"index": index, "type": kind, "error": problem}
 
 
 def content(embedding: Embedding) -> Document:

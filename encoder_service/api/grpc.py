@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc import ServicerContext as Context
@@ -39,6 +39,7 @@ MOST_WATCHES = 4
 """At a time, because each occupies one of ingress.max_ongoing_requests and needs no token."""
 
 Health = health_pb2.HealthCheckResponse
+Message = TypeVar("Message", pb.Embedding, pb.Plan)
 
 
 class Refused(Exception):
@@ -73,6 +74,15 @@ class EncoderCalls:
         # Serve drops the status of a stream that ends without an exception.
         raise Refused
 
+    async def Plan(self, request: pb.EncodeRequest, grpc_context: Context) -> pb.PlanResponse:
+        with self.answering("grpc_plan", grpc_context) as exchange:
+            with self.taken(request, encoding=False):
+                items, options = read(request)
+                document = await self.service.plan(items, options, exchange)
+            plans = [item_message(pb.Plan, one) for one in document.pop("items")]
+            return pb.PlanResponse(items=plans, **document)
+        return pb.PlanResponse()
+
     async def Fetch(
         self, request: pb.FetchRequest, grpc_context: Context
     ) -> AsyncIterator[pb.EncodeChunk]:
@@ -99,16 +109,17 @@ class EncoderCalls:
         return pb.GetModelResponse()
 
     @contextmanager
-    def taken(self, request: pb.EncodeRequest) -> Iterator[None]:
-        """Counts the request's bytes while it is encoded.
+    def taken(self, request: pb.EncodeRequest, *, encoding: bool = True) -> Iterator[None]:
+        """Counts the request's bytes while it is encoded or planned.
 
         Raises TooLarge before items are read, because millions of them may be empty; Overloaded if
-        the router is full or too many bytes are held.
+        too many bytes are held or, if it is for `encoding`, the router is full.
         """
         check_items(len(request.items), self.service.limits)
         size_bytes: int = request.ByteSize()
         check_body_bytes(size_bytes, self.service.limits)
-        self.service.backend.check_room()
+        if encoding:
+            self.service.backend.check_room()
         with self.service.buffered.hold() as take:
             take(size_bytes)
             yield
@@ -235,17 +246,18 @@ def response(document: Document) -> pb.EncodeResponse:
         model=document["model"],
         family=document["family"],
         weights=document["weights"],
-        items=[embedding(one) for one in document["items"]],
+        items=[item_message(pb.Embedding, one) for one in document["items"]],
         timings=pb.Timings(**document["timings"]),
     )
 
 
-def embedding(document: Document) -> pb.Embedding:
+def item_message(kind: type[Message], document: Document) -> Message:
+    """An item of a response as pb.Embedding or pb.Plan."""
     if "error" in document:
-        return pb.Embedding(**document | {"error": pb.Error(**document["error"])})
+        return kind(**document | {"error": pb.Error(**document["error"])})
     if "data" in document:
         document = document | {"data": bytes(document["data"])}
-    return pb.Embedding(**document)
+    return kind(**document)
 
 
 def chunks(model: Document, document: Document) -> Iterator[pb.EncodeChunk]:
@@ -256,5 +268,7 @@ def chunks(model: Document, document: Document) -> Iterator[pb.EncodeChunk]:
         end = start + CHUNK_BYTES
         if len(data):
             fields = fields | {"data": data[start:end]}
-        yield pb.EncodeChunk(**model, embedding=embedding(fields), last=end >= len(data))
+        yield pb.EncodeChunk(
+            **model, embedding=item_message(pb.Embedding, fields), last=end >= len(data)
+        )
         model, fields = {}, {"index": document["index"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,15 @@ from encoder_service.api.upload import check_length, read
 from encoder_service.intake.limits import INLINE_BYTES, offload
 from encoder_service.ops.status import CONTENT_TYPE, merge, page, policy
 from encoder_service.service import Service
-from encoder_service.wire.formats import JSON, WRITERS, Document, Piece
+from encoder_service.wire.formats import JSON, MSGPACK, WRITERS, Document, Piece
 
 ENCODE_PATH = "/v1/encode"
+PLAN_PATH = "/v1/plan"
 CHAT_PATH = "/v1/chat/completions"
 REFERENCE_PATH = "/v1/embeddings/{reference}"
-COUNTED = {ENCODE_PATH: "http", CHAT_PATH: "chat"}
+COUNTED = {ENCODE_PATH: "http", PLAN_PATH: "plan", CHAT_PATH: "chat"}
 """The paths that the metrics count, and under which `api`."""
+PLAN_FORMATS = (JSON, MSGPACK)
 
 
 def build(service: Service) -> FastAPI:
@@ -50,12 +52,8 @@ def build(service: Service) -> FastAPI:
     )
     async def encode(request: Request) -> Response:
         """Embeddings of images and videos, in the order of the request."""
-        service.authorize(request.headers.get("authorization"))
-        if request.query_params:
-            raise InvalidOption("options belong in the body's `options`, not in the query")
-        accept = choose(request.headers.get("accept", ""))
-        check_length(request, service.limits)  # 413 before 429: retrying would not help
-        service.backend.check_room()
+        accept = check_head(request, WRITERS)
+        service.backend.check_room()  # 413 before 429: retrying would not help
         with service.buffered.hold() as take:
             items, values = await read(request, service.limits, take)
             options = schema.request_options(values)
@@ -63,6 +61,33 @@ def build(service: Service) -> FastAPI:
                 raise InvalidOption(f"options.encoding: only with `Accept: {JSON}`, not {accept}")
             document = await service.encode(items, options, request.state.exchange)
         return await rendered(document, accept, options.encoding or "base64")
+
+    @app.post(
+        PLAN_PATH,
+        responses=schema.ERRORS | schema.PLANS,
+        openapi_extra=schema.ENCODE,
+        response_class=Response,
+    )
+    async def plan(request: Request) -> Response:
+        """What images and videos would cost, from their headers alone. Needs no encoder.
+
+        The request is one for /v1/encode. Of its options, those of the embeddings have no effect.
+        """
+        accept = check_head(request, PLAN_FORMATS)
+        with service.buffered.hold() as take:
+            items, values = await read(request, service.limits, take)
+            options = schema.request_options(values)
+            document = await service.plan(items, options, request.state.exchange)
+        return await rendered(document, accept)
+
+    def check_head(request: Request, offers: Collection[str]) -> str:
+        """Checks a request before its body is read. Returns the content type of the response."""
+        service.authorize(request.headers.get("authorization"))
+        if request.query_params:
+            raise InvalidOption("options belong in the body's `options`, not in the query")
+        accept = choose(request.headers.get("accept", ""), offers)
+        check_length(request, service.limits)
+        return accept
 
     @app.get(REFERENCE_PATH, responses=schema.MISSING | schema.ANSWER, response_class=Response)
     async def fetch(request: Request, reference: str) -> Response:
@@ -116,7 +141,7 @@ def build(service: Service) -> FastAPI:
     return app
 
 
-def choose(accept: str) -> str:
+def choose(accept: str, available: Collection[str] = WRITERS) -> str:
     """The content type that an Accept header prefers: by q, then exactness, then order.
 
     Raises UnsupportedMedia before any work is done.
@@ -129,12 +154,12 @@ def choose(accept: str) -> str:
             weight = float(quality)
         except ValueError:
             raise UnsupportedMedia(f"Accept: q={quality!r} is not a number") from None
-        found = next((one for one in WRITERS if wanted in ("*/*", "application/*", one)), None)
+        found = next((one for one in available if wanted in ("*/*", "application/*", one)), None)
         if found and weight > 0:
             offers.append(((weight, 2 - wanted.count("*"), -position), found))
     if not offers:
         raise UnsupportedMedia(
-            f"Accept: {accept!r} is not available; available are {', '.join(WRITERS)}"
+            f"Accept: {accept!r} is not available; available are {', '.join(available)}"
         )
     return max(offers)[1]
 

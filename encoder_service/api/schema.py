@@ -137,6 +137,29 @@ class EncodeDocument(BaseModel):
     timings: TimingsDocument
 
 
+class PlannedItem(BaseModel):
+    """What one item would cost."""
+
+    index: int
+    type: Kind
+    width: int = Field(description="Pixels of the upright image, or of each frame of a video.")
+    height: int
+    grid_thw: Grid = Field(description="As of its embedding.")
+    tokens: int = Field(description="Rows of its embedding; with `evs_rate`, those that are kept.")
+    patches: int = Field(description="What encoding it costs: replicas are balanced by it.")
+    digest: str = Field(description="SHA-256 of the item's bytes.")
+    notice: str | None = None
+
+
+class PlanDocument(BaseModel):
+    """The response of POST /v1/plan."""
+
+    model: str
+    family: str
+    weights: Literal["checkpoint", "dummy"]
+    items: list[PlannedItem | FailedItem]
+
+
 class BodyItem(BaseModel):
     """An item of a JSON or msgpack request: `data`, `url` or `frames`."""
 
@@ -154,7 +177,7 @@ class BodyItem(BaseModel):
 
 
 class EncodeBody(BaseModel):
-    """The body of POST /v1/encode in JSON or msgpack."""
+    """The body of POST /v1/encode and /v1/plan in JSON or msgpack."""
 
     items: list[BodyItem] = Field(min_length=1)
     options: RequestOptions = RequestOptions()
@@ -196,6 +219,14 @@ ANSWER: dict[int | str, dict[str, Any]] = {
             "application/msgpack": schema(EncodeDocument),
             "application/vnd.safetensors": BINARY,
         },
+    }
+}
+
+PLANS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": PlanDocument,
+        "description": "Plans, in the order of the request.",
+        "content": {"application/msgpack": schema(PlanDocument)},
     }
 }
 

@@ -18,12 +18,15 @@ from encoder_service.client.dataset import DatasetOptions, Samples, Written, enc
 from encoder_service.client.items import (
     Embedding,
     Frames,
+    Plan,
     ServiceError,
     Source,
     read_items,
+    read_plans,
     request_item,
 )
 from encoder_service.client.transports import connect
+from encoder_service.wire.documents import RequestItem
 
 LONGEST_BACKOFF_SECONDS = 5.0
 """Between attempts, where the service does not say how long to wait."""
@@ -87,10 +90,7 @@ class AsyncClient:
         for `fetch`. `evs_rate`: the share of each video's rows that is dropped where little
         changes from frame to frame.
         """
-        if isinstance(sources, str | Path | bytes | Image.Image | Frames):
-            one = type(sources).__name__
-            raise TypeError(f"encode takes a list, not one {one}: encode([source])")
-        items = await asyncio.to_thread(lambda: [request_item(source) for source in sources])
+        items = await request_items(sources, "encode")
         options = {
             "dtype": dtype,
             "on_error": on_error,
@@ -99,6 +99,26 @@ class AsyncClient:
         }
         document = await self.persist(lambda: self.transport.encode(items, options))
         return read_items(document)
+
+    @overload
+    async def plan(
+        self, sources: Sequence[Source], on_error: Literal["fail"] = ..., *, evs_rate: float = ...
+    ) -> list[Plan]: ...
+    @overload
+    async def plan(
+        self, sources: Sequence[Source], on_error: Literal["return"], *, evs_rate: float = ...
+    ) -> list[Plan | ServiceError]: ...
+    async def plan(
+        self,
+        sources: Sequence[Source],
+        on_error: Literal["fail", "return"] = "fail",
+        *,
+        evs_rate: float = 0.0,
+    ) -> list[Plan] | list[Plan | ServiceError]:
+        """Returns what each source would cost, in order, without encoding it. See `encode`."""
+        items = await request_items(sources, "plan")
+        options = {"on_error": on_error, "evs_rate": evs_rate}
+        return read_plans(await self.persist(lambda: self.transport.plan(items, options)))
 
     async def encode_dataset(
         self,
@@ -170,6 +190,14 @@ class AsyncClient:
         await self.close()
 
 
+async def request_items(sources: Sequence[Source], method: str) -> list[RequestItem]:
+    """What is sent for the sources. Raises OSError, TypeError for one source instead of a list."""
+    if isinstance(sources, str | Path | bytes | Image.Image | Frames):
+        one = type(sources).__name__
+        raise TypeError(f"{method} takes a list, not one {one}: {method}([source])")
+    return await asyncio.to_thread(lambda: [request_item(source) for source in sources])
+
+
 def blocking(
     method: Callable[Concatenate[AsyncClient, Arguments], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Client, Arguments], Result]:
@@ -210,6 +238,7 @@ class Client:
             raise
 
     encode = blocking(AsyncClient.encode)
+    plan = blocking(AsyncClient.plan)
     encode_dataset = blocking(AsyncClient.encode_dataset)
     fetch = blocking(AsyncClient.fetch)
     release = blocking(AsyncClient.release)

@@ -43,11 +43,13 @@ class GrpcTransport:
         }
 
     async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
-        parts = [message(item) for item in items]
-        request = pb.EncodeRequest(items=parts, options=pb.Options(**options))
-        answer = await self.call(self.stub.Encode, request)
+        answer = await self.call(self.stub.Encode, request_of(items, options))
         found = [item_document(item) for item in answer.items]
         return document_of(answer) | {"items": found, "timings": document_of(answer.timings)}
+
+    async def plan(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
+        answer = await self.call(self.stub.Plan, request_of(items, options))
+        return document_of(answer) | {"items": [item_document(item) for item in answer.items]}
 
     async def fetch(self, reference: str) -> Document:
         request = pb.FetchRequest(reference=reference)
@@ -101,6 +103,11 @@ def service_errors() -> Iterator[None]:
         raise service_error(document, code.name, document.get("retry_after_s")) from error
 
 
+def request_of(items: list[RequestItem], options: dict[str, Any]) -> pb.EncodeRequest:
+    parts = [message(item) for item in items]
+    return pb.EncodeRequest(items=parts, options=pb.Options(**options))
+
+
 def message(item: RequestItem) -> pb.Item:
     if item.frames is None:
         return pb.Item(**item.document())
@@ -108,7 +115,7 @@ def message(item: RequestItem) -> pb.Item:
 
 
 def item_document(item: Any) -> Document:
-    """An Embedding message as the item that HTTP would give."""
+    """A message Embedding or Plan as the item that HTTP would give."""
     error = {"error": document_of(item.error)} if item.HasField("error") else {}
     return document_of(item) | error
 

@@ -5,12 +5,13 @@ Only `Embedding.torch` and what hands embeddings to engines need torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from mimetypes import guess_type
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy.typing as npt
 from PIL import Image
@@ -20,6 +21,8 @@ from encoder_service.wire.formats import to_array
 
 if TYPE_CHECKING:
     import torch
+
+Result = TypeVar("Result")
 
 File = str | Path | bytes | Image.Image
 
@@ -117,6 +120,27 @@ class Embedding:
         return self.data
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one item would cost, from its header alone."""
+
+    index: int
+    """Position in the list that was sent."""
+    type: str
+    width: int
+    """Pixels of the upright image, or of each frame of a video."""
+    height: int
+    grid_thw: tuple[int, int, int]
+    """As of its embedding."""
+    tokens: int
+    """Rows of its embedding: the placeholder tokens of the prompt."""
+    patches: int
+    """What encoding it costs."""
+    digest: str
+    """Hexadecimal SHA-256 of the item's bytes, as of its embedding."""
+    notice: str = ""
+
+
 class ServiceError(Exception):
     """The service rejected or failed a request, or its item at position `item`."""
 
@@ -166,25 +190,39 @@ def service_error(
 
 
 LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens")
-"""An item's fields that are lists in a document and tuples in an Embedding."""
+"""An item's fields that are lists in a document and tuples in an Embedding or Plan."""
 
 
 def read_items(document: Mapping[str, Any]) -> list[Embedding | ServiceError]:
     """The items of a response document. Raises ServiceError if it is none."""
-    try:
+    with reading():
         shared = {name: document[name] for name in ("model", "weights", "timings")}
         shared |= {"family": document.get("family", ""), "data": b""}
-        return [read_item(shared, item) for item in document["items"]]
+        return [read_item(Embedding, shared, item) for item in document["items"]]
+
+
+def read_plans(document: Mapping[str, Any]) -> list[Plan | ServiceError]:
+    """The items of a plan's document. Raises ServiceError if it is none."""
+    with reading():
+        return [read_item(Plan, {}, item) for item in document["items"]]
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    try:
+        yield
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         message = f"not a response of this service: {error!r}"
         raise ServiceError("invalid_response", message) from error
 
 
-def read_item(shared: Mapping[str, Any], item: Mapping[str, Any]) -> Embedding | ServiceError:
+def read_item(
+    kind: Callable[..., Result], shared: Mapping[str, Any], item: Mapping[str, Any]
+) -> Result | ServiceError:
     if "error" in item:
         return service_error(item["error"])
     lists = {name: tuple(item[name]) for name in LISTS if name in item}
-    return Embedding(**{**shared, **item, **lists})
+    return kind(**{**shared, **item, **lists})
 
 
 def request_item(source: Source) -> RequestItem:

@@ -16,7 +16,7 @@ from yarl import URL
 
 from encoder_service.client.items import ServiceError, service_error
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import MSGPACK, SAFETENSORS, Document, WireError, read_json
+from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS, Document, WireError, read_json
 
 if TYPE_CHECKING:
     from encoder_service.client.grpc_transport import GrpcTransport
@@ -50,8 +50,8 @@ def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
 class HttpTransport:
     """HTTP with msgpack both ways, over connections that are kept alive.
 
-    Every call raises ServiceError, also when nothing answers. `encode` and `fetch` return response
-    documents, `model` the model card. GrpcTransport has the same methods.
+    Every call raises ServiceError, also when nothing answers. `encode`, `plan` and `fetch` return
+    response documents, `model` the model card. GrpcTransport has the same methods.
     """
 
     def __init__(self, url: str, token: str | None, timeout_seconds: float) -> None:
@@ -69,8 +69,10 @@ class HttpTransport:
         self.session: aiohttp.ClientSession | None = None
 
     async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
-        body = msgpack.packb({"items": [item.document() for item in items], "options": options})
-        return await self.document("POST", "/v1/encode", body)
+        return await self.document("POST", "/v1/encode", packed(items, options))
+
+    async def plan(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
+        return await self.document("POST", "/v1/plan", packed(items, options), JSON)
 
     async def fetch(self, reference: str) -> Document:
         return await self.document("GET", path_of(reference))
@@ -92,8 +94,10 @@ class HttpTransport:
         if self.session is not None:
             await self.session.close()
 
-    async def document(self, method: str, path: str, body: bytes = b"") -> Document:
-        document: Document = await self.request(method, path, body, read_document)
+    async def document(
+        self, method: str, path: str, body: bytes = b"", accept: str = SAFETENSORS
+    ) -> Document:
+        document: Document = await self.request(method, path, body, read_document, accept)
         return document
 
     async def request(
@@ -102,11 +106,12 @@ class HttpTransport:
         path: str,
         body: bytes = b"",
         read: Callable[[aiohttp.ClientResponse], Awaitable[Any]] = aiohttp.ClientResponse.read,
+        accept: str = SAFETENSORS,
     ) -> Any:
         """What `read` makes of a 2xx response; any other one is raised as ServiceError."""
         if self.session is None:
             self.session = self.open_session()
-        content: dict[str, Any] = {"headers": {"accept": SAFETENSORS}}
+        content: dict[str, Any] = {"headers": {"accept": accept}}
         if body:
             content["headers"] |= {"content-type": MSGPACK, "content-length": str(len(body))}
             content["data"] = pieces(body) if len(body) > PIECE_BYTES else body
@@ -192,6 +197,12 @@ async def read_embeddings(content: aiohttp.StreamReader) -> Document:
             raise
         raise WireError(f"not a response of this service: {error!r}") from error
     return document
+
+
+def packed(items: list[RequestItem], options: dict[str, Any]) -> bytes:
+    body = {"items": [item.document() for item in items], "options": options}
+    found: bytes = msgpack.packb(body)
+    return found
 
 
 async def pieces(body: bytes) -> AsyncIterator[memoryview]:

@@ -91,7 +91,8 @@ def probe(data: bytes, kind: Kind, spec: ModelSpec, limits: LimitOptions) -> Med
     header = read_header(data)
     check_size(header.size, limits.max_pixels)
     digest = hashlib.sha256(data).hexdigest()
-    return Media(kind, data, spec.sizing.plan(header.size), digest, header.notice)
+    plan = spec.sizing.plan(header.size)
+    return Media(kind, data, plan, digest, header.notice, size=header.size)
 
 
 def probe_frames(
@@ -142,7 +143,7 @@ def video_media(
     digest = hashlib.sha256(data)
     for frame in frames:
         digest.update(hashlib.sha256(frame).digest())
-    return Media("video", data, plan, digest.hexdigest(), clip=clip, frames=frames)
+    return Media("video", data, plan, digest.hexdigest(), clip=clip, frames=frames, size=clip.size)
 
 
 def check_videos(spec: ModelSpec) -> VideoSizing:

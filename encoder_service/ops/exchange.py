@@ -27,19 +27,19 @@ MOST_WAITING_LINES = 10_000
 
 
 class ServiceMetrics:
-    """Series of one ingress replica. `api`: http, grpc, grpc_stream or chat."""
+    """Series of one ingress replica. `api`: http, grpc, grpc_stream, plan, grpc_plan or chat."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "encoder_requests_total",
-            "Requests to encode, by the status of their response.",
+            "Requests to encode, plan or chat, by the status of their response.",
             ("api", "code"),
             registry=self.registry,
         )
         self.request_seconds = Histogram(
             "encoder_request_seconds",
-            "Seconds from the first byte of a request to encode to the last byte of its response.",
+            "Seconds from the first byte of such a request to the last byte of its response.",
             ("api",),
             buckets=SECONDS,
             registry=self.registry,

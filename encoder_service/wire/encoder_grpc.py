@@ -20,6 +20,7 @@ class EncoderStub:
 
     Encode: Any
     EncodeStream: Any
+    Plan: Any
     Fetch: Any
     Release: Any
     GetModel: Any

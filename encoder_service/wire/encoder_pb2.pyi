@@ -138,6 +138,42 @@ class EncodeResponse(_message.Message):
     family: str
     def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., items: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., family: _Optional[str] = ...) -> None: ...
 
+class Plan(_message.Message):
+    __slots__ = ("index", "type", "width", "height", "grid_thw", "tokens", "patches", "digest", "notice", "error")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    GRID_THW_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PATCHES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    type: str
+    width: int
+    height: int
+    grid_thw: _containers.RepeatedScalarFieldContainer[int]
+    tokens: int
+    patches: int
+    digest: str
+    notice: str
+    error: Error
+    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., patches: _Optional[int] = ..., digest: _Optional[str] = ..., notice: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class PlanResponse(_message.Message):
+    __slots__ = ("model", "weights", "items", "family")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    weights: str
+    items: _containers.RepeatedCompositeFieldContainer[Plan]
+    family: str
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., items: _Optional[_Iterable[_Union[Plan, _Mapping]]] = ..., family: _Optional[str] = ...) -> None: ...
+
 class EncodeChunk(_message.Message):
     __slots__ = ("model", "weights", "embedding", "last", "family")
     MODEL_FIELD_NUMBER: _ClassVar[int]

@@ -91,6 +91,20 @@ def test_a_stream_gives_items_in_chunks(stub: EncoderStub) -> None:
     assert (failed.error.type, failed.error.item) == ("invalid_request", 2)
 
 
+def test_a_plan_says_what_encoding_gives(stub: EncoderStub, cluster: Cluster) -> None:
+    sent = request(jpeg(96, 64), b"nothing", on_error="return")
+    plans, items = (call(sent, metadata=METADATA).items for call in (stub.Plan, stub.Encode))
+    assert (plans[0].width, plans[0].height, plans[0].patches) == (96, 64, 24)
+    for plan, item in zip(plans, items, strict=True):
+        for field in ("index", "type", "grid_thw", "tokens", "digest", "error"):
+            assert getattr(plan, field) == getattr(item, field)
+    headers = {"authorization": BEARER, "content-type": "image/jpeg"}
+    answer = httpx.post(f"{cluster.http}/v1/plan", content=jpeg(96, 64), headers=headers)
+    (http,) = answer.json()["items"]
+    assert {name: getattr(plans[0], name) for name in http} == http
+    assert refusal(lambda: stub.Plan(sent))[0] is grpc.StatusCode.UNAUTHENTICATED
+
+
 @pytest.mark.parametrize(
     ("sent", "code", "name", "says"),
     [

@@ -120,7 +120,7 @@ class Servicer:
     def Release(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
-    EncodeStream = Fetch = Release
+    EncodeStream = Plan = Fetch = Release
 
     def GetModel(self, request: Any, context: Any) -> Any:
         token = dict(context.invocation_metadata()).get("authorization")

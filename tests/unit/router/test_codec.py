@@ -60,6 +60,7 @@ MEDIA = st.builds(
     frames=st.lists(st.binary(max_size=9), max_size=3).map(tuple),
     evs_rate=FLOAT,
     on_device=st.booleans(),
+    size=st.none() | st.builds(Size, INT, INT),
 )
 DTYPES = st.sampled_from(get_args(Dtype))
 CALLS = st.builds(

@@ -1,0 +1,284 @@
+"""Plans say what encoding gives, and need no encoder. Both protocols, through the real client."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import msgpack
+import pytest
+from starlette.testclient import TestClient
+
+from actors.errors import Overloaded, Unavailable
+from actors.families import registry
+from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
+from actors.startup import open_pipeline
+from actors.telemetry.metrics import EncoderMetrics
+from actors.telemetry.tracing import open_spans
+from actors.types import Answer, Dtype, Media
+from encoder_service.api.grpc import EncoderCalls
+from encoder_service.api.http import build
+from encoder_service.client import AsyncClient, Embedding, Frames, Plan, ServiceError, Source
+from encoder_service.config import AuthOptions, FetchOptions, ServiceOptions
+from encoder_service.intake.fetch import Fetcher
+from encoder_service.service import Service
+from encoder_service.wire.encoder_grpc import add_EncoderServicer_to_server
+from tests.images import animated, encoded, jpeg, opened, png
+from tests.small_presets import SMALL, write_small
+from tests.unit.front_door import JSON, MODEL, Fleet, client, service
+from tests.unit.proxied import listening
+from tests.videos import video
+
+TINY = ["qwen3vl-tiny", "deepseek-ocr-tiny"]
+PRESETS = [*TINY, *(pytest.param(name, marks=pytest.mark.extended) for name in SMALL)]
+ROTATED = encoded(opened().resize((90, 60)), "JPEG", orientation=6)
+
+
+class Encoding(Fleet):
+    """Encodes on the CPU."""
+
+    def __init__(self, model: ModelOptions) -> None:
+        super().__init__()
+        options = ActorOptions(
+            model=model,
+            encoder=EncoderOptions(device="cpu", num_gpus=0),
+            graphs=GraphOptions(mode="off", blocks="reference"),
+        )
+        spans = open_spans(options.tracing, "encoder")
+        self.pipeline = open_pipeline(options, EncoderMetrics(), spans, "one")
+
+    async def encode(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
+    ) -> list[Answer]:
+        self.calls.append((dtype, timeout_seconds))
+        return await self.pipeline.encode(media, dtype, timeout_seconds)
+
+
+@asynccontextmanager
+async def clients(one: Service) -> AsyncIterator[list[AsyncClient]]:
+    """One over HTTP and one over gRPC."""
+    calls, server = EncoderCalls(), grpc.aio.server()
+    calls.service = one
+    add_EncoderServicer_to_server(calls, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with (
+        listening(build(one)) as url,
+        AsyncClient(url, "open", retries=0) as http,
+        AsyncClient(f"grpc://127.0.0.1:{port}", "open", retries=0) as rpc,
+    ):
+        yield [http, rpc]
+    await server.stop(None)
+
+
+def facts(one: Plan | Embedding | ServiceError) -> tuple[object, ...]:
+    if isinstance(one, ServiceError):
+        return one.type, one.message, one.item
+    return one.index, one.type, one.grid_thw, one.tokens, one.digest, one.notice
+
+
+def test_every_family_has_a_preset_here() -> None:
+    folder = Path(registry.__file__).parent
+    files = [file for name in (*TINY, *SMALL) for file in folder.glob(f"*/{name}.json")]
+    assert {file.parent for file in files} == {file.parent for file in folder.glob("*/spec.py")}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_plan_is_what_encoding_gives(preset: str, tmp_path: Path) -> None:
+    name = str(write_small(tmp_path, preset)) if preset in SMALL else preset
+    model = ModelOptions(id=name, load_format="dummy")
+    frames = Frames([jpeg(64, 48)] * 4, fps=2)
+    gif = animated("GIF", 3)
+    sources: list[Source] = [jpeg(300, 200), ROTATED, gif, video(8), frames, b"no image"]
+
+    async def run() -> None:
+        fleet = Encoding(model)
+        spec = registry.read(model)
+        async with clients(Service(ServiceOptions(model=model), spec, fleet)) as both:
+            for one in both:
+                fleet.calls.clear()
+                plans = await one.plan(sources, "return", evs_rate=0.5)
+                assert not fleet.calls
+                answers = await one.encode(sources, on_error="return", evs_rate=0.5)
+                assert len(fleet.calls) == 1
+                assert [facts(plan) for plan in plans] == [facts(answer) for answer in answers]
+                kinds = [type(plan) for plan in plans]
+                taken = Plan if spec.video else ServiceError
+                assert kinds == [Plan, Plan, Plan, taken, taken, ServiceError]
+        fleet.pipeline.close()
+
+    asyncio.run(run())
+
+
+def test_sizes_are_upright_pixels() -> None:
+    async def run() -> None:
+        async with clients(service(Fleet())) as both:
+            for one in both:
+                photo, film = await one.plan([ROTATED, video(8, size=(64, 48))])
+                assert (photo.type, photo.width, photo.height) == ("image", 60, 90)
+                assert (film.type, film.width, film.height) == ("video", 64, 48)
+                assert photo.patches == 4 * photo.tokens
+                assert photo.digest == hashlib.sha256(ROTATED).hexdigest()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("no encoder")])
+def test_no_encoder_is_needed(error: Overloaded | Unavailable) -> None:
+    fleet = Fleet(error)
+    fleet.full = error if isinstance(error, Overloaded) else None
+
+    async def run() -> None:
+        async with clients(service(fleet)) as both:
+            for one in both:
+                assert [plan.tokens for plan in await one.plan([jpeg(64, 64)])] == [4]
+                with pytest.raises(ServiceError, match=error.message):
+                    await one.encode([jpeg(64, 64)])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("sources", "kind"),
+    [
+        ([], "invalid_request"),
+        ([jpeg(64, 64), b"no image"], "invalid_request"),
+        ([b"%PDF-"], "unsupported_media"),
+        ([jpeg(64, 64)] * 3, "too_large"),
+        ([png(200, 200)], "too_large"),
+        ([bytes(40_000)], "too_large"),
+        (["https://example.com/a.jpg"], "invalid_request"),
+    ],
+)
+def test_errors_and_limits_are_those_of_encoding(sources: list[Source], kind: str) -> None:
+    limits = {"max_items": 2, "max_pixels": 30_000, "max_body_bytes": 30_000}
+
+    async def run() -> None:
+        async with clients(service(Fleet(), **limits)) as both:
+            for one in both:
+                with pytest.raises(ServiceError) as planned:
+                    await one.plan(sources)
+                with pytest.raises(ServiceError) as encoded:
+                    await one.encode(sources)
+                assert planned.value.args == encoded.value.args
+                assert planned.value.type == kind
+
+    asyncio.run(run())
+
+
+def test_urls_are_fetched() -> None:
+    photo = jpeg(64, 64)
+    sent = httpx.MockTransport(lambda request: httpx.Response(200, content=photo))
+
+    async def resolve(host: str) -> list[str]:
+        return ["93.184.216.34"]
+
+    async def run() -> None:
+        one = service(Fleet())
+        one.admission.fetcher = Fetcher(FetchOptions(allow_hosts=("a.example",)), resolve, sent)
+        async with clients(one) as both:
+            for caller in both:
+                (plan,) = await caller.plan(["https://a.example/b.jpg"])
+                assert plan.digest == hashlib.sha256(photo).hexdigest()
+
+    asyncio.run(run())
+
+
+def test_a_token_is_asked_for() -> None:
+    closed = ServiceOptions(model=MODEL, auth=AuthOptions(token_sha256=("0" * 64,)))
+
+    async def run() -> None:
+        async with clients(Service(closed, registry.read(MODEL), Fleet())) as both:
+            for one in both:
+                with pytest.raises(ServiceError) as refused:
+                    await one.plan([jpeg(64, 64)])
+                assert refused.value.status in (401, "UNAUTHENTICATED")
+
+    asyncio.run(run())
+
+
+def test_bytes_in_flight_are_limited_and_released() -> None:
+    one = service(Fleet(), max_buffered_bytes=1000, max_body_bytes=1000)
+
+    async def run() -> None:
+        async with clients(one) as both:
+            for caller in both:
+                with one.buffered.hold() as take:
+                    take(1000)
+                    with pytest.raises(ServiceError) as refused:
+                        await caller.plan([png(64, 64)])
+                assert refused.value.type == "overloaded"
+                await caller.plan([png(64, 64)])
+                assert one.buffered.held_bytes == 0
+
+    asyncio.run(run())
+
+
+def plan(http: TestClient, **headers: str) -> Any:
+    return http.post("/v1/plan", files={"image": jpeg(64, 64)}, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("accept", "found"),
+    [
+        ("*/*", "application/json"),
+        ("application/msgpack", "application/msgpack"),
+        ("application/msgpack;q=0.5, application/json", "application/json"),
+    ],
+)
+def test_json_unless_msgpack_is_asked_for(accept: str, found: str) -> None:
+    response = plan(client(Fleet()), accept=accept)
+    assert response.headers["content-type"] == found
+    packed = found == "application/msgpack"
+    document = msgpack.unpackb(response.content) if packed else response.json()
+    assert {key: document[key] for key in ("model", "family", "weights")} == {
+        "model": "qwen3vl-tiny",
+        "family": "qwen3_vl",
+        "weights": "dummy",
+    }
+    (item,) = document["items"]
+    assert item == {
+        **{"index": 0, "type": "image", "width": 64, "height": 64, "grid_thw": [1, 4, 4]},
+        **{"tokens": 4, "patches": 16, "digest": hashlib.sha256(jpeg(64, 64)).hexdigest()},
+    }
+
+
+def test_wrong_requests() -> None:
+    http = client(Fleet())
+    assert plan(http, accept="application/vnd.safetensors").status_code == 415
+    assert http.post("/v1/plan?evs_rate=0.5", content=jpeg(64, 64)).status_code == 422
+    wrong = {"items": [{"data": "eA=="}], "options": {"evs_rate": 2}}
+    assert http.post("/v1/plan", json=wrong).status_code == 422
+
+
+def test_plans_are_counted_apart() -> None:
+    one = service(Fleet())
+
+    async def run() -> None:
+        async with clients(one) as both:
+            for caller in both:
+                await caller.plan([jpeg(64, 64)])
+
+    asyncio.run(run())
+    text = one.metrics.text()
+    assert 'encoder_requests_total{api="plan",code="200"} 1.0' in text
+    assert 'encoder_requests_total{api="grpc_plan",code="OK"} 1.0' in text
+    assert 'api="http"' not in text
+
+
+def test_the_openapi_document_describes_plans() -> None:
+    document = client(Fleet()).get("/openapi.json").json()
+    operation = document["paths"]["/v1/plan"]["post"]
+    assert operation["requestBody"] == document["paths"]["/v1/encode"]["post"]["requestBody"]
+    answer = operation["responses"]["200"]["content"]
+    assert answer.keys() == {"application/json", "application/msgpack"}
+    assert answer["application/json"]["schema"] == {"$ref": "#/components/schemas/PlanDocument"}
+    response = plan(client(Fleet()), **JSON).json()["items"][0]
+    required = document["components"]["schemas"]["PlannedItem"]["required"]
+    assert set(response) == set(required)
