@@ -49,6 +49,7 @@ FAMILIES = {
     "llava_onevision": "LLaVA-OneVision",
     "llava_qwen": "LLaVA-OneVision",
     "deepseek_vl_v2": "DeepSeek-OCR",
+    "DeepseekOCR": "DeepSeek-OCR",
     "step3p7": "Step3-VL-10B, Step-3.7",
     "step_robotics": "Step3-VL-10B, Step-3.7",
     "step3_vl": "Step3 (321B)",
