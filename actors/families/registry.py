@@ -48,7 +48,7 @@ def processors() -> Mapping[str, Mapping[str, str]]:
 
 def model_type_of(files: Files, config: Json) -> str:
     """`model_type` of config.json, unless the processor tells that the model is another one."""
-    kind = str(config.get("model_type"))
+    kind = str(config.get("model_type") or config.get("architectures"))
     others = processors().get(kind)
     return others.get(processor_name(files), kind) if others else kind
 

@@ -41,7 +41,7 @@ class ModelSource:
     @property
     def vision(self) -> Json:
         """`vision_config`. transformers may have saved only what differs from the defaults."""
-        return self.vision_defaults | self.config["vision_config"]
+        return {**self.vision_defaults, **self.config["vision_config"]}
 
     @property
     def text_width(self) -> int:
