@@ -8,12 +8,14 @@ as transformers divides them.
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from transformers import CONFIG_MAPPING, AutoImageProcessor
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
@@ -22,12 +24,13 @@ from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
 
 from actors.errors import CheckpointError
 from actors.families.registry import processors, read, vision_defaults
+from actors.models import load
 from actors.models.load import family_of
 from actors.models.tensors import INDEX, located
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Folder, Preset
 from actors.spec.model_spec import ModelSpec
-from actors.spec.sampling import Middles, Spread, Strided, Thinning, Timed
+from actors.spec.sampling import Evenly, Middles, Spread, Strided, Thinning, Timed
 from actors.spec.settings import PIL_RESAMPLING
 from actors.types import Size
 from encoder_service.config import LlmOptions
@@ -57,6 +60,7 @@ SAMPLINGS = {
     "Glm4v": Timed,
     "Glm46V": Thinning,
     "InternVL": Middles,
+    "LlavaOnevision": Evenly,
 }
 """Our rule for each of transformers' video processors, which need torchvision."""
 
@@ -108,6 +112,23 @@ def test_the_tensors_are_those_that_the_tower_expects(name: str, tmp_path: Path)
         assert tuple(shapes[theirs] or family.expected[ours]) == family.expected[ours], theirs
 
 
+@pytest.mark.parametrize("name", [name for name in ACCEPTED if "tensors" in FACTS[name]])
+def test_a_layer_too_many_is_told_with_its_key(name: str, tmp_path: Path) -> None:
+    facts = FACTS[name]
+    prefixes = family_of(read(write(tmp_path, facts))).prefixes
+    span = re.compile(r"\.(0)-(\d\d)\.")
+    longer = {
+        span.sub(lambda layers: f".{layers[1]}-{int(layers[2]) + 1}.", tensor): shape
+        for tensor, shape in facts["tensors"].items()
+        if tensor.removeprefix("model.").startswith(prefixes)
+    }
+    options = write(tmp_path, facts | {"tensors": longer})
+    key = r"vision_config\.\S*(layers|depth|deepstack_visual_indexes)"
+    told = rf"are left over \(.*\. Whether there is \S+ depends on {key}, here "
+    with pytest.raises(CheckpointError, match=told):
+        load.tensors(options, read(options), torch.device("cpu"))
+
+
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_images_are_divided_as_transformers_does(name: str, tmp_path: Path) -> None:
     model = read(write(tmp_path, FACTS[name]))
@@ -137,7 +158,8 @@ def processed(processor: Any, model: ModelSpec, size: Size) -> tuple[int, ...]:
         return tuple(int(count) for count in np.asarray(out["image_grid_thw"])[0])
     if model.family in ("pixtral", "mistral3"):
         return tuple(int(pixels) for pixels in np.asarray(out["image_sizes"])[0])
-    return tuple(np.asarray(out["pixel_values"]).shape)
+    shape = np.asarray(out["pixel_values"]).shape
+    return math.prod(shape[:-3]), *shape[-3:]
 
 
 def planned(model: ModelSpec, size: Size) -> tuple[int, ...]:
@@ -147,7 +169,8 @@ def planned(model: ModelSpec, size: Size) -> tuple[int, ...]:
         return grid[1] * sizing.patch_size, grid[2] * sizing.patch_size
     if hasattr(sizing, "tile_pixels"):
         pixels = getattr(sizing, "picture_pixels", sizing.tile_pixels)
-        return 1, 3, pixels, pixels
+        tiles = sizing.plan(size).patches // (pixels // sizing.patch_size) ** 2
+        return tiles, 3, pixels, pixels
     return grid
 
 
