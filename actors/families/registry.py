@@ -14,9 +14,9 @@ from types import ModuleType
 
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
-from actors.spec.checkpoint import Files, find
+from actors.spec.checkpoint import Files, Json, find
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import ModelSource, Reader
+from actors.spec.settings import ModelSource, Reader, processor_name
 from actors.spec.video import VideoStyle
 
 
@@ -34,6 +34,26 @@ def readers() -> Mapping[str, Reader]:
 
 
 @cache
+def vision_defaults() -> Mapping[str, Json]:
+    """`model_type` -> the defaults of keys that `vision_config` may lack."""
+    found = [getattr(spec, "VISION_DEFAULTS", {}) for spec in specs()]
+    return {kind: defaults for families in found for kind, defaults in families.items()}
+
+
+@cache
+def processors() -> Mapping[str, Mapping[str, str]]:
+    """`model_type` -> the `model_type` to read it as, by the name of its processor."""
+    return {kind: getattr(spec, "PROCESSORS", {}) for spec in specs() for kind in spec.MODEL_TYPES}
+
+
+def model_type_of(files: Files, config: Json) -> str:
+    """`model_type` of config.json, unless the processor tells that the model is another one."""
+    kind = str(config.get("model_type") or config.get("architectures"))
+    others = processors().get(kind)
+    return others.get(processor_name(files), kind) if others else kind
+
+
+@cache
 def video_styles() -> Mapping[str, VideoStyle]:
     """`model_type` of a language model -> how it writes videos, if it is supported here."""
     found = [getattr(spec, "VIDEO_STYLES", {}) for spec in specs()]
@@ -46,14 +66,15 @@ def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
     config = files.read_json("config.json")
     if config is None:
         raise CheckpointError(f"model.id {options.id!r} has no config.json: not a model's folder?")
-    model_type = str(config.get("model_type"))
+    model_type = model_type_of(files, config)
     if model_type not in readers():
         raise CheckpointError(
             f"model.id {options.id!r} is of the architecture {model_type!r}; "
             f"supported are {', '.join(sorted(readers()))}"
         )
     try:
-        return readers()[model_type](ModelSource(options, files, config))
+        source = ModelSource(options, files, config, vision_defaults().get(model_type, {}))
+        return readers()[model_type](source)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"model.id {options.id!r}: its configuration lacks or misstates {error}"

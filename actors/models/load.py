@@ -5,7 +5,10 @@ A family's tower.py is imported here, by the name of its folder, when its tower 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +24,7 @@ from actors.models.layers.block import BlocksForm, blocks_of
 from actors.models.layers.weights import Weights
 from actors.models.tower import Family, Tower
 from actors.options import BlockChoice, ModelOptions, block_form
-from actors.spec.checkpoint import find
+from actors.spec.checkpoint import Files, Json, Noted, Notes, find
 from actors.spec.model_spec import ModelSpec
 
 DUMMY_SEED = 0  # fixed: every replica of a service must give the same embeddings
@@ -69,7 +72,49 @@ def tensors(options: ModelOptions, model: ModelSpec, device: torch.device) -> Ma
     if model.dummy:
         return checkpoint_tensors.Dummy(family.expected, DUMMY_SEED, device, family.last_norms)
     unused = family.unused - family.expected.keys()
-    return checkpoint_tensors.load(find(options), family.prefixes, family.expected, unused)
+    files = find(options)
+    reason = partial(reason_for, options, files)
+    return checkpoint_tensors.load(files, family.prefixes, family.expected, unused, reason)
+
+
+def reason_for(options: ModelOptions, files: Files, name: str) -> str:
+    """Which key of config.json decides whether a tensor is expected, by trying other values."""
+    noted = Noted(files)
+    model = read(options, noted)
+    expected = name in family_of(model).expected
+    config = noted.read_json("config.json") or {}
+    vision = dict(leaves(config.get("vision_config", {}), ("vision_config",)))
+    defaults = dict(leaves(dict(model.vision), ("vision_config",)))
+    for path, value in (vision | defaults | dict(leaves(config))).items():
+        for other in others(value):
+            changed = deepcopy(config)
+            place = changed
+            for key in path[:-1]:
+                place = place.setdefault(key, {})
+            place[path[-1]] = other
+            with suppress(CheckpointError, ArithmeticError, LookupError, AttributeError):
+                another = read(options, Notes(noted.contents | {"config.json": changed}))
+                if (name in family_of(another).expected) is not expected:
+                    return f". Whether there is {name} depends on {'.'.join(path)}, here {value}"
+    return ""
+
+
+def leaves(config: Json, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The keys of nested objects, with their values."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def others(value: Any) -> list[Any]:
+    """Fewer and more layers; another switch; a shorter and a longer list."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [1, 2 * value]
+    return [[], value + value[-1:]] if isinstance(value, list) else []
 
 
 def build(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -35,15 +36,16 @@ def load(
     prefixes: Sequence[str],
     expected: Expected,
     unused: Collection[str] = (),
+    reason: Callable[[str], str] = lambda name: "",
 ) -> dict[str, Tensor]:
     """The tensors whose names start with a prefix, keyed without it, on the CPU.
 
     In the checkpoint's own precision. `model.` may precede any prefix. `unused` tensors may be
     present and are not read. Raises CheckpointError that names tensors which are missing,
-    unexpected, misshapen or quantised.
+    unexpected, misshapen or quantised, and the `reason` why the first is or is not expected.
     """
     weights: dict[str, Tensor] = {}
-    for shard, names in located(files, prefixes, expected, unused).items():
+    for shard, names in located(files, prefixes, expected, unused, reason).items():
         try:
             with safe_open(shard, framework="pt") as tensors:
                 check(tensors, names, expected, shard)
@@ -54,7 +56,11 @@ def load(
 
 
 def located(
-    files: Files, prefixes: Sequence[str], expected: Expected, unused: Collection[str]
+    files: Files,
+    prefixes: Sequence[str],
+    expected: Expected,
+    unused: Collection[str],
+    reason: Callable[[str], str] = lambda name: "",
 ) -> dict[Path, dict[str, str]]:
     """By shard: the tower's tensors that it holds, and their names in the shard."""
     index = files.read_json(INDEX)
@@ -71,7 +77,7 @@ def located(
         if name in found:
             raise CheckpointError(f"the checkpoint has {name} twice: {found[name]} and {stored}")
         found[name] = stored
-    reconcile(found, expected, prefixes)
+    reconcile(found, expected, prefixes, reason)
     located: dict[Path, dict[str, str]] = {}
     for shard in sorted({shards[stored] for stored in found.values()}):
         path = files.path(shard)
@@ -95,7 +101,12 @@ def single(files: Files) -> dict[str, str]:
         raise CheckpointError(f"{path} cannot be read: {error}. Fetch it again") from error
 
 
-def reconcile(found: Iterable[str], expected: Expected, prefixes: Sequence[str]) -> None:
+def reconcile(
+    found: Iterable[str],
+    expected: Expected,
+    prefixes: Sequence[str],
+    reason: Callable[[str], str],
+) -> None:
     """Raises CheckpointError unless exactly the expected tensors were found."""
     left_over = set(found) - set(expected)
     refuse_quantised(name for name in left_over if name.endswith(QUANTISED))
@@ -105,6 +116,7 @@ def reconcile(found: Iterable[str], expected: Expected, prefixes: Sequence[str])
             f"the checkpoint does not fit its config.json: under {' or '.join(prefixes)} "
             f"{len(missing)} tensors are missing ({some(missing)}) "
             f"and {len(left_over)} are left over ({some(left_over)})"
+            f"{reason(min(missing or left_over, key=natural))}"
         )
 
 
@@ -136,9 +148,14 @@ def refuse_quantised(names: Iterable[str]) -> None:
 
 
 def some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
+    ordered = sorted(names, key=natural)
     rest = f" and {len(ordered) - 4} more" if len(ordered) > 4 else ""
     return (", ".join(ordered[:4]) or "none") + rest
+
+
+def natural(name: str) -> list[str | int]:
+    """Sorts blocks.9 before blocks.10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 class Dummy(Mapping[str, Tensor]):

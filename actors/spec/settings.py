@@ -35,10 +35,13 @@ class ModelSource:
     files: Files
     config: Json
     """config.json."""
+    vision_defaults: Json
+    """Of the configuration class of `vision_config`."""
 
     @property
     def vision(self) -> Json:
-        return dict(self.config["vision_config"])
+        """`vision_config`. transformers may have saved only what differs from the defaults."""
+        return {**self.vision_defaults, **self.config["vision_config"]}
 
     @property
     def text_width(self) -> int:
@@ -115,6 +118,30 @@ class ModelSource:
 
 Reader = Callable[[ModelSource], ModelSpec]
 """How a family's spec.py makes a spec."""
+
+
+def processor_name(files: Files) -> str:
+    """`Glm46V` of Glm46VVideoProcessor, else of Glm46VImageProcessor, else of Glm46VProcessor.
+
+    In transformers' order of precedence. Empty: no file says.
+    """
+    together = files.read_json("processor_config.json") or {}
+    places = [
+        together.get("video_processor") or {},
+        files.read_json("video_preprocessor_config.json") or {},
+        files.read_json("preprocessor_config.json") or {},
+        together.get("image_processor") or {},
+        together,
+    ]
+    for key, kind in (
+        ("video_processor_type", "VideoProcessor"),
+        ("image_processor_type", "ImageProcessor"),
+        ("processor_class", "Processor"),
+    ):
+        for settings in places:
+            if name := settings.get(key):
+                return str(name).partition(kind)[0]
+    return ""
 
 
 def fixed_steps(resample: Resample) -> Json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.errors import CheckpointError, ConfigError
-from actors.families.registry import video_styles
+from actors.families.registry import model_type_of, video_styles
 from actors.options import ModelOptions
 from actors.spec.checkpoint import find
 from actors.spec.model_spec import ModelSpec
@@ -44,8 +44,9 @@ class LlmSpec:
 def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
     """The spec of `llm.model`, or else `model`. Raises CheckpointError, ConfigError."""
     own = options.model or model
-    config = find(own).read_json("config.json") or {}
-    kind = str(config.get("model_type"))
+    files = find(own)
+    config = files.read_json("config.json") or {}
+    kind = model_type_of(files, config)
     styles = video_styles()
     if kind not in styles or styles[kind].family != tower.family:
         families = sorted({style.family for style in styles.values()})

@@ -76,10 +76,21 @@ def test_a_fault_of_any_family_is_named(pair: Pair, tmp_path: Path, fault: str) 
     assert {"misshapen": "[3, 1, 4] instead of"}.get(fault, fault) in str(told.value)
 
 
-def test_a_config_that_does_not_fit_the_weights(qwen3vl: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("depth", 6, r"12 tensors are missing \(blocks.5.attn.proj.bias,.*blocks.5.attn.proj.bias"),
+        ("depth", 4, r"0 tensors are missing \(none\) and 12 are left over.*is blocks.4.attn"),
+        ("deepstack_visual_indexes", [1], r"are left over.*is deepstack_merger_list.1.linear_fc1"),
+    ],
+)
+def test_a_config_that_does_not_fit_the_weights(
+    qwen3vl: Pair, tmp_path: Path, key: str, value: object, told: str
+) -> None:
     folder = Path(shutil.copytree(qwen3vl.folder, tmp_path / "copy"))
     config = json.loads((folder / "config.json").read_text())
-    config["vision_config"]["depth"] += 1
+    config["vision_config"][key] = value
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"12 tensors are missing \(blocks.5.attn.proj.bias"):
+    depends = re.escape(f" depends on vision_config.{key}, here {value}")
+    with pytest.raises(CheckpointError, match=told + ".*" + depends):
         load(ModelOptions(id=str(folder), dtype="float32"), torch.device("cpu"))

@@ -15,12 +15,12 @@ BASE: Json = {
     **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
     **{"num_attention_heads": 12, "image_size": 224},
 }
-DEFAULTS: Mapping[str, Json] = {
+TOWERS: Mapping[str, Json] = {
     SIGLIP_TOWER: BASE
     | {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
     CLIP_TOWER: BASE | {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
 }
-"""transformers' defaults for keys that `vision_config` lacks, by its `model_type`."""
+"""transformers' defaults for keys that `vision_config` lacks, by its own `model_type`."""
 
 
 def siglip(source: ModelSource) -> ModelSpec:
@@ -35,7 +35,7 @@ def clip(source: ModelSource) -> ModelSpec:
 
 def alone(family: str, kind: str, source: ModelSource, class_tokens: int) -> ModelSpec:
     """A tower without a language model: all of its layers, no projector."""
-    vision = DEFAULTS[kind] | source.vision | {"model_type": kind}
+    vision = source.vision | {"model_type": kind}
     vision |= {"used_layers": vision["num_hidden_layers"]}
     return one_tile(family, "clip", source, vision, vision["hidden_size"], class_tokens)
 
@@ -68,3 +68,4 @@ def one_tile(
 
 
 MODEL_TYPES = {"siglip": siglip, "clip": clip}
+VISION_DEFAULTS = {"siglip": TOWERS[SIGLIP_TOWER], "clip": TOWERS[CLIP_TOWER]}

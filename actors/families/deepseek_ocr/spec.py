@@ -35,4 +35,5 @@ def deepseek_ocr(source: ModelSource) -> ModelSpec:
     return source.spec("deepseek_ocr", processor, vision, sizing, width, paths=PATHS)
 
 
-MODEL_TYPES = {"deepseek_vl_v2": deepseek_ocr}
+MODEL_TYPES = {"deepseek_vl_v2": deepseek_ocr, "DeepseekOCR": deepseek_ocr}
+"""The latter as re-saved by transformers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from actors.families.clip.spec import SIGLIP_TOWER, TOWERS
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import HALVES, ModelSource, only, tile_sides
 from actors.spec.tiles import StretchedTiles
@@ -22,3 +23,4 @@ def gemma3(source: ModelSource) -> ModelSpec:
 
 
 MODEL_TYPES = {"gemma3": gemma3}
+VISION_DEFAULTS = {"gemma3": TOWERS[SIGLIP_TOWER]}

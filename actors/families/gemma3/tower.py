@@ -30,7 +30,7 @@ def family(spec: ModelSpec) -> Family[TileParts]:
 
 def parts(spec: ModelSpec, weights: Weights) -> TileParts:
     tower = Dimensions.read(spec)
-    epsilon = float(spec.vision.get("layer_norm_eps", 1e-6))
+    epsilon = float(spec.vision["layer_norm_eps"])
     last = weights.affine(LAST_NORM)
     # The norm's weight is stored less one.
     norm = weights.place(weights.tensors["mm_soft_emb_norm.weight"].float() + 1)

@@ -1,7 +1,11 @@
-"""GLM-4.1V and GLM-4.5V: transformers.models.glm4v. GLM-4.6V: transformers.models.glm46v."""
+"""GLM-4.1V and GLM-4.5V: transformers.models.glm4v. GLM-4.6V: transformers.models.glm46v.
+
+GLM-4.6V is published with the `model_type` of the others: its processor tells.
+"""
 
 from __future__ import annotations
 
+from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sampling import Sampling, Thinning, Timed
 from actors.spec.settings import CLIP_PIXELS, ModelSource, only, pixel_range, total_pixels
@@ -35,6 +39,15 @@ def glm(source: ModelSource, rule: Sampling) -> ModelSpec:
 
 
 MODEL_TYPES = {"glm4v": glm4v, "glm4v_moe": glm4v, "glm46v": glm46v}
+PROCESSORS = {"Glm4v": "glm4v", "Glm46V": "glm46v"}
+"""Whatever the `model_type`: the sampling of videos and the texts of times are the processor's."""
+
+TOWER: Json = {
+    **{"depth": 24, "hidden_size": 1536, "intermediate_size": 13696, "num_heads": 12},
+    **{"image_size": 336, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    **{"out_hidden_size": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
+}
+VISION_DEFAULTS = dict.fromkeys(MODEL_TYPES, TOWER)
 
 GLM4V = VideoStyle("glm4v", "<|begin_of_image|>", "<|end_of_image|>{whole}", as_images=True)
 GLM46V = VideoStyle(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sampling import Middles
@@ -59,3 +61,18 @@ def tiled(
 
 
 MODEL_TYPES = {"internvl": internvl, "internvl_chat": internvl_chat}
+VISION_DEFAULTS: Mapping[str, Json] = {
+    "internvl": {
+        **{"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096},
+        **{"num_attention_heads": 16, "image_size": 448, "patch_size": 14, "hidden_act": "gelu"},
+        **{"attention_bias": False, "use_qk_norm": False},
+        **{"norm_type": "layer_norm", "layer_norm_eps": 1e-6},
+    },
+    "internvl_chat": {
+        **{"num_hidden_layers": 48, "hidden_size": 3200, "intermediate_size": 12800},
+        **{"num_attention_heads": 25, "image_size": 224, "patch_size": 14, "hidden_act": "gelu"},
+        **{"qkv_bias": False, "qk_normalization": True},
+        **{"norm_type": "rms_norm", "layer_norm_eps": 1e-6},
+    },
+}
+"""The latter: of the configuration class in OpenGVLab's own code."""

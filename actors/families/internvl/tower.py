@@ -125,7 +125,7 @@ def expected(spec: ModelSpec) -> Expected:
 def parts(spec: ModelSpec, weights: Weights) -> TileParts:
     tower, names = Dimensions.read(spec), names_of(spec)
     norm, up, down = (weights.affine(name) for name in names.projector)
-    epsilon = float(spec.vision.get("layer_norm_eps", 1e-6))
+    epsilon = float(spec.vision["layer_norm_eps"])
 
     def head(x: Tensor) -> Tensor:
         return down.linear(F.gelu(up.linear(layer_norm(x, norm, PROJECTOR_EPSILON))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from actors.spec.checkpoint import Json
@@ -82,3 +83,12 @@ def grouped_video(sizing: ShrinkingSizing, longest_group: int, media: Json) -> P
 
 
 MODEL_TYPES = {"kimi_vl": kimivl, "kimi_k25": kimik25}
+MOON: Json = {
+    **{"num_hidden_layers": 27, "hidden_size": 1152, "intermediate_size": 4304},
+    **{"num_attention_heads": 16, "patch_size": 14, "merge_kernel_size": [2, 2]},
+}
+VISION_DEFAULTS: Mapping[str, Json] = {
+    "kimi_vl": MOON | {"init_pos_emb_height": 64, "init_pos_emb_width": 64},
+    "kimi_k25": MOON | {"pos_emb_height": 64, "pos_emb_width": 64, "pos_emb_time": 4},
+}
+"""Of the configuration class in Kimi-VL's own code, and of transformers' for Kimi-K2.5."""

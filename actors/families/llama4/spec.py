@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import HALVES, ModelSource, only, tile_sides
 from actors.spec.tiles import PaddedTiles
@@ -25,3 +28,11 @@ def llama4(source: ModelSource) -> ModelSpec:
 
 
 MODEL_TYPES = {"llama4": llama4}
+VISION_DEFAULTS: Mapping[str, Json] = {
+    "llama4": {
+        **{"num_hidden_layers": 34, "hidden_size": 768, "intermediate_size": 5632},
+        **{"num_attention_heads": 16, "image_size": 448, "patch_size": 14, "hidden_act": "gelu"},
+        **{"pixel_shuffle_ratio": 0.5, "vision_output_dim": 7680},
+        **{"projector_input_dim": 4096, "projector_output_dim": 4096},
+    }
+}

@@ -5,7 +5,7 @@ Of the same `model_type` are Pixtral, and LLaVA-OneVision under the names of its
 
 from __future__ import annotations
 
-from actors.families.clip.spec import CLIP_TOWER, DEFAULTS, SIGLIP_TOWER, one_tile
+from actors.families.clip.spec import CLIP_TOWER, SIGLIP_TOWER, TOWERS, one_tile
 from actors.families.llava_onevision.spec import llava_qwen
 from actors.families.pixtral.spec import pixtral
 from actors.spec.model_spec import ModelSpec
@@ -22,10 +22,10 @@ def llava(source: ModelSource) -> ModelSpec:
     kind: str = source.vision.get("model_type", "")
     if kind == "pixtral":
         return pixtral(source)
-    if kind not in DEFAULTS:
-        towers = ", ".join([*DEFAULTS, "pixtral"])
+    if kind not in TOWERS:
+        towers = ", ".join([*TOWERS, "pixtral"])
         raise ValueError(f"model_type of vision_config: {kind!r} is none of {towers}")
-    vision = DEFAULTS[kind] | source.vision
+    vision = TOWERS[kind] | source.vision
     layer, depth = config.get("vision_feature_layer", -2), int(vision["num_hidden_layers"])
     used = layer + (depth + 1 if layer < 0 else 0)
     strategy = config.get("vision_feature_select_strategy", "default")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import product
 
-from actors.families.clip.spec import DEFAULTS, SIGLIP_TOWER
+from actors.families.clip.spec import SIGLIP_TOWER, TOWERS
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sampling import Evenly
@@ -15,11 +15,11 @@ from actors.spec.video import PooledFrames
 
 FRAMES = 32  # default number of frames of a video, as in LLaVA-OneVision's own code
 
-ONEVISION: Json = DEFAULTS[SIGLIP_TOWER] | {
+ONEVISION: Json = TOWERS[SIGLIP_TOWER] | {
     **{"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 26},
     **{"num_attention_heads": 16, "image_size": 384, "patch_size": 14},
 }
-"""transformers' defaults for keys that `vision_config` lacks: SigLIP so400m, one layer fewer."""
+"""transformers' tower for a config.json without `vision_config`: SigLIP so400m, one layer fewer."""
 
 QWEN_TOWERS: Mapping[str, Json] = {"google/siglip-so400m-patch14-384": ONEVISION}
 """`vision_config` by `mm_vision_tower`, for checkpoints that have none."""
@@ -29,7 +29,7 @@ def llava_onevision(source: ModelSource) -> ModelSpec:
     config, processor = source.config, source.image_processor(CLIP_PIXELS)
     last = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
     only(config, last | {"projector_hidden_act": "gelu"}, "config.json")
-    vision = ONEVISION | config.get("vision_config", {})
+    vision = source.vision if "vision_config" in config else ONEVISION
     only(vision, {"model_type": SIGLIP_TOWER}, "vision_config")
     bias = config.get("multimodal_projector_bias", True)
     vision |= {"model_type": SIGLIP_TOWER, "projector_bias": bias}
@@ -104,3 +104,4 @@ def tiled(
 
 
 MODEL_TYPES = {"llava_onevision": llava_onevision}
+VISION_DEFAULTS = {"llava_onevision": TOWERS[SIGLIP_TOWER]}

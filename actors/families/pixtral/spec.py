@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import CLIP_PIXELS, ModelSource, only
 from actors.spec.sizing import FittedSizing
 
-DEFAULTS: Json = {
+PIXTRAL: Json = {
     **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24},
     **{"num_attention_heads": 16, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu"},
 }
-"""transformers' defaults for keys that `vision_config` lacks."""
 
 
 def pixtral(source: ModelSource) -> ModelSpec:
@@ -24,6 +26,7 @@ def pixtral(source: ModelSource) -> ModelSpec:
             "are supported"
         )
     bias = config.get("multimodal_projector_bias", True)
+    source = replace(source, vision_defaults=PIXTRAL)
     return fitted("pixtral", source, {"projector_bias": bias}, merge=1)
 
 
@@ -38,7 +41,7 @@ def mistral3(source: ModelSource) -> ModelSpec:
 
 
 def fitted(family: str, source: ModelSource, projector: Json, merge: int) -> ModelSpec:
-    vision, processor = DEFAULTS | source.vision, source.image_processor(CLIP_PIXELS)
+    vision, processor = source.vision, source.image_processor(CLIP_PIXELS)
     only(source.config, {"projector_hidden_act": "gelu"}, "config.json")
     only(vision, {"hidden_act": "silu"}, "vision_config")
     size = processor.get("size") or {"longest_edge": vision["image_size"]}
@@ -49,3 +52,4 @@ def fitted(family: str, source: ModelSource, projector: Json, merge: int) -> Mod
 
 
 MODEL_TYPES = {"mistral3": mistral3}
+VISION_DEFAULTS: Mapping[str, Json] = {"mistral3": PIXTRAL}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sampling import Strided
 from actors.spec.settings import CLIP_PIXELS, ModelSource, frame_settings, only, pixel_range
@@ -49,6 +52,16 @@ def strided_video(model: ModelSpec, source: ModelSource) -> ModelSpec:
 
 
 MODEL_TYPES = {"qwen2_vl": qwen2vl, "qwen2_5_vl": qwen25vl}
+SHARED: Json = {
+    **{"depth": 32, "hidden_size": 3584, "num_heads": 16},
+    **{"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+}
+VISION_DEFAULTS: Mapping[str, Json] = {
+    "qwen2_vl": SHARED | {"embed_dim": 1280, "mlp_ratio": 4, "hidden_act": "quick_gelu"},
+    "qwen2_5_vl": SHARED
+    | {"intermediate_size": 3420, "out_hidden_size": 3584, "hidden_act": "silu"}
+    | {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
+}
 VIDEO_STYLES = {
     "qwen2_vl": VideoStyle("qwen2_vl"),
     "qwen2_5_vl": VideoStyle("qwen2_5_vl", timed=True),

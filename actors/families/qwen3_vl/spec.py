@@ -54,6 +54,13 @@ MODEL_TYPES = {
     "qwen3_5": qwen35,
     "qwen3_5_moe": qwen35,
 }
+TOWER: Json = {
+    **{"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16},
+    **{"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    **{"out_hidden_size": 3584, "num_position_embeddings": 2304},
+    **{"deepstack_visual_indexes": [8, 16, 24], "hidden_act": "gelu_pytorch_tanh"},
+}
+VISION_DEFAULTS = dict.fromkeys(MODEL_TYPES, TOWER)
 
 GROUP = ("<{seconds:.1f} seconds><|vision_start|>", "<|vision_end|>")
 VIDEO_STYLES = {

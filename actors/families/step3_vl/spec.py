@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from actors.spec.checkpoint import Json
@@ -41,8 +42,7 @@ def perception(source: ModelSource, sizing: type[WindowSizing]) -> ModelSpec:
     without = {"use_cls_token": False, "ues_cls_token": False, "use_ln_post": False}
     used = dict.fromkeys(("use_ln_pre", "use_abs_posemb", "use_rope2d"), True)
     only(vision, without | used, "vision_config")
-    if (ratio := vision.get("mlp_ratio")) is not None:
-        vision["intermediate_size"] = int(vision["hidden_size"] * ratio)
+    vision["intermediate_size"] = int(vision["hidden_size"] * vision["mlp_ratio"])
     return windowed("step3p7", source, vision, sizing, projector_bias=False)
 
 
@@ -57,7 +57,7 @@ def windowed(
     """`projector_bias`: unless config.json says so."""
     only(vision, {"hidden_act": "quick_gelu", "num_channels": 3}, "vision_config")
     bias = source.config.get("projector_bias", projector_bias)
-    vision = {"projector_bias": bias, "layer_norm_eps": 1e-5} | vision
+    vision = {"projector_bias": bias} | vision
     processor = source.image_processor(CLIP_PIXELS, "bilinear")
     sizing = kind(
         image_pixels=side(processor.get("size") or vision["image_size"]),
@@ -86,3 +86,18 @@ MODEL_TYPES = {
     "step_robotics": step3vl10b,
     "step3_vl": step3,
 }
+PERCEPTION: Json = {
+    **{"hidden_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 16},
+    **{"mlp_ratio": 8960 / 1536, "image_size": 728, "patch_size": 14},
+    **{"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+}
+VISION_DEFAULTS: Mapping[str, Json] = {
+    "step3p7": PERCEPTION,
+    "step_robotics": PERCEPTION,
+    "step3_vl": {
+        **{"hidden_size": 1792, "num_hidden_layers": 63, "num_attention_heads": 16},
+        **{"intermediate_size": 3072, "output_hidden_size": 4096, "image_size": 728},
+        **{"patch_size": 14, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    },
+}
+"""The last: of the configuration class in Step3's own code."""

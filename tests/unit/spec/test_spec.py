@@ -84,8 +84,10 @@ def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path: Pa
 
 
 def test_a_key_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="lacks or misstates 'patch_size'"):
-        registry.read(write(tmp_path, {"vision_config": {"deepstack_visual_indexes": []}}))
+    options = write(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    with pytest.raises(CheckpointError, match="lacks or misstates 'vision_config'"):
+        registry.read(options)
 
 
 def test_no_config_at_all(tmp_path: Path) -> None:
