@@ -27,6 +27,7 @@ from actors.rpc.codec import (
 from actors.store.kept import Kept
 from actors.telemetry.tracing import Origin
 from actors.types import (
+    Alpha,
     Answer,
     Clip,
     Dtype,
@@ -60,6 +61,7 @@ MEDIA = st.builds(
     frames=st.lists(st.binary(max_size=9), max_size=3).map(tuple),
     evs_rate=FLOAT,
     on_device=st.booleans(),
+    alpha=st.sampled_from(get_args(Alpha)),
 )
 DTYPES = st.sampled_from(get_args(Dtype))
 CALLS = st.builds(
