@@ -12,6 +12,7 @@ from io import BytesIO
 from typing import Any, Literal
 
 import numpy as np
+import pillow_heif
 import pytest
 import torch
 from hypothesis import given
@@ -190,6 +191,43 @@ def ycck() -> bytes:
 def test_colours_are_those_of_the_picture(data: bytes) -> None:
     expected = np.array(picture()).astype(int).transpose(2, 0, 1)
     assert np.abs(decode(data).numpy().astype(int) - expected).mean() < 3
+
+
+@pytest.mark.parametrize("orientation", [1, 6, 8])
+def test_a_photograph_as_phones_write_it(orientation: int) -> None:
+    """Tiles of one canvas, turned by a box."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    image = picture(300, 200)
+    data = encoded(image, "HEIF", quality=95, tile_size=64, exif=exif.tobytes())
+    assert b"grid" in data
+    image.getexif()[ExifTags.Base.Orientation] = orientation
+    expected = np.array(ImageOps.exif_transpose(image)).astype(int)
+    pixels = decode(data).permute(1, 2, 0).numpy()
+    size = read_header(data).size
+    assert pixels.shape == expected.shape == (size.height, size.width, 3)
+    assert np.abs(pixels - expected).mean() < 3
+
+
+def test_a_heic_of_ten_bits() -> None:
+    wide = np.array(picture()).astype(np.uint16) * 257
+    buffer = BytesIO()
+    pillow_heif.from_bytes("RGB;16", (61, 47), wide.tobytes()).save(buffer, quality=95)
+    data = buffer.getvalue()
+    assert pillow_heif.open_heif(data, convert_hdr_to_8bit=False).info["bit_depth"] == 10
+    assert read_header(data).size == Size(61, 47)
+    difference = decode(data).permute(1, 2, 0).numpy() - np.array(picture()).astype(int)
+    assert np.abs(difference).mean() < 4
+
+
+@pytest.mark.parametrize("form", ["HEIF", "AVIF"])
+def test_more_pixels_than_the_header_declares_are_not_given(form: str) -> None:
+    data = bytearray(encoded(picture(610, 470), form))
+    at = data.index(b"ispe") + 8
+    struct.pack_into(">II", data, at, 61, 47)
+    assert read_header(bytes(data)).size == Size(61, 47)
+    with suppress(InvalidMedia):  # libheif refuses; libavif scales the image to the header's size
+        assert decode(bytes(data)).shape == (3, 47, 61)
 
 
 def test_one_bit_gives_black_and_white() -> None:
