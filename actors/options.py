@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from actors.errors import ConfigError
-from actors.types import Dtype
+from actors.types import Alpha, Dtype
 
 Transport = Literal["shared_memory", "nixl"]
 BlockForm = Literal["fast", "compile", "reference"]
@@ -116,6 +116,9 @@ class ReferenceOptions(Options):
 
 
 class PreprocessOptions(Options):
+    alpha: Alpha = "white"
+    """The background on which transparent images are composited, white as in vLLM. `drop` keeps the
+    colours that transparent pixels have, as transformers' load_image does: often black."""
     threads: PositiveInt = 2
     """Threads of the replica that decode: each works on one image or video at a time."""
     processes: int = Field(0, ge=0, le=256)

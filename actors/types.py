@@ -16,6 +16,8 @@ from actors.errors import ServiceError
 Kind = Literal["image", "video"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 Source = Literal["graph", "eager", "cache"]
+Alpha = Literal["white", "black", "drop"]
+"""The background of transparent images; `drop`: their colours as they are, without it."""
 Grid = tuple[int, int, int]
 Bytes = npt.NDArray[np.uint8]
 
@@ -94,11 +96,15 @@ class Media:
     """The caller can read rows from the encoder's device: see `encoder.transport`."""
     size: Size | None = None  # of the image, or of each frame, where its header was read
 
+    alpha: Alpha = "drop"
+    """What becomes of its transparency. `drop` for an image or a video that has none."""
+
     @property
     def identity(self) -> tuple[str, ...]:
         """What determines its rows, besides the model. Equal items are encoded once."""
         pruned = (f"evs {self.evs_rate!r}",) if self.evs_rate else ()
-        return self.kind, self.digest, *pruned
+        composited = (f"alpha {self.alpha}",) if self.alpha != "drop" else ()
+        return self.kind, self.digest, *pruned, *composited
 
 
 @dataclass(slots=True, eq=False)

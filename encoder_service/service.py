@@ -79,7 +79,7 @@ class Service:
         self.references = options.references
         self.tokens = Tokens(options.auth)
         self.authorize = self.tokens.authorize
-        self.admission = Admission(spec, options.limits, options.fetch)
+        self.admission = Admission(spec, options.limits, options.fetch, options.preprocess.alpha)
         self.buffered = Buffered(options.limits.max_buffered_bytes)
         self.backend = backend
         self.metrics = ServiceMetrics()

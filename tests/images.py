@@ -10,10 +10,13 @@ from pathlib import Path
 
 import skimage
 from PIL import ExifTags, Image
+from pillow_heif import register_heif_opener
 from torch import Tensor
 
 from actors.media.patchify import Patchifier
 from actors.types import Item
+
+register_heif_opener()
 
 FOLDER = Path(skimage.__file__).parent / "data"
 
@@ -33,7 +36,8 @@ def encoded(image: Image.Image, format: str, orientation: int = 0, **options: ob
     if orientation:
         exif = Image.Exif()
         exif[ExifTags.Base.Orientation] = orientation
-        options["exif"] = exif
+        # pillow-heif writes the rotation that counts, a box, only for an orientation in bytes.
+        options["exif"] = exif.tobytes() if format == "HEIF" else exif
     file = BytesIO()
     image.save(file, format, **options)
     return file.getvalue()

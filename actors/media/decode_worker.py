@@ -55,7 +55,8 @@ ITEM_ERRORS: dict[str, type[ServiceError]] = {
 """Errors that the client caused. All others become EncodeFailed."""
 
 Order = tuple[Any, ...]
-"""One item to decode: offset and size of its block, kind, sizes of its files, plan, clip."""
+"""One item to decode: offset and size of its block, kind, sizes of its files, plan, clip,
+alpha."""
 
 Answer = tuple[float, str, str]
 """When the item was begun (time.monotonic, which processes of one machine share), and the name and
@@ -126,12 +127,13 @@ def spec_of(message: bytes) -> ModelSpec:
 def order_of(media: Media, offset: int, size_bytes: int) -> Order:
     plan, clip = [getattr(media.plan, name) for name in PLAN], media.clip
     shown = clip and (clip.size.width, clip.size.height, clip.frames, clip.fps, clip.chosen)
-    return offset, size_bytes, media.kind, [len(data) for data in files_of(media)], plan, shown
+    sizes = [len(data) for data in files_of(media)]
+    return offset, size_bytes, media.kind, sizes, plan, shown, media.alpha
 
 
 def media_of(order: Order, memory: memoryview) -> Media:
     """Copies an item's files out of its block, and marks it as begun."""
-    offset, size_bytes, kind, sizes, plan, shown = order
+    offset, size_bytes, kind, sizes, plan, shown, alpha = order
     memory[offset + size_bytes - MARK_BYTES] = BEGUN
     files, clip = [], None
     for size in sizes:
@@ -141,7 +143,9 @@ def media_of(order: Order, memory: memoryview) -> Media:
         width, height, *rest = shown
         clip = Clip(Size(width, height), *rest)
     data, *frames = files
-    return Media(kind, data, ItemPlan(*plan), digest="", clip=clip, frames=tuple(frames))
+    return Media(
+        kind, data, ItemPlan(*plan), digest="", clip=clip, frames=tuple(frames), alpha=alpha
+    )
 
 
 def answer_of(began: float, error: Exception | None) -> Answer:

@@ -1,12 +1,13 @@
 """Compressed bytes to an Item: decode to upright RGB, then cut into the patches of the family.
 
-Pixels equal those of transformers' load_image, bit for bit. Limits on bytes and pixels have been
-checked on the header before (encoder_service/intake/media.py).
+Pixels equal those of transformers' load_image, bit for bit, where it is right: transparent images
+are composited (preprocess.alpha), and grey of more than 8 bits is scaled, not cut off at 255.
+Limits on bytes and pixels have been checked on the header (encoder_service/intake/media.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from typing import Any
 
@@ -14,25 +15,30 @@ import numpy as np
 import numpy.typing as npt
 import simplejpeg
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import AvifImagePlugin, ExifTags, Image, ImageOps
+from pillow_heif import register_heif_opener
 from torch import Tensor
 
-from actors.errors import InvalidMedia, TooLarge
+from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
 from actors.media import video_file
 from actors.media.patchify import Patchifier
-from actors.types import Clip, Item, Media
+from actors.types import Alpha, Clip, Item, Media
 
 Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF")
 """What Pillow may open (as JPEG also MPO): bitmaps, and no format that runs an interpreter."""
+BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF
+
+register_heif_opener(thumbnails=False, depth_images=False, aux_images=False, decode_threads=1)
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # one thread per image: several are decoded at a time
 
 
 def prepare(patchifier: Patchifier, media: Media) -> Item:
     """Decodes one item and cuts it into patches. Raises InvalidMedia, TooLarge."""
     if media.clip:
         return patchifier.patchify_video(media.clip, decoded_frames(patchifier, media, media.clip))
-    plan, patches = patchifier.patchify(decode(media.data))
+    plan, patches = patchifier.patchify(decode(media.data, media.alpha))
     if plan != media.plan:
         raise InvalidMedia(
             f"the image is not of the size that its header says: it gives a grid of {plan.grid_thw}"
@@ -48,23 +54,23 @@ def decoded_frames(patchifier: Patchifier, media: Media, clip: Clip) -> Iterator
         for pixels in video_file.frames(media.data, clip, patchifier.spec.video.indices(clip)):
             yield torch.from_numpy(pixels).permute(2, 0, 1)
     for place, data in enumerate(media.frames):
-        frame = decode(data)
+        frame = decode(data, media.alpha)
         if frame.shape[1:] != (clip.size.height, clip.size.width):
             raise InvalidMedia(f"frames[{place}] is not of the size that its header says")
         yield frame
 
 
-def decode(data: bytes) -> Tensor:
+def decode(data: bytes, alpha: Alpha = "drop") -> Tensor:
     """Upright RGB of the first frame: uint8 [3, height, width], a view of [height, width, 3].
-    Raises InvalidMedia, TooLarge."""
+    Raises InvalidMedia, UnsupportedMedia, TooLarge."""
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             pixels = plain_jpeg(data, image)
             if pixels is None:
-                turned = ImageOps.exif_transpose(image)
-                # A transparent colour of a palette changes no RGB value, but makes `convert` warn.
-                turned.info.pop("transparency", None)
-                pixels = np.array(turned.convert("RGB"))
+                tags = getattr(image, "tag_v2", {})  # of a TIFF
+                pixels = np.array(opaque(eight_bits(ImageOps.exif_transpose(image), tags), alpha))
+    except UnsupportedMedia:
+        raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise TooLarge(f"the image is too large to be decoded: {error}") from error
     except Exception as error:  # Pillow's decoders raise nearly everything
@@ -72,6 +78,50 @@ def decode(data: bytes) -> Tensor:
             f"the image cannot be decoded, it is truncated or corrupt: {error}"
         ) from error
     return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def eight_bits(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
+    """Grey of 16 or 32 bits or of floats as 8 bits; other images as they are.
+
+    16 bits are scaled by their whole range. Wider samples have no usual range: theirs is 255, 65535
+    or, for floats, 1, the first that holds them. Raises UnsupportedMedia if none does.
+    """
+    if image.mode != "F" and not image.mode.startswith("I"):
+        return image
+    values = np.asarray(image)
+    key = image.info.get("transparency")
+    opacity = None if key is None else np.where(values == key, 0, 255).astype(np.uint8)
+    if image.mode in ("I", "F"):
+        least, most = values.min(), values.max()
+        if not (least >= 0 and most <= (65535 if image.mode == "I" else 255)):  # NaN included
+            raise UnsupportedMedia(
+                f"the samples of the image are from {least} to {most}, a range of no known "
+                "meaning: save it with 8 or 16 bits, or as floats from 0 to 1"
+            )
+        if image.mode == "F":
+            values = np.rint(values * 255 if most <= 1 else values)
+        elif most > 255:
+            values = values >> 8
+    else:
+        values = values >> (tags.get(BITS_PER_SAMPLE, (16,))[0] - 8)
+    grey = Image.fromarray(values.astype(np.uint8))
+    if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO:
+        grey = ImageOps.invert(grey)
+    return grey if opacity is None else Image.merge("LA", (grey, Image.fromarray(opacity)))
+
+
+def opaque(image: Image.Image, alpha: Alpha) -> Image.Image:
+    """As RGB."""
+    if alpha == "drop" or not image.has_transparency_data:
+        # A transparent colour of a palette changes no RGB value, but makes `convert` warn.
+        image.info.pop("transparency", None)
+        return image.convert("RGB")
+    if image.mode == "La":  # of colours that are multiplied by alpha Pillow converts only this way
+        image = image.convert("LA")
+    image = image.convert("RGBA")
+    canvas = Image.new("RGB", image.size, alpha)
+    canvas.paste(image, mask=image.getchannel("A"))
+    return canvas
 
 
 def plain_jpeg(data: bytes, image: Image.Image) -> Pixels | None:

@@ -95,7 +95,10 @@ class ItemDocument(BaseModel):
     digest: str = Field(description="SHA-256 of the item's bytes.")
     source: Source
     deepstack: int = Field(description="Deepstack features that follow the main features in a row.")
-    notice: str | None = None
+    notice: str | None = Field(
+        None,
+        description="What became of transparency, of more than 8 bits or of further frames.",
+    )
     timestamps: list[float] | None = Field(
         None,
         description="Of a video: the time of each temporal group in seconds, as the model counts.",

@@ -1,4 +1,4 @@
-"""What an image's header says: format, upright size, whether there is more than one frame.
+"""What an image's header says: format, upright size, transparency, what the client should know.
 
 Files are opened with the Pillow reader of their format, and no pixel is decoded. A reader gets a
 bounded number of reads and bytes, because a header that needs more was made to waste CPU time.
@@ -22,7 +22,8 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
-from actors.types import Size
+from actors.types import Alpha, Size
+from encoder_service.intake.heif import read_heif
 from encoder_service.wire.documents import name_format
 
 MOST_READS = 50_000
@@ -48,6 +49,10 @@ READERS: dict[str, Callable[[BytesIO], ImageFile]] = {
     "TIFF": TiffImageFile,
 }
 """Called without Image.open, whose pixel limit is global; ours is in the configuration."""
+FORMATS = (*READERS, "HEIC", "AVIF")
+TIFF_HEADER = re.compile(rb"II[*+]\0|MM\0[*+]")
+MOST_TIFF_HEADERS = 16  # in the Exif of a HEIC or AVIF: its own, and those of makers' notes
+WIDE_MODES = {"I": "32-bit", "F": "floating-point"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class Header:
     format: str
     size: Size  # upright: EXIF orientation is applied
     notice: str  # a remark for the client; usually empty
+    transparent: bool  # it has an alpha channel or a transparent colour
 
 
 class BoundedStream(BytesIO):
@@ -81,21 +87,37 @@ def read_header(data: bytes) -> Header:
         raise InvalidMedia(
             "the file is empty" if not data else "the file is not an image, or it is damaged"
         )
-    if name not in READERS:
-        raise UnsupportedMedia(f"{name} is not supported: send {', '.join(READERS)}")
+    if name not in FORMATS:
+        raise UnsupportedMedia(f"{name} is not supported: send {', '.join(FORMATS)}")
     if name == "JPEG" and many_scans(data):
         raise InvalidMedia(f"the JPEG has more than {MOST_SCANS} scans: save it again")
     try:
+        if name not in READERS:
+            return boxed_header(name, data)
         with READERS[name](BoundedStream(metadata_first(data) if name == "PNG" else data)) as image:
             size = Size(*image.size)
             # Pillow's TIFF reader applies the orientation to the size itself.
             if name != "TIFF" and orientation(image) in (5, 6, 7, 8):
                 size = Size(size.height, size.width)
-            return Header(name, size, notice(name, image))
+            return Header(name, size, notice(name, image), image.has_transparency_data)
     except Image.DecompressionBombError as error:
         raise TooLarge(f"the {name} declares more pixels than can be decoded: {error}") from error
     except Exception as error:  # Pillow's readers raise nearly everything
         raise InvalidMedia(f"the {name} has no readable header: {error or 'cut short'}") from error
+
+
+def boxed_header(name: str, data: bytes) -> Header:
+    """Of a HEIC or AVIF."""
+    found = read_heif(data, crops=name == "HEIC")
+    for exif in found.exif:
+        starts = [match.start() for match in TIFF_HEADER.finditer(exif)]
+        if len(starts) > MOST_TIFF_HEADERS:
+            raise ValueError("its EXIF is damaged")
+        for start in starts:
+            check_exif(exif[start:])
+    animated = data[8:12] in (b"avis", b"msf1", b"hevc", b"hevx")
+    remark = f"animated {name}: only the first frame is encoded" if animated else ""
+    return Header(name, found.size, remark, found.transparent)
 
 
 def is_simple(data: bytes) -> bool:
@@ -192,8 +214,17 @@ def notice(name: str, image: ImageFile) -> str:
         several = getattr(image, "is_animated", False)
     except ValueError:  # a GIF whose first frame is longer than BoundedStream allows
         several = False
-    if not several:
-        return ""
-    if name == "TIFF":
-        return "TIFF of several pages: only the first is encoded"
-    return f"animated {name}: only the first frame is encoded"
+    remarks = []
+    if several and name == "TIFF":
+        remarks = ["TIFF of several pages: only the first is encoded"]
+    elif several:
+        remarks = [f"animated {name}: only the first frame is encoded"]
+    if image.mode in WIDE_MODES or image.mode.startswith("I;16"):
+        remarks.append(f"{WIDE_MODES.get(image.mode, '16-bit')} grey is scaled to 8 bits")
+    return "; ".join(remarks)
+
+
+def alpha_notice(alpha: Alpha) -> str:
+    """What becomes of transparency."""
+    done = "dropped" if alpha == "drop" else f"composited on {alpha}"
+    return f"transparency is {done} (preprocess.alpha)"

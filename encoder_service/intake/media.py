@@ -15,10 +15,10 @@ from actors.media.video_file import read_clip
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import MAX_ASPECT
 from actors.spec.video import VideoSizing
-from actors.types import Clip, Kind, Media, Size
+from actors.types import Alpha, Clip, Kind, Media, Size
 from encoder_service.config import FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher
-from encoder_service.intake.header import is_simple, read_header
+from encoder_service.intake.header import Header, alpha_notice, is_simple, read_header
 from encoder_service.intake.limits import INLINE_BYTES, check_items, offload
 from encoder_service.wire.documents import RequestItem
 
@@ -27,9 +27,12 @@ class Admission:
     """Which items a service accepts, and what they will cost. The router's ledger decides whether
     there is room for them now (429)."""
 
-    def __init__(self, spec: ModelSpec, limits: LimitOptions, fetch: FetchOptions) -> None:
+    def __init__(
+        self, spec: ModelSpec, limits: LimitOptions, fetch: FetchOptions, alpha: Alpha = "white"
+    ) -> None:
         self.spec = spec
         self.limits = limits
+        self.alpha = alpha
         self.fetcher = Fetcher(fetch)
 
     async def admit(
@@ -72,15 +75,17 @@ class Admission:
             return data
         try:
             if item.frames is not None:
-                media = probe_frames(item.frames, item.fps, self.spec, self.limits)
+                media = probe_frames(item.frames, item.fps, self.spec, self.limits, self.alpha)
             else:
-                media = probe(data, item.type, self.spec, self.limits)
+                media = probe(data, item.type, self.spec, self.limits, self.alpha)
         except ServiceError as error:
             return error
         return replace(media, evs_rate=evs_rate) if media.clip else media
 
 
-def probe(data: bytes, kind: Kind, spec: ModelSpec, limits: LimitOptions) -> Media:
+def probe(
+    data: bytes, kind: Kind, spec: ModelSpec, limits: LimitOptions, alpha: Alpha = "white"
+) -> Media:
     """What a file is and what it will cost, from its header. The digest takes 1 ms per 2 MB.
 
     Raises InvalidMedia (damaged), UnsupportedMedia (format or kind), TooLarge (limits).
@@ -91,12 +96,25 @@ def probe(data: bytes, kind: Kind, spec: ModelSpec, limits: LimitOptions) -> Med
     header = read_header(data)
     check_size(header.size, limits.max_pixels)
     digest = hashlib.sha256(data).hexdigest()
+    notice, alpha = transparency([header], alpha)
     plan = spec.sizing.plan(header.size)
-    return Media(kind, data, plan, digest, header.notice, size=header.size)
+    return Media(kind, data, plan, digest, notice, size=header.size, alpha=alpha)
+
+
+def transparency(headers: Sequence[Header], alpha: Alpha) -> tuple[str, Alpha]:
+    """The notice of an item of these files, and what becomes of its transparency."""
+    notices = [header.notice for header in headers if header.notice]
+    transparent = any(header.transparent for header in headers)
+    notices += [alpha_notice(alpha)] if transparent else []
+    return "; ".join(dict.fromkeys(notices)), alpha if transparent else "drop"
 
 
 def probe_frames(
-    frames: Sequence[bytes], fps: float | None, spec: ModelSpec, limits: LimitOptions
+    frames: Sequence[bytes],
+    fps: float | None,
+    spec: ModelSpec,
+    limits: LimitOptions,
+    alpha: Alpha = "white",
 ) -> Media:
     """A video given as a list of image files. `fps` defaults to the model's own sampling rate."""
     video = check_videos(spec)
@@ -104,19 +122,22 @@ def probe_frames(
         raise InvalidMedia(f"the video has no frames: send at least {video.least}")
     if len(frames) > video.sampling.most:
         raise TooLarge(f"{len(frames)} frames; {spec.id} takes {video.sampling.most}: send fewer")
-    sizes = []
+    headers: list[Header] = []
     for place, frame in enumerate(frames):
         try:
-            sizes.append(read_header(frame).size)
+            headers.append(read_header(frame))
         except (InvalidMedia, UnsupportedMedia) as error:
             raise type(error)(f"frames[{place}]: {error}") from None
-        if sizes[-1] != sizes[0]:
+        size, first = headers[-1].size, headers[0].size
+        if size != first:
             raise InvalidMedia(
-                f"frames[{place}] has {sizes[-1].width} x {sizes[-1].height} pixels, the first has "
-                f"{sizes[0].width} x {sizes[0].height}: scale all frames to one size"
+                f"frames[{place}] has {size.width} x {size.height} pixels, the first has "
+                f"{first.width} x {first.height}: scale all frames to one size"
             )
-    clip = Clip(sizes[0], len(frames), fps or video.sampling.fps, chosen=True)
-    return video_media(spec, limits, clip, b"", tuple(frames))
+    clip = Clip(headers[0].size, len(frames), fps or video.sampling.fps, chosen=True)
+    notice, alpha = transparency(headers, alpha)
+    media = video_media(spec, limits, clip, b"", tuple(frames))
+    return replace(media, notice=notice, alpha=alpha)
 
 
 def video_media(

@@ -36,11 +36,12 @@ SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
     ("TIFF", 0, b"MM\0*"),
     ("TIFF", 0, b"II+\0"),
     ("TIFF", 0, b"MM\0+"),
-    # Not supported; known for the error message.
     ("AVIF", 4, b"ftypavif"),
     ("AVIF", 4, b"ftypavis"),
     ("HEIC", 4, b"ftyphe"),
-    ("HEIC", 4, b"ftypmif1"),
+    ("HEIC", 4, b"ftypmif1"),  # the brands that follow may say AVIF: see name_format
+    ("HEIC", 4, b"ftypmsf1"),
+    # Not supported; known for the error message.
     ("MP4 or QuickTime", 4, b"ftyp"),
     ("Matroska or WebM", 0, b"\x1aE\xdf\xa3"),
     ("AVI", 8, b"AVI "),
@@ -148,6 +149,7 @@ def check_keys(given: Document, known: set[str], where: str) -> None:
 def name_format(data: bytes) -> str | None:
     for name, offset, signature in SIGNATURES:
         if data.startswith(signature, offset):
-            return name
+            brands = data[16 : min(128, int.from_bytes(data[:4], "big"))]
+            return "AVIF" if data[8:12] == b"mif1" and b"avif" in brands else name
     beginning = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n")
     return "SVG" if beginning.startswith(b"<") and b"<svg" in beginning else None

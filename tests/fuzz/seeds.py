@@ -38,6 +38,8 @@ def images() -> list[bytes]:
         encoded(small.convert("P"), "PNG", transparency=3),
         encoded(small.convert("I;16"), "PNG"),
         encoded(small.convert("RGBA"), "WEBP"),
+        *(encoded(small.convert("RGBA"), kind, orientation=6) for kind in ("HEIF", "AVIF")),
+        encoded(small.convert("F"), "TIFF"),
         encoded(small, "WEBP", lossless=True),
         encoded(small, "BMP"),
         encoded(small.convert("1"), "BMP"),

@@ -12,13 +12,17 @@ import pytest
 from starlette.testclient import TestClient
 
 from actors.errors import DeadlineExceeded, InvalidOption, Overloaded, Unavailable
+from actors.families.registry import read
+from actors.options import PreprocessOptions
 from actors.types import Media
 from encoder_service.api.http import build
 from encoder_service.api.schema import RequestOptions, request_options
+from encoder_service.config import ServiceOptions
 from encoder_service.intake.media import probe
+from encoder_service.service import Service
 from encoder_service.wire.documents import RequestItem
 from tests.images import encoded, jpeg, jpeg_segments, opened, png
-from tests.unit.front_door import JSON, Fleet, client, exchange, post, service
+from tests.unit.front_door import JSON, MODEL, Fleet, client, exchange, post, service
 
 
 @pytest.mark.parametrize(
@@ -118,6 +122,18 @@ def test_a_request_id_that_is_ours_is_in_the_header(given: str | None, told: boo
         return
     (new,) = response.headers.get_list("x-request-id")
     assert f"request {new} " in response.json()["error"]["message"]
+
+
+def test_transparency_is_as_configured_and_told() -> None:
+    logo = opened().resize((64, 64))
+    logo.putalpha(99)
+    for alpha, done in [("white", "composited on white"), ("drop", "dropped")]:
+        preprocess = PreprocessOptions.model_validate({"alpha": alpha})
+        options = ServiceOptions(model=MODEL, preprocess=preprocess)
+        with TestClient(build(Service(options, read(MODEL), Fleet()))) as http:
+            answer = http.post("/v1/encode", files={"image": encoded(logo, "PNG")}, headers=JSON)
+        (item,) = answer.json()["items"]
+        assert item["notice"] == f"transparency is {done} (preprocess.alpha)"
 
 
 @pytest.mark.parametrize("value", [True, "5", float("nan"), 0, -1])

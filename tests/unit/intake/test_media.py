@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -18,9 +19,10 @@ from PIL import Image, ImageOps
 
 from actors.errors import InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
 from actors.families import registry
+from actors.media.image import decode
 from actors.options import ModelOptions
 from actors.spec.sampling import Thinning
-from actors.types import Clip, Media, Size
+from actors.types import Alpha, Clip, Media, Size
 from encoder_service.config import LimitOptions
 from encoder_service.intake.header import MOST_READS, read_header
 from encoder_service.intake.media import probe, probe_frames
@@ -28,7 +30,7 @@ from tests import images
 from tests.videos import video
 
 MODEL = registry.read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
-FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
+FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "HEIF", "AVIF"]
 
 
 def look(data: bytes) -> Media:
@@ -50,14 +52,15 @@ def test_photographs(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("format", "orientation"),
-    [("GIF", 0), ("BMP", 0), *product(["JPEG", "PNG", "WEBP", "TIFF"], range(9))],
+    [("GIF", 0), ("BMP", 0), *product(["JPEG", "PNG", "WEBP", "TIFF", "HEIF", "AVIF"], range(9))],
 )
 def test_size_is_that_of_the_upright_image(format: str, orientation: int) -> None:
     data = images.encoded(images.opened().resize((60, 40)), format, orientation)
     upright = ImageOps.exif_transpose(Image.open(BytesIO(data)))
     size = read_header(data).size
     assert (size.width, size.height) == upright.size
-    assert read_header(data).format.upper() == format
+    assert read_header(data).format.upper() == {"HEIF": "HEIC"}.get(format, format)
+    assert tuple(decode(data).shape[1:]) == (size.height, size.width)
 
 
 def test_orientation_after_the_pixels_of_a_png_counts() -> None:
@@ -65,6 +68,80 @@ def test_orientation_after_the_pixels_of_a_png_counts() -> None:
     data = images.png(60, 40, images.chunk(b"eXIf", exif))
     size = read_header(data).size
     assert (size.width, size.height) == (40, 60)
+
+
+def test_a_heic_without_the_rotation_box_is_not_turned_by_its_exif() -> None:
+    """As phones' own viewers read it; pillow-heif does the same."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = images.encoded(images.opened().resize((60, 40)), "HEIF", exif=exif)
+    assert b"irot" not in data
+    size = read_header(data).size
+    assert (size.width, size.height) == (60, 40)
+    assert tuple(decode(data).shape[1:]) == (40, 60)
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "HEIF"])
+def test_a_general_brand_is_told_by_the_others(kind: str) -> None:
+    data = images.encoded(images.opened().resize((60, 40)), kind).replace(b"mif1", b"miaf", 1)
+    data = data[:8] + b"mif1" + data[12:]
+    if kind == "AVIF":
+        assert data[16:20] == b"avif"
+    assert read_header(data).format == {"HEIF": "HEIC"}.get(kind, kind)
+    assert tuple(decode(data).shape[1:]) == (40, 60)
+
+
+@pytest.mark.parametrize(
+    ("mode", "format", "notice"),
+    [
+        ("RGBA", "PNG", "transparency is composited on white (preprocess.alpha)"),
+        ("LA", "PNG", "transparency is composited on white (preprocess.alpha)"),
+        ("RGBA", "WEBP", "transparency is composited on white (preprocess.alpha)"),
+        ("RGBA", "HEIF", "transparency is composited on white (preprocess.alpha)"),
+        ("RGBA", "AVIF", "transparency is composited on white (preprocess.alpha)"),
+        ("I;16", "PNG", "16-bit grey is scaled to 8 bits"),
+        ("I;16", "TIFF", "16-bit grey is scaled to 8 bits"),
+        ("I", "TIFF", "32-bit grey is scaled to 8 bits"),
+        ("F", "TIFF", "floating-point grey is scaled to 8 bits"),
+        ("RGB", "HEIF", ""),
+        ("RGB", "AVIF", ""),
+        ("L", "PNG", ""),
+        ("P", "PNG", ""),
+    ],
+)
+def test_notices_of_modes(mode: str, format: str, notice: str) -> None:
+    image = images.opened().resize((60, 40)).convert(mode)
+    if mode == "RGBA":
+        image.putalpha(99)  # an alpha channel of nothing but 255 is left out
+    assert look(images.encoded(image, format)).notice == notice
+
+
+def test_transparency_is_part_of_the_identity_only_where_there_is_any() -> None:
+    picture = images.opened().resize((60, 40))
+    opaque, palette = images.encoded(picture, "PNG"), picture.quantize(8)
+    transparent = images.encoded(palette, "PNG", transparency=3)
+    every: list[Alpha] = ["white", "black", "drop"]
+    found = [probe(transparent, "image", MODEL, LimitOptions(), alpha) for alpha in every]
+    assert len({media.identity for media in found}) == 3
+    assert [media.notice.split(" (")[0] for media in found] == [
+        "transparency is composited on white",
+        "transparency is composited on black",
+        "transparency is dropped",
+    ]
+    found = [probe(opaque, "image", MODEL, LimitOptions(), alpha) for alpha in every]
+    assert len({media.identity for media in found}) == 1
+    video = probe_frames([opaque, transparent], 2.0, MODEL, LimitOptions(), "black")
+    assert (video.alpha, video.notice) == (
+        "black",
+        "transparency is composited on black (preprocess.alpha)",
+    )
+    assert probe_frames([opaque] * 2, 2.0, MODEL, LimitOptions()).alpha == "drop"
+
+
+def test_an_animated_avif_says_that_one_frame_is_taken() -> None:
+    assert (
+        look(images.animated("AVIF", 3)).notice == "animated AVIF: only the first frame is encoded"
+    )
 
 
 @pytest.mark.parametrize(("format", "name"), [("GIF", "GIF"), ("WEBP", "WebP"), ("PNG", "PNG")])
@@ -120,8 +197,7 @@ def test_what_is_no_image_is_invalid(data: bytes) -> None:
     [
         (b"%PDF-1.7\n", "PDF"),
         (b"\0\0\0\x20ftypisom", "MP4"),
-        (b"\0\0\0\x1cftypavif", "AVIF"),
-        (b"\0\0\0\x18ftypheic", "HEIC"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
         (b'<?xml version="1.0"?>\n<svg xmlns="">', "SVG"),
         (b"\0\0\1\0\1\0", "ICO"),
     ],
@@ -215,9 +291,26 @@ def test_what_only_looks_like_scans_is_not_counted() -> None:
     look(scanned(1, after=b"\xff\xda" * 200))
 
 
+def heic_with_metadata(blocks: int, extra: int, *, size_bytes: int = 32) -> bytes:
+    """A HEIC whose Exif items all refer to the same `size_bytes` at its end, of `extra` bytes."""
+    note = {"type": "Exif", "content_type": "", "data": bytes(4) + b"MM\0*" + bytes(24)}
+    data = bytearray(images.encoded(images.opened(), "HEIF", metadata=[note] * blocks))
+    end, at = len(data), data.index(b"iloc") + 12
+    for item in range(blocks + 1):  # id, data reference, base, parts, offset, length
+        entry = struct.unpack_from(">HHIHII", data, at + 18 * item)
+        if item:
+            struct.pack_into(">HHIHII", data, at + 18 * item, *entry[:2], end, 1, 0, size_bytes)
+    return bytes(data) + bytes(extra)
+
+
+def test_metadata_of_a_heic_may_be_long() -> None:
+    assert look(heic_with_metadata(2, 2**20, size_bytes=2**20)).notice == ""
+
+
 def floods() -> dict[str, bytes]:
     """Headers that take very long or very much, if one lets them."""
     small = images.jpeg(60, 40)
+    heic = images.encoded(images.opened(), "HEIF")
     overlapping = images.exif_with([(0x9286, 7, 60_000, 0)] * 5_000)
     return {
         "segments between scans": images.jpeg_segments(
@@ -227,6 +320,10 @@ def floods() -> dict[str, bytes]:
         "segments": images.jpeg_segments(small, *[(0xE1, b"")] * 500_000),
         "chunks": images.png(60, 40, *[images.chunk(b"tEXt", b"a\0")] * 500_000),
         "exif": images.jpeg_segments(small, (0xE1, overlapping)),
+        "metadata of a HEIC": heic_with_metadata(200, 2**20, size_bytes=2**20),
+        "EXIF of a HEIC": images.encoded(images.opened(), "HEIF", exif=overlapping),
+        "boxes": heic[:28] + b"\0\0\0\x08free" * 500_000 + heic[28:],
+        "two descriptions": heic + heic[28:],
         "tags": b"II*\0\x08\0\0\0\xff\xff"
         + b"\x86\x92\x07\0\0\0\x10\0\0\0\0\0" * 65_535
         + bytes(2**20),

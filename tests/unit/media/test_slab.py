@@ -28,7 +28,7 @@ from actors.media.image import prepare
 from actors.media.patchify import Patchifier, patchifier_of
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Noted, find, preset_names
-from actors.types import Item, Media
+from actors.types import Alpha, Item, Media
 from encoder_service.config import LimitOptions
 from encoder_service.intake.media import probe, probe_frames
 from tests.images import encoded, jpeg, opened
@@ -83,6 +83,27 @@ def test_patches_of_every_family(preset: str) -> None:
         sent.append(probe_frames([jpeg(64, 48)] * 3, 2.0, family.spec, LIMITS))
     for media in sent:
         check(travelled(family, media, slab), prepare(family, media))
+    slab.close()
+
+
+@pytest.mark.parametrize("format", ["PNG", "HEIF", "AVIF"])
+def test_processes_composite_transparency_as_the_service_says(format: str) -> None:
+    family, slab = patchifier("qwen3vl-tiny"), Slab(SLAB_BYTES)
+    image = opened().resize((301, 207))
+    image.putalpha(99)
+    data, found = encoded(image, format), []
+    choices: list[Alpha] = ["white", "black", "drop"]
+    for alpha in choices:
+        media = probe(data, "image", family.spec, LIMITS, alpha)
+        one = travelled(family, media, slab)
+        check(one, prepare(family, media))
+        assert isinstance(one, Item)
+        found.append(one.patches.mean())
+    white, black, drop = found
+    assert black < drop < white
+    frames = probe_frames([data] * 2, 2.0, family.spec, LIMITS)
+    check(travelled(family, frames, slab), prepare(family, frames))
+    assert prepare(family, frames).patches.mean() == pytest.approx(white, abs=1)
     slab.close()
 
 

@@ -27,6 +27,7 @@ from actors.rpc.codec import (
 from actors.store.kept import Kept
 from actors.telemetry.tracing import Origin
 from actors.types import (
+    Alpha,
     Answer,
     Clip,
     Dtype,
@@ -61,6 +62,7 @@ MEDIA = st.builds(
     evs_rate=FLOAT,
     on_device=st.booleans(),
     size=st.none() | st.builds(Size, INT, INT),
+    alpha=st.sampled_from(get_args(Alpha)),
 )
 DTYPES = st.sampled_from(get_args(Dtype))
 CALLS = st.builds(
