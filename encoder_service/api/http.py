@@ -10,16 +10,18 @@ import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
 from starlette.types import Receive, Scope, Send
 
-from actors.errors import InvalidOption, UnsupportedMedia
+from actors.errors import InvalidOption, NotAcceptable
 from encoder_service.api import schema
 from encoder_service.api.errors import Envelope, http_exception
 from encoder_service.api.upload import check_length, read
 from encoder_service.intake.limits import INLINE_BYTES, offload
 from encoder_service.ops.status import CONTENT_TYPE, merge, page, policy
 from encoder_service.service import Service
-from encoder_service.wire.formats import JSON, WRITERS, Document, Piece
+from encoder_service.wire.documents import is_file
+from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS, WRITERS, Document, Piece
 
 ENCODE_PATH = "/v1/encode"
 CHAT_PATH = "/v1/chat/completions"
@@ -40,6 +42,9 @@ def build(service: Service) -> FastAPI:
     )
     # Routes without `authorize` serve probes, scrapers and browsers, which send no token. They show
     # nothing of any request's content.
+    # Rows hardly shrink, and are sent from shared memory; base64 shrinks by a quarter at any level.
+    unpacked = (*DEFAULT_EXCLUDED_CONTENT_TYPES, MSGPACK, SAFETENSORS)
+    app.add_middleware(GZipMiddleware, compresslevel=1, exclude_content_types=unpacked)
     app.add_middleware(Envelope, observer=service.observer, counted=COUNTED)
 
     @app.post(
@@ -51,14 +56,20 @@ def build(service: Service) -> FastAPI:
     async def encode(request: Request) -> Response:
         """Embeddings of images and videos, in the order of the request."""
         service.authorize(request.headers.get("authorization"))
-        if request.query_params:
-            raise InvalidOption("options belong in the body's `options`, not in the query")
-        accept = choose(request.headers.get("accept", ""))
+        content_type, query = request.headers.get("content-type", ""), dict(request.query_params)
+        if query and not is_file(content_type):
+            raise InvalidOption(
+                "options belong in the body's `options`: only a bare file has them in the query"
+            )
+        accept = choose(request.headers.get("accept", ""), default_of(content_type))
         check_length(request, service.limits)  # 413 before 429: retrying would not help
         service.backend.check_room()
         with service.buffered.hold() as take:
             items, values = await read(request, service.limits, take)
-            options = schema.request_options(values)
+            options = schema.request_options(query or values, strings=bool(query))
+            if accept == JSON and not options.reference and "dtype" not in options.model_fields_set:
+                # JSON is read by people and languages without bfloat16.
+                options = options.model_copy(update={"dtype": "float32"})
             if options.encoding and accept != JSON:
                 raise InvalidOption(f"options.encoding: only with `Accept: {JSON}`, not {accept}")
             document = await service.encode(items, options, request.state.exchange)
@@ -90,17 +101,20 @@ def build(service: Service) -> FastAPI:
         service.authorize(request.headers.get("authorization"))
         return await service.status.get()
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", response_class=HTMLResponse, openapi_extra=schema.OPEN)
     async def status_page() -> HTMLResponse:
         """The status as a page. It asks for the token in the browser if one is required."""
         headers = {"content-security-policy": policy(), "cache-control": "no-cache"}
         return HTMLResponse(page(), headers=headers)
 
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", openapi_extra=schema.OPEN)
     async def healthz() -> dict[str, str]:
         """The process is alive."""
         return {"status": "ok"}
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", responses={503: schema.ERRORS[503]}, openapi_extra=schema.OPEN)
     async def readyz() -> dict[str, int]:
         """How many replicas are ready: weights loaded, every path captured. 503 if none is."""
@@ -116,11 +130,17 @@ def build(service: Service) -> FastAPI:
     return app
 
 
-def choose(accept: str) -> str:
+def default_of(content_type: str) -> str:
+    """The format of a response whose caller accepts any: JSON for JSON, otherwise msgpack."""
+    return JSON if content_type.split(";")[0].strip().lower() == JSON else MSGPACK
+
+
+def choose(accept: str, default: str = MSGPACK) -> str:
     """The content type that an Accept header prefers: by q, then exactness, then order.
 
-    Raises UnsupportedMedia before any work is done.
+    `default` is preferred by wildcards. Raises NotAcceptable before any work is done.
     """
+    available = dict.fromkeys((default, *WRITERS))
     offers: list[tuple[tuple[float, int, int], str]] = []
     for position, entry in enumerate((accept.strip() or "*/*").split(",")):
         wanted, *parameters = (part.strip().lower() for part in entry.split(";"))
@@ -128,12 +148,12 @@ def choose(accept: str) -> str:
         try:
             weight = float(quality)
         except ValueError:
-            raise UnsupportedMedia(f"Accept: q={quality!r} is not a number") from None
-        found = next((one for one in WRITERS if wanted in ("*/*", "application/*", one)), None)
+            raise NotAcceptable(f"Accept: q={quality!r} is not a number") from None
+        found = next((one for one in available if wanted in ("*/*", "application/*", one)), None)
         if found and weight > 0:
             offers.append(((weight, 2 - wanted.count("*"), -position), found))
     if not offers:
-        raise UnsupportedMedia(
+        raise NotAcceptable(
             f"Accept: {accept!r} is not available; available are {', '.join(WRITERS)}"
         )
     return max(offers)[1]

@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import update_wrapper
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
@@ -81,13 +81,15 @@ class AsyncClient:
         """Returns an embedding for each source, in order.
 
         Raises ServiceError, OSError for a path that cannot be read, TypeError for one source
-        instead of a list. With on_error "return" an item's error takes its embedding's place.
+        instead of a list and for what is no source, such as an array. With on_error "return" an
+        item's error takes its embedding's place.
 
         With `reference` the service keeps the embeddings for a while and sends only their ids,
         for `fetch`. `evs_rate`: the share of each video's rows that is dropped where little
         changes from frame to frame.
         """
-        if isinstance(sources, str | Path | bytes | Image.Image | Frames):
+        single = isinstance(sources, str | Path | bytes | Image.Image | Frames)
+        if single or not isinstance(sources, Iterable):
             one = type(sources).__name__
             raise TypeError(f"encode takes a list, not one {one}: encode([source])")
         items = await asyncio.to_thread(lambda: [request_item(source) for source in sources])
