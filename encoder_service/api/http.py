@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
 from starlette.types import Receive, Scope, Send
@@ -32,7 +33,7 @@ COUNTED = {ENCODE_PATH: "http", CHAT_PATH: "chat"}
 
 def build(service: Service) -> FastAPI:
     """The application. llm/http.py adds the chat API if there is a language model."""
-    app = FastAPI(
+    app = FastAPIOffline(
         title="Encoder Service",
         description="The vision encoders of vision-language models as a separate service. Images "
         "and videos in, embeddings out, with rows in the order of the model's own processor.",
@@ -40,12 +41,12 @@ def build(service: Service) -> FastAPI:
         redoc_url=None,
         exception_handlers={HTTPException: http_exception},
     )
-    # Routes without `authorize` serve probes, scrapers and browsers, which send no token. They show
-    # nothing of any request's content.
     # Rows hardly shrink, and are sent from shared memory; base64 shrinks by a quarter at any level.
     unpacked = (*DEFAULT_EXCLUDED_CONTENT_TYPES, MSGPACK, SAFETENSORS)
     app.add_middleware(GZipMiddleware, compresslevel=1, exclude_content_types=unpacked)
     app.add_middleware(Envelope, observer=service.observer, counted=COUNTED)
+    # Routes without `authorize` serve probes, scrapers and browsers, which send no token. They show
+    # nothing of any request's content.
 
     @app.post(
         ENCODE_PATH,

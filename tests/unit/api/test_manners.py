@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 from base64 import b64encode
 from typing import Any
 
@@ -183,3 +184,14 @@ def test_only_answers_in_json_are_packed(accept: str, packed: bool) -> None:
     assert parse_response(sent.content, accept)["items"]
     plain = http.post("/v1/encode", json=BODY, headers=headers | {"accept-encoding": "identity"})
     assert "content-encoding" not in plain.headers
+
+
+def test_the_page_of_the_documentation_loads_nothing_from_elsewhere() -> None:
+    http = client(Fleet())
+    page = http.get("/docs")
+    addresses = re.findall(r"""(?:src|href)=["']([^"']+)""", page.text)
+    assert len(addresses) == 3
+    for address in addresses:
+        assert address.startswith("/")
+        assert http.get(address).status_code == 200
+    assert "http" not in re.sub(r"<!--.*?-->", "", page.text, flags=re.DOTALL)
