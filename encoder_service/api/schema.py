@@ -14,6 +14,11 @@ from actors.errors import InvalidOption
 from actors.types import Dtype, Grid, Kind, Source
 
 
+def without_default(shown: dict[str, Any]) -> None:
+    """Of a field whose default depends on the request: generated clients would send it."""
+    del shown["default"]
+
+
 class RequestOptions(BaseModel):
     """`options` of a request. Unknown ones are rejected."""
 
@@ -22,7 +27,7 @@ class RequestOptions(BaseModel):
     dtype: Dtype = Field(
         "bfloat16",
         description="If not given: float32 for rows in a JSON response, otherwise bfloat16.",
-        json_schema_extra=lambda shown: shown.pop("default", None),
+        json_schema_extra=without_default,
     )
     timeout_s: float | None = Field(
         None, gt=0, strict=True, description="None: the service's default."

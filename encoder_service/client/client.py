@@ -112,8 +112,9 @@ class AsyncClient:
         """Encodes a folder, files, or rows with images into shards and a manifest under `out`.
 
         Memory does not grow with the dataset. Items that the service rejects, that time out or that
-        cannot be read are recorded in the manifest. Calling it again continues after the last
-        complete shard, and retries failed items that may work now. Raises ServiceError, OSError, or
+        cannot be read are recorded in the manifest. Finished items are on disk after a minute, and
+        when the call is cancelled or fails. Calling it again continues after the last complete
+        shard, and retries failed items that may work now. Raises ServiceError, OSError, or
         ValueError if `out` belongs to another dataset or another run is writing there.
         """
         return await encode_dataset(self, given, out, options or DatasetOptions(), console)
