@@ -30,6 +30,10 @@ class UnsupportedMedia(InvalidRequest):
     """A format or kind of media that this service or model does not take."""
 
 
+class NotAcceptable(InvalidRequest):
+    """The caller accepts no format that the service can answer in."""
+
+
 class TooLarge(InvalidRequest):
     """Bytes, items, pixels or an aspect ratio beyond a limit."""
 

@@ -50,6 +50,7 @@ TABLE: dict[type[ServiceError], ErrorRow] = {
     errors.InvalidRequest: ErrorRow("invalid_request", 400, Code.INVALID_ARGUMENT, False),
     errors.InvalidOption: ErrorRow("invalid_option", 422, Code.INVALID_ARGUMENT, False),
     errors.UnsupportedMedia: ErrorRow("unsupported_media", 415, Code.INVALID_ARGUMENT, False),
+    errors.NotAcceptable: ErrorRow("not_acceptable", 406, Code.INVALID_ARGUMENT, False),
     errors.TooLarge: ErrorRow("too_large", 413, Code.INVALID_ARGUMENT, False),
     errors.Unauthorized: ErrorRow("unauthorized", 401, Code.UNAUTHENTICATED, False),
     errors.NotFound: ErrorRow("not_found", 404, Code.NOT_FOUND, False),

@@ -14,12 +14,21 @@ from actors.errors import InvalidOption
 from actors.types import Dtype, Grid, Kind, Source
 
 
+def without_default(shown: dict[str, Any]) -> None:
+    """Of a field whose default depends on the request: generated clients would send it."""
+    del shown["default"]
+
+
 class RequestOptions(BaseModel):
     """`options` of a request. Unknown ones are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    dtype: Dtype = "bfloat16"
+    dtype: Dtype = Field(
+        "bfloat16",
+        description="If not given: float32 for rows in a JSON response, otherwise bfloat16.",
+        json_schema_extra=without_default,
+    )
     timeout_s: float | None = Field(
         None, gt=0, strict=True, description="None: the service's default."
     )
@@ -45,10 +54,14 @@ class RequestOptions(BaseModel):
     )
 
 
-def request_options(values: dict[str, Any]) -> RequestOptions:
-    """The options of a request. Raises InvalidOption, which names every wrong one."""
+def request_options(values: dict[str, Any], *, strings: bool = False) -> RequestOptions:
+    """The options of a request. Raises InvalidOption, which names every wrong one.
+
+    `strings`: the values are strings, as in a query.
+    """
+    read = RequestOptions.model_validate_strings if strings else RequestOptions.model_validate
     try:
-        return RequestOptions.model_validate(values)
+        return read(values)
     except ValidationError as error:
         known = ", ".join(RequestOptions.model_fields)
         problems = []
@@ -193,8 +206,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, meaning in {
         400: "Malformed request or item.",
         401: "No bearer token, or an unknown one.",
+        406: "A format in `Accept` that the response cannot have.",
         413: "Body, items, pixels or aspect ratio over a limit.",
-        415: "A format or kind that is not supported, in the request or in `Accept`.",
+        415: "A format or kind that is not supported.",
         422: "An option is unknown or has a wrong value.",
         429: "Overloaded: retry after Retry-After seconds.",
         500: "An internal error.",
@@ -217,7 +231,8 @@ BINARY = {"schema": {"type": "string", "format": "binary"}}
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
         "model": EncodeDocument,
-        "description": "Embeddings, in the order of the request.",
+        "description": "Embeddings, in the order of the request. Without `Accept`, or with `*/*`: "
+        "JSON if the request is JSON, otherwise msgpack.",
         "content": {
             "application/msgpack": schema(EncodeDocument),
             "application/vnd.safetensors": BINARY,
@@ -240,7 +255,11 @@ ENCODE: dict[str, Any] = {
             "in": "header",
             "description": "Up to 128 letters, digits and ._:- (otherwise it is replaced).",
             "schema": {"type": "string"},
-        }
+        },
+        *(
+            {"name": name, "in": "query", "description": "Only of a bare file.", "schema": shown}
+            for name, shown in RequestOptions.model_json_schema()["properties"].items()
+        ),
     ],
     "requestBody": {
         "required": True,

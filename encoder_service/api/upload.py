@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,6 +22,10 @@ from encoder_service.wire.formats import UnsupportedType, WireError, read_json
 
 MOST_OPTIONS_BYTES = 4096
 CHARSETS = (b"utf-8", b"us-ascii")
+GZIP = b"\x1f\x8b"
+GZIP_WINDOW = 16 + zlib.MAX_WBITS  # zlib's code for gzip
+IN_BYTES, OUT_BYTES = 2**16, 2**20
+"""Unpacked in one call: compressed and not."""
 
 
 async def read(
@@ -35,6 +40,8 @@ async def read(
         async with in_time(limits):
             return await multipart(request, limited(request, limits, take), limits)
     body = await read_body(request, limits, take)
+    if body.startswith(GZIP):
+        raise UnsupportedMedia("the body is gzip: say so with `Content-Encoding: gzip`, once")
     try:
         return await offload(len(body), parse_request, body, content_type)
     except UnsupportedType as error:
@@ -68,14 +75,42 @@ def check_length(request: Request, limits: LimitOptions) -> None:
 
 
 async def limited(request: Request, limits: LimitOptions, take: Take) -> AsyncGenerator[bytes]:
-    """The body's chunks. Raises TooLarge as soon as the limit is passed, and reads no further."""
+    """The body's chunks, unpacked. Raises TooLarge as soon as the limit is passed, and reads no
+    further; UnsupportedMedia for a content encoding other than gzip."""
     check_length(request, limits)
-    seen = 0
-    async for chunk in request.stream():
-        seen += len(chunk)
-        check_body_bytes(seen, limits)
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip"):
+        raise UnsupportedMedia(f"content encoding {encoding!r} is not supported: send gzip or none")
+    chunks = bounded(request.stream(), limits)
+    async for chunk in bounded(unpacked(chunks), limits) if encoding == "gzip" else chunks:
         take(len(chunk))
         yield chunk
+
+
+async def bounded(chunks: AsyncGenerator[bytes], limits: LimitOptions) -> AsyncGenerator[bytes]:
+    seen = 0
+    async for chunk in chunks:
+        seen += len(chunk)
+        check_body_bytes(seen, limits)
+        yield chunk
+
+
+async def unpacked(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """What was compressed with gzip, in pieces of OUT_BYTES at most. Raises InvalidRequest."""
+    decoder = zlib.decompressobj(GZIP_WINDOW)
+    try:
+        async for chunk in chunks:
+            for start in range(0, len(chunk), IN_BYTES):
+                left = chunk[start : start + IN_BYTES]
+                while left and not decoder.eof:
+                    yield await asyncio.to_thread(decoder.decompress, left, OUT_BYTES)
+                    left = decoder.unconsumed_tail
+                if left or decoder.unused_data:
+                    raise InvalidRequest("the gzip body goes on after its end: send one member")
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not gzip, or it is damaged: {error}") from None
+    if not decoder.eof:
+        raise InvalidRequest("the gzip body is cut short")
 
 
 async def multipart(

@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import update_wrapper
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
@@ -84,7 +84,8 @@ class AsyncClient:
         """Returns an embedding for each source, in order.
 
         Raises ServiceError, OSError for a path that cannot be read, TypeError for one source
-        instead of a list. With on_error "return" an item's error takes its embedding's place.
+        instead of a list and for what is no source, such as an array. With on_error "return" an
+        item's error takes its embedding's place.
 
         With `reference` the service keeps the embeddings for a while and sends only their ids,
         for `fetch`. `evs_rate`: the share of each video's rows that is dropped where little
@@ -130,8 +131,9 @@ class AsyncClient:
         """Encodes a folder, files, or rows with images into shards and a manifest under `out`.
 
         Memory does not grow with the dataset. Items that the service rejects, that time out or that
-        cannot be read are recorded in the manifest. Calling it again continues after the last
-        complete shard, and retries failed items that may work now. Raises ServiceError, OSError, or
+        cannot be read are recorded in the manifest. Finished items are on disk after a minute, and
+        when the call is cancelled or fails. Calling it again continues after the last complete
+        shard, and retries failed items that may work now. Raises ServiceError, OSError, or
         ValueError if `out` belongs to another dataset or another run is writing there.
         """
         return await encode_dataset(self, given, out, options or DatasetOptions(), console)
@@ -192,7 +194,8 @@ class AsyncClient:
 
 async def request_items(sources: Sequence[Source], method: str) -> list[RequestItem]:
     """What is sent for the sources. Raises OSError, TypeError for one source instead of a list."""
-    if isinstance(sources, str | Path | bytes | Image.Image | Frames):
+    single = isinstance(sources, str | Path | bytes | Image.Image | Frames)
+    if single or not isinstance(sources, Iterable):
         one = type(sources).__name__
         raise TypeError(f"{method} takes a list, not one {one}: {method}([source])")
     return await asyncio.to_thread(lambda: [request_item(source) for source in sources])

@@ -3,8 +3,8 @@
     DIR/manifest.jsonl       the settings, then one line per shard: its file and its items, in order
     DIR/00000.safetensors    one tensor [tokens, width] per item, by the item's name
 
-A shard counts once the manifest names it. Only the items' order and sizes decide what is in a
-shard, so that an interrupted run leaves the same files as an uninterrupted one.
+A shard counts once the manifest names it. It ends when it is large enough, after FLUSH_SECONDS, or
+with the run: also one that is cancelled or fails writes what it has finished.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import aclosing, contextmanager
@@ -34,7 +35,9 @@ FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large")
 """Recorded for the item, which is not retried."""
 RETRIED = ("deadline_exceeded", "encode_failed", "unreadable")
 """Recorded for the item, which the next run retries. Any other error (429, 503) ends the run."""
-SHOWN_FAILURES = 5
+SHOWN_FAILURES = 20
+FLUSH_SECONDS = 60.0
+"""Finished items are in a shard after at most this time."""
 ITEMS_PER_SHARD = 10_000  # at most
 MANIFEST = "manifest.jsonl"
 FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
@@ -104,12 +107,17 @@ async def encode_dataset(
         with Progress("items", *columns, console=console, disable=console is None) as progress:
             task = progress.add_task("items", total=total, completed=resumed)
             await write(caller, given, manifest, options, partial(progress.advance, task))
-    failed = [item for item in manifest.items if "error" in item]
+    return result(manifest, resumed)
+
+
+def result(manifest: Manifest, resumed: int = 0) -> Written:
+    items = manifest.items
+    failed = [item for item in items if "error" in item]
     return Written(
-        encoded=len(manifest.items) - len(failed),
+        encoded=len(items) - len(failed),
         failed=len(failed),
         resumed=resumed,
-        weights=str(card["weights"]),
+        weights=str(manifest.settings.get("weights")),
         retryable=sum(map(is_retried, failed)),
         failures=tuple(
             f"{item['name']}: {item['error']['type']}: {item['error']['message']}"
@@ -127,17 +135,36 @@ async def write(
 ) -> None:
     left = remaining(samples(given, options.column), manifest.items)
     waiting: list[Entry] = []
-    held_bytes = 0
-    async with aclosing(encode_in_order(caller, left, options)) as entries:
-        async for entry in entries:
-            waiting.append(entry)
-            held_bytes += len(entry[1].data) if isinstance(entry[1], Embedding) else 0
-            if held_bytes >= options.shard_bytes or len(waiting) == ITEMS_PER_SHARD:
-                await asyncio.to_thread(write_shard, manifest, waiting, options.format)
-                waiting, held_bytes = [], 0
-            advance()
-    if waiting:
-        await asyncio.to_thread(write_shard, manifest, waiting, options.format)
+    held_bytes, flushed = 0, time.monotonic()
+
+    async def flush() -> None:
+        nonlocal waiting, held_bytes, flushed
+        entries, waiting, held_bytes, flushed = waiting, [], 0, time.monotonic()
+        if entries:
+            writing = asyncio.to_thread(write_shard, manifest, entries, options.format)
+            await completed(asyncio.create_task(writing))
+
+    try:
+        async with aclosing(encode_in_order(caller, left, options)) as entries:
+            async for entry in entries:
+                if entry:
+                    waiting.append(entry)
+                    held_bytes += len(entry[1].data) if isinstance(entry[1], Embedding) else 0
+                    advance()
+                full = held_bytes >= options.shard_bytes or len(waiting) == ITEMS_PER_SHARD
+                if full or time.monotonic() - flushed >= FLUSH_SECONDS:
+                    await flush()
+    finally:
+        await flush()
+
+
+async def completed(task: asyncio.Task[None]) -> None:
+    """Waits for the task to end, even if the waiting one is cancelled."""
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 def is_retried(item: Document) -> bool:
@@ -210,8 +237,11 @@ def count(given: Samples, column: str) -> int | None:
 
 async def encode_in_order(
     caller: EncodeCalls, left: Iterator[Sample], options: DatasetOptions
-) -> AsyncGenerator[Entry]:
-    """Each item's name and result, in order, with `options.concurrency` items in flight."""
+) -> AsyncGenerator[Entry | None]:
+    """Each item's name and result, in order, with `options.concurrency` items in flight.
+
+    None about every second while an item takes longer.
+    """
     under_way: deque[tuple[str, asyncio.Task[Embedding | ServiceError]]] = deque()
     try:
         while True:
@@ -223,7 +253,9 @@ async def encode_in_order(
                 return
             if sample is None or len(under_way) == options.concurrency:
                 name, task = under_way[0]
-                answer = await task
+                while not (await asyncio.wait([task], timeout=1.0))[0]:
+                    yield None
+                answer = task.result()
                 under_way.popleft()
                 yield name, answer
     finally:
@@ -266,14 +298,19 @@ def locked(folder: Path) -> Iterator[None]:
 class Manifest:
     """The finished shards. Raises ValueError for other settings or another kind of file."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any] | None = None) -> None:
+        """`settings`: of a run that begins; None: only reads what earlier runs wrote."""
         self.path = folder / MANIFEST
         self.shards: list[Document] = []
         lines = self.read()
+        self.settings: Mapping[str, Any] = lines[0]["settings"] if lines else settings or {}
+        if settings is None:
+            self.shards = lines[1:]
+            return
         if not lines:
             self.append({"settings": dict(settings)})
             return
-        for key, value in lines[0]["settings"].items():
+        for key, value in self.settings.items():
             if settings.get(key) != value:
                 raise ValueError(
                     f"{self.path}: was started with {key} {value!r}, now it is "

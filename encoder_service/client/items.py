@@ -5,6 +5,7 @@ Only `Embedding.torch` and what hands embeddings to engines need torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -226,7 +227,7 @@ def read_item(
 
 
 def request_item(source: Source) -> RequestItem:
-    """What is sent for a source. Reads files. Raises OSError."""
+    """What is sent for a source. Reads files. Raises OSError, TypeError."""
     if isinstance(source, Frames):
         files = tuple(request_item(image).data or b"" for image in source.images)
         return RequestItem("video", frames=files, fps=source.fps)
@@ -234,6 +235,11 @@ def request_item(source: Source) -> RequestItem:
         return RequestItem("video" if name_format(source) in VIDEOS else "image", source)
     if isinstance(source, Image.Image):
         return RequestItem("image", png(source))
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(
+            "a source is a path, an https URL, the bytes of a file, a PIL image or Frames, not "
+            f"{type(source).__name__}: PIL.Image.fromarray makes an image of an array"
+        )
     name = str(source)
     video = (guess_type(name)[0] or "").startswith("video/")
     kind: Literal["image", "video"] = "video" if video else "image"

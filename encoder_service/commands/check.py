@@ -49,7 +49,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         check_timeouts(document, service.limits.timeout_seconds, str(options.config))
         spec = read(service.model)
         room = fit(service, spec)
-        console.print(table(service, spec, room))
+        shown = table(service, spec, room)
+        shown.add_row("listens on", ports(document))
+        console.print(shown)
         for warning in (*missing(service), *eager(service, spec, room)):
             console.print(f"[bold yellow]{escape(warning)}[/]", soft_wrap=True)
         if service.llm:
@@ -103,7 +105,28 @@ def table(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Table:
     shown.add_row("encoders", f"{count(encoder)}: {each}")
     shown.add_row("routers", f"{service.router.replicas}: {service.router.policy}")
     shown.add_row("ingresses", f"{service.ingress.replicas}")
+    auth = service.auth
+    tokens = [f"{len(auth.token_sha256)} in the configuration"] if auth.token_sha256 else []
+    tokens += [f"those in {auth.token_sha256_file}"] if auth.token_sha256_file else []
+    shown.add_row("tokens", escape(" and ".join(tokens)) or "none: everybody has access")
+    cached = (
+        f"{service.cache.max_bytes:,} bytes of embeddings" if service.cache.max_bytes else "off"
+    )
+    shown.add_row("cache of each", cached)
+    shown.add_row("references of each", f"{service.references.max_bytes:,} bytes")
+    for name, most in service.limits:
+        shown.add_row(f"limits.{name}", f"{most:,}")
     return shown
+
+
+def ports(document: dict[str, Any]) -> str:
+    """Where Serve will listen, defaults included."""
+    from ray.serve.schema import HTTPOptionsSchema, gRPCOptionsSchema
+
+    http = HTTPOptionsSchema.model_validate(document.get("http_options", {}))
+    grpc = gRPCOptionsSchema.model_validate(document.get("grpc_options", {}))
+    functions = grpc.grpc_servicer_functions
+    return f"HTTP {http.host}:{http.port}, gRPC {f'port {grpc.port}' if functions else 'off'}"
 
 
 def count(encoder: EncoderOptions) -> str:

@@ -24,7 +24,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
 from actors.types import Alpha, Size
 from encoder_service.intake.heif import read_heif
-from encoder_service.wire.documents import name_format
+from encoder_service.wire.documents import VIDEOS, name_format
 
 MOST_READS = 50_000
 MOST_EXIF_BYTES = 16 * 2**20
@@ -86,6 +86,11 @@ def read_header(data: bytes) -> Header:
     if name is None:
         raise InvalidMedia(
             "the file is empty" if not data else "the file is not an image, or it is damaged"
+        )
+    if name in VIDEOS:
+        raise UnsupportedMedia(
+            f"the file is a video ({name}), sent as an image: send it as video/*, in a part named "
+            'video, or with "type": "video"'
         )
     if name not in FORMATS:
         raise UnsupportedMedia(f"{name} is not supported: send {', '.join(FORMATS)}")

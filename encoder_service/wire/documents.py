@@ -57,6 +57,7 @@ SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
     ("DDS", 0, b"DDS "),
     ("QOI", 0, b"qoif"),
     ("SVG", 0, b"<svg"),
+    ("gzip", 0, b"\x1f\x8b"),
 )
 
 
@@ -74,6 +75,11 @@ class RequestItem:
         """The entry of "items" in a msgpack request."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
+
+
+def is_file(content_type: str) -> bool:
+    """Whether a body is one bare image or video."""
+    return content_type.lstrip().lower().startswith(("image/", "video/"))
 
 
 def parse_request(body: bytes, content_type: str) -> tuple[list[RequestItem], dict[str, Any]]:
@@ -133,6 +139,8 @@ def parse_item(item: Any, where: str) -> RequestItem:
 
 def content(data: Any, where: str) -> bytes:
     if isinstance(data, str):
+        if data.startswith("data:"):
+            raise WireError(f"{where} is a data URL: send only what follows its comma, the base64")
         data = from_base64(data, where)
     if not isinstance(data, bytes):
         raise WireError(f"{where} must be bytes (msgpack) or base64 (JSON)")

@@ -12,7 +12,7 @@ import grpc
 import httpx
 from google.protobuf.message import DecodeError
 
-from actors.errors import InvalidMedia, InvalidRequest, ServiceError, Unauthorized, UnsupportedMedia
+from actors.errors import InvalidMedia, InvalidRequest, NotAcceptable, ServiceError, Unauthorized
 from actors.families import registry
 from actors.media.image import decode, prepare
 from actors.media.patchify import patchifier_of
@@ -30,7 +30,7 @@ from tests.unit.api.test_rpc import Calls, Context
 from tests.unit.front_door import MODEL, Fleet, service
 
 LIMITS = LimitOptions(max_pixels=300_000, max_body_bytes=200_000)
-DOCUMENTED = {200, 400, 413, 415, 422, 504}
+DOCUMENTED = {200, 400, 406, 413, 415, 422, 504}
 """Statuses of what a stranger's bytes may cause: never 500. They may ask for too little time."""
 CODES = {
     grpc.StatusCode.OK,
@@ -151,7 +151,7 @@ TARGETS = {
     "http_accept": Target(
         lambda data: choose(data.decode("latin-1")),
         lambda: [b"application/json;q=0.5, */*", b"application/msgpack"],
-        (UnsupportedMedia,),
+        (NotAcceptable,),
     ),
     "grpc": Target(grpc_encode, seeds.messages, (DecodeError,), 300),
     "response": Target(

@@ -181,7 +181,7 @@ def test_bodies_that_cannot_be_read(client: httpx.Client) -> None:
 
 def test_answers_that_cannot_be_given(client: httpx.Client) -> None:
     files = {"image": jpeg(96, 64)}
-    error(client.post("/v1/encode", files=files, headers={"accept": "text/html"}), 415)
+    error(client.post("/v1/encode", files=files, headers={"accept": "text/html"}), 406)
     assert "encoding" in error(encode(client, jpeg(96, 64), encoding="float"), 422)["message"]
     error(client.post("/v1/encode?dtype=float32", files=files), 422)
 

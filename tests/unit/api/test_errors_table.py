@@ -9,7 +9,7 @@ from actors import errors
 from actors.errors import InvalidMedia, Overloaded, ServiceError, StartError
 from encoder_service.api.errors import TABLE, AtItem, fault, row_of, row_of_status
 
-CONTRACT = {400, 401, 404, 413, 415, 422, 429, 500, 503, 504}
+CONTRACT = {400, 401, 404, 406, 413, 415, 422, 429, 500, 503, 504}
 
 
 def tree() -> list[type[ServiceError]]:

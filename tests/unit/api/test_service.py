@@ -153,7 +153,7 @@ def test_answers_that_would_be_too_big_are_refused(
 
     def send(items: int) -> Any:
         document = {"items": [{"data": b64encode(jpeg(64, 64)).decode()}] * items}
-        sent = document | {"options": {"encoding": encoding}}
+        sent = document | {"options": {"encoding": encoding, "dtype": "bfloat16"}}
         return http.post("/v1/encode", json=sent, headers=JSON)
 
     assert send(6).status_code == 200

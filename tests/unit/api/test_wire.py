@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from actors.errors import UnsupportedMedia
+from actors.errors import NotAcceptable
 from encoder_service.api.http import choose
 from encoder_service.wire import documents as wire
 from encoder_service.wire.documents import RequestItem
@@ -99,9 +99,23 @@ def test_accept(accept: str, chosen: str) -> None:
     assert choose(accept) == chosen
 
 
+@pytest.mark.parametrize(
+    ("accept", "chosen"),
+    [
+        ("", JSON),
+        ("*/*", JSON),
+        ("text/html, application/*;q=0.5", JSON),
+        ("application/json;q=0.5, application/msgpack", MSGPACK),
+        ("*/*, application/vnd.safetensors", SAFETENSORS),
+    ],
+)
+def test_wildcards_prefer_the_default(accept: str, chosen: str) -> None:
+    assert choose(accept, JSON) == chosen
+
+
 @pytest.mark.parametrize("accept", ["text/html", "application/json;q=0"])
 def test_formats_that_nobody_offers(accept: str) -> None:
-    with pytest.raises(UnsupportedMedia, match="is not available; available are"):
+    with pytest.raises(NotAcceptable, match="is not available; available are"):
         choose(accept)
 
 
@@ -154,6 +168,10 @@ def test_frames_come_back_as_they_were_sent() -> None:
         (b'{"items": [{"type": "video", "frames": [], "fps": 0}]}', "fps must be a number"),
         (b'{"items": [{"type": "video", "data": "", "fps": 1}]}', 'fps goes with "frames"'),
         (b'{"items": [{"data": "", "url": ""}]}', 'needs one of "data"'),
+        (
+            b'{"items": [{"data": "data:image/png;base64,YWI="}]}',
+            r"items\[0\].data is a data URL: send only what follows its comma",
+        ),
         (b'{"items": [{"data": "a"}]}', r"items\[0\].data is not base64"),
         (b'{"items": [{"data": "YWI\\n="}]}', "not base64"),
         (b'{"items": [{"data": [1]}]}', "must be bytes"),

@@ -184,10 +184,20 @@ def test_errors(client: Client, protocol: str) -> None:
     assert (bad.type, bad.item, bad.status) == ("invalid_media", 1, None)
 
 
-@pytest.mark.parametrize("source", ["photo.jpg", b"bytes", Path("photo.jpg")])
+@pytest.mark.parametrize("source", ["photo.jpg", b"bytes", Path("photo.jpg"), 5])
 def test_one_source_is_no_list(client: Client, server: Server, source: Any) -> None:
     with pytest.raises(TypeError, match="encode takes a list, not one "):
         client.encode(source)
+    assert server.calls == 0
+
+
+@pytest.mark.parametrize("source", [np.zeros((8, 8, 3), np.uint8), 5, None, bytearray(b"x")])
+def test_what_is_no_source_says_what_sources_are(
+    client: Client, server: Server, source: Any
+) -> None:
+    said = f"a source is a path, .*Frames, not {type(source).__name__}: PIL.Image.fromarray"
+    with pytest.raises(TypeError, match=said):
+        client.encode([source])
     assert server.calls == 0
 
 

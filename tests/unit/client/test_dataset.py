@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from io import StringIO
 from pathlib import Path
@@ -20,6 +21,7 @@ from PIL import Image
 from pyarrow import parquet
 from rich.console import Console
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from encoder_service.client import dataset
 from encoder_service.client.dataset import (
@@ -28,6 +30,7 @@ from encoder_service.client.dataset import (
     Written,
     count,
     encode_dataset,
+    write_shard,
 )
 from encoder_service.client.items import Embedding, ServiceError, Source, request_item
 
@@ -115,18 +118,92 @@ def test_a_folder_in_order(folder: Path, tmp_path: Path) -> None:
                 assert rows.view(torch.uint8).numpy().tobytes().hex() == item["digest"][:16]
 
 
+def items(out: Path) -> list[Any]:
+    lines = (out / "manifest.jsonl").read_text().splitlines()
+    return [item for line in lines[1:] for item in json.loads(line)["items"]]
+
+
+def rows_of(out: Path) -> dict[str, bytes]:
+    tensors = [load_file(path) for path in sorted(out.glob("*.safetensors"))]
+    return {k: v.view(torch.uint8).numpy().tobytes() for one in tensors for k, v in one.items()}
+
+
 @pytest.mark.parametrize("last", [0, 1, 3, 5, 8])
-def test_a_run_that_failed_goes_on(folder: Path, tmp_path: Path, last: int) -> None:
+def test_a_run_that_failed_keeps_what_it_finished(folder: Path, tmp_path: Path, last: int) -> None:
     whole, halved = tmp_path / "whole", tmp_path / "halved"
     write(Caller(tmp_path / "log"), folder, whole)
     with pytest.raises(ServiceError, match="gone"):
         write(Caller(tmp_path / "log1", last), folder, halved)
-    written = write(Caller(tmp_path / "log2"), folder, halved)
-    assert files(halved) == files(whole)
-    assert written.encoded + written.failed == 10
+    kept = len(items(halved))
+    assert max(0, last - 2) <= kept <= last  # two are in flight, and kept in order
+    second = Caller(tmp_path / "log2")
+    written = write(second, folder, halved)
+    assert (second.calls, written.resumed) == (10 - kept, kept)
+    assert items(halved) == items(whole)
+    assert rows_of(halved) == rows_of(whole)
     again = Caller(tmp_path / "log3")
     assert write(again, folder, halved).resumed == 10
     assert again.calls == 0
+
+
+class Stuck(Caller):
+    """Does not answer after call `last`."""
+
+    async def encode(self, sources: Sequence[Source], dtype: str = "bfloat16") -> list[Embedding]:
+        if self.calls == self.last:
+            await asyncio.sleep(600)
+        return await super().encode(sources, dtype)
+
+
+def test_finished_items_do_not_wait_long_for_a_shard(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset, "FLUSH_SECONDS", 1.0)
+    out = tmp_path / "out"
+
+    async def run() -> None:
+        caller, large = Stuck(tmp_path / "log", 2), DatasetOptions(concurrency=1)
+        task = asyncio.create_task(encode_dataset(caller, folder, out, large, None))
+        async with asyncio.timeout(60):
+            while not (out / "manifest.jsonl").exists() or not items(out):
+                await asyncio.sleep(0.05)
+        assert not task.done()
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(run())
+    assert len(items(out)) == 2
+    assert list(rows_of(out)) == [item["name"] for item in items(out)]
+    assert write(Caller(tmp_path / "log1"), folder, out, DatasetOptions(concurrency=1)).resumed == 2
+
+
+def test_a_run_that_is_cancelled_writes_each_finished_item_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, began, end = tmp_path / "out", threading.Event(), threading.Event()
+
+    def held(*args: Any) -> None:
+        began.set()
+        assert end.wait(60)
+        write_shard(*args)
+
+    monkeypatch.setattr(dataset, "write_shard", held)
+
+    async def run() -> None:
+        task = asyncio.create_task(
+            encode_dataset(Caller(tmp_path / "log"), folder, out, OPTIONS, None)
+        )
+        await asyncio.to_thread(began.wait, 60)
+        task.cancel()
+        await asyncio.sleep(0.1)
+        assert not task.done(), "the shard that is being written is finished first"
+        end.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    asyncio.run(run())
+    assert len(items(out)) == 4, "three, and the bad one"
+    assert len(rows_of(out)) == 3
 
 
 def test_what_may_work_the_next_time_is_tried_again(folder: Path, tmp_path: Path) -> None:

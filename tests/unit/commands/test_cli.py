@@ -31,6 +31,31 @@ def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     for word in ("qwen3vl-tiny", "64 72 80 88", "largest_first", "random numbers"):
         assert word in shown
+    rows = {row[0]: row[1] for row in map(cells, shown.splitlines()) if len(row) == 2}
+    assert rows["tokens"] == "none: everybody has access"
+    assert rows["listens on"] == "HTTP 127.0.0.1:8000, gRPC port 9000"
+    assert rows["cache of each"] == "off"
+    assert rows["references of each"] == "1,073,741,824 bytes"
+    assert rows["limits.max_items"] == "64"
+    assert rows["limits.timeout_seconds"] == "60"
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("│")[1:-1]]
+
+
+def test_check_shows_tokens_and_cache_but_no_digest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digest = "ab" * 32
+    change = (
+        f"auth: {{token_sha256: ['{digest}']}}\n      cache: {{max_bytes: 1000}}\n      router:"
+    )
+    assert cli.main(["check", changed(tmp_path, "router:", change)]) == 0
+    shown = capsys.readouterr().out
+    assert "1 in the configuration" in shown
+    assert "1,000 bytes of embeddings" in shown
+    assert digest not in shown
 
 
 def test_check_shows_the_language_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fastapi import FastAPI, Request, Response
 from safetensors import safe_open
 
 from encoder_service import cli
-from encoder_service.client import AsyncClient, Client, Embedding, ServiceError
+from encoder_service.client import AsyncClient, Embedding, ServiceError
+from encoder_service.client.dataset import FACTS
+from encoder_service.wire.documents import parse_request
+from encoder_service.wire.formats import SAFETENSORS, write_safetensors
+from tests.unit.proxied import in_a_thread
 
 
-def fake_answers(self: Client, sources: list[str], **_: Any) -> list[Embedding | ServiceError]:
+def fake_answers(sources: list[str]) -> list[Embedding | ServiceError]:
     """An embedding for all but the files named bad."""
     rows = torch.arange(4, dtype=torch.float32).to(torch.bfloat16)
     data = rows.view(torch.uint8).numpy().tobytes()
@@ -27,55 +39,40 @@ def fake_answers(self: Client, sources: list[str], **_: Any) -> list[Embedding |
     ]
 
 
-def test_encode_shows_what_it_got(
+def test_encode_looks_at_its_paths_before_it_begins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Client, "encode", fake_answers)
-    cat, bad = tmp_path / "cat.jpg", tmp_path / "bad.jpg"
-    cat.touch()
-    bad.touch()
-    assert cli.main(["encode", str(cat), str(bad)]) == 1
-    shown = capsys.readouterr().out
-    assert "random numbers" in shown
-    assert "[bold]no[/] image" in shown
-    assert "1 of 2" in shown
-    assert cli.main(["encode", str(cat)]) == 0
-
-
-@pytest.mark.parametrize("out", [[], ["--out", "out"]])
-def test_encode_looks_at_its_paths_before_it_begins(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    out: list[str],
-) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["encode", "https://a/b.jpg", "nope.jpg", *out]) == 1
+    assert cli.main(["encode", "https://a/b.jpg", "nope.jpg", "--out", "out"]) == 1
     assert capsys.readouterr().err == "failed: nope.jpg: there is no such file\n"
     assert not list(tmp_path.iterdir())
 
 
-def test_encode_of_a_folder_needs_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["encode", str(tmp_path)]) == 1
-    assert f"{tmp_path} is a folder: --out DIR is needed" in capsys.readouterr().err
+def test_encode_needs_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["encode", str(tmp_path)])
+    assert "--out" in capsys.readouterr().err
 
 
-def test_encode_writes_what_it_got(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers as `fake_answers` does."""
+
     async def model(self: AsyncClient) -> dict[str, str]:
         return {"model": "m", "weights": "dummy"}
 
     async def encode(self: AsyncClient, sources: list[str], dtype: str) -> list[Embedding]:
-        (answer,) = fake_answers(Client.__new__(Client), [str(source) for source in sources])
+        (answer,) = fake_answers([str(source) for source in sources])
         if isinstance(answer, ServiceError):
             raise answer
         return [answer]
 
     monkeypatch.setattr(AsyncClient, "model", model)
     monkeypatch.setattr(AsyncClient, "encode", encode)
+
+
+@pytest.mark.usefixtures("service")
+def test_encode_writes_what_it_got(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "notes.txt").touch()
     assert cli.main(["encode", str(tmp_path / "in"), "--out", str(tmp_path / "none")]) == 1
@@ -108,12 +105,95 @@ def test_encode_writes_what_it_got(
 def test_encode_when_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cat.jpg"
     path.write_bytes(b"x")
-    arguments = ["encode", str(path), "--url", "http://127.0.0.1:9", "--timeout", "0.05"]
+    arguments = ["encode", str(path), "--out", str(tmp_path / "out")]
+    arguments += ["--url", "http://127.0.0.1:9", "--timeout", "0.05"]
     assert cli.main(arguments) == 1
     assert "unavailable" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://[::1", "http://a:b:c"])
-def test_encode_to_an_address_that_is_none(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["encode", "cat.jpg", "--url", url]) == 1
+def test_encode_to_an_address_that_is_none(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert cli.main(["encode", str(tmp_path), "--out", str(out), "--url", url]) == 1
+    assert not out.exists()
     assert "--url" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("service")
+@pytest.mark.parametrize(("bad", "more"), [(20, ""), (23, "3 more, which the manifest names")])
+def test_encode_names_failures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: int, more: str
+) -> None:
+    for number in range(bad):
+        (tmp_path / f"bad{number:02}.jpg").touch()
+    assert cli.main(["encode", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    shown = capsys.readouterr().out
+    assert all(f"bad{number:02}.jpg: invalid_request" in shown for number in range(20))
+    assert ("more" in shown, more in shown) == (bool(more), True)
+
+
+def slow(asked: list[str]) -> FastAPI:
+    """Answers each file with itself; never those that begin with "wait"."""
+    app = FastAPI()
+
+    @app.get("/v1/model")
+    async def model() -> dict[str, str]:
+        return {"model": "m", "weights": "dummy"}
+
+    @app.post("/v1/encode")
+    async def encode(request: Request) -> Response:
+        (item,), _ = parse_request(await request.body(), request.headers["content-type"])
+        asked.append((item.data or b"").decode())
+        if asked[-1].startswith("wait"):
+            await asyncio.sleep(600)
+        (answer,) = fake_answers([asked[-1]])
+        assert isinstance(answer, Embedding)
+        found = {field: getattr(answer, field) for field in ("index", "type", *FACTS, "source")}
+        document = {
+            "model": "m",
+            "weights": "dummy",
+            "timings": {},
+            "items": [found | {"data": answer.data}],
+        }
+        return Response(b"".join(write_safetensors(document, "")), media_type=SAFETENSORS)
+
+    return app
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_encode_writes_what_is_finished_when_it_is_interrupted(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    files, out, asked = tmp_path / "in", tmp_path / "out", list[str]()
+    files.mkdir()
+    for place in range(6):
+        (files / f"{place}.jpg").write_text("wait" if place == 3 else f"image {place}")
+    with in_a_thread(slow(asked)) as url:
+        arguments = ["encode", str(files), "--out", str(out), "--url", url, "--concurrency", "2"]
+        command = [sys.executable, "-m", "encoder_service.cli", *arguments]
+        with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as run:
+            until(lambda: "image 4" in asked)  # 0 to 2 were taken before
+            run.send_signal(number)
+            shown, errors = run.communicate(timeout=60)
+        assert (run.returncode, errors) == (128 + number, "")
+        assert shown.count("interrupted; 3 encoded, 0 failed so far: ") == 1
+        assert [item["name"][-5:] for item in items(out)] == ["0.jpg", "1.jpg", "2.jpg"]
+        (files / "3.jpg").write_text("image 3")
+        asked.clear()
+        assert cli.main(arguments) == 0
+    assert sorted(asked) == ["image 3", "image 4", "image 5"]
+    assert [item["name"][-5:] for item in items(out)] == [f"{place}.jpg" for place in range(6)]
+
+
+def items(out: Path) -> list[Any]:
+    lines = map(json.loads, (out / "manifest.jsonl").read_text().splitlines()[1:])
+    return [item for line in lines for item in line["items"]]
+
+
+def until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.02)

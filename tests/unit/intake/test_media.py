@@ -196,7 +196,7 @@ def test_what_is_no_image_is_invalid(data: bytes) -> None:
     ("data", "name"),
     [
         (b"%PDF-1.7\n", "PDF"),
-        (b"\0\0\0\x20ftypisom", "MP4"),
+        (b"\x1f\x8b\x08\0", "gzip"),
         (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
         (b'<?xml version="1.0"?>\n<svg xmlns="">', "SVG"),
         (b"\0\0\1\0\1\0", "ICO"),
@@ -205,6 +205,11 @@ def test_what_is_no_image_is_invalid(data: bytes) -> None:
 def test_other_formats_are_named(data: bytes, name: str) -> None:
     with pytest.raises(UnsupportedMedia, match=f"{name}.*send JPEG"):
         look(data)
+
+
+def test_a_video_sent_as_an_image_is_told_how_to_be_sent() -> None:
+    with pytest.raises(UnsupportedMedia, match=r"MP4.*send it as video/\*.*named video"):
+        look(b"\0\0\0\x20ftypisom")
 
 
 def test_models_without_video_refuse_it() -> None:
