@@ -88,11 +88,11 @@ def reason_for(options: ModelOptions, files: Files, name: str) -> str:
     for path, value in (vision | defaults | dict(leaves(config))).items():
         for other in others(value):
             changed = deepcopy(config)
-            place = changed
-            for key in path[:-1]:
-                place = place.setdefault(key, {})
-            place[path[-1]] = other
-            with suppress(CheckpointError, ArithmeticError, LookupError, AttributeError):
+            with suppress(CheckpointError, ArithmeticError, AttributeError, LookupError, TypeError):
+                place = changed
+                for key in path[:-1]:
+                    place = place.setdefault(key, {})
+                place[path[-1]] = other
                 another = read(options, Notes(noted.contents | {"config.json": changed}))
                 if (name in family_of(another).expected) is not expected:
                     return f". Whether there is {name} depends on {'.'.join(path)}, here {value}"
