@@ -46,7 +46,8 @@ class Boxes:
         self.data = data
         self.entries_left = MOST_ENTRIES
         file = self.unique(0, len(data))
-        if b"Exif" in data[slice(*file.get(b"moov", (0, 0)))]:
+        self.tracks = file.get(b"moov", (0, 0))
+        if b"Exif" in data[slice(*self.tracks)]:
             raise ValueError("it has Exif in a track of frames: save it without")
         begin, end = file[b"meta"]
         if end - begin > MOST_META_BYTES:
@@ -61,6 +62,8 @@ class Boxes:
         for kind, at in properties[primary]:  # in the order in which they apply
             if kind == b"ispe":
                 width, height = struct.unpack_from(">II", self.data, at + 4)
+                if self.track_sizes() - {(width, height), (0, 0)}:
+                    raise ValueError("its frames are not of its size")
             elif kind == b"clap" and crops:
                 across, by, down, by_too = struct.unpack_from(">4I", self.data, at)
                 width, height = across // by, down // by_too
@@ -78,6 +81,16 @@ class Boxes:
             item for reference, item, to in references if reference == b"cdsc" for _ in to
         )
         return HeifHeader(Size(width, height), transparent, self.exif(owners))
+
+    def track_sizes(self) -> set[Span]:
+        """Width and height of the tracks of frames and sound, in whole pixels."""
+        return {
+            (self.number(end - 8, 2)[0], self.number(end - 4, 2)[0])
+            for track, start, stop in self.within(*self.tracks)
+            if track == b"trak"
+            for kind, _, end in self.within(start, stop)
+            if kind == b"tkhd"
+        }
 
     def unique(self, start: int, end: int) -> dict[bytes, Span]:
         found: dict[bytes, Span] = {}

@@ -296,6 +296,16 @@ def test_what_only_looks_like_scans_is_not_counted() -> None:
     look(scanned(1, after=b"\xff\xda" * 200))
 
 
+def test_frames_of_another_size_than_their_avif_are_refused() -> None:
+    data = bytearray(images.animated("AVIF", 3))
+    at = data.index(b"tkhd") - 4
+    end = at + struct.unpack_from(">I", data, at)[0]
+    assert struct.unpack_from(">II", data, end - 8) == (60 << 16, 40 << 16)
+    struct.pack_into(">II", data, end - 8, 16_000 << 16, 16_000 << 16)
+    with pytest.raises(InvalidMedia, match="frames are not of its size"):
+        look(bytes(data))
+
+
 def heic_with_metadata(blocks: int, extra: int, *, size_bytes: int = 32) -> bytes:
     """A HEIC whose Exif items all refer to the same `size_bytes` at its end, of `extra` bytes."""
     note = {"type": "Exif", "content_type": "", "data": bytes(4) + b"MM\0*" + bytes(24)}

@@ -23,7 +23,7 @@ import pytest
 from actors.errors import DeadlineExceeded, InvalidMedia, ServiceError, TooLarge, Unavailable
 from actors.rpc import replica_pb2 as pb
 from actors.rpc import server as rpc_server
-from actors.rpc.codec import EncodeCall, message_fields, reply_of
+from actors.rpc.codec import VERSION, EncodeCall, message_fields, reply_of
 from actors.rpc.server import (
     METADATA_KEY,
     TICKETS,
@@ -174,7 +174,7 @@ def test_a_router_does_not_use_another_version() -> None:
     said = {"fingerprint": "f", **endpoint.metadata}
     found = Replica.of(said, {"outstanding_patches": 3})
     assert found == Replica({"fingerprint": "f"}, 3, endpoint), "the token is not shown"
-    newer = {**said, METADATA_KEY: {"version": 2, "address": "x"}}
+    newer = {**said, METADATA_KEY: {"version": VERSION + 1, "address": "x"}}
     assert Replica.of(newer, {}).endpoint is None
     assert Replica.of({}, {}).endpoint is None
 
