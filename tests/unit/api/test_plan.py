@@ -251,10 +251,17 @@ def test_json_unless_msgpack_is_asked_for(accept: str, found: str) -> None:
 
 def test_wrong_requests() -> None:
     http = client(Fleet())
-    assert plan(http, accept="application/vnd.safetensors").status_code == 415
-    assert http.post("/v1/plan?evs_rate=0.5", content=jpeg(64, 64)).status_code == 422
+    assert plan(http, accept="application/vnd.safetensors").status_code == 406
+    assert http.post("/v1/plan?evs_rate=0.5", json={"items": []}).status_code == 422
     wrong = {"items": [{"data": "eA=="}], "options": {"evs_rate": 2}}
     assert http.post("/v1/plan", json=wrong).status_code == 422
+
+
+def test_a_bare_file_has_its_options_in_the_query() -> None:
+    headers = {"content-type": "image/jpeg", "accept": "application/json"}
+    url = "/v1/plan?on_error=return"
+    response = client(Fleet()).post(url, content=b"no image", headers=headers)
+    assert response.json()["items"][0]["error"]["type"] == "invalid_media"
 
 
 def test_plans_are_counted_apart() -> None:
