@@ -39,7 +39,7 @@ def share_together(
     for group in groups([array.nbytes for array in arrays], most_bytes):
         together = [arrays[place] for place in group]
         size_bytes = sum(array.nbytes for array in together)
-        if size_bytes <= INLINE_BYTES or not ray.is_initialized():  # Serve's local testing mode
+        if size_bytes <= INLINE_BYTES or not ray.is_initialized():  # without Ray, as in a test
             shared += together
             continue
         reference = ray.put(together)

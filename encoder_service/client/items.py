@@ -63,7 +63,7 @@ class Embedding:
     dtype: str
     shape: tuple[int, ...]
     """Tokens, width."""
-    data: bytes | bytearray = field(repr=False)
+    data: bytes | bytearray = field(repr=False, hash=False)
     """Row-major, little-endian."""
     digest: str
     """Hexadecimal SHA-256 of the item's bytes."""
@@ -91,7 +91,7 @@ class Embedding:
 
     def numpy(self) -> npt.NDArray[Any]:
         """[tokens, width]. bfloat16, which numpy lacks, becomes float32; others are read-only."""
-        return to_array(self.rows(), self.dtype, self.shape)
+        return to_array(memoryview(self.rows()).toreadonly(), self.dtype, self.shape)
 
     def torch(self) -> torch.Tensor:
         """[tokens, width] on the CPU, in its own dtype. Needs torch."""

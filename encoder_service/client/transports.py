@@ -28,6 +28,7 @@ PIECE_BYTES = 256 * 1024
 """Larger request bodies are sent in pieces: asyncio copies what the socket cannot take at once."""
 MOST_HEADER_BYTES = 2**26
 """Of a response in safetensors: everything but the rows."""
+MOST_ROWS_BYTES = 2**31  # more than any limits.max_response_bytes
 
 Transport: TypeAlias = "HttpTransport | GrpcTransport"
 
@@ -48,7 +49,7 @@ def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
 
 
 class HttpTransport:
-    """HTTP with msgpack both ways, over connections that are kept alive.
+    """HTTP, msgpack there and safetensors back, over connections that are kept alive.
 
     Every call raises ServiceError, also when nothing answers. `encode`, `plan` and `fetch` return
     response documents, `model` the model card. GrpcTransport has the same methods.
@@ -178,8 +179,8 @@ async def read_embeddings(content: aiohttp.StreamReader) -> Document:
         rest, position = memoryview(b""), 0
         for name, tensor in header.items():
             start, end = tensor["data_offsets"]
-            if start != position:
-                raise ValueError(f"tensor {name!r} does not follow the one before it")
+            if start != position or end > MOST_ROWS_BYTES:
+                raise ValueError(f"tensor {name!r} cannot be at {start} to {end}")
             data, position = bytearray(end - start), end
             items[name]["data"] = data
             left = memoryview(data)
@@ -190,6 +191,8 @@ async def read_embeddings(content: aiohttp.StreamReader) -> Document:
                 count = min(len(left), len(rest))
                 left[:count] = rest[:count]
                 left, rest = left[count:], rest[count:]
+        if rest or await content.readany():  # a connection is used again if it was read to its end
+            raise WireError("the response goes on after its embeddings")
     except asyncio.IncompleteReadError:
         raise WireError("the response ends within its header") from None
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError, MemoryError) as error:

@@ -217,7 +217,7 @@ def png_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 def notice(name: str, image: ImageFile) -> str:
     try:
         several = getattr(image, "is_animated", False)
-    except ValueError:  # a GIF whose first frame is longer than BoundedStream allows
+    except Exception:  # a GIF that is cut off, or whose first frame BoundedStream cannot pass
         several = False
     remarks = []
     if several and name == "TIFF":

@@ -64,31 +64,26 @@ class ServeFleet:
         self._handle = by_reference(encoder, "encode")
         self._deployment = (encoder.app_name, encoder.deployment_name)
         self._published: Mapping[str, Replica] = {}
-        self._replicas: dict[str, Replica] = {}
         self._reports: dict[str, int] = {}
         self._node = node_id()
         self._connections: dict[str, tuple[ReplicaChannel, HandOver]] = {}
         self._confirming: dict[str, asyncio.Task[None]] = {}
 
     def replicas(self) -> Mapping[str, Replica]:
-        """All that are running and can be used, in the order of their ids."""
-        self._refresh()
-        return self._replicas
+        """All that can be used, in the order of their ids. Serve scrapes them in another thread."""
+        published = PUBLISHED.get(self._deployment, {})
+        return {name: one for name, one in published.items() if self._is_ours(one)}
 
     def reports(self) -> Mapping[str, int]:
-        self._refresh()
-        return self._reports
-
-    def _refresh(self) -> None:
         published = PUBLISHED.get(self._deployment, {})
-        if published is self._published:
-            return
-        self._published = published
-        self._replicas = {name: one for name, one in published.items() if self._is_ours(one)}
-        self._reports = {name: one.outstanding_patches for name, one in self._replicas.items()}
-        for gone in self._connections.keys() - self._replicas.keys():
-            channel, _ = self._connections.pop(gone)
-            channel.retire()
+        if published is not self._published:
+            self._published = published
+            replicas = self.replicas()
+            self._reports = {name: one.outstanding_patches for name, one in replicas.items()}
+            for gone in self._connections.keys() - replicas.keys():
+                channel, _ = self._connections.pop(gone)
+                channel.retire()
+        return self._reports
 
     def _is_ours(self, replica: Replica) -> bool:
         """In a rollout a deployment has replicas of two models, or of two protocol versions."""
@@ -140,7 +135,7 @@ class ServeFleet:
     @contextmanager
     def _keeper(self, reference: str) -> Iterator[tuple[str, str]]:
         """The replica and the name that an id stands for, around a call to that replica."""
-        replicas = self.replicas()
+        replicas = self.reports()
         if not replicas:
             raise Unavailable("no encoder replica is known here yet: try again")
         replica, _, name = reference.partition(".")

@@ -12,7 +12,7 @@ import msgpack
 from PIL import Image
 
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.formats import JSON, write_msgpack
+from encoder_service.wire.formats import JSON, write_safetensors
 from tests.images import animated, encoded, exif_with, jpeg, jpeg_segments, opened, png
 from tests.videos import video
 
@@ -78,7 +78,7 @@ def requests(content_type: str) -> list[bytes]:
 
 @cache
 def responses() -> list[bytes]:
-    """Answers in msgpack, as a client reads them."""
+    """Answers in safetensors, as a client reads them over HTTP."""
     item = {
         "index": 0,
         "type": "image",
@@ -93,7 +93,7 @@ def responses() -> list[bytes]:
     }
     error = {"index": 1, "type": "image", "error": {"type": "too_large", "message": "no"}}
     answer = {"model": "m", "weights": "dummy", "items": [item, error], "timings": {"total_ms": 1}}
-    return [b"".join(write_msgpack(answer, ""))]
+    return [b"".join(write_safetensors(answer, ""))]
 
 
 @cache

@@ -10,6 +10,8 @@ from typing import Any
 
 import grpc
 import httpx
+from aiohttp import StreamReader
+from aiohttp.base_protocol import BaseProtocol
 from google.protobuf.message import DecodeError
 
 from actors.errors import InvalidMedia, InvalidRequest, NotAcceptable, ServiceError, Unauthorized
@@ -20,11 +22,12 @@ from encoder_service import client
 from encoder_service.api.auth import Tokens
 from encoder_service.api.http import ENCODE_PATH, build, choose
 from encoder_service.client.items import read_items
+from encoder_service.client.transports import read_embeddings
 from encoder_service.config import AuthOptions, FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.intake.media import probe
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.formats import JSON, MSGPACK, WireError, read_msgpack
+from encoder_service.wire.formats import JSON, MSGPACK, WireError
 from tests.fuzz import seeds
 from tests.unit.api.test_rpc import Calls, Context
 from tests.unit.front_door import MODEL, Fleet, service
@@ -105,6 +108,19 @@ def grpc_encode(data: bytes) -> None:
     assert context.code in CODES, context.details
 
 
+def read_response(data: bytes) -> None:
+    """A response with embeddings, as the client reads it from its connection."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        content = StreamReader(BaseProtocol(loop), 2**16, loop=loop)
+        content.feed_data(data)
+        content.feed_eof()
+        read_items(await read_embeddings(content))
+
+    asyncio.run(run())
+
+
 def check_url(data: bytes) -> None:
     """What may be fetched is at the host that is named, over https, at its port."""
     url = data.decode(errors="replace")
@@ -154,11 +170,7 @@ TARGETS = {
         (NotAcceptable,),
     ),
     "grpc": Target(grpc_encode, seeds.messages, (DecodeError,), 300),
-    "response": Target(
-        lambda data: read_items(read_msgpack(data)),
-        seeds.responses,
-        (WireError, client.ServiceError),
-    ),
+    "response": Target(read_response, seeds.responses, (WireError, client.ServiceError)),
     "url": Target(check_url, lambda: URLS, (InvalidRequest,)),
     "redirect": Target(redirect, lambda: [*URLS, b"/c", b"?x"], (InvalidRequest, InvalidMedia)),
     "authorize": Target(authorize, lambda: [b"Bearer open", b"bearer  open "], (Unauthorized,)),

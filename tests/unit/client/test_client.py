@@ -170,6 +170,8 @@ def test_sources_and_dtypes(client: Client, tmp_path: Path, dtype: str) -> None:
         assert (one.source, one.deepstack, one.notice) == ("graph", 1, "seen")
         assert (one.model, one.weights, one.dtype) == ("m", "dummy", dtype)
         assert one.timings == TIMINGS
+        assert dtype == "bfloat16" or not one.numpy().flags.writeable
+    assert len(set(embeddings)) == 4
 
 
 def test_errors(client: Client, protocol: str) -> None:

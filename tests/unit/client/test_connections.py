@@ -166,6 +166,19 @@ def test_each_embedding_comes_whole_in_a_buffer_of_its_own(torn: int) -> None:
     asyncio.run(run())
 
 
+def test_a_connection_is_used_again_though_the_end_of_a_response_comes_late() -> None:
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n"
+    head += b"content-type: application/vnd.safetensors\r\n\r\n%x\r\n" % len(EMBEDDINGS)
+
+    async def run() -> None:
+        async with client(says(head + EMBEDDINGS, b"\r\n", b"0\r\n\r\n")) as (http, server):
+            for _ in range(3):
+                assert await http.encode([], {}) == {"model": "m", "items": ITEMS}
+            assert server.connections == 1
+
+    asyncio.run(run())
+
+
 HEADER_BYTES = int.from_bytes(EMBEDDINGS[:8], "little")
 
 
@@ -181,8 +194,13 @@ HEADER_BYTES = int.from_bytes(EMBEDDINGS[:8], "little")
         (EMBEDDINGS.replace(b"[0, 12000]", b"[9, 12000]"), "not a response"),
         (EMBEDDINGS.replace(b"[0, 12000]", b"[0, -1000]"), "not a response"),
         (EMBEDDINGS.replace(b"[0, 12000]", b"[0, 9e999]"), "not a response"),
+        (EMBEDDINGS.replace(b"[0, 12000]", b"[0,   4e9]"), "cannot be"),
+        (EMBEDDINGS + b"x", "goes on"),
     ],
-    ids=["empty", "header", "rows", "length", "no JSON", "no document", "gap", "minus", "endless"],
+    ids=[
+        *("empty", "header", "rows", "length", "no JSON", "no document"),
+        *("gap", "minus", "endless", "huge", "more"),
+    ],
 )
 def test_a_response_without_its_embeddings_is_invalid(body: bytes, message: str) -> None:
     async def run() -> None:

@@ -150,6 +150,11 @@ def test_animations_say_that_one_frame_is_taken(format: str, name: str) -> None:
     assert look(images.animated(format, 1)).notice == ""
 
 
+@pytest.mark.parametrize("torn", [b"\x21\xf9\0", b"\x21\xff", b"\x2c", b"\x2c" + bytes(6)])
+def test_a_gif_that_is_cut_off_after_its_first_frame_is_an_image(torn: bytes) -> None:
+    assert look(images.animated("GIF", 1).rstrip(b";") + torn).notice == ""
+
+
 def test_long_gifs_take_no_time() -> None:
     head, begun = b"GIF89a\x01\0\x01\0\0\0\0", b"\x2c" + bytes(8) + b"\0\x02"
     started = time.process_time()

@@ -235,6 +235,23 @@ def test_an_error_of_the_replica_is_not_its_loss(monkeypatch: pytest.MonkeyPatch
     run(test())
 
 
+def test_replicas_may_be_asked_for_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve scrapes a router in a thread, and a channel is closed in the event loop."""
+
+    async def test() -> None:
+        async with served(monkeypatch) as (_, _, fleet):
+            await fleet.encode("a", [item(1)], "bfloat16", 5)
+            channel, _ = fleet._connections["a"]
+            PUBLISHED[DEPLOYMENT] = {}
+            assert await asyncio.to_thread(fleet.replicas) == {}
+            assert fleet.reports() == {}
+            assert not fleet._connections
+            assert channel._closing
+            await channel._closing
+
+    run(test())
+
+
 def test_a_replica_that_is_gone_is_unreachable() -> None:
     async def test() -> None:
         with pytest.raises(ReplicaUnreachable, match="gone"):
