@@ -74,7 +74,7 @@ def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
 
 def doubled(smallest: int, largest: int) -> tuple[int, ...]:
     """smallest, 2 x smallest, ... up to `largest`."""
-    budgets = [smallest]
+    budgets = [min(smallest, largest)]
     while budgets[-1] * 2 <= largest:
         budgets.append(budgets[-1] * 2)
     return tuple(budgets)

@@ -261,7 +261,7 @@ def test_a_bare_file_has_its_options_in_the_query() -> None:
     headers = {"content-type": "image/jpeg", "accept": "application/json"}
     url = "/v1/plan?on_error=return"
     response = client(Fleet()).post(url, content=b"no image", headers=headers)
-    assert response.json()["items"][0]["error"]["type"] == "invalid_media"
+    assert response.json()["items"][0]["error"]["type"] == "invalid_request"
 
 
 def test_plans_are_counted_apart() -> None:

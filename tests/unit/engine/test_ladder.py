@@ -218,3 +218,8 @@ def test_budgets_of_tiles_are_whole_tiles(
 def test_no_graphs_are_no_plan() -> None:
     with pytest.raises(SystemExit):
         cli.main(["capture-plan", "h", "--config", "c", "--graphs=0"])
+
+
+def test_a_range_below_the_smallest_budget_has_one() -> None:
+    assert powers_of_two(64, 20) == (20,)
+    assert powers_of_two(64, 300) == (64, 128, 256, 300)
