@@ -27,6 +27,8 @@ from tests.serve.conftest import Cluster
 from tests.serve.test_kill import within
 from tests.serve.tiny import ARGS
 
+pytestmark = pytest.mark.extended
+
 CALLERS = 3
 SIDES = (48, 64, 96, 120, 160, 200, 256)
 TOLERANCE = 1e-3
@@ -155,7 +157,6 @@ def gone(client: Client, reference: str) -> bool:
     return raised.value.status == 404
 
 
-@pytest.mark.extended
 def test_everything_is_replaced(cluster: Cluster, files: dict[bytes, np.ndarray[Any, Any]]) -> None:
     before = encoders()
     with load(cluster.http, files):
