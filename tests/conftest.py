@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from xdist.scheduler import LoadScopeScheduling
 
 # No deadline per example: a busy machine is no failure. Whole tests have one (pyproject.toml).
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
 
 
-class RayTogether(LoadScopeScheduling):  # type: ignore[misc]
-    """One of the workers runs all tests that use the Ray cluster, the others run the rest."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return "ray" if nodeid.startswith("tests/serve/") else nodeid.partition("::")[0]
-
-
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RayTogether:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker runs all tests that use the Ray cluster, the others run the rest."""
+    from xdist.scheduler import LoadScopeScheduling  # not in the environments of other engines
+
+    class RayTogether(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.startswith("tests/serve/") else nodeid.partition("::")[0]
+
     return RayTogether(config, log)
