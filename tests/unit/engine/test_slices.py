@@ -98,7 +98,7 @@ def test_without_steps_slices_need_none() -> None:
 
 @pytest.mark.parametrize(
     ("milliseconds", "layers", "seconds"),
-    [(5, 5, 0.005), (5.9, 5, 0.005), (0.1, 1, 0.001), (1000, 27, 0.027)],
+    [(5.1, 5, 0.005), (5.9, 5, 0.005), (0.1, 1, 0.001), (1000, 27, 0.027)],
 )
 def test_as_many_layers_as_fit(
     monkeypatch: pytest.MonkeyPatch, milliseconds: float, layers: int, seconds: float
