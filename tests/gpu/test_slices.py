@@ -43,7 +43,9 @@ def test_slices_are_the_whole() -> None:
     for device in (whole, parts):
         graphs = GraphSet(made, "default", (64, 2048), Segments(4), device)
         graphs.capture(lambda budget, seconds: None)
-        rows.append([finished(graphs.run(b, [one])) for b, one in zip((64, 2048), images)])
+        rows.append(
+            [finished(graphs.run(b, [one])) for b, one in zip((64, 2048), images, strict=True)]
+        )
     assert all(map(torch.equal, *rows))
 
 
