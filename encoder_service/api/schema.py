@@ -110,7 +110,8 @@ class ItemDocument(BaseModel):
     deepstack: int = Field(description="Deepstack features that follow the main features in a row.")
     notice: str | None = Field(
         None,
-        description="What became of transparency, of more than 8 bits or of further frames.",
+        description="Set if the picture was changed before encoding: transparency was composited, "
+        "more than 8 bits per channel were scaled, or only the first frame was encoded.",
     )
     timestamps: list[float] | None = Field(
         None,
