@@ -40,6 +40,12 @@ PRESETS = [*TINY, *(pytest.param(name, marks=pytest.mark.extended) for name in S
 ROTATED = encoded(opened().resize((90, 60)), "JPEG", orientation=6)
 
 
+@pytest.fixture(autouse=True)
+def no_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test of this process may have started Ray, and nobody here reads from its store."""
+    monkeypatch.setattr("actors.store.shared_memory.ray.is_initialized", lambda: False)
+
+
 class Encoding(Fleet):
     """Encodes on the CPU."""
 
