@@ -112,10 +112,11 @@ class Item:
     """One item on its way through the actor. Each stage fills in its part."""
 
     plan: ItemPlan
-    patches: Bytes
-    """uint8 [plan.patches, channels * patch_size ** 2], one frame, not normalised. Tile families:
-    tile after tile. Models of several paths: path after path. Videos: group after group."""
-    later: Bytes | None = None
+    patches: Any
+    """uint8 [plan.patches, channels * patch_size ** 2], one frame, not normalised: an array, or a
+    torch tensor, which may be on the engine's device. Tile families: tile after tile. Models of
+    several paths: path after path. Videos: group after group."""
+    later: Any = None
     """The same patches in the second frame of each group of a video, where groups have two."""
     on_device: bool = False  # its rows stay on the device
     decode_queue_seconds: float = 0.0  # waited to be decoded

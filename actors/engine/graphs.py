@@ -23,6 +23,7 @@ from actors.errors import StartError
 from actors.kernels.attention import Shapes
 from actors.models.tower import Tower
 from actors.options import PackingOptions
+from actors.spec.sizing import BlockSizing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Grid, Item, ItemPlan
 
@@ -75,6 +76,7 @@ class GraphSet:
             for videos in reversed(self.forms):
                 static = self.static(self.budget_shapes(budget, videos=videos))
                 with self.device.running():
+                    self.fill(budget, videos=videos)
                     self.replays[budget, videos] = self.device.capture(
                         lambda static=static: self.tower.forward(self.path, static),  # type: ignore[misc]
                         kept=self.keeps_rows,
@@ -88,6 +90,7 @@ class GraphSet:
         seconds = {}
         with self.device.running():
             for budget in reversed(self.budgets):
+                self.fill(budget, videos=False)
                 replay = self.replays[budget, False]
                 self.device.read_back(replay()[:1])()
                 started = perf_counter()
@@ -96,6 +99,14 @@ class GraphSet:
                 self.device.read_back(rows[:1])()
                 seconds[budget] = (perf_counter() - started) / MEASURED_REPLAYS
         return seconds
+
+    def fill(self, budget: int, *, videos: bool) -> None:
+        """With a pace: stages the metadata of one item as large as the budget, so that the times of
+        slices have its attention in them."""
+        sizing = self.tower.spec.sizing
+        if self.device.pace and isinstance(sizing, BlockSizing):
+            plan = sizing.nearly_square(budget, video=videos)
+            self.inputs.stage(self.packed(budget, (plan,)), {})
 
     def captured(self) -> int:
         """How many graphs can be replayed now."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.errors import TooLarge
-from actors.types import ItemPlan, Size
+from actors.types import Grid, ItemPlan, Size
 
 Resample = Literal["bicubic", "bilinear"]  # how a family's images are resized
 
@@ -88,8 +88,19 @@ class BlockSizing(ABC):
     def plan(self, size: Size) -> ItemPlan:
         resized, block = self.resized(size), self.patch_size * self.merge_size
         down, across = math.ceil(resized.height / block), math.ceil(resized.width / block)
-        grid = (1, down * self.merge_size, across * self.merge_size)
-        return ItemPlan(grid, grid[1] * grid[2], down * across, (down * across,))
+        return self.plan_of_grid((1, down * self.merge_size, across * self.merge_size))
+
+    def plan_of_grid(self, grid: Grid, *, video: bool = False) -> ItemPlan:
+        """Of an item that has been resized: its grid in patches, of a video by temporal group."""
+        patches = grid[0] * grid[1] * grid[2]
+        tokens = patches // self.merge_size**2
+        return ItemPlan(grid, patches, tokens, (tokens,), frames=grid[0] if video else 0)
+
+    def nearly_square(self, tokens: int, *, video: bool = False) -> ItemPlan:
+        """Of an item with at most this many tokens, and few less."""
+        down = math.isqrt(tokens) * self.merge_size
+        across = tokens // math.isqrt(tokens) * self.merge_size
+        return self.plan_of_grid((1, down, across), video=video)
 
 
 @dataclass(frozen=True, slots=True)

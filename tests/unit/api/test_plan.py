@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from actors.errors import Overloaded, Unavailable
 from actors.families import registry
 from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
-from actors.startup import open_pipeline
+from actors.pipeline import open_pipeline
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Media
