@@ -34,7 +34,7 @@ def check_size(
 ) -> None:
     """Raises TooLarge if the tensors of one response are too large to send, or to keep."""
     most, name = limits.max_response_bytes, "limits.max_response_bytes"
-    advice = "send fewer items at a time, or take EncodeStream over gRPC"
+    advice = "send fewer items at a time, or ask for ids with options.reference"
     if options.encoding == "float" and most > MOST_FLOAT_BYTES:
         most, name = MOST_FLOAT_BYTES, "the most for lists of numbers"
         advice = "send fewer items at a time, or leave options.encoding out"
@@ -52,8 +52,7 @@ def document(
 ) -> Document:
     """The whole response, `seconds` after the request arrived. `items`: see item_document."""
     embeddings = [one for one in answers if isinstance(one, Embedding)]
-    times = timings(embeddings) | {"total_ms": milliseconds(seconds)}
-    return head(spec) | {"items": list(items), "timings": times}
+    return head(spec) | {"items": list(items), "timings": timings(embeddings, seconds)}
 
 
 def head(spec: ModelSpec) -> Document:
@@ -129,14 +128,15 @@ def video_times(spec: ModelSpec, media: Media) -> Document:
     }
 
 
-def timings(embeddings: Sequence[Embedding]) -> Document:
-    """The maximum of each stage over all items, in milliseconds: items overlap."""
-    return {
+def timings(embeddings: Sequence[Embedding], seconds: float = 0) -> Document:
+    """The maximum of each stage over all items, because items overlap, and all of the request."""
+    stages = {
         f"{stage}_ms": milliseconds(
             max((getattr(one.timings, f"{stage}_seconds") for one in embeddings), default=0.0)
         )
         for stage in ("queue", "preprocess", "encode")
     }
+    return stages | {"total_ms": milliseconds(seconds)}
 
 
 def milliseconds(seconds: float) -> float:

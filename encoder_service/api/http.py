@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
-from starlette.types import Receive, Scope, Send
+from starlette.types import Lifespan, Receive, Scope, Send
 
 from actors.errors import InvalidOption, NotAcceptable
 from encoder_service.api import schema
@@ -33,7 +33,7 @@ COUNTED = {ENCODE_PATH: "http", PLAN_PATH: "plan", CHAT_PATH: "chat"}
 PLAN_FORMATS = (JSON, MSGPACK)
 
 
-def build(service: Service) -> FastAPI:
+def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     """The application. llm/http.py adds the chat API if there is a language model."""
     app = FastAPIOffline(
         title="Encoder Service",
@@ -41,6 +41,7 @@ def build(service: Service) -> FastAPI:
         "and videos in, embeddings out, with rows in the order of the model's own processor.",
         version=service.card["versions"]["encoder-service"],
         redoc_url=None,
+        lifespan=lifespan,
         exception_handlers={HTTPException: http_exception},
     )
     # Rows hardly shrink, and are sent from shared memory; base64 shrinks by a quarter at any level.

@@ -89,8 +89,9 @@ def add_serve(kinds: Any) -> None:
         "--protocol",
         type=one_or_several(get_args(Protocol), "protocols"),
         default="http",
-        help="one or several of http, grpc, reference (over HTTP, but embeddings stay in shared "
-        "memory and ids come back) and handle (from inside Ray), separated by commas",
+        help="one or several of http, grpc (a response is one message), grpc_stream, reference and "
+        "grpc_reference (embeddings stay in shared memory and ids come back) and handle (from "
+        "inside Ray), separated by commas",
     )
     parser.add_argument(
         "--policy",

@@ -175,18 +175,20 @@ class PlanResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., items: _Optional[_Iterable[_Union[Plan, _Mapping]]] = ..., family: _Optional[str] = ...) -> None: ...
 
 class EncodeChunk(_message.Message):
-    __slots__ = ("model", "weights", "embedding", "last", "family")
+    __slots__ = ("model", "weights", "embedding", "last", "family", "timings")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights: str
     embedding: Embedding
     last: bool
     family: str
-    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., embedding: _Optional[_Union[Embedding, _Mapping]] = ..., last: _Optional[bool] = ..., family: _Optional[str] = ...) -> None: ...
+    timings: Timings
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., embedding: _Optional[_Union[Embedding, _Mapping]] = ..., last: _Optional[bool] = ..., family: _Optional[str] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()
