@@ -26,7 +26,8 @@ class RequestOptions(BaseModel):
 
     dtype: Dtype = Field(
         "bfloat16",
-        description="If not given: float32 for rows in a JSON response, otherwise bfloat16.",
+        description="If not given: float32 for rows in a JSON or npz response, otherwise "
+        "bfloat16. In npz, bfloat16 becomes float32.",
         json_schema_extra=without_default,
     )
     timeout_s: float | None = Field(
@@ -237,6 +238,13 @@ ANSWER: dict[int | str, dict[str, Any]] = {
         "content": {
             "application/msgpack": schema(EncodeDocument),
             "application/vnd.safetensors": BINARY,
+            "application/x-npz": {
+                "schema": BINARY["schema"]
+                | {
+                    "description": "For numpy.load: arrays 0, 1, ... by index; answer.json has "
+                    "the rest of the response."
+                }
+            },
         },
     }
 }

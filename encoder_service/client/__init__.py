@@ -2,7 +2,7 @@
 
 from encoder_service.client.client import AsyncClient, Client
 from encoder_service.client.dataset import DatasetOptions, Samples, Written
-from encoder_service.client.items import Embedding, Frames, Plan, ServiceError, Source
+from encoder_service.client.items import Embedding, Frames, Plan, ServiceError, Source, Video
 
 __all__ = [
     "AsyncClient",
@@ -14,5 +14,6 @@ __all__ = [
     "Samples",
     "ServiceError",
     "Source",
+    "Video",
     "Written",
 ]

@@ -21,6 +21,7 @@ from encoder_service.client.items import (
     Plan,
     ServiceError,
     Source,
+    Video,
     read_items,
     read_plans,
     request_item,
@@ -194,7 +195,7 @@ class AsyncClient:
 
 async def request_items(sources: Sequence[Source], method: str) -> list[RequestItem]:
     """What is sent for the sources. Raises OSError, TypeError for one source instead of a list."""
-    single = isinstance(sources, str | Path | bytes | Image.Image | Frames)
+    single = isinstance(sources, str | Path | bytes | Image.Image | Video | Frames)
     if single or not isinstance(sources, Iterable):
         one = type(sources).__name__
         raise TypeError(f"{method} takes a list, not one {one}: {method}([source])")

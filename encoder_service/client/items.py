@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from mimetypes import guess_type
 from pathlib import Path
@@ -46,8 +46,16 @@ class Frames:
     """Frames per second; None: the model's own sampling rate."""
 
 
-Source = File | Frames
-"""A path, an https URL, the bytes of a file, an image (sent as PNG), or frames."""
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A file that is a video whatever its name: an animated GIF or WebP, of which otherwise only
+    the first frame is encoded."""
+
+    file: str | Path | bytes
+
+
+Source = File | Video | Frames
+"""A path, an https URL, the bytes of a file, an image (sent as PNG), a video, or frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +239,8 @@ def request_item(source: Source) -> RequestItem:
     if isinstance(source, Frames):
         files = tuple(request_item(image).data or b"" for image in source.images)
         return RequestItem("video", frames=files, fps=source.fps)
+    if isinstance(source, Video):
+        return replace(request_item(source.file), type="video")
     if isinstance(source, bytes):
         return RequestItem("video" if name_format(source) in VIDEOS else "image", source)
     if isinstance(source, Image.Image):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from actors.errors import InvalidMedia, InvalidRequest, ServiceError, TooLarge, UnsupportedMedia
+from actors.media.animation import is_animation, read_animation
 from actors.media.video_file import read_clip
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import MAX_ASPECT
@@ -92,6 +93,8 @@ def probe(
     """
     if kind == "video":
         check_videos(spec)
+        if is_animation(data):
+            return probe_animation(data, spec, limits, alpha)
         return video_media(spec, limits, read_clip(data, limits.max_video_frames), data, ())
     header = read_header(data)
     check_size(header.size, limits.max_pixels)
@@ -99,6 +102,15 @@ def probe(
     notice, alpha = transparency([header], alpha)
     plan = spec.sizing.plan(header.size)
     return Media(kind, data, plan, digest, notice, size=header.size, alpha=alpha)
+
+
+def probe_animation(data: bytes, spec: ModelSpec, limits: LimitOptions, alpha: Alpha) -> Media:
+    """An animated GIF or WebP as a video."""
+    header, found = read_header(data), read_animation(data, limits.max_video_frames)
+    header = replace(header, notice="", transparent=found.transparent)
+    notice, alpha = transparency([header], alpha)
+    media = video_media(spec, limits, found.clip(header.size), data, ())
+    return replace(media, notice=notice, alpha=alpha)
 
 
 def transparency(headers: Sequence[Header], alpha: Alpha) -> tuple[str, Alpha]:

@@ -24,7 +24,7 @@ from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Media
 from encoder_service.api.grpc import EncoderCalls
 from encoder_service.api.http import build
-from encoder_service.client import AsyncClient, Embedding, Frames, Plan, ServiceError, Source
+from encoder_service.client import AsyncClient, Embedding, Frames, Plan, ServiceError, Source, Video
 from encoder_service.config import AuthOptions, FetchOptions, ServiceOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.service import Service
@@ -101,7 +101,8 @@ def test_a_plan_is_what_encoding_gives(preset: str, tmp_path: Path) -> None:
     model = ModelOptions(id=name, load_format="dummy")
     frames = Frames([jpeg(64, 48)] * 4, fps=2)
     gif = animated("GIF", 3)
-    sources: list[Source] = [jpeg(300, 200), ROTATED, gif, video(8), frames, b"no image"]
+    moving = [Video(gif), Video(animated("WEBP", 5))]
+    sources: list[Source] = [jpeg(300, 200), ROTATED, gif, video(8), frames, *moving, b"no image"]
 
     async def run() -> None:
         fleet = Encoding(model)
@@ -116,7 +117,7 @@ def test_a_plan_is_what_encoding_gives(preset: str, tmp_path: Path) -> None:
                 assert [facts(plan) for plan in plans] == [facts(answer) for answer in answers]
                 kinds = [type(plan) for plan in plans]
                 taken = Plan if spec.video else ServiceError
-                assert kinds == [Plan, Plan, Plan, taken, taken, ServiceError]
+                assert kinds == [Plan, Plan, Plan, taken, taken, taken, taken, ServiceError]
         fleet.pipeline.close()
 
     asyncio.run(run())
