@@ -2,7 +2,7 @@
 
 from encoder_service.client.client import AsyncClient, Client
 from encoder_service.client.dataset import DatasetOptions, Samples, Written
-from encoder_service.client.items import Embedding, Frames, Plan, ServiceError, Source
+from encoder_service.client.items import Embedding, Frames, Input, Plan, ServiceError, Source
 
 __all__ = [
     "AsyncClient",
@@ -10,6 +10,7 @@ __all__ = [
     "DatasetOptions",
     "Embedding",
     "Frames",
+    "Input",
     "Plan",
     "Samples",
     "ServiceError",
