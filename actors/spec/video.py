@@ -130,7 +130,7 @@ class VideoSizing(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PixelRange(VideoSizing):
-    """Frames are resized by their pixels; `min_pixels` and `max_pixels` of a request: each frame's."""
+    """Frames are resized by their pixels. Requests give those of one frame."""
 
     def largest(self, tokens: int) -> Largest:
         pixels = tokens * (self.patch_size * self.merge_size) ** 2
