@@ -82,7 +82,7 @@ def test_a_bare_file_has_its_options_in_the_query() -> None:
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("dtipe=float32", "options.dtipe: unknown; known are dtype"),
+        ("dtipe=float32", "options.dtipe: unknown; known are "),
         ("dtype=int8", "options.dtype"),
         ("timeout_s=soon", "options.timeout_s"),
         ("timeout_s=1e9", "options.timeout_s"),
