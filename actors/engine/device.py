@@ -92,6 +92,9 @@ class Device:
 
     backend = "cpu"
     device = torch.device("cpu")
+    measuring_seconds = 1.0
+    """How long the budgets of a path are measured at start, from the smallest on. 0: all of them,
+    from the largest on."""
 
     def running(self) -> AbstractContextManager[object]:
         """The context for forward passes and replays."""
@@ -117,13 +120,12 @@ class Device:
     def capture(
         self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
     ) -> Callable[[], Tensor]:
-        """Runs once to warm up, captures, and returns the replay.
+        """Returns the replay; a GPU runs once to warm up and captures, the CPU runs nothing.
 
         Its result is valid until the next replay of any graph of this device. `kept`: graphs that
         are captured later leave the result alone. `tuned`: GEMMs may time their algorithms, which
         takes up to seconds, so only before anything is served.
         """
-        run()
         return run
 
     def read_back(self, rows: Tensor) -> Rows:
