@@ -119,8 +119,9 @@ def block_form(asked: BlockChoice, *, on_cuda: bool, dtype: Dtype, fast: bool) -
 class PackingOptions(Options):
     policy: Literal["least_cost", "smallest_first"] = "least_cost"
     """`least_cost` measures the replay time of each budget at start-up, and forms the packs that
-    take the least time in all. `smallest_first` fills packs up to the largest budget, as both do
-    with `graphs.mode: exact` and `off`."""
+    take the least time in all; on the CPU it measures for a second and extrapolates the rest.
+    `smallest_first` fills packs up to the largest budget, as both do with `graphs.mode: exact` and
+    `off`."""
 
 
 class CacheOptions(Options):
