@@ -116,7 +116,11 @@ class LocalEncoder:
         if name in self.cached or name in self.loading:
             self.drop(name, request.request_id)
             return True
-        item = self.items.get(name) or self.accepted(request, index)
+        try:
+            item = self.items.get(name) or self.accepted(request, index)
+        except Exception as error:  # no error may end vLLM's scheduler
+            log.error("vLLM encodes an item itself, because its data cannot be read: %r", error)
+            item = None
         if item is None:
             return True
         self.items[name] = item
