@@ -1,4 +1,4 @@
-"""The API over gRPC: a server of the ingress' own, with the standard health and reflection services.
+"""The API over gRPC: the ingress' own server, with the standard health and reflection services.
 
 An error is a status whose details are JSON: {"type", "message", "item", "retryable"}, and
 "retry_after_s" if there is one.
