@@ -215,11 +215,15 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
+def is_ours(application: Mapping[str, Any]) -> bool:
+    return str(application.get("import_path")).replace(":", ".") == BUILD.replace(":", ".")
+
+
 def load_all(path: Path) -> list[ServiceOptions]:
     """The options of each of our applications. Raises ConfigError if there is none."""
     found = []
     for index, application in enumerate(read_document(path)["applications"]):
-        if str(application.get("import_path")).replace(":", ".") != BUILD.replace(":", "."):
+        if not is_ours(application):
             continue
         args = application.get("args", {})
         if not isinstance(args, Mapping):

@@ -15,7 +15,6 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.formats import Buffer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Encoder"]
 
@@ -72,10 +71,10 @@ def serialized(message: Any) -> bytes:
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
-def packed(outer: Any, items: Iterable[tuple[pb.Embedding, Buffer]]) -> bytes:
+def packed(outer: Any, items: Iterable[tuple[pb.Embedding, Any]]) -> bytes:
     """An EncodeResponse or EncodeChunk, given without embeddings, with embeddings and their rows.
 
-    The rows are copied once, into the result.
+    Rows are buffers, copied once, into the result.
     """
     pieces = [outer.SerializeToString()]
     for embedding, data in items:
