@@ -97,7 +97,9 @@ class Proxy:
         self.limits = limits
         self.encoder = encoder
         self.tokens = Tokens(auth)
-        self.buffered = Buffered(limits.max_buffered_bytes)
+        self.buffered = Buffered(
+            limits.max_buffered_bytes, "too much is sent here (limits.max_buffered_bytes)"
+        )
         self.client = httpx.AsyncClient(
             base_url=upstream,
             timeout=httpx.Timeout(UPSTREAM_TIMEOUT_SECONDS, connect=10),

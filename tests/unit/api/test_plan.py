@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import msgpack
 import pytest
@@ -22,13 +21,13 @@ from actors.pipeline import open_pipeline
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Media
-from encoder_service.api.grpc import EncoderCalls
+from encoder_service.api.grpc import serving
 from encoder_service.api.http import build
+from encoder_service.bench.cluster import free_ports
 from encoder_service.client import AsyncClient, Embedding, Frames, Plan, ServiceError, Source, Video
-from encoder_service.config import AuthOptions, FetchOptions, ServiceOptions
+from encoder_service.config import AuthOptions, FetchOptions, IngressOptions, ServiceOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.service import Service
-from encoder_service.wire.encoder_grpc import add_EncoderServicer_to_server
 from tests.images import animated, encoded, jpeg, opened, png
 from tests.small_presets import SMALL, write_small
 from tests.unit.front_door import JSON, MODEL, Fleet, client, service
@@ -69,18 +68,14 @@ class Encoding(Fleet):
 @asynccontextmanager
 async def clients(one: Service) -> AsyncIterator[list[AsyncClient]]:
     """One over HTTP and one over gRPC."""
-    calls, server = EncoderCalls(), grpc.aio.server()
-    calls.service = one
-    add_EncoderServicer_to_server(calls, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    (port,) = free_ports(1)
     async with (
+        serving(one, IngressOptions(grpc_port=port)),
         listening(build(one)) as url,
         AsyncClient(url, "open", retries=0) as http,
         AsyncClient(f"grpc://127.0.0.1:{port}", "open", retries=0) as rpc,
     ):
         yield [http, rpc]
-    await server.stop(None)
 
 
 def facts(one: Plan | Embedding | ServiceError) -> tuple[object, ...]:
