@@ -56,7 +56,10 @@ def processor_output(embeddings: Sequence[Embedding]) -> dict[str, Any]:
 
 def name_of(embeddings: Sequence[Embedding]) -> int:
     """The same for the same rows: of the files, and of what else rows depend on."""
-    key = [(e.digest, e.model, e.dtype, e.grid_thw, e.shape, e.frame_tokens) for e in embeddings]
+    key = [
+        (e.digest, e.model, e.dtype, e.grid_thw, e.shape, e.timestamps, e.frame_tokens)
+        for e in embeddings
+    ]
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big")
 
 

@@ -44,7 +44,7 @@ from encoder_service.engines.openai_proxy import of_encoder
 from encoder_service.intake.limits import Buffered
 from encoder_service.llm.schema import ImagePart, ImageUrl, VideoPart, VideoUrl, item
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import WireError, read_json
+from encoder_service.wire.formats import WireError, check_json, read_json
 
 Network = IPv4Network | IPv6Network
 Message = list[bytes | bytearray]
@@ -64,6 +64,8 @@ MODALITY = "sglang.srt.managers.schedule_batch"
 MOST_WAITING = 4096
 """Requests whose sockets are known and whose images are not, or the other way round."""
 MOST_RANKS = 1024
+MOST_VALUES = 2**16
+"""In a body, as wire/formats.py counts."""
 LINGER_MS = 1000
 """How long a closed socket may go on sending what its kernel buffer did not take yet."""
 POLL_SECONDS = 0.001
@@ -268,6 +270,7 @@ class SglangEncoder:
 def parse(kind: type[Read], body: bytes) -> Read:
     """Raises InvalidRequest, which names the first wrong key."""
     try:
+        check_json(body, MOST_VALUES)
         return kind.model_validate(read_json(body))
     except WireError as error:
         raise InvalidRequest(str(error)) from None
