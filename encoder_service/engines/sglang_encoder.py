@@ -196,8 +196,8 @@ class SglangEncoder:
             if len(self.receivers) >= MOST_WAITING:
                 raise Overloaded(f"{MOST_WAITING} requests wait here: come back later")
             receivers = self.receivers[req_id] = Receivers()
-            forget = (self.receivers.pop, req_id, None)
-            asyncio.get_running_loop().call_later(2 * self.limits.timeout_seconds, *forget)
+            forget = partial(self.receivers.pop, req_id, None)
+            asyncio.get_running_loop().call_later(2 * self.limits.timeout_seconds, forget)
         return receivers
 
     def endpoint(self, host: str, port: int) -> str:
@@ -216,7 +216,8 @@ class SglangEncoder:
 
     async def embeddings(self, items: list[RequestItem]) -> list[Embedding]:
         """Raises the client's ServiceError."""
-        call = partial(self.encoder.transport.encode, items, {"on_error": "fail"})
+        options = {"dtype": "bfloat16", "on_error": "fail"}
+        call = partial(self.encoder.transport.encode, items, options)
         found = read_items(await self.encoder.persist(call))
         return [one for one in found if isinstance(one, Embedding)]
 
@@ -241,7 +242,7 @@ class SglangEncoder:
             socket.connect(endpoint)
             async with asyncio.timeout(self.limits.timeout_seconds):
                 sent = await socket.send_multipart(message, copy=False, track=True)
-                while not sent.done:
+                while not (sent and sent.done):
                     await asyncio.sleep(POLL_SECONDS)
         except TimeoutError:
             raise Unavailable(
