@@ -37,8 +37,9 @@ vllm: setup
 
 # Embeddings in SGLang's own code, in an environment of its own. Starts no engine.
 SGLANG_PYTHON ?= .venv-sglang/bin/python
-sglang:
-	$(SGLANG_PYTHON) -m pytest -W ignore -m engine tests/engines/test_sglang.py
+sglang: setup
+	OMP_NUM_THREADS=1 tests/loopback $(SGLANG_PYTHON) -m pytest -W ignore -m engine \
+		tests/engines/test_sglang.py tests/engines/test_sglang_encoder.py
 
 lint: setup
 	$(BIN)/ruff check .

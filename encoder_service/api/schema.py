@@ -340,14 +340,17 @@ ENCODE: dict[str, Any] = {
 
 
 def describe(app: FastAPI, *, closed: bool) -> None:
-    """Adds the schemas of ENCODE to the OpenAPI document and, if `closed`, the bearer token."""
+    """Adds the schemas of bodies to the OpenAPI document and, if `closed`, the bearer token."""
     plain = app.openapi
+    bodies: list[type[BaseModel]] = [EncodeBody]
+    app.state.bodies = bodies  # llm/http.py adds its own
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = plain()
-            body = EncodeBody.model_json_schema(ref_template=PREFIX + "{model}")
-            document["components"]["schemas"] |= body.pop("$defs") | {EncodeBody.__name__: body}
+            for body in bodies:
+                shown = body.model_json_schema(ref_template=PREFIX + "{model}")
+                document["components"]["schemas"] |= shown.pop("$defs") | {body.__name__: shown}
             if closed:
                 bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
                 document["components"]["securitySchemes"] = bearer

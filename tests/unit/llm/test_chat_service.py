@@ -264,8 +264,9 @@ TORN = {"type": "image_url", "image_url": {"url": "data:image/jpeg,abc"}}
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"tools": []}, "tools"),
-        ({"temperature": 3, "tools": []}, "temperature"),
+        ({"tools": [{}]}, "tools"),
+        ({"unknown": None}, "unknown"),
+        ({"temperature": 3, "tools": [{}]}, "temperature"),
         ({"stream_options": {}}, None),
         (
             {"messages": [{"role": "user", "content": [TEXT, {"type": "text", "text": 1}]}]},
@@ -318,8 +319,17 @@ def test_the_time_is_kept_and_the_generation_ended() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"n": 2}, "n: "),
-        ({"logprobs": True}, "logprobs: not supported here"),
+        ({"n": 2}, "n: only 1 is supported here"),
+        ({"logprobs": True}, "logprobs: only false is supported here"),
+        ({"top_logprobs": 5}, "top_logprobs: only 0 is"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: only 0 is"),
+        ({"logit_bias": {"5": 1}}, "logit_bias: only {} is"),
+        ({"tools": [{"type": "function"}]}, "tools: only [] is"),
+        ({"tool_choice": "required"}, 'tool_choice: only "none" or "auto" is'),
+        ({"response_format": {"type": "json_object"}}, 'response_format: only {"type": "text"} is'),
+        ({"store": True}, "store: only false is"),
+        ({"user": 1}, "user: "),
+        ({"echo": True}, "echo: not supported here; leave it out"),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"stop": ["a"] * 5}, "stop: "),
         ({"stop": ""}, "stop[0]: "),
@@ -372,6 +382,61 @@ def test_images_beyond_the_context_are_not_encoded() -> None:
     assert "12 tokens; the maximum context length" in answer.json()["error"]["message"]
     assert not replicas.calls
     assert client(replicas, max_model_len=13).post(PATH, json=request).status_code == 200
+
+
+HARMLESS: dict[str, Any] = {
+    "n": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "logit_bias": {},
+    "logprobs": False,
+    "top_logprobs": 0,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "tools": [],
+    "tool_choice": "none",
+    "functions": [],
+    "function_call": "auto",
+    "parallel_tool_calls": True,
+    "service_tier": "default",
+    "store": False,
+    "user": "me",
+    "safety_identifier": "me",
+    "prompt_cache_key": "k",
+    "metadata": {"a": "b"},
+    "stream_options": None,
+    "seed": None,
+}
+
+
+@pytest.mark.parametrize("values", [HARMLESS, dict.fromkeys(HARMLESS)])
+def test_parameters_that_change_nothing_are_accepted(values: dict[str, Any]) -> None:
+    replicas = Replicas(WHOLE, WHOLE)
+    http = client(replicas)
+    assert http.post(PATH, json=HELLO | values).status_code == 200
+    assert http.post(PATH, json=HELLO).status_code == 200
+    assert replicas.calls[0].sampling == replicas.calls[1].sampling
+
+
+def test_the_openapi_document_describes_chats() -> None:
+    document = client(Replicas()).get("/openapi.json").json()
+    body = document["paths"][PATH]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/ChatRequest"}
+    shown = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert shown.keys() >= HARMLESS.keys() | HELLO.keys()
+    assert shown["tool_choice"]["enum"] == ["none", "auto", None]
+    content = document["components"]["schemas"]["ChatMessage"]["properties"]["content"]
+    assert {"type": "string"} in content["anyOf"]
+
+
+def test_a_model_is_shown_by_its_name() -> None:
+    http = client(Replicas())
+    (entry,) = http.get("/v1/models").json()["data"]
+    assert http.get(f"/v1/models/{MODEL.id}").json() == entry
+    answer = http.get("/v1/models/Qwen/Qwen3-VL-8B-Instruct")
+    found = answer.json()["error"]
+    assert (answer.status_code, found["param"]) == (404, "model")
+    assert "'Qwen/Qwen3-VL-8B-Instruct' is not served here" in found["message"]
 
 
 def test_a_body_that_is_no_json() -> None:

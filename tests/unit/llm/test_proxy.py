@@ -244,11 +244,19 @@ def test_bodies_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--upstream", "localhost:1"], ["--upstream", "http://a", "--encoder", "ftp://b"]]
+    ("arguments", "wrong"),
+    [
+        (["proxy", "--upstream", "localhost:1"], "--upstream: "),
+        (["proxy", "--upstream", "http://a", "--encoder", "ftp://b"], "--encoder: "),
+        (["sglang", "--encoder", "ftp://b"], "--encoder: "),
+        (["sglang", "--network", "10.0.0.1/8"], "--network: "),
+    ],
 )
-def test_addresses_that_are_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["proxy", *arguments]) == 1
-    assert "--upstream" in capsys.readouterr().err
+def test_addresses_that_are_none(
+    arguments: list[str], wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 1
+    assert wrong in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
