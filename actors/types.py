@@ -100,6 +100,10 @@ class Media:
     """What becomes of its transparency. `drop` for an image or a video that has none."""
 
     @property
+    def size_bytes(self) -> int:
+        return len(self.data) + sum(map(len, self.frames))
+
+    @property
     def identity(self) -> tuple[str, ...]:
         """What determines its rows, besides the model. Equal items are encoded once."""
         pruned = (f"evs {self.evs_rate!r}",) if self.evs_rate else ()
