@@ -128,6 +128,10 @@ class Media:
     """Those of its request, as far as they make a difference."""
 
     @property
+    def size_bytes(self) -> int:
+        return len(self.data) + sum(map(len, self.frames))
+
+    @property
     def identity(self) -> tuple[str, ...]:
         """What determines its rows, besides the model. Equal items are encoded once."""
         pruned = (f"evs {self.evs_rate!r}",) if self.evs_rate else ()
