@@ -37,8 +37,9 @@ vllm: setup
 
 # Embeddings in SGLang's own code, in an environment of its own. Starts no engine.
 SGLANG_PYTHON ?= .venv-sglang/bin/python
-sglang:
-	$(SGLANG_PYTHON) -m pytest -W ignore -m engine tests/engines/test_sglang.py
+sglang: setup
+	OMP_NUM_THREADS=1 tests/loopback $(SGLANG_PYTHON) -m pytest -W ignore -m engine \
+		tests/engines/test_sglang.py tests/engines/test_sglang_encoder.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -86,7 +87,7 @@ api-fuzz: setup .venv-security/.installed
 
 # Fuzzes everything that parses bytes, FUZZ_SECONDS per target: tests/fuzz/__main__.py.
 FUZZ_SECONDS ?= 60
-FUZZ ?= image video decoder http_json http_msgpack http_form http_image http_accept grpc response \
+FUZZ ?= image video decoder http_json http_msgpack http_form http_image http_accept grpc grpc_response response \
 	url redirect authorize
 fuzz: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3'

@@ -94,6 +94,7 @@ class CudaDevice(Device):
     """One GPU, owned by this process."""
 
     backend = "cuda"
+    measuring_seconds = 0.0
 
     def __init__(self, slice_seconds: float = 0) -> None:
         self.device = torch.device("cuda", 0)  # the only one that Ray shows a replica

@@ -94,6 +94,9 @@ class Device:
 
     backend = "cpu"
     device = torch.device("cpu")
+    measuring_seconds = 1.0
+    """How long the budgets of a path are measured at start, from the smallest on. 0: all of them,
+    from the largest on."""
     pace: Pace | None = None
     """When slices of a replay may be launched. None: replays are whole, and never wait."""
 
@@ -126,7 +129,7 @@ class Device:
     def capture(
         self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
     ) -> Callable[[], Tensor]:
-        """Runs once to warm up, captures, and returns the replay.
+        """Returns the replay; a GPU runs once to warm up and captures, the CPU runs nothing.
 
         Its result is valid until the next replay of any graph of this device. `kept`: graphs that
         are captured later leave the result alone. `tuned`: GEMMs may time their algorithms, which
@@ -134,7 +137,6 @@ class Device:
         """
         pace = self.pace
         if pace is None:
-            run()
             return run
         layers, seconds = layers_per_slice(run, pace.slice_seconds)
 

@@ -19,8 +19,7 @@ import pytest
 
 from encoder_service import Client, Embedding
 from encoder_service.bench.cluster import cluster, free_ports, logical_cpus, service
-from encoder_service.config import ServiceOptions
-from tests.engines import checkpoint
+from tests.engines import checkpoint, encoder
 from tests.engines.servers import running, vllm
 from tests.images import jpeg
 from tests.videos import video
@@ -69,17 +68,10 @@ def engines(
     family = request.param
     folder = tmp_path_factory.mktemp(family)
     checkpoint.write(folder / "model", family)
-    options = ServiceOptions.model_validate(
-        {
-            "model": {"id": str(folder / "model"), "dtype": "float32"},
-            "encoder": {"replicas": 1, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
-            "router": {"num_cpus": 0.1},
-            "ingress": {"num_cpus": 0.1},
-        }
-    )
+    options = encoder.options(folder / "model")
     with ExitStack() as stack:
         where = stack.enter_context(cluster(logical_cpus(options), object_store_bytes=400_000_000))
-        stack.enter_context(service(options))
+        stack.enter_context(service(options, where))
         connector = {
             "ec_connector": "EncoderServiceConnector",
             "ec_role": "ec_consumer",

@@ -50,7 +50,7 @@ def test_rows_with_a_grid_arrive_in_vllm(family: str, grids: list[tuple[int, int
         assert torch.equal(rows, one.torch())
 
 
-@pytest.mark.parametrize("family", ["internvl", "internvl_chat"])
+@pytest.mark.parametrize("family", ["internvl", "internvl_chat", "llava", "llava_onevision"])
 def test_plain_rows_arrive_in_vllm(family: str) -> None:
     one = embedding((1, 8, 8), family)
     (arrived,) = vllm_rules.embeddings([one.to_vllm()], HIDDEN)
@@ -88,6 +88,8 @@ def test_a_reference_travels_as_its_id_and_grid() -> None:
         (embedding(family="glm4v"), "no embeddings"),
         (embedding(family=""), "no embeddings"),
         (replace(embedding(family="internvl"), type="video"), "no embeddings of videos"),
+        (replace(embedding(family="llava_onevision"), type="video"), "no embeddings of videos"),
+        (embedding(family="pixtral"), "no embeddings of images"),
         (replace(embedding(), grid_thw=(1, 4, 4)), "gives 4 rows, not 6"),
         (replace(embedding(), tokens=5), "is not 5 tokens"),
         (replace(embedding(), deepstack=6), "6 deepstack features"),
@@ -119,10 +121,35 @@ def test_a_prompt_for_sglang_has_a_placeholder_for_each_row() -> None:
 
 def test_sglang_gets_a_grid_where_positions_come_from_one() -> None:
     assert set(embedding(family="llama4").to_sglang()) == {
-        "format", "modality", "precomputed_embeddings",
+        "format", "modality", "precomputed_embeddings", "hash",
     }  # fmt: skip
     video = replace(embedding((3, 4, 4)), type="video").to_sglang()
     assert (video["modality"], video["video_grid_thw"].tolist()) == ("VIDEO", [[3, 4, 4]])
+    assert "second_per_grid_ts" not in video
+
+
+def test_sglang_gets_the_pace_of_videos_of_qwen2_5_vl() -> None:
+    image = embedding((3, 4, 4), "qwen2_5_vl")
+    video = replace(image, type="video", second_per_grid_ts=0.5)
+    other = replace(video, second_per_grid_ts=0.25)
+    found = processor_output([video, other])["second_per_grid_ts"]
+    assert torch.equal(found, torch.tensor([0.5, 0.25]))
+    assert "second_per_grid_ts" not in image.to_sglang()
+
+
+def test_sglang_knows_rows_by_their_hash() -> None:
+    one = embedding()
+    name = one.to_sglang()["hash"]
+    assert name == replace(one, index=3, source="cache").to_sglang()["hash"]
+    assert 0 < name < 2**64, "SGLang writes it in 8 bytes"
+    others = [
+        replace(one, digest="cd"),
+        replace(one, model="n"),
+        replace(one, frame_tokens=(6,)),
+        embedding((1, 6, 4)),
+    ]
+    names = {name, processor_output([one, one])["hash"]}
+    assert len(names | {other.to_sglang()["hash"] for other in others}) == 6
 
 
 def test_what_does_not_belong_together_is_not_joined_for_sglang() -> None:
