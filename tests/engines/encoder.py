@@ -35,7 +35,7 @@ def main(checkpoint: Path, port: int) -> None:
     chosen = options(checkpoint)
     with (
         cluster(logical_cpus(chosen), object_store_bytes=400_000_000) as where,
-        service(chosen),
+        service(chosen, where),
     ):
         (checkpoint / "url").write_text(where.http)
         app = SglangEncoder(AsyncClient(where.http), LimitOptions()).app()

@@ -14,7 +14,6 @@ from encoder_service.app import build
 from tests.images import jpeg, photograph
 from tests.serve.checkpoint.conftest import APP
 from tests.serve.conftest import Cluster
-from tests.serve.tiny import GRPC_PORT
 
 ROOT = Path(__file__).parents[3]
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
