@@ -214,9 +214,9 @@ class Stubbed(Halves):
     def answer(self, place: int) -> Tensor:
         """Encodes an item that was submitted."""
         item, answer = self.engine.submitted[place]
-        item.rows = torch.full((item.plan.tokens, self.spec.width), float(place))
+        rows = item.rows = torch.full((item.plan.tokens, self.spec.width), float(place))
         answer.set_result(item)
-        return item.rows
+        return rows
 
     def images(self, request_id: str, *names: str, rows: int = 4, **changes: Any) -> Images:
         """A request for images of rows x 4 patches."""
@@ -306,7 +306,11 @@ def test_what_the_engine_cannot_encode_is_left_to_vllm(stubbed: Stubbed) -> None
         stubbed.images("audio", "c", modality="audio"),
         stubbed.images("large", "d", rows=66),
         stubbed.images("embedded", "e", data=elements(image_embeds=torch.zeros(4, 8))),
-        stubbed.images("unreadable", "f", data=elements(pixel_values=1, image_grid_thw=2)),
+        stubbed.images(
+            "unreadable",
+            "f",
+            data=elements(pixel_values=torch.ones(()), image_grid_thw=torch.ones(2)),
+        ),
     ]
     left[0].mm_features[0].mm_position.length = 3
     assert stubbed.step(*left) == left
