@@ -59,7 +59,8 @@ class LocalOptions(Options):
     """How long a step of the language model waits for slices of a waiting image."""
     ahead_bytes: int = Field(2**30, gt=0)
     """Rows on the device that are encoded before their requests are scheduled."""
-    graphs: GraphOptions = GraphOptions()
+    graphs: GraphOptions = GraphOptions(steps_per_doubling=2)
+    """Fewer budgets than the service has, as vLLM takes long enough to start."""
 
 
 @dataclass
