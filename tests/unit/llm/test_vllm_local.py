@@ -300,7 +300,6 @@ def test_rows_ahead_of_need_are_bounded_and_the_oldest_come_first(
 
 
 def test_what_the_engine_cannot_encode_is_left_to_vllm(stubbed: Stubbed) -> None:
-    one = torch.ones(())
     left = [
         stubbed.images("pruned", "a"),
         stubbed.images("adapted", "b", mm_hash="another"),
