@@ -18,7 +18,7 @@ class Pace:
     """Says when a slice may be launched: before each step of the language model for as long as
     `slice_seconds`, and whenever no step is running, one at a time.
 
-    The engine's thread calls `begin` before each slice and `end` after the last one of a replay.
+    The engine's thread calls `begin` before each slice, and `end` when no pack is left to launch.
     The thread that launches the steps calls `step` before each.
     """
 

@@ -9,7 +9,7 @@ import torch
 
 from actors.engine.budgets import Segments, capacity
 from actors.engine.device import Device, open_device
-from actors.engine.engine import Engine
+from actors.engine.engine import PacedEngine
 from actors.engine.graphs import GraphSet, capture
 from actors.models.load import build, tensors
 from actors.models.tower import Tower
@@ -54,7 +54,7 @@ def test_steps_are_held_up_for_one_slice_each() -> None:
     made = tower(device.device)
     limits = capacity(GraphOptions(token_budgets=(2048,)), (64, 16384), 0)
     graphs = capture(made, limits, device, EncoderMetrics())
-    engine = Engine(made, graphs, limits, device, EncoderMetrics())
+    engine = PacedEngine(made, graphs, limits, device, EncoderMetrics())
     alone = engine.submit(item(*FULL_HD, seed=2)).result(60).rows
     x = torch.randn(8192, 8192, device=device.device, dtype=torch.bfloat16)
 
