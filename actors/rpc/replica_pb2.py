@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x61\x63tors/rpc/replica.proto\x12\x12\x65ncoder.replica.v1\"%\n\x04Size\x12\r\n\x05width\x18\x01 \x01(\x05\x12\x0e\n\x06height\x18\x02 \x01(\x05\"[\n\x04\x43lip\x12&\n\x04size\x18\x01 \x01(\x0b\x32\x18.encoder.replica.v1.Size\x12\x0e\n\x06\x66rames\x18\x02 \x01(\x05\x12\x0b\n\x03\x66ps\x18\x03 \x01(\x01\x12\x0e\n\x06\x63hosen\x18\x04 \x01(\x08\"\x9e\x01\n\x08ItemPlan\x12\x10\n\x08grid_thw\x18\x01 \x03(\x05\x12\x0f\n\x07patches\x18\x02 \x01(\x03\x12\x0e\n\x06tokens\x18\x03 \x01(\x03\x12\x13\n\x0bpath_tokens\x18\x04 \x03(\x03\x12\x0e\n\x06\x66rames\x18\x05 \x01(\x05\x12\x14\n\x0cpath_patches\x18\x06 \x03(\x03\x12\x0c\n\x04kept\x18\x07 \x03(\x05\x12\x16\n\x0egroup_pictures\x18\x08 \x01(\x05\"\x83\x02\n\x05Media\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12*\n\x04plan\x18\x03 \x01(\x0b\x32\x1c.encoder.replica.v1.ItemPlan\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0e\n\x06notice\x18\x05 \x01(\t\x12&\n\x04\x63lip\x18\x06 \x01(\x0b\x32\x18.encoder.replica.v1.Clip\x12\x0e\n\x06\x66rames\x18\x07 \x03(\x0c\x12\x10\n\x08\x65vs_rate\x18\x08 \x01(\x01\x12\x11\n\ton_device\x18\t \x01(\x08\x12&\n\x04size\x18\n \x01(\x0b\x32\x18.encoder.replica.v1.Size\x12\r\n\x05\x61lpha\x18\x0b \x01(\t\"1\n\x06Origin\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\"\x9b\x01\n\rEncodeRequest\x12(\n\x05media\x18\x01 \x03(\x0b\x32\x19.encoder.replica.v1.Media\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\x12*\n\x06origin\x18\x04 \x01(\x0b\x32\x1a.encoder.replica.v1.Origin\x12\x0c\n\x04keep\x18\x05 \x01(\x08\"T\n\x07Timings\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x1a\n\x12preprocess_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x65ncode_seconds\x18\x03 \x01(\x01\"\xe1\x01\n\tEmbedding\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x06shared\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x12\x10\n\x08grid_thw\x18\x05 \x03(\x05\x12\x0e\n\x06source\x18\x06 \x01(\t\x12,\n\x07timings\x18\x07 \x01(\x0b\x32\x1b.encoder.replica.v1.Timings\x12\x0f\n\x07replica\x18\x08 \x01(\t\x12\x14\n\x0c\x66rame_tokens\x18\t \x03(\x05\x12\x11\n\treference\x18\n \x01(\tB\t\n\x07_shared\"C\n\x05\x45rror\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1b\n\x13retry_after_seconds\x18\x03 \x01(\x01\"s\n\x06\x41nswer\x12\x32\n\tembedding\x18\x01 \x01(\x0b\x32\x1d.encoder.replica.v1.EmbeddingH\x00\x12*\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.encoder.replica.v1.ErrorH\x00\x42\t\n\x07outcome\"g\n\x0b\x45ncodeReply\x12+\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x1a.encoder.replica.v1.Answer\x12\x1b\n\x13outstanding_patches\x18\x02 \x01(\x03\x12\x0e\n\x06ticket\x18\x03 \x01(\t\"\x0e\n\x0c\x43heckRequest\"\x0c\n\nCheckReply\"b\n\x04Kept\x12(\n\x05media\x18\x01 \x01(\x0b\x32\x19.encoder.replica.v1.Media\x12\x30\n\tembedding\x18\x02 \x01(\x0b\x32\x1d.encoder.replica.v1.Embedding\"\x1c\n\x0c\x46\x65tchRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"D\n\nFetchReply\x12&\n\x04kept\x18\x01 \x01(\x0b\x32\x18.encoder.replica.v1.Kept\x12\x0e\n\x06ticket\x18\x02 \x01(\t\"\x1e\n\x0eReleaseRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\" \n\x0cReleaseReply\x12\x10\n\x08released\x18\x01 \x01(\x08\x32\xbe\x02\n\x07Replica\x12L\n\x06\x45ncode\x12!.encoder.replica.v1.EncodeRequest\x1a\x1f.encoder.replica.v1.EncodeReply\x12I\n\x05\x43heck\x12 .encoder.replica.v1.CheckRequest\x1a\x1e.encoder.replica.v1.CheckReply\x12I\n\x05\x46\x65tch\x12 .encoder.replica.v1.FetchRequest\x1a\x1e.encoder.replica.v1.FetchReply\x12O\n\x07Release\x12\".encoder.replica.v1.ReleaseRequest\x1a .encoder.replica.v1.ReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x61\x63tors/rpc/replica.proto\x12\x12\x65ncoder.replica.v1\"%\n\x04Size\x12\r\n\x05width\x18\x01 \x01(\x05\x12\x0e\n\x06height\x18\x02 \x01(\x05\"[\n\x04\x43lip\x12&\n\x04size\x18\x01 \x01(\x0b\x32\x18.encoder.replica.v1.Size\x12\x0e\n\x06\x66rames\x18\x02 \x01(\x05\x12\x0b\n\x03\x66ps\x18\x03 \x01(\x01\x12\x0e\n\x06\x63hosen\x18\x04 \x01(\x08\"\x9e\x01\n\x08ItemPlan\x12\x10\n\x08grid_thw\x18\x01 \x03(\x05\x12\x0f\n\x07patches\x18\x02 \x01(\x03\x12\x0e\n\x06tokens\x18\x03 \x01(\x03\x12\x13\n\x0bpath_tokens\x18\x04 \x03(\x03\x12\x0e\n\x06\x66rames\x18\x05 \x01(\x05\x12\x14\n\x0cpath_patches\x18\x06 \x03(\x03\x12\x0c\n\x04kept\x18\x07 \x03(\x05\x12\x16\n\x0egroup_pictures\x18\x08 \x01(\x05\"\x83\x02\n\x05Media\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12*\n\x04plan\x18\x03 \x01(\x0b\x32\x1c.encoder.replica.v1.ItemPlan\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0e\n\x06notice\x18\x05 \x01(\t\x12&\n\x04\x63lip\x18\x06 \x01(\x0b\x32\x18.encoder.replica.v1.Clip\x12\x0e\n\x06\x66rames\x18\x07 \x03(\x0c\x12\x10\n\x08\x65vs_rate\x18\x08 \x01(\x01\x12\x11\n\ton_device\x18\t \x01(\x08\x12&\n\x04size\x18\n \x01(\x0b\x32\x18.encoder.replica.v1.Size\x12\r\n\x05\x61lpha\x18\x0b \x01(\t\"1\n\x06Origin\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\"\x9b\x01\n\rEncodeRequest\x12(\n\x05media\x18\x01 \x03(\x0b\x32\x19.encoder.replica.v1.Media\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\x12*\n\x06origin\x18\x04 \x01(\x0b\x32\x1a.encoder.replica.v1.Origin\x12\x0c\n\x04keep\x18\x05 \x01(\x08\"T\n\x07Timings\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x1a\n\x12preprocess_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x65ncode_seconds\x18\x03 \x01(\x01\"\xf4\x01\n\tEmbedding\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x06shared\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x12\x10\n\x08grid_thw\x18\x05 \x03(\x05\x12\x0e\n\x06source\x18\x06 \x01(\t\x12,\n\x07timings\x18\x07 \x01(\x0b\x32\x1b.encoder.replica.v1.Timings\x12\x0f\n\x07replica\x18\x08 \x01(\t\x12\x14\n\x0c\x66rame_tokens\x18\t \x03(\x05\x12\x11\n\treference\x18\n \x01(\t\x12\x11\n\tkept_rows\x18\x0b \x03(\x05\x42\t\n\x07_shared\"C\n\x05\x45rror\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1b\n\x13retry_after_seconds\x18\x03 \x01(\x01\"s\n\x06\x41nswer\x12\x32\n\tembedding\x18\x01 \x01(\x0b\x32\x1d.encoder.replica.v1.EmbeddingH\x00\x12*\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.encoder.replica.v1.ErrorH\x00\x42\t\n\x07outcome\"g\n\x0b\x45ncodeReply\x12+\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x1a.encoder.replica.v1.Answer\x12\x1b\n\x13outstanding_patches\x18\x02 \x01(\x03\x12\x0e\n\x06ticket\x18\x03 \x01(\t\"\x0e\n\x0c\x43heckRequest\"\x0c\n\nCheckReply\"b\n\x04Kept\x12(\n\x05media\x18\x01 \x01(\x0b\x32\x19.encoder.replica.v1.Media\x12\x30\n\tembedding\x18\x02 \x01(\x0b\x32\x1d.encoder.replica.v1.Embedding\"\x1c\n\x0c\x46\x65tchRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"D\n\nFetchReply\x12&\n\x04kept\x18\x01 \x01(\x0b\x32\x18.encoder.replica.v1.Kept\x12\x0e\n\x06ticket\x18\x02 \x01(\t\"\x1e\n\x0eReleaseRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\" \n\x0cReleaseReply\x12\x10\n\x08released\x18\x01 \x01(\x08\x32\xbe\x02\n\x07Replica\x12L\n\x06\x45ncode\x12!.encoder.replica.v1.EncodeRequest\x1a\x1f.encoder.replica.v1.EncodeReply\x12I\n\x05\x43heck\x12 .encoder.replica.v1.CheckRequest\x1a\x1e.encoder.replica.v1.CheckReply\x12I\n\x05\x46\x65tch\x12 .encoder.replica.v1.FetchRequest\x1a\x1e.encoder.replica.v1.FetchReply\x12O\n\x07Release\x12\".encoder.replica.v1.ReleaseRequest\x1a .encoder.replica.v1.ReleaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,27 +46,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TIMINGS']._serialized_start=812
   _globals['_TIMINGS']._serialized_end=896
   _globals['_EMBEDDING']._serialized_start=899
-  _globals['_EMBEDDING']._serialized_end=1124
-  _globals['_ERROR']._serialized_start=1126
-  _globals['_ERROR']._serialized_end=1193
-  _globals['_ANSWER']._serialized_start=1195
-  _globals['_ANSWER']._serialized_end=1310
-  _globals['_ENCODEREPLY']._serialized_start=1312
-  _globals['_ENCODEREPLY']._serialized_end=1415
-  _globals['_CHECKREQUEST']._serialized_start=1417
-  _globals['_CHECKREQUEST']._serialized_end=1431
-  _globals['_CHECKREPLY']._serialized_start=1433
-  _globals['_CHECKREPLY']._serialized_end=1445
-  _globals['_KEPT']._serialized_start=1447
-  _globals['_KEPT']._serialized_end=1545
-  _globals['_FETCHREQUEST']._serialized_start=1547
-  _globals['_FETCHREQUEST']._serialized_end=1575
-  _globals['_FETCHREPLY']._serialized_start=1577
-  _globals['_FETCHREPLY']._serialized_end=1645
-  _globals['_RELEASEREQUEST']._serialized_start=1647
-  _globals['_RELEASEREQUEST']._serialized_end=1677
-  _globals['_RELEASEREPLY']._serialized_start=1679
-  _globals['_RELEASEREPLY']._serialized_end=1711
-  _globals['_REPLICA']._serialized_start=1714
-  _globals['_REPLICA']._serialized_end=2032
+  _globals['_EMBEDDING']._serialized_end=1143
+  _globals['_ERROR']._serialized_start=1145
+  _globals['_ERROR']._serialized_end=1212
+  _globals['_ANSWER']._serialized_start=1214
+  _globals['_ANSWER']._serialized_end=1329
+  _globals['_ENCODEREPLY']._serialized_start=1331
+  _globals['_ENCODEREPLY']._serialized_end=1434
+  _globals['_CHECKREQUEST']._serialized_start=1436
+  _globals['_CHECKREQUEST']._serialized_end=1450
+  _globals['_CHECKREPLY']._serialized_start=1452
+  _globals['_CHECKREPLY']._serialized_end=1464
+  _globals['_KEPT']._serialized_start=1466
+  _globals['_KEPT']._serialized_end=1564
+  _globals['_FETCHREQUEST']._serialized_start=1566
+  _globals['_FETCHREQUEST']._serialized_end=1594
+  _globals['_FETCHREPLY']._serialized_start=1596
+  _globals['_FETCHREPLY']._serialized_end=1664
+  _globals['_RELEASEREQUEST']._serialized_start=1666
+  _globals['_RELEASEREQUEST']._serialized_end=1696
+  _globals['_RELEASEREPLY']._serialized_start=1698
+  _globals['_RELEASEREPLY']._serialized_end=1730
+  _globals['_REPLICA']._serialized_start=1733
+  _globals['_REPLICA']._serialized_end=2051
 # @@protoc_insertion_point(module_scope)

@@ -123,6 +123,10 @@ class ItemDocument(BaseModel):
     frame_tokens: list[int] | None = Field(
         None, description="With `evs_rate`: rows that each temporal group keeps."
     )
+    kept_rows: list[int] | None = Field(
+        None,
+        description="With `evs_rate`: the indices of these rows among all rows of the video.",
+    )
 
 
 class FailedItem(BaseModel):

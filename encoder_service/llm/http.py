@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from actors.errors import InvalidRequest, ServiceError, Unavailable
+from actors.spec.video import retained_tokens
 from actors.telemetry.tracing import ORIGIN
 from actors.types import Media
 from encoder_service.api.errors import AtItem, error_response, fault
@@ -116,12 +117,13 @@ class ChatService:
     async def admit(self, parsed: Parsed) -> ChatCall:
         """Raises ServiceError, or AtItem with the position of the image or video at fault."""
         media: list[Media] = []
-        admitted = await self.admission.admit(parsed.items) if parsed.items else []
+        rate = self.options.video_pruning_rate
+        admitted = await self.admission.admit(parsed.items, rate) if parsed.items else []
         for index, one in enumerate(admitted):
             if isinstance(one, ServiceError):
                 raise AtItem(index, one)
             media.append(one)
-        tokens = sum(one.plan.tokens for one in media)
+        tokens = sum(retained_tokens(one.plan, one.evs_rate) for one in media)
         if tokens >= self.spec.max_model_len:  # before the encoders work in vain
             raise InvalidRequest(
                 f"the images and videos are {tokens} tokens; the maximum context length is "
