@@ -16,7 +16,7 @@ from actors.types import Dtype, Grid, Kind, Source
 
 def without_default(shown: dict[str, Any]) -> None:
     """Of a field whose default depends on the request: generated clients would send it."""
-    del shown["default"]
+    shown.pop("default", None)
 
 
 class RequestOptions(BaseModel):
@@ -260,6 +260,10 @@ PLANS: dict[int | str, dict[str, Any]] = {
     }
 }
 
+QUERY = RequestOptions.model_json_schema()["properties"]
+for shown in QUERY.values():  # generated clients would send the defaults beside a body
+    without_default(shown)
+
 ENCODE: dict[str, Any] = {
     "parameters": [
         {
@@ -270,7 +274,7 @@ ENCODE: dict[str, Any] = {
         },
         *(
             {"name": name, "in": "query", "description": "Only of a bare file.", "schema": shown}
-            for name, shown in RequestOptions.model_json_schema()["properties"].items()
+            for name, shown in QUERY.items()
         ),
     ],
     "requestBody": {
