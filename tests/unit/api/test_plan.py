@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import msgpack
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -20,6 +21,7 @@ from actors.errors import Overloaded, Unavailable
 from actors.families import registry
 from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
 from actors.pipeline import open_pipeline
+from actors.spec.video import retention_mask
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Kind, Media
@@ -73,6 +75,7 @@ class Encoding(Fleet):
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
     ) -> list[Answer]:
         self.calls.append((dtype, timeout_seconds))
+        self.plans = [one.plan for one in media]
         return await self.pipeline.encode(media, dtype, timeout_seconds)
 
 
@@ -139,6 +142,28 @@ def test_a_plan_is_what_encoding_gives(preset: str, tmp_path: Path) -> None:
                     for kind, kwargs in asked
                 ]
                 assert kinds == [Plan, Plan, Plan, *taken]
+        fleet.pipeline.close()
+
+    asyncio.run(run())
+
+
+def test_rows_that_are_left_of_a_video_are_named() -> None:
+    async def run() -> None:
+        fleet = Encoding(MODEL)
+        film = video(8, size=(96, 64))
+        async with clients(
+            Service(ServiceOptions(model=MODEL), registry.read(MODEL), fleet)
+        ) as both:
+            for one in both:
+                (whole,) = await one.encode([film], "float32")
+                photo, left = await one.encode([jpeg(64, 64), film], "float32", evs_rate=0.5)
+                assert whole.kept_rows == photo.kept_rows == ()
+                assert len(left.kept_rows) == left.tokens == sum(left.frame_tokens) < whole.tokens
+                assert np.array_equal(left.numpy(), whole.numpy()[list(left.kept_rows)])
+                # All values of a row count, those of deepstack features too.
+                plan = fleet.plans[-1]
+                mask = retention_mask(whole.numpy(), plan, 0.5)
+                assert left.kept_rows == tuple(mask.nonzero()[0])
         fleet.pipeline.close()
 
     asyncio.run(run())
