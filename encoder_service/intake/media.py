@@ -122,7 +122,7 @@ class Admission:
         for name, value in given.items():
             if name in largest and value > largest[name]:
                 raise InvalidOption(self._over(name, value, largest[name]))
-        return ProcessorKwargs(**given)  # type: ignore[arg-type]
+        return ProcessorKwargs(**given)
 
     def _over(self, name: str, value: float, most: float) -> str:
         if name in SAMPLED:
