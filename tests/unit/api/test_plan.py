@@ -221,7 +221,7 @@ def test_options_of_a_request_are_for_the_kinds_that_take_them() -> None:
         (Input(PHOTO, fps=2), {}, "fps: qwen3vl-tiny (qwen3_vl) does not take it for images; it "
          "takes min_pixels, max_pixels"),
         (Input(PHOTO, max_pixels=2**21), {}, "max_pixels: 2097152 is over 1048576, which gives "
-         "images of 1024 tokens (the largest of graphs.token_budgets): lower it"),
+         "1024 tokens (the largest of graphs.token_budgets): lower it"),
         (PHOTO, {"min_pixels": 2**21}, "min_pixels: 2097152 is over 1048576"),
         (PHOTO, {"min_pixels": 9000, "max_pixels": 8000}, "min_pixels: 9000 is over max_pixels, "
          "8000: lower it"),
@@ -265,7 +265,7 @@ def test_limits_hold_for_what_is_asked() -> None:
     http = client(Fleet(), max_image_tokens=64)
     asked = http.post("/v1/plan", json={"items": [ITEM | {"max_pixels": 65537}]}).json()["error"]
     assert asked["type"] == "invalid_option"
-    assert "max_pixels: 65537 is over 65536, which gives images of 64 tokens" in asked["message"]
+    assert "max_pixels: 65537 is over 65536, which gives 64 tokens" in asked["message"]
     assert "(limits.max_image_tokens): lower it" in asked["message"]
     whole = http.post("/v1/plan", json={"items": [ITEM]}).json()["error"]
     assert whole["type"] == "too_large"
