@@ -28,6 +28,7 @@ from pydantic_core import CoreSchema, core_schema
 from actors.errors import InvalidRequest, NotFound, ServiceError
 from actors.telemetry.tracing import NOBODY, Origin
 from actors.types import Kind, Media
+from encoder_service.api.schema import KwargsFields
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WireError, from_base64
 
@@ -40,6 +41,8 @@ MOST_PROBLEMS, MOST_NAMED, MOST_KEY = 1000, 10, 100
 """Limits for an error message: problems looked at, problems named, characters of a key."""
 MESSAGE_PART = 5
 """Keys to a message part: messages, i, content, j, its type (pydantic's, not the body's)."""
+LOW_PIXELS = 512 * 512
+"""Of an image with `detail: low`, as in OpenAI's API."""
 DATA_URL = "data:"
 MOST_SHOWN = 40
 """Characters of an invalid URL to quote: it may be a whole file in base64."""
@@ -124,7 +127,7 @@ class ImageUrl(StrictModel):
 
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
-    """Accepted because clients send it, but ignored: the model determines the resolution."""
+    """`low`: at most LOW_PIXELS. `high`: as many as the checkpoint takes. `auto`: as configured."""
 
 
 class ImagePart(StrictModel):
@@ -175,6 +178,21 @@ class ChatMessage(StrictModel):
         return {"role": role, "content": content}
 
 
+class SizeRange(StrictModel):
+    """transformers' `size` of an image: its pixels, and its frames' if it has several (GLM-V)."""
+
+    shortest_edge: int | None = Field(None, gt=0)
+    longest_edge: int | None = Field(None, gt=0)
+
+
+class ChatKwargs(KwargsFields):
+    """vLLM's `mm_processor_kwargs`, for all images and videos whose kind takes them."""
+
+    size: SizeRange | None = None
+    do_sample_frames: Literal[True] = True
+    """Clients of vLLM send it. Frames of a video file are always sampled."""
+
+
 class StreamOptions(StrictModel):
     include_usage: bool = False
 
@@ -210,6 +228,7 @@ class ChatRequest(SamplingParams):
     stream_options: StreamOptions | None = None
     max_completion_tokens: int | None = Field(None, gt=0)
     """The newer name of max_tokens."""
+    mm_processor_kwargs: ChatKwargs = ChatKwargs()
     n: Annotated[Any, Only(1)] = None
     frequency_penalty: Annotated[Any, Only(0)] = None
     presence_penalty: Annotated[Any, Only(0)] = None

@@ -1,18 +1,28 @@
-"""The gRPC service of encoder.proto: a stub for callers and handlers for servers.
+"""The gRPC service of encoder.proto: a stub for callers, handlers for servers, messages with rows.
 
-Made from the descriptor, so that only the messages (encoder_pb2.py) are generated.
+Made from the descriptor, so that only the messages (encoder_pb2.py) are generated. Rows are neither
+copied into messages by servers nor out of them by callers: `packed` and `unpacked` write and read
+the one field that holds them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from encoder_service.wire import encoder_pb2 as pb
+from encoder_service.wire.formats import Buffer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Encoder"]
+
+ITEMS = pb.EncodeResponse.ITEMS_FIELD_NUMBER  # the same as EncodeChunk's embedding
+DATA = pb.Embedding.DATA_FIELD_NUMBER
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+"""Wire types of protobuf."""
 
 
 class EncoderStub:
@@ -25,19 +35,22 @@ class EncoderStub:
     Release: Any
     GetModel: Any
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Any, *, raw: bool = False) -> None:
+        """`raw`: messages are received as bytes, for `unpacked`."""
         for method in SERVICE.methods:
             make = channel.unary_stream if method.server_streaming else channel.unary_unary
             call = make(
                 f"/{SERVICE.full_name}/{method.name}",
                 request_serializer=GetMessageClass(method.input_type).SerializeToString,
-                response_deserializer=GetMessageClass(method.output_type).FromString,
+                response_deserializer=(
+                    None if raw else GetMessageClass(method.output_type).FromString
+                ),
             )
             setattr(self, method.name, call)
 
 
 def add_EncoderServicer_to_server(servicer: Any, server: Any) -> None:
-    """Registers an object that has the service's methods; Serve is given this function by name."""
+    """Registers an object that has the service's methods. They return messages, or their bytes."""
     handlers = {}
     for method in SERVICE.methods:
         make = (
@@ -48,8 +61,87 @@ def add_EncoderServicer_to_server(servicer: Any, server: Any) -> None:
         handlers[method.name] = make(
             getattr(servicer, method.name),
             request_deserializer=GetMessageClass(method.input_type).FromString,
-            response_serializer=GetMessageClass(method.output_type).SerializeToString,
+            response_serializer=serialized,
         )
     generic = grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
     server.add_generic_rpc_handlers((generic,))
-    server.add_registered_method_handlers(SERVICE.full_name, handlers)
+
+
+def serialized(message: Any) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+def packed(outer: Any, items: Iterable[tuple[pb.Embedding, Buffer]]) -> bytes:
+    """An EncodeResponse or EncodeChunk, given without embeddings, with embeddings and their rows.
+
+    The rows are copied once, into the result.
+    """
+    pieces = [outer.SerializeToString()]
+    for embedding, data in items:
+        inner, view = embedding.SerializeToString(), memoryview(data).cast("B")
+        if len(view):
+            inner += key(DATA) + varint(len(view))
+        pieces += [key(ITEMS), varint(len(inner) + len(view)), inner, view]
+    return b"".join(pieces)
+
+
+def unpacked(kind: Any, message: bytes) -> tuple[Any, list[tuple[pb.Embedding, memoryview]]]:
+    """The inverse of `packed`: the message without embeddings, the embeddings without rows, and
+    views of the rows in `message`. Raises DecodeError."""
+    others, items = [], []
+    for number, whole, content in fields(memoryview(message)):
+        if number != ITEMS:
+            others.append(whole)
+            continue
+        rest, data = [], memoryview(b"")
+        for inner, part, value in fields(content):
+            if inner == DATA:
+                data = value
+            else:
+                rest.append(part)
+        items.append((pb.Embedding.FromString(b"".join(rest)), data))
+    return kind.FromString(b"".join(others)), items
+
+
+def fields(message: memoryview) -> Iterator[tuple[int, memoryview, memoryview]]:
+    """(Number, field, content) of each field. Raises DecodeError."""
+    at = 0
+    while at < len(message):
+        start = at
+        tag, at = read_varint(message, at)
+        if tag & 7 == VARINT:
+            _, end = read_varint(message, at)
+        elif tag & 7 == BYTES:
+            length, at = read_varint(message, at)
+            end = at + length
+        elif tag & 7 in (FIXED64, FIXED32):
+            end = at + (8 if tag & 7 == FIXED64 else 4)
+        else:
+            raise DecodeError(f"wire type {tag & 7}")
+        if end > len(message):
+            raise DecodeError("the message is cut off")
+        yield tag >> 3, message[start:end], message[at:end]
+        at = end
+
+
+def key(number: int) -> bytes:
+    return varint(number << 3 | BYTES)
+
+
+def varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def read_varint(message: memoryview, at: int) -> tuple[int, int]:
+    """The number at a position, and the position after it."""
+    value = 0
+    for place, byte in enumerate(message[at : at + 10]):
+        value |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            return value, at + place + 1
+    raise DecodeError("a number is cut off")

@@ -68,7 +68,7 @@ def engines(
     options = encoder.options(folder / "model")
     with ExitStack() as stack:
         where = stack.enter_context(cluster(logical_cpus(options), object_store_bytes=400_000_000))
-        stack.enter_context(service(options))
+        stack.enter_context(service(options, where))
         connector = {
             "ec_connector": "EncoderServiceConnector",
             "ec_role": "ec_consumer",
