@@ -87,7 +87,7 @@ api-fuzz: setup .venv-security/.installed
 
 # Fuzzes everything that parses bytes, FUZZ_SECONDS per target: tests/fuzz/__main__.py.
 FUZZ_SECONDS ?= 60
-FUZZ ?= image video decoder http_json http_msgpack http_form http_image http_accept grpc response \
+FUZZ ?= image video decoder http_json http_msgpack http_form http_image http_accept grpc grpc_response response \
 	url redirect authorize
 fuzz: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3'

@@ -40,7 +40,7 @@ class IngressOptions(Options):
     max_ongoing_requests: PositiveInt = 1000
     """At a time, over HTTP, and as many over gRPC."""
     grpc_host: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.:_-]+$")] = "127.0.0.1"
-    """Address to listen on for gRPC; 0.0.0.0: all of the machine's. Of HTTP: Serve's http_options."""
+    """Address to listen on for gRPC; 0.0.0.0: every one of the machine. For HTTP: http_options."""
     grpc_port: int | None = Field(9000, gt=0, lt=2**16)
     """Every ingress listens there itself; those of one machine share the port. None: no gRPC."""
 
@@ -218,11 +218,15 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
+def is_ours(application: Mapping[str, Any]) -> bool:
+    return str(application.get("import_path")).replace(":", ".") == BUILD.replace(":", ".")
+
+
 def load_all(path: Path) -> list[ServiceOptions]:
     """The options of each of our applications. Raises ConfigError if there is none."""
     found = []
     for index, application in enumerate(read_document(path)["applications"]):
-        if str(application.get("import_path")).replace(":", ".") != BUILD.replace(":", "."):
+        if not is_ours(application):
             continue
         args = application.get("args", {})
         if not isinstance(args, Mapping):

@@ -1,4 +1,4 @@
-"""The API over gRPC: a server of the ingress' own, with the standard health and reflection services.
+"""The API over gRPC: the ingress' own server, with the standard health and reflection services.
 
 An error is a status whose details are JSON: {"type", "message", "item", "retryable"}, and
 "retry_after_s" if there is one.
@@ -73,7 +73,7 @@ async def serving(service: Service, options: IngressOptions) -> AsyncIterator[No
     seconds = service.limits.timeout_seconds + GRACE_SECONDS
     most_bytes = service.limits.max_body_bytes + ENVELOPE_BYTES
     server = grpc.aio.server(
-        interceptors=[TokenCheck(service)],
+        interceptors=[TokenFirst(service)],
         options=[
             *SERVER_OPTIONS,
             ("grpc.max_receive_message_length", most_bytes),
@@ -98,7 +98,7 @@ async def serving(service: Service, options: IngressOptions) -> AsyncIterator[No
         await server.stop(seconds)
 
 
-class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class TokenFirst(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Refuses calls to encoder.v1.Encoder without a valid token, before their message is read."""
 
     def __init__(self, service: Service) -> None:
@@ -224,8 +224,8 @@ async def answering(
     """Wraps a call: records it as `api`, and turns exceptions into the status that ends it."""
     metadata = dict(context.invocation_metadata() or ())
     request_id = request_id_of(metadata.get("request_id"))
-    trailing = (("request_id", request_id),)
-    context.set_trailing_metadata(trailing)
+    trailing = [("request_id", request_id)]
+    context.set_trailing_metadata(tuple(trailing))
     origin = Origin(request_id, metadata.get("traceparent", ""))
     with service.observer.exchange(api, origin, CANCELLED) as exchange:
         try:
@@ -241,8 +241,8 @@ async def answering(
     document = problem.document()
     if (wait := problem.retry_after_seconds) is not None:
         document["retry_after_s"] = wait
-        trailing += (("retry-after", f"{wait:g}"),)
-    await context.abort(problem.row.code, details(document), trailing)
+        trailing.append(("retry-after", f"{wait:g}"))
+    await context.abort(problem.row.code, details(document), tuple(trailing))
 
 
 class HealthCalls:

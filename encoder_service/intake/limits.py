@@ -41,7 +41,7 @@ def check_body_bytes(size_bytes: int, limits: LimitOptions) -> None:
 
 
 class Buffered:
-    """The bytes of requests or answers that are held at a time, at most `most_bytes`; beyond it 429.
+    """The bytes of requests, or of answers, that are held at a time; beyond `most_bytes` 429.
 
     `reason`: what the client is told.
     """

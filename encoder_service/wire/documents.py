@@ -6,7 +6,7 @@ Knows neither HTTP, gRPC, models nor limits on items.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from encoder_service.wire.formats import (
@@ -131,7 +131,7 @@ def parse_item(item: Any, where: str) -> RequestItem:
         raise WireError(f"{where} must be a map")
     check_keys(item, {"type", "data", "url", "frames", *KWARGS}, where)
     kind, fps = item.get("type", "image"), item.get("fps")
-    counts = {name: whole(item[name], f"{where}.{name}") for name in COUNTS if name in item}
+    counts = {name: count(item[name], f"{where}.{name}") for name in COUNTS if name in item}
     data, url, frames = item.get("data"), item.get("url"), item.get("frames")
     if kind not in ("image", "video"):
         raise WireError(f'{where}.type must be "image" or "video", not {kind!r}')
@@ -143,7 +143,7 @@ def parse_item(item: Any, where: str) -> RequestItem:
         raise WireError(f"{where}.fps must be a number above zero")
     if frames is None:
         file = None if data is None else content(data, f"{where}.data")
-        return RequestItem(kind, file, url, fps=fps, **counts)
+        return replace(RequestItem(kind, file, url, fps=fps), **counts)
     if kind != "video":
         raise WireError(f'{where}.frames: the type must be "video"')
     if not isinstance(frames, list):
@@ -151,13 +151,13 @@ def parse_item(item: Any, where: str) -> RequestItem:
     if counts.get("num_frames"):
         raise WireError(f"{where}.num_frames goes with a video file: all `frames` are encoded")
     files = tuple(content(one, f"{where}.frames[{i}]") for i, one in enumerate(frames))
-    return RequestItem("video", frames=files, fps=fps, **counts)
+    return replace(RequestItem("video", frames=files, fps=fps), **counts)
 
 
-def whole(value: Any, where: str) -> int | None:
-    if value is not None and (type(value) is not int or value <= 0):
-        raise WireError(f"{where} must be a whole number above zero")
-    return value
+def count(value: Any, where: str) -> int | None:
+    if value is None or (type(value) is int and value > 0):
+        return value
+    raise WireError(f"{where} must be a whole number above zero")
 
 
 def content(data: Any, where: str) -> bytes:

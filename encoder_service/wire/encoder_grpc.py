@@ -15,14 +15,14 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.formats import Buffer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Encoder"]
 
-ITEMS = pb.EncodeResponse.ITEMS_FIELD_NUMBER  # the same as EncodeChunk's embedding
-DATA = pb.Embedding.DATA_FIELD_NUMBER
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Wire types of protobuf."""
+ITEMS = pb.EncodeResponse.ITEMS_FIELD_NUMBER << 3 | BYTES  # EncodeChunk's embedding has the same
+DATA = pb.Embedding.DATA_FIELD_NUMBER << 3 | BYTES
+"""Keys of fields: one byte each."""
 
 
 class EncoderStub:
@@ -71,17 +71,17 @@ def serialized(message: Any) -> bytes:
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
-def packed(outer: Any, items: Iterable[tuple[pb.Embedding, Buffer]]) -> bytes:
+def packed(outer: Any, items: Iterable[tuple[pb.Embedding, Any]]) -> bytes:
     """An EncodeResponse or EncodeChunk, given without embeddings, with embeddings and their rows.
 
-    The rows are copied once, into the result.
+    Rows are buffers, copied once, into the result.
     """
     pieces = [outer.SerializeToString()]
     for embedding, data in items:
         inner, view = embedding.SerializeToString(), memoryview(data).cast("B")
         if len(view):
-            inner += key(DATA) + varint(len(view))
-        pieces += [key(ITEMS), varint(len(inner) + len(view)), inner, view]
+            inner += bytes((DATA,)) + varint(len(view))
+        pieces += [bytes((ITEMS,)), varint(len(inner) + len(view)), inner, view]
     return b"".join(pieces)
 
 
@@ -89,13 +89,13 @@ def unpacked(kind: Any, message: bytes) -> tuple[Any, list[tuple[pb.Embedding, m
     """The inverse of `packed`: the message without embeddings, the embeddings without rows, and
     views of the rows in `message`. Raises DecodeError."""
     others, items = [], []
-    for number, whole, content in fields(memoryview(message)):
-        if number != ITEMS:
+    for key, whole, content in fields(memoryview(message)):
+        if key != ITEMS:
             others.append(whole)
             continue
         rest, data = [], memoryview(b"")
-        for inner, part, value in fields(content):
-            if inner == DATA:
+        for inner_key, part, value in fields(content):
+            if inner_key == DATA:
                 data = value
             else:
                 rest.append(part)
@@ -104,28 +104,25 @@ def unpacked(kind: Any, message: bytes) -> tuple[Any, list[tuple[pb.Embedding, m
 
 
 def fields(message: memoryview) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """(Number, field, content) of each field. Raises DecodeError."""
+    """(Key, whole, content) of each field. Raises DecodeError."""
     at = 0
     while at < len(message):
         start = at
-        tag, at = read_varint(message, at)
-        if tag & 7 == VARINT:
+        key, at = read_varint(message, at)
+        wire_type = key & 7
+        if wire_type == VARINT:
             _, end = read_varint(message, at)
-        elif tag & 7 == BYTES:
+        elif wire_type == BYTES:
             length, at = read_varint(message, at)
             end = at + length
-        elif tag & 7 in (FIXED64, FIXED32):
-            end = at + (8 if tag & 7 == FIXED64 else 4)
+        elif wire_type in (FIXED64, FIXED32):
+            end = at + (8 if wire_type == FIXED64 else 4)
         else:
-            raise DecodeError(f"wire type {tag & 7}")
+            raise DecodeError(f"a field of wire type {wire_type}")
         if end > len(message):
-            raise DecodeError("the message is cut off")
-        yield tag >> 3, message[start:end], message[at:end]
+            raise DecodeError("a field is cut off")
+        yield key, message[start:end], message[at:end]
         at = end
-
-
-def key(number: int) -> bytes:
-    return varint(number << 3 | BYTES)
 
 
 def varint(value: int) -> bytes:

@@ -16,6 +16,7 @@ from ray import serve
 from encoder_service.app import build
 from tests.images import jpeg, photograph
 from tests.serve.conftest import Cluster
+from tests.serve.tiny import GRPC_PORT
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
@@ -39,6 +40,7 @@ def folder(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     document = yaml.safe_load((ROOT / "configs/tiny-chat.yaml").read_text())
     args: dict[str, Any] = document["applications"][0]["args"]
     args["encoder"]["replicas"] = 1
+    args["ingress"]["grpc_port"] = GRPC_PORT
     serve.run(build(args), name="encoder", route_prefix="/")
     yield folder
     serve.delete("encoder")

@@ -29,6 +29,7 @@ from tests.parity.conftest import Pair
 from tests.parity.table import TOLERANCE
 from tests.parity.test_tower import rows_of
 from tests.serve.conftest import Cluster
+from tests.serve.tiny import GRPC_PORT
 from tests.videos import video
 
 pytestmark = pytest.mark.extended
@@ -49,7 +50,7 @@ def served(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "graphs": {"token_budgets": (64, 256)},
         "cache": {"max_bytes": 10_000_000},
         "router": {"num_cpus": 0.1},
-        "ingress": {"num_cpus": 0.1},
+        "ingress": {"num_cpus": 0.1, "grpc_port": GRPC_PORT},
     }
     serve.run(build(args), name="video", route_prefix="/")
     yield Pair(reference, load(ModelOptions.model_validate(model), torch.device("cpu")), folder)

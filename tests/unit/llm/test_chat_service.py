@@ -13,7 +13,8 @@ from starlette.testclient import TestClient
 
 from actors.errors import EncodeFailed, InvalidMedia
 from actors.families.registry import read
-from actors.options import ModelOptions
+from actors.options import GraphOptions, ImagesKwargs, ModelOptions
+from actors.types import ProcessorKwargs
 from encoder_service.api.errors import AtItem
 from encoder_service.api.http import build
 from encoder_service.config import LimitOptions, LlmOptions, ServiceOptions
@@ -23,14 +24,17 @@ from encoder_service.llm.http import ATTEMPTS, ChatService, ReplicaLost
 from encoder_service.llm.schema import (
     ChatCall,
     ChatEvent,
+    ChatKwargs,
     Finish,
     InvalidKey,
     SamplingParams,
+    SizeRange,
     parse,
 )
 from encoder_service.service import Service
 from tests.images import jpeg
 from tests.unit.front_door import Fleet
+from tests.videos import video
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 PATH = "/v1/chat/completions"
@@ -65,10 +69,17 @@ class Replicas:
         return self.ready
 
 
-def client(replicas: Replicas, **options: Any) -> TestClient:
+def client(
+    replicas: Replicas,
+    own: ModelOptions = MODEL,
+    graphs: GraphOptions | None = None,
+    **options: Any,
+) -> TestClient:
     llm = LlmOptions(num_gpus=0, device="cpu", **options)
-    service_options = ServiceOptions(model=MODEL, llm=llm, limits=LimitOptions(max_items=2))
-    spec = read(MODEL)
+    service_options = ServiceOptions(
+        model=own, llm=llm, limits=LimitOptions(max_items=2), graphs=graphs or GraphOptions()
+    )
+    spec = read(own)
     service = Service(service_options, spec, Fleet())
     chat = ChatService(llm, llm_spec.read(llm, MODEL, spec), service.admission, replicas)
     app = build(service)
@@ -121,6 +132,77 @@ def test_what_is_asked_reaches_the_model(detail: str) -> None:
     )
     assert [one.plan.tokens for one in call.media] == [6]
     assert call.sampling == SamplingParams(max_tokens=7, top_p=0.5, stop=("x",), seed=3)
+
+
+def tokens_of(
+    part: dict[str, Any],
+    model: ModelOptions = MODEL,
+    graphs: GraphOptions | None = None,
+    **request: Any,
+) -> list[int]:
+    """Tokens of the images and videos of a chat with this part."""
+    replicas = Replicas(WHOLE)
+    messages = [{"role": "user", "content": [part]}]
+    answer = client(replicas, model, graphs).post(
+        PATH, json=HELLO | {"messages": messages} | request
+    )
+    assert answer.status_code == 200, answer.text
+    return [one.plan.tokens for call in replicas.calls for one in call.media]
+
+
+def detailed(detail: str) -> dict[str, Any]:
+    part = image(jpeg(1200, 800))
+    part["image_url"]["detail"] = detail
+    return part
+
+
+def test_detail_chooses_the_pixels_of_an_image() -> None:
+    assert [tokens_of(detailed(each)) for each in ("auto", "low", "high")] == [[950], [247], [950]]
+    small = MODEL.model_copy(update={"images_kwargs": ImagesKwargs(max_pixels=100_000)})
+    budgets = GraphOptions(token_budgets=(64, 1024))
+    found = [tokens_of(detailed(each), small) for each in ("auto", "low", "high")]
+    assert found == [[96], [96], [96]], "the largest budget is that of 100,000 pixels"
+    found = [tokens_of(detailed(each), small, graphs=budgets) for each in ("auto", "low", "high")]
+    assert found == [[96], [96], [950]]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "tokens"),
+    [
+        ({"max_pixels": 65536}, 54),
+        ({"min_pixels": 1_000_000, "fps": 2, "do_sample_frames": True}, 1014),
+        ({"size": {"shortest_edge": 4096, "longest_edge": 65536}}, 54),
+    ],
+)
+def test_pixels_in_vllm_s_words(kwargs: dict[str, Any], tokens: int) -> None:
+    assert tokens_of(image(jpeg(1200, 800)), mm_processor_kwargs=kwargs) == [tokens]
+
+
+def test_frames_in_vllm_s_words() -> None:
+    film = video(40, size=(64, 48), fps=10)
+    part = {
+        "type": "video_url",
+        "video_url": {"url": f"data:video/mp4;base64,{b64encode(film).decode()}"},
+    }
+    assert tokens_of(part) == [16]
+    assert tokens_of(part, mm_processor_kwargs={"fps": 1}) == [8]
+    assert tokens_of(part, mm_processor_kwargs={"num_frames": 20}) == [40]
+
+
+def test_a_size_of_all_frames_is_not_that_of_each() -> None:
+    film = b64encode(video(8)).decode()
+    part = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{film}"}}
+    chat = HELLO | {"messages": [{"role": "user", "content": [part]}]}
+    chat |= {"mm_processor_kwargs": {"size": {"longest_edge": 65536}}}
+    answer = client(Replicas()).post(PATH, json=chat)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "mm_processor_kwargs")
+    assert "give min_pixels and max_pixels, those of each frame" in answer.text
+
+
+def test_glm_counts_an_image_once_for_each_of_two_frames() -> None:
+    glm = read(ModelOptions(id="glm41v-9b", load_format="dummy"))
+    kwargs = ChatKwargs(size=SizeRange(shortest_edge=12545, longest_edge=65536))
+    assert chat_http.kwargs_of(kwargs, [], glm) == ProcessorKwargs(6273, 32768)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -263,6 +345,7 @@ def test_the_time_is_kept_and_the_generation_ended() -> None:
             "the request: stream_options: only with stream",
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
+        ({"mm_processor_kwargs": {"max_crops": 4}}, "mm_processor_kwargs.max_crops: not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "'image_url'"),
         ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "maximum context length"),
         (
