@@ -133,7 +133,7 @@ class SglangEncoder:
         self.encoder = encoder
         self.limits = limits
         self.networks = networks
-        self.buffered = Buffered(limits.max_buffered_bytes)
+        self.buffered = Buffered(limits.max_buffered_bytes, "too much is sent here")
         self.receivers: dict[str, Receivers] = {}
         self.context = zmq.asyncio.Context()
 
