@@ -133,6 +133,10 @@ class ErrorDocument(BaseModel):
     error: ErrorBody
 
 
+TIMES = "Of a video: the time of each temporal group in seconds, as the model counts."
+PACE = "Of a video: seconds from one temporal group to the next."
+
+
 class ItemDocument(BaseModel):
     """One item's embedding."""
 
@@ -159,13 +163,8 @@ class ItemDocument(BaseModel):
         description="Set if the picture was changed before encoding: transparency was composited, "
         "more than 8 bits per channel were scaled, or only the first frame was encoded.",
     )
-    timestamps: list[float] | None = Field(
-        None,
-        description="Of a video: the time of each temporal group in seconds, as the model counts.",
-    )
-    second_per_grid_ts: float | None = Field(
-        None, description="Of a video: seconds from one temporal group to the next."
-    )
+    timestamps: list[float] | None = Field(None, description=TIMES)
+    second_per_grid_ts: float | None = Field(None, description=PACE)
     frame_tokens: list[int] | None = Field(
         None, description="With `evs_rate`: rows that each temporal group keeps."
     )
@@ -216,6 +215,8 @@ class PlannedItem(BaseModel):
     patches: int = Field(description="What encoding it costs: replicas are balanced by it.")
     digest: str = Field(description="SHA-256 of the item's bytes.")
     notice: str | None = None
+    timestamps: list[float] | None = Field(None, description=TIMES)
+    second_per_grid_ts: float | None = Field(None, description=PACE)
 
 
 class PlanDocument(BaseModel):

@@ -189,6 +189,10 @@ class Plan:
     digest: str
     """Hexadecimal SHA-256 of the item's bytes, as of its embedding."""
     notice: str = ""
+    timestamps: tuple[float, ...] = ()
+    """Of a video: the time of each temporal group, in seconds."""
+    second_per_grid_ts: float = 0.0
+    """Of a video: seconds from one temporal group to the next."""
 
 
 class ServiceError(Exception):

@@ -95,7 +95,8 @@ async def clients(one: Service) -> AsyncIterator[list[AsyncClient]]:
 def facts(one: Plan | Embedding | ServiceError) -> tuple[object, ...]:
     if isinstance(one, ServiceError):
         return one.type, one.message, one.item
-    return one.index, one.type, one.grid_thw, one.tokens, one.digest, one.notice
+    times = one.timestamps, one.second_per_grid_ts
+    return one.index, one.type, one.grid_thw, one.tokens, one.digest, one.notice, times
 
 
 def test_every_family_has_a_preset_here() -> None:
@@ -281,6 +282,9 @@ def test_sizes_are_upright_pixels() -> None:
                 photo, film = await one.plan([ROTATED, video(8, size=(64, 48))])
                 assert (photo.type, photo.width, photo.height) == ("image", 60, 90)
                 assert (film.type, film.width, film.height) == ("video", 64, 48)
+                assert len(film.timestamps) == film.grid_thw[0] > 1
+                assert film.second_per_grid_ts
+                assert not photo.timestamps
                 assert photo.patches == 4 * photo.tokens
                 assert photo.digest == hashlib.sha256(ROTATED).hexdigest()
 
