@@ -234,6 +234,7 @@ class Embedding:
     timings: Timings
     replica: str = ""
     frame_tokens: tuple[int, ...] = ()  # with an `evs_rate`: remaining rows per temporal group
+    kept_rows: tuple[int, ...] = ()  # with an `evs_rate`: the indices of the remaining rows
     reference: str = ""
     """Id under which its replica keeps it for a while. Each caller gets an id of its own."""
 

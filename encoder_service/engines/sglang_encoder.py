@@ -244,7 +244,7 @@ class SglangEncoder:
             socket.connect(endpoint)
             async with asyncio.timeout(self.limits.timeout_seconds):
                 sent = await socket.send_multipart(message, copy=False, track=True)
-                while not (sent and sent.done):
+                while sent and not sent.done:
                     await asyncio.sleep(POLL_SECONDS)
         except TimeoutError:
             raise Unavailable(
