@@ -10,7 +10,7 @@ from time import perf_counter
 
 from actors.models.layers.block import between_layers
 
-POLL_SECONDS = 0.0005  # how often the engine's thread looks whether the steps have ended
+POLL_SECONDS = 0.001  # how often the engine's thread looks whether the steps have ended
 MOST_LAUNCH_SECONDS = 1.0  # how long a step waits for slices to be launched
 
 

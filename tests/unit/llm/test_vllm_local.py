@@ -101,10 +101,9 @@ class Halves:
                     if self.scheduler.has_cache_item(feature.identifier):
                         self.scheduler.update_state_after_alloc(request, index)
                 scheduled.append(request)
-        metadata = self.scheduler.build_connector_meta(None)
-        if scheduled:
-            self.worker.bind_connector_metadata(metadata)
-            self.worker.start_load_caches(self.cache)
+        step = SimpleNamespace(total_num_scheduled_tokens=len(scheduled))
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(step))
+        self.worker.start_load_caches(self.cache)
         return scheduled
 
     def until(self, request: Images) -> None:
@@ -247,6 +246,21 @@ def test_a_request_waits_for_all_of_its_images_and_then_holds_none(stubbed: Stub
     assert all(map(torch.equal, rows, stubbed.cache.values()))
     assert list(stubbed.cache) == ["x", "y"]
     assert not stubbed.items
+
+
+def test_slices_are_launched_before_steps_of_the_model_alone(
+    stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[int] = []
+    monkeypatch.setattr(stubbed.engine.device.pace, "step", shares.append)
+    text = Images("text", {})
+    stubbed.step(stubbed.images("a", "x", "y"), stubbed.images("b", "z"))  # no tokens
+    assert shares == []
+    stubbed.submitted(3)
+    stubbed.step(text)
+    stubbed.answer(2)
+    stubbed.step(text)
+    assert shares == [2, 1]
 
 
 def test_an_image_of_two_requests_is_encoded_once(stubbed: Stubbed) -> None:
