@@ -358,6 +358,23 @@ def test_bytes_from_normalised_pixels(
     assert found.abs().max() <= (0 if exact else 1)
 
 
+def test_the_engines_memory_is_not_vllms(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_local = import_module("encoder_service.engines.vllm_local")
+    spec = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
+    used = iter((10e9, 13e9))
+    monkeypatch.setattr(vllm_local, "used_bytes", lambda kind: next(used))
+    monkeypatch.setattr(vllm_local, "open_engine", lambda *args: StubEngine(spec))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 100e9))
+    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "device_type", "cuda")
+    vllm = configured("qwen3vl-tiny", ahead_bytes=int(2e9))
+    vllm.model_config.dtype = torch.bfloat16
+    vllm.cache_config = SimpleNamespace(gpu_memory_utilization=0.9)
+    vllm_local.open_encoder(vllm).close()
+    assert vllm.cache_config.gpu_memory_utilization == pytest.approx(0.9 - 0.03 - 0.02)
+
+
 def test_what_cannot_work_is_refused_at_start(
     connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
