@@ -102,11 +102,11 @@ def layers_of(run: Callable[[], object]) -> int:
 
 
 def layers_per_slice(run: Callable[[], object], slice_seconds: float) -> tuple[int, float]:
-    """How many layers of this forward pass take as long as a slice may, at least one; and the
-    seconds that they take. `run` returns when the pass has ended."""
+    """How many layers of this forward pass take about as long as a slice should, at least one; and
+    the seconds that they take. `run` returns when the pass has ended."""
     layers = layers_of(run)
     started = perf_counter()
     run()
     seconds = (perf_counter() - started) / layers  # of a layer
-    chosen = max(1, min(layers, int(slice_seconds / max(seconds, 1e-9))))
+    chosen = max(1, min(layers, round(slice_seconds / max(seconds, 1e-9))))
     return chosen, chosen * seconds
