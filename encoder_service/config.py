@@ -59,6 +59,8 @@ class LimitOptions(Options):
     max_pixels: int = Field(40_000_000, gt=0, le=178_000_000)
     """Of one image, as its header declares. Decoding takes up to 16 bytes of memory per pixel,
     however small the file. Raise it for maps and scans; Pillow's own limit is the maximum."""
+    max_image_tokens: PositiveInt | None = None
+    """Of one image. None: a request may ask for as many as the largest budget holds."""
     max_video_frames: PositiveInt = 20_000
     """Of a video file, encoded or not: frames between two encoded ones may have to be decoded."""
     max_video_seconds: PositiveFloat = 900
@@ -108,7 +110,8 @@ class LlmOptions(DeviceOptions):
     generates one completion at a time."""
 
     model: ModelOptions | None = None
-    """None: the service's own `model`. Only its language model is loaded, not its tower."""
+    """None: the service's own `model`. Only its language model is loaded, not its tower, so that
+    its `images_kwargs` and `videos_kwargs` have no effect."""
     max_ongoing_requests: PositiveInt = 4
     """Per replica: one generates; the others are tokenised and encoded, and wait."""
     max_queued_requests: PositiveInt = 64

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
+from actors.engine.budgets import model_capacity
 from actors.errors import InvalidOption, ServiceError
 from actors.spec.model_spec import ModelSpec
 from actors.store.kept import Kept
@@ -80,7 +81,10 @@ class Service:
         self.references = options.references
         self.tokens = Tokens(options.auth)
         self.authorize = self.tokens.authorize
-        self.admission = Admission(spec, options.limits, options.fetch, options.preprocess.alpha)
+        budget = model_capacity(options.graphs, spec).tokens[-1]
+        self.admission = Admission(
+            spec, options.limits, options.fetch, options.preprocess.alpha, budget
+        )
         self.buffered = Buffered(
             options.limits.max_buffered_bytes, "too much is sent here (limits.max_buffered_bytes)"
         )
@@ -190,7 +194,8 @@ class Service:
         if seconds > most:
             raise InvalidOption(f"options.timeout_s: {seconds:g} is over the limit of {most:g}")
         deadline = Deadline(seconds)
-        admitted = await deadline.keep(self.admission.admit(items, options.evs_rate))
+        work = self.admission.admit(items, options.evs_rate, options.kwargs())
+        admitted = await deadline.keep(work)
         for index, one in enumerate(admitted):
             if isinstance(one, ServiceError) and options.on_error == "fail":
                 raise AtItem(index, one)

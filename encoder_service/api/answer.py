@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import numpy as np
 
-from actors.engine.budgets import model_capacity
+from actors.engine.budgets import Capacity, model_capacity
 from actors.errors import ServiceError, TooLarge
 from actors.options import ReferenceOptions
 from actors.spec.model_spec import ModelSpec
@@ -17,6 +17,7 @@ from encoder_service import __version__
 from encoder_service.api.errors import fault
 from encoder_service.api.schema import RequestOptions
 from encoder_service.config import LimitOptions, ServiceOptions
+from encoder_service.intake.media import largest_tokens
 from encoder_service.wire.formats import WIDTHS, Document
 
 MOST_FLOAT_BYTES = 16 * 2**20
@@ -120,11 +121,12 @@ def content(embedding: Embedding) -> Document:
 
 def video_times(spec: ModelSpec, media: Media) -> Document:
     """Times of a video's frame groups, which some language models are given."""
-    if media.clip is None or spec.video is None:
+    video = spec.asked(media.kind, media.kwargs).video
+    if media.clip is None or video is None:
         return {}
     return {
-        "timestamps": [round(seconds, 6) for seconds in spec.video.timestamps(media.clip)],
-        "second_per_grid_ts": round(spec.video.seconds_per_group(media.clip), 6),
+        "timestamps": [round(seconds, 6) for seconds in video.timestamps(media.clip)],
+        "second_per_grid_ts": round(video.seconds_per_group(media.clip), 6),
     }
 
 
@@ -154,6 +156,7 @@ def model_card(options: ServiceOptions, spec: ModelSpec) -> Document:
         "width": spec.width,
         "deepstack": spec.deepstack,
         "tokens_per_item": {"smallest_budget": smallest, "largest": largest},
+        "processor_kwargs": kwargs_card(options, spec, holds),
         "graphs": {
             "mode": options.graphs.mode,
             "blocks": options.block_form(fast=spec.fast_blocks),
@@ -167,4 +170,16 @@ def model_card(options: ServiceOptions, spec: ModelSpec) -> Document:
         "fetch_hosts": list(options.fetch.allow_hosts),
         "versions": {"encoder-service": __version__}
         | {name: version(name) for name in DEPENDENCIES},
+    }
+
+
+def kwargs_card(options: ServiceOptions, spec: ModelSpec, room: Capacity) -> Document:
+    """What a request may say of items of each kind: defaults (None: not set), largest values."""
+    tokens = largest_tokens(spec, options.limits, room.tokens[-1])
+    return {
+        kind: {
+            name: {"default": default, "largest": spec.largest(kind, tokens)[name]}
+            for name, default in spec.defaults(kind).items()
+        }
+        for kind in spec.kinds
     }

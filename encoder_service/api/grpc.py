@@ -26,7 +26,7 @@ from encoder_service.intake.limits import check_body_bytes, check_items, offload
 from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.documents import RequestItem, parse_item
+from encoder_service.wire.documents import KWARGS, RequestItem, parse_item
 from encoder_service.wire.encoder_grpc import SERVICE, add_EncoderServicer_to_server, packed
 from encoder_service.wire.formats import Document, WireError, without
 
@@ -323,9 +323,10 @@ def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:
 def request_item(index: int, one: pb.Item) -> RequestItem:
     """Checked as an item of an HTTP request is. Raises InvalidRequest."""
     given: Document = {"type": one.type or "image"}
+    given |= {name: getattr(one, name) or None for name in KWARGS}
     source = one.WhichOneof("source")
     if source == "frames":
-        given |= {"frames": list(one.frames.data), "fps": one.frames.fps or None}
+        given |= {"frames": list(one.frames.data), "fps": one.frames.fps or one.fps or None}
     elif source:
         given[source] = getattr(one, source)
     try:

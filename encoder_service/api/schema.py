@@ -11,7 +11,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actors.errors import InvalidOption
-from actors.types import Dtype, Grid, Kind, Source
+from actors.types import Dtype, Grid, Kind, ProcessorKwargs, Source
+from encoder_service.wire.documents import KWARGS
 
 
 def without_default(shown: dict[str, Any]) -> None:
@@ -19,14 +20,59 @@ def without_default(shown: dict[str, Any]) -> None:
     del shown["default"]
 
 
-class RequestOptions(BaseModel):
-    """`options` of a request. Unknown ones are rejected."""
+OF_A_FILE = "Of a video file: "
+
+
+class KwargsFields(BaseModel):
+    """How items are sized and sampled, in the words of transformers' processors.
+
+    GET /v1/model shows under `processor_kwargs` which of them the model takes, their defaults and
+    their largest values.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    min_pixels: int | None = Field(
+        None,
+        gt=0,
+        strict=True,
+        description="Smaller images, and frames of videos, are enlarged to it.",
+    )
+    max_pixels: int | None = Field(
+        None,
+        gt=0,
+        strict=True,
+        description="Larger images, and frames of videos, are shrunk to it.",
+    )
+    max_patches: int | None = Field(
+        None,
+        gt=0,
+        strict=True,
+        description="Of models that cut tiles: the most tiles of an image. Of Kimi: the most "
+        "patches of an image or a frame.",
+    )
+    fps: float | None = Field(
+        None, gt=0, strict=True, description=OF_A_FILE + "frames to take per second."
+    )
+    num_frames: int | None = Field(
+        None, gt=0, strict=True, description=OF_A_FILE + "frames to take, instead of `fps`."
+    )
+
+    def kwargs(self) -> ProcessorKwargs:
+        return ProcessorKwargs(**{name: getattr(self, name) for name in KWARGS})
+
+
+class RequestOptions(KwargsFields):
+    """`options` of a request. Unknown ones are rejected.
+
+    Those of sizes and sampling hold for each item that does not say itself and whose kind takes
+    them.
+    """
+
     dtype: Dtype = Field(
         "bfloat16",
-        description="If not given: float32 for rows in a JSON response, otherwise bfloat16.",
+        description="If not given: float32 for rows in a JSON or npz response, otherwise "
+        "bfloat16. In npz, bfloat16 becomes float32.",
         json_schema_extra=without_default,
     )
     timeout_s: float | None = Field(
@@ -110,7 +156,8 @@ class ItemDocument(BaseModel):
     deepstack: int = Field(description="Deepstack features that follow the main features in a row.")
     notice: str | None = Field(
         None,
-        description="What became of transparency, of more than 8 bits or of further frames.",
+        description="Set if the picture was changed before encoding: transparency was composited, "
+        "more than 8 bits per channel were scaled, or only the first frame was encoded.",
     )
     timestamps: list[float] | None = Field(
         None,
@@ -176,7 +223,7 @@ class PlanDocument(BaseModel):
     items: list[PlannedItem | FailedItem]
 
 
-class BodyItem(BaseModel):
+class BodyItem(KwargsFields):
     """An item of a JSON or msgpack request: `data`, `url` or `frames`."""
 
     type: Kind = "image"
@@ -188,7 +235,8 @@ class BodyItem(BaseModel):
     fps: float | None = Field(
         None,
         gt=0,
-        description="Frames per second of `frames`; the model's own sampling rate if not given.",
+        description="Frames per second of `frames`; the model's own sampling rate if not given. "
+        "Of a video file: frames to take per second.",
     )
 
 
@@ -236,6 +284,13 @@ ANSWER: dict[int | str, dict[str, Any]] = {
         "content": {
             "application/msgpack": schema(EncodeDocument),
             "application/vnd.safetensors": BINARY,
+            "application/x-npz": {
+                "schema": BINARY["schema"]
+                | {
+                    "description": "For numpy.load: arrays 0, 1, ... by index; answer.json has "
+                    "the rest of the response."
+                }
+            },
         },
     }
 }

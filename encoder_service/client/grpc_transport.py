@@ -138,7 +138,8 @@ def request_of(items: list[RequestItem], options: dict[str, Any]) -> pb.EncodeRe
 def message(item: RequestItem) -> pb.Item:
     if item.frames is None:
         return pb.Item(**item.document())
-    return pb.Item(type=item.type, frames=pb.Frames(data=item.frames, fps=item.fps or 0))
+    frames = pb.Frames(data=item.frames, fps=item.fps or 0)
+    return pb.Item(type=item.type, frames=frames, **item.kwargs())
 
 
 def item_document(item: Any) -> Document:

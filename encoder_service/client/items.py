@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from mimetypes import guess_type
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
 import numpy.typing as npt
 from PIL import Image
 
-from encoder_service.wire.documents import VIDEOS, RequestItem, name_format
+from encoder_service.wire.documents import KWARGS, VIDEOS, RequestItem, name_format
 from encoder_service.wire.formats import to_array
 
 if TYPE_CHECKING:
@@ -46,8 +46,55 @@ class Frames:
     """Frames per second; None: the model's own sampling rate."""
 
 
-Source = File | Frames
-"""A path, an https URL, the bytes of a file, an image (sent as PNG), or frames."""
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A file that is a video whatever its name: an animated GIF or WebP, of which otherwise only
+    the first frame is encoded."""
+
+    file: str | Path | bytes
+
+
+class ProcessorOptions(TypedDict, total=False):
+    """How items are sized and sampled, in the words of transformers' processors.
+
+    Which of them a model takes, their defaults and largest values: `Client.model()`, under
+    "processor_kwargs".
+    """
+
+    min_pixels: int | None
+    """Smaller images, and frames of videos, are enlarged to it."""
+    max_pixels: int | None
+    """Larger images, and frames of videos, are shrunk to it."""
+    max_patches: int | None
+    """Of models that cut tiles: the most tiles of an image. Of Kimi: the most patches."""
+    fps: float | None
+    """Frames to take per second of a video file."""
+    num_frames: int | None
+    """Frames to take of a video file, instead of `fps`."""
+
+
+class Input:
+    """A source with options of its own: Input("scan.png", max_pixels=4_000_000)."""
+
+    def __init__(self, source: File | Video | Frames, **options: Unpack[ProcessorOptions]) -> None:
+        """Raises TypeError for an option that there is not."""
+        self.source = source
+        self.options = given(options)
+        if isinstance(source, Frames) and {"fps", "num_frames"} & self.options.keys():
+            raise TypeError("all Frames are encoded: Frames(images, fps=...) has their rate")
+
+
+Source = File | Video | Frames | Input
+"""A path, an https URL, the bytes of a file, an image (sent as PNG), a video, or frames; or one of
+these with options of its own."""
+
+
+def given(options: ProcessorOptions) -> dict[str, Any]:
+    """Those that are not None. Raises TypeError for an option that there is not."""
+    for name in options:
+        if name not in KWARGS:
+            raise TypeError(f"there is no option {name!r}; options are {', '.join(KWARGS)}")
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,17 +275,21 @@ def read_item(
 
 def request_item(source: Source) -> RequestItem:
     """What is sent for a source. Reads files. Raises OSError, TypeError."""
+    if isinstance(source, Input):
+        return replace(request_item(source.source), **source.options)
     if isinstance(source, Frames):
         files = tuple(request_item(image).data or b"" for image in source.images)
         return RequestItem("video", frames=files, fps=source.fps)
+    if isinstance(source, Video):
+        return replace(request_item(source.file), type="video")
     if isinstance(source, bytes):
         return RequestItem("video" if name_format(source) in VIDEOS else "image", source)
     if isinstance(source, Image.Image):
         return RequestItem("image", png(source))
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
-            "a source is a path, an https URL, the bytes of a file, a PIL image or Frames, not "
-            f"{type(source).__name__}: PIL.Image.fromarray makes an image of an array"
+            "a source is a path, an https URL, the bytes of a file, a PIL image, Frames or Input, "
+            f"not {type(source).__name__}: PIL.Image.fromarray makes an image of an array"
         )
     name = str(source)
     video = (guess_type(name)[0] or "").startswith("video/")

@@ -25,6 +25,7 @@ from actors.families.registry import read
 from actors.options import EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.types import Size
+from encoder_service.api.answer import kwargs_card
 from encoder_service.commands import add_command
 from encoder_service.config import (
     IngressOptions,
@@ -122,8 +123,18 @@ def table(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Table:
     shown.add_row("cache of each", cached)
     shown.add_row("references of each", f"{service.references.max_bytes:,} bytes")
     for name, most in service.limits:
-        shown.add_row(f"limits.{name}", f"{most:,}")
+        shown.add_row(f"limits.{name}", "none of its own" if most is None else f"{most:,}")
+    for kind, options in kwargs_card(service, spec, room).items():
+        said = [f"{name} {value(one)}" for name, one in options.items()]
+        shown.add_row(f"a request's {kind}s", "\n".join(said) or "sized as the model says")
     return shown
+
+
+def value(shown: dict[str, float | None]) -> str:
+    """The default and the largest value of an option."""
+    default, largest = shown["default"], shown["largest"]
+    said = "not set" if default is None else f"{default:,}"
+    return f"{said}, at most {largest:,}"
 
 
 def ports(document: dict[str, Any], ingress: IngressOptions, path: str) -> str:

@@ -28,10 +28,10 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 
-from encoder_service.client import Client
-
 if TYPE_CHECKING:
     import torch
+
+    from encoder_service.client import Client
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,15 @@ class PendingFetch:
 class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     """Both halves of a connector: vLLM makes one in the scheduler and one in each worker."""
 
+    def __new__(cls, vllm_config: Any, role: Any) -> Any:
+        """Another class connects vLLM to an encoder in its own process: see vllm_local.py."""
+        place = vllm_config.ec_transfer_config.get_from_extra_config("place", "remote")
+        if place == "local":
+            from encoder_service.engines.vllm_local import LocalConnector
+
+            return LocalConnector(vllm_config, role)
+        return super().__new__(cls)
+
     def __init__(self, vllm_config: Any, role: Any) -> None:
         """Raises ValueError for settings that cannot work."""
         super().__init__(vllm_config=vllm_config, role=role)
@@ -82,6 +91,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self.needed = RowsToLoad()
         self.client: Client | None = None
         if role is ECConnectorRole.SCHEDULER:
+            from encoder_service.client import Client  # which the place "local" does not need
+
             self.client = Client(url, os.environ.get("ENCODER_SERVICE_TOKEN"), TIMEOUT_SECONDS)
 
     def shutdown(self) -> None:

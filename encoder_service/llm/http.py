@@ -6,10 +6,11 @@ Knows neither Ray nor torch. The language models are a `ChatBackend`; ingress.py
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -18,8 +19,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from actors.errors import InvalidRequest, ServiceError, Unavailable
+from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import EnlargingSizing
+from actors.spec.video import FRAMES_PER_GROUP, TotalPixels
 from actors.telemetry.tracing import ORIGIN
-from actors.types import Media
+from actors.types import Media, ProcessorKwargs
 from encoder_service.api.errors import AtItem, error_response, fault
 from encoder_service.api.http import CHAT_PATH
 from encoder_service.api.upload import read_body
@@ -27,12 +31,16 @@ from encoder_service.config import LlmOptions
 from encoder_service.intake.limits import Deadline, offload
 from encoder_service.intake.media import Admission
 from encoder_service.llm.schema import (
+    LOW_PIXELS,
     ChatCall,
     ChatEvent,
+    ChatKwargs,
     ChatRequest,
     Finish,
+    ImagePart,
     InvalidKey,
     UnknownModel,
+    VideoPart,
     item,
     parse,
 )
@@ -116,7 +124,15 @@ class ChatService:
     async def admit(self, parsed: Parsed) -> ChatCall:
         """Raises ServiceError, or AtItem with the position of the image or video at fault."""
         media: list[Media] = []
-        admitted = await self.admission.admit(parsed.items) if parsed.items else []
+        admitted: list[Media | ServiceError] = []
+        if parsed.items:
+            admission = self.admission
+            detailed = [
+                with_detail(item, part, admission)
+                for item, (_, part) in zip(parsed.items, parsed.request.media(), strict=True)
+            ]
+            kwargs = kwargs_of(parsed.request.mm_processor_kwargs, detailed, admission.spec)
+            admitted = await admission.admit(detailed, kwargs=kwargs)
         for index, one in enumerate(admitted):
             if isinstance(one, ServiceError):
                 raise AtItem(index, one)
@@ -179,6 +195,40 @@ class ChatService:
                     raise
                 if forget:
                     forget()
+
+
+def with_detail(
+    item: RequestItem, part: ImagePart | VideoPart, admission: Admission
+) -> RequestItem:
+    """The item with the pixels that its `detail` stands for."""
+    spec = admission.spec
+    most = spec.largest("image", admission.tokens).get("max_pixels")
+    if not isinstance(part, ImagePart) or part.image_url.detail == "auto" or not most:
+        return item
+    low = part.image_url.detail == "low"
+    sizing = spec.sizing if low else spec.own_sizing or spec.sizing
+    pixels = min(LOW_PIXELS if low else math.inf, sizing.defaults()["max_pixels"] or most, most)
+    return replace(item, max_pixels=int(pixels))
+
+
+def kwargs_of(given: ChatKwargs, items: Sequence[RequestItem], spec: ModelSpec) -> ProcessorKwargs:
+    """`mm_processor_kwargs` in our words. Raises InvalidKey."""
+    kwargs, size = given.kwargs(), given.size
+    if size is None:
+        return kwargs
+    if isinstance(spec.video, TotalPixels) and any(item.type == "video" for item in items):
+        raise InvalidKey(
+            "mm_processor_kwargs.size: of a video it counts the pixels of all frames together: "
+            "give min_pixels and max_pixels, those of each frame",
+            "mm_processor_kwargs",
+        )
+    # GLM-V counts the pixels of an image once for each of the frames that it stands for.
+    frames = FRAMES_PER_GROUP if isinstance(spec.sizing, EnlargingSizing) else 1
+    return replace(
+        kwargs,
+        min_pixels=kwargs.min_pixels or (size.shortest_edge and -(-size.shortest_edge // frames)),
+        max_pixels=kwargs.max_pixels or (size.longest_edge and max(1, size.longest_edge // frames)),
+    )
 
 
 def add(app: FastAPI, service: Service, chat: ChatService) -> None:

@@ -100,6 +100,7 @@ def place(media: Media, video: VideoSizing | None) -> Placed:
         return Placed(media.kind, plan.grid_thw, plan.tokens)
     if video is None:
         raise UnsupportedMedia("this model takes no videos: send frames as images")
+    video = video.asked(media.kwargs)
     times, seconds = tuple(video.timestamps(clip)), video.seconds_per_group(clip)
     return Placed(media.kind, plan.grid_thw, plan.tokens, times, seconds)
 

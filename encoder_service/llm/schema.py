@@ -2,7 +2,7 @@
 
     ChatRequest -> ChatCall -> str, str, ..., Finish (or ChatFailed)
 
-Unknown keys are rejected; only `detail` is accepted and ignored.
+Unknown keys are rejected.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from actors.errors import InvalidRequest, NotFound, ServiceError
 from actors.telemetry.tracing import NOBODY, Origin
 from actors.types import Kind, Media
+from encoder_service.api.schema import KwargsFields
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WireError, from_base64
 
@@ -28,6 +29,8 @@ MOST_PROBLEMS, MOST_NAMED, MOST_KEY = 1000, 10, 100
 """Limits for an error message: problems looked at, problems named, characters of a key."""
 MESSAGE_PART = 5
 """Keys to a message part: messages, i, content, j, its type (pydantic's, not the body's)."""
+LOW_PIXELS = 512 * 512
+"""Of an image with `detail: low`, as in OpenAI's API."""
 DATA_URL = "data:"
 MOST_SHOWN = 40
 """Characters of an invalid URL to quote: it may be a whole file in base64."""
@@ -112,7 +115,7 @@ class ImageUrl(StrictModel):
 
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
-    """Accepted because clients send it, but ignored: the model determines the resolution."""
+    """`low`: at most LOW_PIXELS. `high`: as many as the checkpoint takes. `auto`: as configured."""
 
 
 class ImagePart(StrictModel):
@@ -162,6 +165,21 @@ class ChatMessage(StrictModel):
         return {"role": role, "content": content}
 
 
+class SizeRange(StrictModel):
+    """transformers' `size` of an image: its pixels, and its frames' if it has several (GLM-V)."""
+
+    shortest_edge: int | None = Field(None, gt=0)
+    longest_edge: int | None = Field(None, gt=0)
+
+
+class ChatKwargs(KwargsFields):
+    """vLLM's `mm_processor_kwargs`, for all images and videos whose kind takes them."""
+
+    size: SizeRange | None = None
+    do_sample_frames: Literal[True] = True
+    """Clients of vLLM send it. Frames of a video file are always sampled."""
+
+
 class StreamOptions(StrictModel):
     include_usage: bool = False
 
@@ -177,6 +195,7 @@ class ChatRequest(SamplingParams):
     max_completion_tokens: int | None = Field(None, gt=0)
     """The newer name of max_tokens."""
     n: Literal[1] = 1
+    mm_processor_kwargs: ChatKwargs = ChatKwargs()
 
     @model_validator(mode="after")
     def options_belong_to_a_stream(self) -> Self:

@@ -7,16 +7,26 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Item(_message.Message):
-    __slots__ = ("type", "data", "url", "frames")
+    __slots__ = ("type", "data", "url", "frames", "min_pixels", "max_pixels", "max_patches", "fps", "num_frames")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
+    MIN_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PATCHES_FIELD_NUMBER: _ClassVar[int]
+    FPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     type: str
     data: bytes
     url: str
     frames: Frames
-    def __init__(self, type: _Optional[str] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ..., frames: _Optional[_Union[Frames, _Mapping]] = ...) -> None: ...
+    min_pixels: int
+    max_pixels: int
+    max_patches: int
+    fps: float
+    num_frames: int
+    def __init__(self, type: _Optional[str] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ..., frames: _Optional[_Union[Frames, _Mapping]] = ..., min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ..., max_patches: _Optional[int] = ..., fps: _Optional[float] = ..., num_frames: _Optional[int] = ...) -> None: ...
 
 class Frames(_message.Message):
     __slots__ = ("data", "fps")
@@ -27,18 +37,28 @@ class Frames(_message.Message):
     def __init__(self, data: _Optional[_Iterable[bytes]] = ..., fps: _Optional[float] = ...) -> None: ...
 
 class Options(_message.Message):
-    __slots__ = ("dtype", "timeout_s", "on_error", "reference", "evs_rate")
+    __slots__ = ("dtype", "timeout_s", "on_error", "reference", "evs_rate", "min_pixels", "max_pixels", "max_patches", "fps", "num_frames")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     ON_ERROR_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     EVS_RATE_FIELD_NUMBER: _ClassVar[int]
+    MIN_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PATCHES_FIELD_NUMBER: _ClassVar[int]
+    FPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     timeout_s: float
     on_error: str
     reference: bool
     evs_rate: float
-    def __init__(self, dtype: _Optional[str] = ..., timeout_s: _Optional[float] = ..., on_error: _Optional[str] = ..., reference: _Optional[bool] = ..., evs_rate: _Optional[float] = ...) -> None: ...
+    min_pixels: int
+    max_pixels: int
+    max_patches: int
+    fps: float
+    num_frames: int
+    def __init__(self, dtype: _Optional[str] = ..., timeout_s: _Optional[float] = ..., on_error: _Optional[str] = ..., reference: _Optional[bool] = ..., evs_rate: _Optional[float] = ..., min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ..., max_patches: _Optional[int] = ..., fps: _Optional[float] = ..., num_frames: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("reference",)

@@ -61,6 +61,7 @@ def videos() -> list[bytes]:
         video(4, container="matroska"),
         video(4, container="webm", codec="libvpx"),
         video(4, container="avi", codec="mpeg4"),
+        *(animated(kind, 3) for kind in ("GIF", "WEBP")),
     ]
 
 

@@ -17,14 +17,14 @@ from starlette.testclient import TestClient
 from actors.errors import Overloaded, Unavailable
 from actors.families import registry
 from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
-from actors.startup import open_pipeline
+from actors.pipeline import open_pipeline
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Media
 from encoder_service.api.grpc import serving
 from encoder_service.api.http import build
 from encoder_service.bench.cluster import free_ports
-from encoder_service.client import AsyncClient, Embedding, Frames, Plan, ServiceError, Source
+from encoder_service.client import AsyncClient, Embedding, Frames, Plan, ServiceError, Source, Video
 from encoder_service.config import AuthOptions, FetchOptions, IngressOptions, ServiceOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.service import Service
@@ -37,6 +37,12 @@ from tests.videos import video
 TINY = ["qwen3vl-tiny", "deepseek-ocr-tiny"]
 PRESETS = [*TINY, *(pytest.param(name, marks=pytest.mark.extended) for name in SMALL)]
 ROTATED = encoded(opened().resize((90, 60)), "JPEG", orientation=6)
+
+
+@pytest.fixture(autouse=True)
+def no_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test of this process may have started Ray, and nobody here reads from its store."""
+    monkeypatch.setattr("actors.store.shared_memory.ray.is_initialized", lambda: False)
 
 
 class Encoding(Fleet):
@@ -90,7 +96,8 @@ def test_a_plan_is_what_encoding_gives(preset: str, tmp_path: Path) -> None:
     model = ModelOptions(id=name, load_format="dummy")
     frames = Frames([jpeg(64, 48)] * 4, fps=2)
     gif = animated("GIF", 3)
-    sources: list[Source] = [jpeg(300, 200), ROTATED, gif, video(8), frames, b"no image"]
+    moving = [Video(gif), Video(animated("WEBP", 5))]
+    sources: list[Source] = [jpeg(300, 200), ROTATED, gif, video(8), frames, *moving, b"no image"]
 
     async def run() -> None:
         fleet = Encoding(model)
@@ -105,7 +112,7 @@ def test_a_plan_is_what_encoding_gives(preset: str, tmp_path: Path) -> None:
                 assert [facts(plan) for plan in plans] == [facts(answer) for answer in answers]
                 kinds = [type(plan) for plan in plans]
                 taken = Plan if spec.video else ServiceError
-                assert kinds == [Plan, Plan, Plan, taken, taken, ServiceError]
+                assert kinds == [Plan, Plan, Plan, taken, taken, taken, taken, ServiceError]
         fleet.pipeline.close()
 
     asyncio.run(run())

@@ -1,5 +1,5 @@
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from random import Random
 from time import monotonic, sleep
@@ -12,7 +12,6 @@ from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import capture
 from actors.errors import EncodeFailed, StartError, Unavailable
-from actors.kernels.attention import Values
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item
 from tests.toy_tower import ToyTower, toy_item, toy_rows
@@ -123,14 +122,12 @@ def test_one_bad_item_fails_only_itself(rig: Rig) -> None:
 
 
 def test_too_little_memory_for_the_graphs_names_what_to_change() -> None:
-    tower = ToyTower()
+    class Full(Device):
+        def capture(self, *args: object, **kwargs: object) -> Callable[[], torch.Tensor]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def forward(path: str, values: Values) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    tower.forward = forward  # type: ignore[method-assign]
     with pytest.raises(StartError, match=r"0 of 3 graphs.*graphs\.token_budgets"):
-        capture(tower, CAPACITY, Device(), EncoderMetrics())
+        capture(ToyTower(), CAPACITY, Full(), EncoderMetrics())
 
 
 def test_a_cancelled_item_is_not_encoded(rig: Rig) -> None:
