@@ -166,7 +166,7 @@ class Service:
         """
         _, admitted, _ = await self._admit(items, options, exchange)
         plans = [
-            plan_document(index, item.type, one, exchange.request_id)
+            plan_document(self.spec, index, item.type, one, exchange.request_id)
             for index, (item, one) in enumerate(zip(items, admitted, strict=True))
         ]
         return head(self.spec) | {"items": plans}

@@ -32,6 +32,7 @@ from actors.types import Item, Pack
 log = logging.getLogger("ray.serve")
 
 MOST_LAUNCHED = 2  # packs on the device at a time: one is computed, one is read back
+MOST_PACED = 1  # with a pace, launching a pack takes as long as encoding it
 
 Labels = Sequence[str | None]
 """The graph that serves each path of a pack; None: it runs eagerly; SKIPPED: nothing to run."""
@@ -78,6 +79,7 @@ class Engine:
         self._changed = threading.Condition()
         self._closed = False
         self._launched: deque[LaunchedPack] = deque()
+        self._most_launched = MOST_PACED if device.pace else MOST_LAUNCHED
         self._progress = monotonic()  # when a pack last completed or failed
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -135,7 +137,7 @@ class Engine:
         taken = self._take(wait=not self._launched)
         if taken:
             self._launch(*taken)
-        if self._launched and (len(self._launched) == MOST_LAUNCHED or not taken):
+        if self._launched and (len(self._launched) == self._most_launched or not taken):
             self._complete(self._launched[0])
             self._launched.popleft()
         return bool(taken or self._launched or self._waiting or not self._closed)

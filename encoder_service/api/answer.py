@@ -85,31 +85,47 @@ def item_document(
         }
         | content(answer)
         | video_times(spec, media)
-        | ({"frame_tokens": list(answer.frame_tokens)} if answer.frame_tokens else {})
+        | kept_rows(answer)
         | ({"notice": media.notice} if media.notice else {})
     )
 
 
-def plan_document(index: int, kind: str, media: Media | ServiceError, request_id: str) -> Document:
+def plan_document(
+    spec: ModelSpec, index: int, kind: str, media: Media | ServiceError, request_id: str
+) -> Document:
     """What an item would cost; `tokens` are the rows that encoding it would give."""
     if isinstance(media, ServiceError):
         return failed_item(index, kind, media, request_id)
     assert media.size, "an item whose header was not read. This is a bug."
-    return {
-        "index": index,
-        "type": kind,
-        "width": media.size.width,
-        "height": media.size.height,
-        "grid_thw": list(media.plan.grid_thw),
-        "tokens": retained_tokens(media.plan, media.evs_rate),
-        "patches": media.plan.patches,
-        "digest": media.digest,
-    } | ({"notice": media.notice} if media.notice else {})
+    return (
+        {
+            "index": index,
+            "type": kind,
+            "width": media.size.width,
+            "height": media.size.height,
+            "grid_thw": list(media.plan.grid_thw),
+            "tokens": retained_tokens(media.plan, media.evs_rate),
+            "patches": media.plan.patches,
+            "digest": media.digest,
+        }
+        | video_times(spec, media)
+        | ({"notice": media.notice} if media.notice else {})
+    )
 
 
 def failed_item(index: int, kind: str, error: ServiceError, request_id: str) -> Document:
     problem = fault(error, request_id).document() | {"item": index}
     return {"index": index, "type": kind, "error": problem}
+
+
+def kept_rows(embedding: Embedding) -> Document:
+    """Which rows of a video an `evs_rate` has left."""
+    if not embedding.kept_rows:
+        return {}
+    return {
+        "frame_tokens": list(embedding.frame_tokens),
+        "kept_rows": list(embedding.kept_rows),
+    }
 
 
 def content(embedding: Embedding) -> Document:

@@ -17,7 +17,7 @@ from encoder_service.wire.documents import KWARGS
 
 def without_default(shown: dict[str, Any]) -> None:
     """Of a field whose default depends on the request: generated clients would send it."""
-    del shown["default"]
+    shown.pop("default", None)
 
 
 OF_A_FILE = "Of a video file: "
@@ -133,6 +133,10 @@ class ErrorDocument(BaseModel):
     error: ErrorBody
 
 
+TIMES = "Of a video: the time of each temporal group in seconds, as the model counts."
+PACE = "Of a video: seconds from one temporal group to the next."
+
+
 class ItemDocument(BaseModel):
     """One item's embedding."""
 
@@ -159,15 +163,14 @@ class ItemDocument(BaseModel):
         description="Set if the picture was changed before encoding: transparency was composited, "
         "more than 8 bits per channel were scaled, or only the first frame was encoded.",
     )
-    timestamps: list[float] | None = Field(
-        None,
-        description="Of a video: the time of each temporal group in seconds, as the model counts.",
-    )
-    second_per_grid_ts: float | None = Field(
-        None, description="Of a video: seconds from one temporal group to the next."
-    )
+    timestamps: list[float] | None = Field(None, description=TIMES)
+    second_per_grid_ts: float | None = Field(None, description=PACE)
     frame_tokens: list[int] | None = Field(
         None, description="With `evs_rate`: rows that each temporal group keeps."
+    )
+    kept_rows: list[int] | None = Field(
+        None,
+        description="With `evs_rate`: the indices of these rows among all rows of the video.",
     )
 
 
@@ -212,6 +215,8 @@ class PlannedItem(BaseModel):
     patches: int = Field(description="What encoding it costs: replicas are balanced by it.")
     digest: str = Field(description="SHA-256 of the item's bytes.")
     notice: str | None = None
+    timestamps: list[float] | None = Field(None, description=TIMES)
+    second_per_grid_ts: float | None = Field(None, description=PACE)
 
 
 class PlanDocument(BaseModel):
@@ -303,6 +308,10 @@ PLANS: dict[int | str, dict[str, Any]] = {
     }
 }
 
+QUERY = RequestOptions.model_json_schema()["properties"]
+for shown in QUERY.values():  # generated clients would send the defaults beside a body
+    without_default(shown)
+
 ENCODE: dict[str, Any] = {
     "parameters": [
         {
@@ -313,7 +322,7 @@ ENCODE: dict[str, Any] = {
         },
         *(
             {"name": name, "in": "query", "description": "Only of a bare file.", "schema": shown}
-            for name, shown in RequestOptions.model_json_schema()["properties"].items()
+            for name, shown in QUERY.items()
         ),
     ],
     "requestBody": {
@@ -340,14 +349,17 @@ ENCODE: dict[str, Any] = {
 
 
 def describe(app: FastAPI, *, closed: bool) -> None:
-    """Adds the schemas of ENCODE to the OpenAPI document and, if `closed`, the bearer token."""
+    """Adds the schemas of bodies to the OpenAPI document and, if `closed`, the bearer token."""
     plain = app.openapi
+    bodies: list[type[BaseModel]] = [EncodeBody]
+    app.state.bodies = bodies  # llm/http.py adds its own
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = plain()
-            body = EncodeBody.model_json_schema(ref_template=PREFIX + "{model}")
-            document["components"]["schemas"] |= body.pop("$defs") | {EncodeBody.__name__: body}
+            for body in bodies:
+                shown = body.model_json_schema(ref_template=PREFIX + "{model}")
+                document["components"]["schemas"] |= shown.pop("$defs") | {body.__name__: shown}
             if closed:
                 bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
                 document["components"]["securitySchemes"] = bearer

@@ -22,13 +22,13 @@ from functools import partial
 from importlib.util import find_spec
 from mimetypes import guess_type
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Unpack
 
 from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from encoder_service.client.items import Embedding, ServiceError, Source
+from encoder_service.client.items import Embedding, ProcessorOptions, ServiceError, Source
 from encoder_service.wire.formats import Document, to_safetensors
 
 FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large")
@@ -63,6 +63,8 @@ class DatasetOptions:
     """Items in flight. These and one shard are held in memory."""
     column: str = "image"
     """The column of the image, in a dataset of rows."""
+    processor: ProcessorOptions | None = None
+    """How items are sized and sampled, as far as their kind takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,9 @@ class EncodeCalls(Protocol):
     """The part of AsyncClient that is used here."""
 
     async def model(self) -> Document: ...
-    async def encode(self, sources: Sequence[Source], dtype: str = ...) -> list[Embedding]: ...
+    async def encode(
+        self, sources: Sequence[Source], dtype: str = ..., **options: Unpack[ProcessorOptions]
+    ) -> list[Embedding]: ...
 
 
 async def encode_dataset(
@@ -247,7 +251,7 @@ async def encode_in_order(
         while True:
             sample = await asyncio.to_thread(next, left, None)
             if sample is not None:
-                call = asyncio.create_task(encode_one(caller, sample[1], options.dtype))
+                call = asyncio.create_task(encode_one(caller, sample[1], options))
                 under_way.append((sample[0], call))
             elif not under_way:
                 return
@@ -264,9 +268,11 @@ async def encode_in_order(
         await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
 
 
-async def encode_one(caller: EncodeCalls, source: Source, dtype: str) -> Embedding | ServiceError:
+async def encode_one(
+    caller: EncodeCalls, source: Source, options: DatasetOptions
+) -> Embedding | ServiceError:
     try:
-        (embedding,) = await caller.encode([source], dtype)
+        (embedding,) = await caller.encode([source], options.dtype, **(options.processor or {}))
     except ServiceError as error:
         if error.type not in FAULTS_OF_THE_ITEM + RETRIED:
             raise
@@ -310,11 +316,12 @@ class Manifest:
         if not lines:
             self.append({"settings": dict(settings)})
             return
-        for key, value in self.settings.items():
-            if settings.get(key) != value:
+        for key in {**self.settings, **settings}:
+            before, now = self.settings.get(key), settings.get(key)
+            if before != now:
                 raise ValueError(
-                    f"{self.path}: was started with {key} {value!r}, now it is "
-                    f"{settings.get(key)!r}: use another folder"
+                    f"{self.path}: was started with {key} {before!r}, now it is {now!r}: use "
+                    "another folder"
                 )
         self.shards = lines[1:]
 

@@ -80,7 +80,7 @@ class RequestItem:
     max_patches: int | None = None
     num_frames: int | None = None
 
-    def kwargs(self) -> dict[str, float]:
+    def kwargs(self) -> dict[str, Any]:
         """What it says of how it is sized and sampled."""
         names = COUNTS if self.frames is not None else KWARGS
         values = {name: getattr(self, name) for name in names}
@@ -131,7 +131,9 @@ def parse_item(item: Any, where: str) -> RequestItem:
         raise WireError(f"{where} must be a map")
     check_keys(item, {"type", "data", "url", "frames", *KWARGS}, where)
     kind, fps = item.get("type", "image"), item.get("fps")
-    counts = {name: whole(item[name], f"{where}.{name}") for name in COUNTS if name in item}
+    counts: dict[str, Any] = {
+        name: count(item[name], f"{where}.{name}") for name in COUNTS if name in item
+    }
     data, url, frames = item.get("data"), item.get("url"), item.get("frames")
     if kind not in ("image", "video"):
         raise WireError(f'{where}.type must be "image" or "video", not {kind!r}')
@@ -154,10 +156,10 @@ def parse_item(item: Any, where: str) -> RequestItem:
     return RequestItem("video", frames=files, fps=fps, **counts)
 
 
-def whole(value: Any, where: str) -> int | None:
-    if value is not None and (type(value) is not int or value <= 0):
-        raise WireError(f"{where} must be a whole number above zero")
-    return value
+def count(value: Any, where: str) -> int | None:
+    if value is None or (type(value) is int and value > 0):
+        return value
+    raise WireError(f"{where} must be a whole number above zero")
 
 
 def content(data: Any, where: str) -> bytes:

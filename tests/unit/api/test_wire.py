@@ -178,7 +178,7 @@ def test_frames_come_back_as_they_were_sent() -> None:
             "fps must be a number above",
         ),
         (b'{"items": [{"type": "video", "frames": [], "fps": 0}]}', "fps must be a number"),
-        (b'{"items": [{"type": "video", "data": "", "fps": 1}]}', 'fps goes with "frames"'),
+        (b'{"items": [{"type": "video", "data": "", "fps": []}]}', "fps must be a number"),
         (b'{"items": [{"data": "", "url": ""}]}', 'needs one of "data"'),
         (
             b'{"items": [{"data": "data:image/png;base64,YWI="}]}',

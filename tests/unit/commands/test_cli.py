@@ -44,6 +44,30 @@ def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) ->
     assert rows["references of each"] == "1,073,741,824 bytes"
     assert rows["limits.max_items"] == "64"
     assert rows["limits.timeout_seconds"] == "60"
+    assert rows["a request's images"] == "min_pixels 4,096, at most 1,048,576"
+    assert "max_pixels 1,048,576, at most 1,048,576" in shown
+    assert rows["a request's videos"] == "min_pixels not set, at most 1,048,576"
+    assert "fps 2.0, at most 240.0" in shown
+
+
+def test_check_follows_the_size_of_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kwargs = "images_kwargs: {max_pixels: 262144}, videos_kwargs: {fps: 1}, id: qwen3vl-tiny"
+    config = changed(tmp_path, "id: qwen3vl-tiny", kwargs)
+    assert cli.main(["check", config]) == 0
+    shown = capsys.readouterr().out
+    assert "224 240 256 " in shown
+    assert "max_pixels 262,144, at most 262,144" in shown
+    assert "fps 1.0, at most 240.0" in shown
+    text = (
+        Path(config)
+        .read_text()
+        .replace("router:", "graphs: {token_budgets: [64, 1024]}\n      router:")
+    )
+    Path(config).write_text(text)
+    assert cli.main(["check", config]) == 0
+    assert "max_pixels 262,144, at most 1,048,576" in capsys.readouterr().out
 
 
 def cells(line: str) -> list[str]:
@@ -111,6 +135,16 @@ def test_check_names_what_is_wrong_with_the_language_model(
         ("num_gpus: 0, ", "", "device is cpu: set num_gpus to 0"),
         ("replicas: 3", "autoscaling: {max_replicas: 11}", "the ingresses admit 1000000: raise"),
         ("port: 8000", "port: 9000", "ingress.grpc_port are both 9000: they must differ"),
+        (
+            "id: qwen3vl-tiny",
+            "images_kwargs: {max_patches: 4}, id: qwen3vl-tiny",
+            "model.images_kwargs.max_patches: qwen3vl-tiny (qwen3_vl) does not take it for images",
+        ),
+        (
+            "id: qwen3vl-tiny",
+            "videos_kwargs: {frames: 4}, id: qwen3vl-tiny",
+            "model.videos_kwargs.frames: no such key; known are fps, max_patches",
+        ),
         ("router: {", "auth: {token_sha256: [me]}\n      router: {", "printf %s TOKEN | sha256sum"),
     ],
 )
@@ -270,6 +304,7 @@ def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str]) ->
             assert following[following.index(f"  {line}") + 1].startswith("          "), line
 
 
+@pytest.mark.extended
 def test_the_bench_of_the_engine_needs_neither_ray_nor_a_web_server() -> None:
     blocked = "'ray', 'fastapi', 'starlette', 'uvicorn', 'httpx', 'grpc', 'msgpack'"
     program = (
