@@ -3,7 +3,7 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
-.PHONY: setup serve demo test test-extended vllm sglang lint bench manifests api-fuzz fuzz audit \
+.PHONY: setup serve demo test test-extended vllm sglang lint bench manifests api-fuzz openapi-client fuzz audit \
 	screenshot soak soak-service chaos overload refusals
 
 setup: .venv/.installed
@@ -84,6 +84,15 @@ api-fuzz: setup .venv-security/.installed
 	tests/loopback $(BIN)/python -m tests.fuzz.api .venv-security/bin/schemathesis run '{url}' \
 		--header 'Authorization: Bearer open' --exclude-checks positive_data_acceptance \
 		--max-examples 50 --seed 1 --no-color
+
+# A client that openapi-python-client generates sends an image and reads its rows.
+openapi-client: setup .venv-openapi/.installed
+	tests/loopback $(BIN)/python -m tests.fuzz.api .venv-openapi/bin/python -m tests.generated_client '{url}'
+
+.venv-openapi/.installed: Makefile
+	test -x .venv-openapi/bin/python || $(PYTHON) -m venv .venv-openapi
+	.venv-openapi/bin/python -m pip install --quiet --disable-pip-version-check 'openapi-python-client>=0.29'
+	touch $@
 
 # Fuzzes everything that parses bytes, FUZZ_SECONDS per target: tests/fuzz/__main__.py.
 FUZZ_SECONDS ?= 60

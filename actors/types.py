@@ -128,6 +128,10 @@ class Media:
     """Those of its request, as far as they make a difference."""
 
     @property
+    def size_bytes(self) -> int:
+        return len(self.data) + sum(map(len, self.frames))
+
+    @property
     def identity(self) -> tuple[str, ...]:
         """What determines its rows, besides the model. Equal items are encoded once."""
         pruned = (f"evs {self.evs_rate!r}",) if self.evs_rate else ()
@@ -230,6 +234,7 @@ class Embedding:
     timings: Timings
     replica: str = ""
     frame_tokens: tuple[int, ...] = ()  # with an `evs_rate`: remaining rows per temporal group
+    kept_rows: tuple[int, ...] = ()  # with an `evs_rate`: the indices of the remaining rows
     reference: str = ""
     """Id under which its replica keeps it for a while. Each caller gets an id of its own."""
 

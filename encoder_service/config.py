@@ -120,6 +120,9 @@ class LlmOptions(DeviceOptions):
     """Maximum prompt plus completion length in tokens. None: the model's own maximum."""
     default_max_tokens: PositiveInt = 512
     """Completion limit for requests that set no `max_tokens`."""
+    video_pruning_rate: float = Field(0.0, ge=0, lt=1)
+    """The share of each video's rows that is dropped before they are read, where little changes
+    (Efficient Video Sampling), as with vLLM's option of this name."""
     timeout_seconds: PositiveFloat = 120
     """From the body of a request to its last token."""
 

@@ -22,6 +22,12 @@ class RouterMetrics:
         self.patches = counter(
             "router_patches_total", "Patches that this router sent to a replica.", ["replica"]
         )
+        self.bytes = counter(
+            "router_bytes_total",
+            "Bytes of items sent to replicas and of rows that they gave; `node` is local where the "
+            "replica is on this router's node, else remote.",
+            ["what", "node"],
+        )
         self.shards = counter("router_shards_total", "Calls to replicas.")
         self.replans = counter(
             "router_replans_total",

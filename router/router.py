@@ -60,8 +60,9 @@ class Router:
         `fingerprint`: of the model; replicas of another model are not used.
         """
         name_requests()
-        self._fleet = ServeFleet(encoder, fingerprint, open_spans(tracing, "router"))
         self._metrics = RouterMetrics()
+        spans = open_spans(tracing, "router")
+        self._fleet = ServeFleet(encoder, fingerprint, spans, self._metrics)
         plan = POLICIES[options.policy](Random())
         self._dispatcher = Dispatcher(self._fleet, options, plan, self._metrics, cache_max_bytes)
 

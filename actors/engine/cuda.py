@@ -86,7 +86,8 @@ class CudaPace(Pace):
 
     def before_step(self) -> None:
         self.steps = torch.cuda.current_stream()
-        self.steps.wait_stream(self.compute)
+        if not self.compute.query():
+            self.steps.wait_stream(self.compute)
 
 
 class CudaDevice(Device):

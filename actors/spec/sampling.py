@@ -108,7 +108,7 @@ class Timed:
 
     @property
     def most(self) -> int:
-        count = int(self.most_seconds * self.fps)
+        count = max(1, int(self.most_seconds * self.fps))
         return count + count % 2
 
     def indices(self, frames: int, fps: float) -> list[int]:

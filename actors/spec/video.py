@@ -343,8 +343,8 @@ def retention_mask(
     """Which rows [tokens, width] of a video are kept: bool [tokens].
 
     The rows that are least similar to the row at the same place in the previous group, over the
-    whole video; of equal ones the earlier. Rows after the last group are kept. As in SGLang's
-    evs_core.
+    whole video; of equal ones the earlier. Rows after the last group are kept. As in vLLM's
+    video_prune/evs.py, which compares whole rows, deepstack features included.
     """
     judged = plan.group_tokens * plan.frames
     groups = rows[:judged].reshape(plan.frames, -1, rows.shape[1])

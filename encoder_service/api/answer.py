@@ -85,7 +85,7 @@ def item_document(
         }
         | content(answer)
         | video_times(spec, media)
-        | ({"frame_tokens": list(answer.frame_tokens)} if answer.frame_tokens else {})
+        | kept_rows(answer)
         | ({"notice": media.notice} if media.notice else {})
     )
 
@@ -116,6 +116,16 @@ def plan_document(
 def failed_item(index: int, kind: str, error: ServiceError, request_id: str) -> Document:
     problem = fault(error, request_id).document() | {"item": index}
     return {"index": index, "type": kind, "error": problem}
+
+
+def kept_rows(embedding: Embedding) -> Document:
+    """Which rows of a video an `evs_rate` has left."""
+    if not embedding.kept_rows:
+        return {}
+    return {
+        "frame_tokens": list(embedding.frame_tokens),
+        "kept_rows": list(embedding.kept_rows),
+    }
 
 
 def content(embedding: Embedding) -> Document:

@@ -17,7 +17,7 @@ from encoder_service.wire.documents import KWARGS
 
 def without_default(shown: dict[str, Any]) -> None:
     """Of a field whose default depends on the request: generated clients would send it."""
-    del shown["default"]
+    shown.pop("default", None)
 
 
 OF_A_FILE = "Of a video file: "
@@ -168,6 +168,10 @@ class ItemDocument(BaseModel):
     frame_tokens: list[int] | None = Field(
         None, description="With `evs_rate`: rows that each temporal group keeps."
     )
+    kept_rows: list[int] | None = Field(
+        None,
+        description="With `evs_rate`: the indices of these rows among all rows of the video.",
+    )
 
 
 class FailedItem(BaseModel):
@@ -304,6 +308,10 @@ PLANS: dict[int | str, dict[str, Any]] = {
     }
 }
 
+QUERY = RequestOptions.model_json_schema()["properties"]
+for shown in QUERY.values():  # generated clients would send the defaults beside a body
+    without_default(shown)
+
 ENCODE: dict[str, Any] = {
     "parameters": [
         {
@@ -314,7 +322,7 @@ ENCODE: dict[str, Any] = {
         },
         *(
             {"name": name, "in": "query", "description": "Only of a bare file.", "schema": shown}
-            for name, shown in RequestOptions.model_json_schema()["properties"].items()
+            for name, shown in QUERY.items()
         ),
     ],
     "requestBody": {

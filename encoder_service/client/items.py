@@ -131,6 +131,8 @@ class Embedding:
     """Of a video: seconds from one temporal group to the next."""
     frame_tokens: tuple[int, ...] = ()
     """Of a video sent with `evs_rate`: how many rows each temporal group has left."""
+    kept_rows: tuple[int, ...] = ()
+    """Of a video sent with `evs_rate`: the indices of these rows among all rows of the video."""
     reference: str = ""
     """The id under which the service keeps it, for `Client.fetch`; `data` is empty then."""
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
@@ -241,7 +243,7 @@ def service_error(
     )
 
 
-LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens")
+LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens", "kept_rows")
 """An item's fields that are lists in a document and tuples in an Embedding or Plan."""
 
 

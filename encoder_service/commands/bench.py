@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import os
 import shlex
@@ -340,11 +341,11 @@ def add_answers(kinds: Any) -> None:
         "--vllm", default="", metavar="OPTIONS", help="further options of all of them, in one word"
     )
     parser.add_argument(
-        "--chunk-ms",
-        type=above_zero,
-        default=5.0,
-        metavar="MS",
-        help="of place local: how long a step may wait for an image",
+        "--local",
+        type=settings,
+        default="{}",
+        metavar="JSON",
+        help='settings of place local, such as {"chunk_ms": 5}: see docs/engines.md',
     )
     parser.add_argument(
         "--url",
@@ -426,7 +427,7 @@ def run_answers(options: argparse.Namespace, console: Console) -> int:
     for name, url in options.url:
         asyncio.run(measured(name, url))
     for name in options.place if options.model else ():
-        place = {"place": name, "chunk_ms": options.chunk_ms} if name != ALONE else None
+        place = options.local | {"place": name} if name != ALONE else None
         with answers.vllm(options.model, place, shlex.split(options.vllm), console) as url:
             asyncio.run(measured(name, url))
     if options.plot:
@@ -438,6 +439,16 @@ def run_answers(options: argparse.Namespace, console: Console) -> int:
 
 def kinds_of_requests(text: str) -> list[tuple[str, list[tuple[int, int]]]]:
     return [(kind, [] if kind == "text" else parse_mix(kind)[0]) for kind in text.split(",")]
+
+
+def settings(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return found
 
 
 def named_url(text: str) -> tuple[str, str]:

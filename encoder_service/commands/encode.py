@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -91,7 +91,7 @@ async def write(options: argparse.Namespace, console: Console) -> int:
         options.dtype,
         options.format,
         concurrency=options.concurrency,
-        processor=ProcessorOptions(**asked) if asked else None,
+        processor=cast(ProcessorOptions, asked) if asked else None,
     )
     work = asyncio.ensure_future(client.encode_dataset(options.paths, options.out, chosen, console))
     signals: list[signal.Signals] = []

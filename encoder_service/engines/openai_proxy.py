@@ -15,7 +15,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from starlette.applications import Starlette
@@ -215,7 +215,7 @@ def asked_of(request: Json) -> ProcessorOptions:
     kwargs = request.get("mm_processor_kwargs")
     given = kwargs if isinstance(kwargs, dict) else {}
     sized = ("min_pixels", "max_pixels", "max_patches")
-    return ProcessorOptions(**{name: given[name] for name in sized if name in given})  # type: ignore[typeddict-item]
+    return cast(ProcessorOptions, {name: given[name] for name in sized if name in given})
 
 
 def kinds_of(part: Json) -> set[Any]:

@@ -133,7 +133,9 @@ class SglangEncoder:
         self.encoder = encoder
         self.limits = limits
         self.networks = networks
-        self.buffered = Buffered(limits.max_buffered_bytes, "too much is sent here")
+        self.buffered = Buffered(
+            limits.max_buffered_bytes, "too much is sent here (limits.max_buffered_bytes)"
+        )
         self.receivers: dict[str, Receivers] = {}
         self.context = zmq.asyncio.Context()
 

@@ -101,6 +101,7 @@ class LocalEncoder:
         self.ready: set[str] = set()  # requests all of whose items are here
         self.loading: dict[str, Tensor] = {}  # rows for the step that is being scheduled
         self.cached: Mapping[str, Tensor] = {}  # vLLM's encoder cache
+        self.encoded = self.left = 0  # items of ours and of vLLM
         self.threads = ThreadPoolExecutor(1, "patches")
         device = engine.device.device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -108,6 +109,7 @@ class LocalEncoder:
     def close(self) -> None:
         self.threads.shutdown()
         self.engine.close()
+        log.info("the engine encoded %d items, vLLM %d", self.encoded, self.left)
 
     def need(self, request: Any, index: int) -> bool:
         """Whether an item is here, or is left to vLLM. Otherwise it will be encoded."""
@@ -122,6 +124,9 @@ class LocalEncoder:
             log.error("vLLM encodes an item itself, because its data cannot be read: %r", error)
             item = None
         if item is None:
+            self.left += 1
+            if self.left == 1:
+                log.warning("vLLM encodes an item itself that is not for the engine: %s", name)
             return True
         self.items[name] = item
         item.requests.add(request.request_id)
@@ -292,9 +297,14 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         encoder, name = the(self.encoder), request.mm_features[index].identifier
         encoder.ready.discard(request.request_id)
         if self.has_cache_item(name):
-            rows = encoder.items.pop(name).rows
-            assert rows is not None
-            encoder.loading[name] = rows.result()
+            item = encoder.items.pop(name)
+            assert item.rows
+            assert item.answer
+            encoder.loading[name] = item.rows.result()
+            encoder.encoded += 1
+            if encoder.encoded == 1:
+                seconds = item.answer.result().encode_seconds
+                log.info("the engine encoded its first item in %.0f ms", seconds * 1000)
 
     def build_connector_meta(self, scheduler_output: Any) -> LoadedRows:
         """Called at the end of every schedule."""

@@ -123,17 +123,14 @@ class Admission:
         for name, value in given.items():
             if name in largest and value > largest[name]:
                 raise InvalidOption(self._over(name, value, largest[name]))
-        return ProcessorKwargs(**given)  # type: ignore[arg-type]
+        return ProcessorKwargs(**given)
 
     def _over(self, name: str, value: float, most: float) -> str:
         if name in SAMPLED:
             return f"{name}: {value:g} is over the {most:g} of {self.spec.id}: lower it"
         limited = self.limits.max_image_tokens == self.tokens
         key = "limits.max_image_tokens" if limited else "the largest of graphs.token_budgets"
-        return (
-            f"{name}: {value} is over {most}, which gives images of {self.tokens} tokens ({key}): "
-            "lower it"
-        )
+        return f"{name}: {value} is over {most}, which gives {self.tokens} tokens ({key}): lower it"
 
 
 def largest_tokens(spec: ModelSpec, limits: LimitOptions, budget: int | None = None) -> int:
@@ -153,7 +150,7 @@ def probe(
     """What a file is and what it will cost, from its header. The digest takes 1 ms per 2 MB.
 
     Raises InvalidMedia (damaged), UnsupportedMedia (format or kind), TooLarge (limits),
-    InvalidOption (kwargs).
+    InvalidOption (kwargs that the model does not take; Admission checks that none is too large).
     """
     if kind == "video":
         check_videos(spec)

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from actors.errors import InvalidRequest, ServiceError, Unavailable
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import EnlargingSizing
-from actors.spec.video import FRAMES_PER_GROUP, TotalPixels
+from actors.spec.video import FRAMES_PER_GROUP, TotalPixels, retained_tokens
 from actors.telemetry.tracing import ORIGIN
 from actors.types import Media, ProcessorKwargs
 from encoder_service.api.errors import AtItem, error_response, fault
@@ -136,12 +136,14 @@ class ChatService:
                 for item, (_, part) in zip(parsed.items, parsed.request.media(), strict=True)
             ]
             kwargs = kwargs_of(parsed.request.mm_processor_kwargs, detailed, admission.spec)
-            admitted = await admission.admit(detailed, kwargs=kwargs)
+            admitted = await admission.admit(
+                detailed, self.options.video_pruning_rate, kwargs=kwargs
+            )
         for index, one in enumerate(admitted):
             if isinstance(one, ServiceError):
                 raise AtItem(index, one)
             media.append(one)
-        tokens = sum(one.plan.tokens for one in media)
+        tokens = sum(retained_tokens(one.plan, one.evs_rate) for one in media)
         if tokens >= self.spec.max_model_len:  # before the encoders work in vain
             raise InvalidRequest(
                 f"the images and videos are {tokens} tokens; the maximum context length is "

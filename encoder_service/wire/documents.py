@@ -6,7 +6,7 @@ Knows neither HTTP, gRPC, models nor limits on items.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from encoder_service.wire.formats import (
@@ -80,7 +80,7 @@ class RequestItem:
     max_patches: int | None = None
     num_frames: int | None = None
 
-    def kwargs(self) -> dict[str, float]:
+    def kwargs(self) -> dict[str, Any]:
         """What it says of how it is sized and sampled."""
         names = COUNTS if self.frames is not None else KWARGS
         values = {name: getattr(self, name) for name in names}
@@ -131,7 +131,9 @@ def parse_item(item: Any, where: str) -> RequestItem:
         raise WireError(f"{where} must be a map")
     check_keys(item, {"type", "data", "url", "frames", *KWARGS}, where)
     kind, fps = item.get("type", "image"), item.get("fps")
-    counts = {name: count(item[name], f"{where}.{name}") for name in COUNTS if name in item}
+    counts: dict[str, Any] = {
+        name: count(item[name], f"{where}.{name}") for name in COUNTS if name in item
+    }
     data, url, frames = item.get("data"), item.get("url"), item.get("frames")
     if kind not in ("image", "video"):
         raise WireError(f'{where}.type must be "image" or "video", not {kind!r}')
@@ -143,7 +145,7 @@ def parse_item(item: Any, where: str) -> RequestItem:
         raise WireError(f"{where}.fps must be a number above zero")
     if frames is None:
         file = None if data is None else content(data, f"{where}.data")
-        return replace(RequestItem(kind, file, url, fps=fps), **counts)
+        return RequestItem(kind, file, url, fps=fps, **counts)
     if kind != "video":
         raise WireError(f'{where}.frames: the type must be "video"')
     if not isinstance(frames, list):
@@ -151,7 +153,7 @@ def parse_item(item: Any, where: str) -> RequestItem:
     if counts.get("num_frames"):
         raise WireError(f"{where}.num_frames goes with a video file: all `frames` are encoded")
     files = tuple(content(one, f"{where}.frames[{i}]") for i, one in enumerate(frames))
-    return replace(RequestItem("video", frames=files, fps=fps), **counts)
+    return RequestItem("video", frames=files, fps=fps, **counts)
 
 
 def count(value: Any, where: str) -> int | None:

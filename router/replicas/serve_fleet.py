@@ -22,7 +22,8 @@ from actors.rpc.codec import EncodeCall, kept_of, message_fields, reply_of
 from actors.rpc.server import take
 from actors.store.kept import Kept
 from actors.telemetry.tracing import ORIGIN, Spans
-from actors.types import Dtype, Media, Reply, SharedBytes
+from actors.types import Dtype, Embedding, Media, Reply, SharedBytes
+from router.metrics import RouterMetrics
 from router.replicas.fleet import (
     PUBLISHED,
     PinnedReplicaUnavailable,
@@ -48,6 +49,8 @@ FETCH_SECONDS = 10.0
 """Time limit of a fetch or a release. A fetch may wait until rows are written to shared memory."""
 CONFIRM_SECONDS, CONFIRMATIONS = 0.5, 10
 """Pause between two questions to Serve whether an unreachable replica is dead, and their number."""
+LOCAL, REMOTE = "local", "remote"
+"""Where a replica is: on this process's node, or on another one."""
 SERVE_NAMESPACE = "serve"  # of the actors of Serve's replicas
 
 
@@ -55,10 +58,15 @@ class ServeFleet:
     """The replicas of one deployment: a fleet.Fleet, which also gives out what replicas keep."""
 
     def __init__(
-        self, encoder: DeploymentHandle, fingerprint: str | None, spans: Spans | None = None
+        self,
+        encoder: DeploymentHandle,
+        fingerprint: str | None,
+        spans: Spans | None = None,
+        metrics: RouterMetrics | None = None,
     ) -> None:
         """`fingerprint`: of the model; replicas of another one are left out, as in a rollout."""
         self._spans = spans or Spans()
+        self._metrics = metrics or RouterMetrics()
         self._fingerprint = fingerprint
         # `options` starts the handle's request router, which publishes the replicas.
         self._handle = by_reference(encoder, "encode")
@@ -75,11 +83,13 @@ class ServeFleet:
         return {name: one for name, one in published.items() if self._is_ours(one)}
 
     def reports(self) -> Mapping[str, int]:
+        """Replicas of this node come first: where loads are equal, plans take the earlier one."""
         published = PUBLISHED.get(self._deployment, {})
         if published is not self._published:
             self._published = published
             replicas = self.replicas()
-            self._reports = {name: one.outstanding_patches for name, one in replicas.items()}
+            near_first = sorted(replicas, key=lambda name: self._where(name) != LOCAL)
+            self._reports = {name: replicas[name].outstanding_patches for name in near_first}
             for gone in self._connections.keys() - replicas.keys():
                 channel, _ = self._connections.pop(gone)
                 channel.retire()
@@ -90,6 +100,11 @@ class ServeFleet:
         fingerprint = replica.metadata.get("fingerprint")
         same = None in (self._fingerprint, fingerprint) or fingerprint == self._fingerprint
         return same and replica.endpoint is not None
+
+    def _where(self, replica: str) -> str:
+        member = PUBLISHED.get(self._deployment, {}).get(replica)
+        near = member and member.endpoint and member.endpoint.node == self._node
+        return LOCAL if near else REMOTE
 
     async def encode(
         self,
@@ -107,10 +122,15 @@ class ServeFleet:
         ):
             call = EncodeCall(media, dtype, timeout_seconds, ORIGIN.get(), keep)
             request = pb.EncodeRequest(**message_fields(call))
-            reply, rows = await self._call(
+            where = self._where(replica)  # before the call, which the replica may not outlive
+            self._metrics.bytes.labels("items", where).inc(sum(one.size_bytes for one in media))
+            message, rows = await self._call(
                 replica, "Encode", request, timeout_seconds + GRACE_SECONDS
             )
-            return reply_of(reply, rows)
+            reply = reply_of(message, rows)
+            embeddings = [one for one in reply.answers if isinstance(one, Embedding)]
+            self._metrics.bytes.labels("rows", where).inc(sum(one.size_bytes for one in embeddings))
+            return reply
 
     async def check(self, replica: str) -> None:
         await self._call(replica, "Check", pb.CheckRequest())
@@ -118,11 +138,13 @@ class ServeFleet:
     async def fetch(self, reference: str) -> Kept:
         """What is kept under an id. Raises NotFound, or Unavailable for now."""
         with self._keeper(reference) as (replica, name):
-            request = pb.FetchRequest(name=name)
+            request, where = pb.FetchRequest(name=name), self._where(replica)
             reply, rows = await self._call(replica, "Fetch", request, FETCH_SECONDS)
         if not reply.HasField("kept"):
             raise unknown(reference)
-        return kept_of(reply.kept, rows)
+        kept = kept_of(reply.kept, rows)
+        self._metrics.bytes.labels("rows", where).inc(kept.embedding.size_bytes)
+        return kept
 
     async def release(self, reference: str) -> None:
         """Drops what is kept under an id. Raises NotFound, or Unavailable for now."""

@@ -21,8 +21,9 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.sampling import Evenly, Paced
 from actors.spec.sizing import PackedSizing
 from actors.spec.tiles import PaddedTiles, StretchedTiles
+from actors.spec.video import TotalPixels
 from actors.spec.views import CropSizing
-from actors.types import Kind, ProcessorKwargs, Size
+from actors.types import Clip, Kind, ProcessorKwargs, Size
 from tests import llama4
 from tests.images import opened
 from tests.parity.test_sampling import FAMILIES, function
@@ -200,7 +201,14 @@ def test_pixels_of_videos(size: tuple[int, int], frames: int, limits: tuple[int,
     model = asked("qwen3vl-8b", "video", min_pixels=limits[0], max_pixels=limits[1])
     own = asked("qwen3vl-8b", "video").video
     assert model.video
-    assert own
+    assert isinstance(own, TotalPixels)
     least, most = (max(own.min_pixels, frames * limits[0]), min(own.max_pixels, frames * limits[1]))
     height, width = smart_resize(frames, size[1], size[0], 2, 32, min(least, most), most)
     assert model.video.resized(Size(*size), frames) == Size(width, height)
+
+
+def test_a_rate_of_less_than_a_frame_gives_a_group() -> None:
+    clip = Clip(Size(64, 64), frames=100, fps=25.0)
+    video = asked("glm41v-9b", "video", fps=0.001).video
+    assert video
+    assert video.plan(clip).frames == 1

@@ -14,6 +14,7 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_DEDUP_LOGS="0",
     RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="0.5",
+    RAY_worker_niceness="0",  # the default, 15, starves replicas beside the other pytest worker
 )
 
 import pytest
@@ -36,9 +37,9 @@ class Cluster:
     """Ray's own page."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
-    """Ray and Serve, started once and stopped at the end."""
+    """Ray and Serve, stopped after the last test of this folder: other tests run without Ray."""
     home = tempfile.mkdtemp(prefix="es")  # short: socket paths have a limit
     http_port, metrics_port = free_ports(2)
     ray.init(

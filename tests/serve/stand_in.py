@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ from actors.types import (
     Timings,
 )
 from router.options import RouterOptions
-from router.router import Router
+from router.router import Router, RouterStatus
 
 SECONDS_PER_PATCH = 10e-6
 MAX_CALLS = 256
@@ -58,6 +60,7 @@ class StandIn:
         self.outstanding_patches = 0
         self.encoded: list[str] = []
         self.sick = False
+        self.mood = "answers"
         self._device = asyncio.Lock()
         self._let_go = asyncio.Event()
 
@@ -116,6 +119,17 @@ class StandIn:
         """From now on the health check fails."""
         self.sick = True
 
+    async def feel(self, mood: str) -> None:
+        """How metrics are answered from now on: "answers", "fails" or "hangs"."""
+        self.mood = mood
+
+    async def scrape(self) -> tuple[str, str]:
+        if self.mood == "hangs":
+            await asyncio.sleep(60)
+        if self.mood == "fails":
+            raise ValueError("no metrics today")
+        return self.replica, "x 1\n"
+
     async def record_replica_metadata(self) -> dict[str, Any]:
         process = ray.get_runtime_context()
         node = process.get_node_id()
@@ -153,15 +167,10 @@ def right(media: list[Media], answers: list[Answer]) -> bool:
     )
 
 
-def application(options: RouterOptions, version: int = 1) -> serve.Application:
-    """Three encoders, as many routers as `options` says. Another version: a rolling update."""
-    return routed(encoders(3, version), options)
-
-
 def encoders(
     count: int, version: int = 1, resources: dict[str, float] | None = None
 ) -> serve.Application:
-    """So many, without a router. `resources`: custom ones, of a node."""
+    """So many, without a router. Another version: a rolling update. `resources`: of a node."""
     return serve.deployment(
         StandIn,
         name="Encoder",
@@ -191,3 +200,16 @@ def routed(
         max_ongoing_requests=1000,
         graceful_shutdown_timeout_s=3,
     ).bind(encoder, options)
+
+
+def status(router: DeploymentHandle) -> RouterStatus:
+    found: RouterStatus = router.status.remote().result(timeout_s=5)
+    return found
+
+
+def within(seconds: float, true: Callable[[], bool]) -> None:
+    """Fails unless it becomes true in time."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "not in time"
+        time.sleep(0.05)

@@ -42,7 +42,7 @@ from router.replicas.pinned import by_reference
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
 from tests.serve.object_store import direct_objects, own_process
-from tests.serve.test_kill import within
+from tests.serve.stand_in import within
 from tests.serve.wide import WIDTH, wide
 
 pytest.importorskip("nixl")

@@ -24,7 +24,7 @@ from encoder_service.app import build
 from encoder_service.client import ServiceError
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
-from tests.serve.test_kill import within
+from tests.serve.stand_in import within
 from tests.serve.tiny import ARGS
 
 pytestmark = pytest.mark.extended

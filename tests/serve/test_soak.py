@@ -27,7 +27,7 @@ from router.here import encode_here
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
 from tests.serve.object_store import own_private_bytes, used
-from tests.serve.test_kill import within
+from tests.serve.stand_in import within
 from tests.serve.wide import WIDTH, wide
 
 pytestmark = pytest.mark.extended

@@ -112,12 +112,13 @@ def test_evs_leaves_out_what_changes_least(cluster: Cluster, served: Pair) -> No
             pruned, image = client.encode([FILE, IMAGES[1]], dtype="float32", evs_rate=0.5)
             assert pruned.source == source
             plan = served.tower.spec.video.plan(Clip(Size(160, 96), 30, 10.0))  # type: ignore[union-attr]
-            mask = retention_mask(whole.numpy()[:, :96], plan, 0.5)
+            mask = retention_mask(whole.numpy(), plan, 0.5)
             assert np.abs(pruned.numpy() - whole.numpy()[mask]).max() < TOLERANCE
             assert pruned.tokens == sum(pruned.frame_tokens) == mask.sum()
             assert pruned.frame_tokens[0] == whole.tokens // 3
+            assert pruned.kept_rows == tuple(mask.nonzero()[0])
             assert pruned.grid_thw == whole.grid_thw
-            assert not image.frame_tokens
+            assert not image.frame_tokens + image.kept_rows
 
 
 def test_a_file_by_itself_and_in_a_form(cluster: Cluster, served: Pair) -> None:

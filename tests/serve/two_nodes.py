@@ -14,8 +14,7 @@ from ray.cluster_utils import Cluster
 from actors.store.shared_memory import here
 from actors.types import Embedding, SharedBytes
 from router.options import RouterOptions
-from tests.serve.stand_in import BIG, encoders, item, right, routed
-from tests.serve.test_kill import status
+from tests.serve.stand_in import BIG, encoders, item, right, routed, status
 
 STORE_BYTES = 100_000_000
 

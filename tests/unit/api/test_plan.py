@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import msgpack
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -20,6 +21,7 @@ from actors.errors import Overloaded, Unavailable
 from actors.families import registry
 from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
 from actors.pipeline import open_pipeline
+from actors.spec.video import retention_mask
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Kind, Media
@@ -73,6 +75,7 @@ class Encoding(Fleet):
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
     ) -> list[Answer]:
         self.calls.append((dtype, timeout_seconds))
+        self.plans = [one.plan for one in media]
         return await self.pipeline.encode(media, dtype, timeout_seconds)
 
 
@@ -145,6 +148,28 @@ def test_a_plan_is_what_encoding_gives(preset: str, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_rows_that_are_left_of_a_video_are_named() -> None:
+    async def run() -> None:
+        fleet = Encoding(MODEL)
+        film = video(8, size=(96, 64))
+        async with clients(
+            Service(ServiceOptions(model=MODEL), registry.read(MODEL), fleet)
+        ) as both:
+            for one in both:
+                (whole,) = await one.encode([film], "float32")
+                photo, left = await one.encode([jpeg(64, 64), film], "float32", evs_rate=0.5)
+                assert whole.kept_rows == photo.kept_rows == ()
+                assert len(left.kept_rows) == left.tokens == sum(left.frame_tokens) < whole.tokens
+                assert np.array_equal(left.numpy(), whole.numpy()[list(left.kept_rows)])
+                # All values of a row count, those of deepstack features too.
+                plan = fleet.plans[-1]
+                mask = retention_mask(whole.numpy(), plan, 0.5)
+                assert left.kept_rows == tuple(mask.nonzero()[0])
+        fleet.pipeline.close()
+
+    asyncio.run(run())
+
+
 PHOTO = jpeg(640, 480)
 ITEM = {"data": b64encode(PHOTO).decode()}
 RANGE = {"min_pixels": 4096, "max_pixels": 65536}
@@ -197,7 +222,7 @@ def test_options_of_a_request_are_for_the_kinds_that_take_them() -> None:
         (Input(PHOTO, fps=2), {}, "fps: qwen3vl-tiny (qwen3_vl) does not take it for images; it "
          "takes min_pixels, max_pixels"),
         (Input(PHOTO, max_pixels=2**21), {}, "max_pixels: 2097152 is over 1048576, which gives "
-         "images of 1024 tokens (the largest of graphs.token_budgets): lower it"),
+         "1024 tokens (the largest of graphs.token_budgets): lower it"),
         (PHOTO, {"min_pixels": 2**21}, "min_pixels: 2097152 is over 1048576"),
         (PHOTO, {"min_pixels": 9000, "max_pixels": 8000}, "min_pixels: 9000 is over max_pixels, "
          "8000: lower it"),
@@ -241,7 +266,7 @@ def test_limits_hold_for_what_is_asked() -> None:
     http = client(Fleet(), max_image_tokens=64)
     asked = http.post("/v1/plan", json={"items": [ITEM | {"max_pixels": 65537}]}).json()["error"]
     assert asked["type"] == "invalid_option"
-    assert "max_pixels: 65537 is over 65536, which gives images of 64 tokens" in asked["message"]
+    assert "max_pixels: 65537 is over 65536, which gives 64 tokens" in asked["message"]
     assert "(limits.max_image_tokens): lower it" in asked["message"]
     whole = http.post("/v1/plan", json={"items": [ITEM]}).json()["error"]
     assert whole["type"] == "too_large"

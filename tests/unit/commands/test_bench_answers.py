@@ -172,10 +172,17 @@ def test_the_command_measures_running_servers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--url", "here"], ["--model", "m", "--repeated", "1"], ["--mix", "big"]]
+    "arguments",
+    [
+        [],
+        ["--url", "here"],
+        ["--model", "m", "--repeated", "1"],
+        ["--mix", "big"],
+        ["--local", "chunk_ms"],
+    ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: list[str]) -> None:
-    wrong = {"--url", "--mix"} & set(arguments)
+    wrong = {"--url", "--mix", "--local"} & set(arguments)
     with pytest.raises(SystemExit) if wrong else nullcontext():
         assert cli.main(["bench", "answers", *arguments]) == 1
 

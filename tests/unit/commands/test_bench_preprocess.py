@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 
 from actors.options import (
@@ -17,6 +18,7 @@ from tests.images import jpeg
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
 
 
+@pytest.mark.extended
 def test_it_measures_threads_and_processes() -> None:
     cpu = EncoderOptions(device="cpu", num_gpus=0)
     graphs = GraphOptions(token_budgets=(64, 256), max_frames_per_batch=0)

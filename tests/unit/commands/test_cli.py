@@ -304,6 +304,7 @@ def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str]) ->
             assert following[following.index(f"  {line}") + 1].startswith("          "), line
 
 
+@pytest.mark.extended
 def test_the_bench_of_the_engine_needs_neither_ray_nor_a_web_server() -> None:
     blocked = "'ray', 'fastapi', 'starlette', 'uvicorn', 'httpx', 'grpc', 'msgpack'"
     program = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
@@ -339,32 +340,37 @@ def test_metadata_of_a_heic_may_be_long() -> None:
     assert look(heic_with_metadata(2, 2**20, size_bytes=2**20)).notice == ""
 
 
-def floods() -> dict[str, bytes]:
-    """Headers that take very long or very much, if one lets them."""
-    small = images.jpeg(60, 40)
-    heic = images.encoded(images.opened(), "HEIF")
-    overlapping = images.exif_with([(0x9286, 7, 60_000, 0)] * 5_000)
-    return {
-        "segments between scans": images.jpeg_segments(
-            scanned(0), *[(0xFE, b"")] * 500_000, (0xFE, b"\xff\xda" * 200)
-        ),
-        "fill bytes": b"\xff\xd8" + b"\xff" * 2**22 + b"\0" + b"\xff\xda" * 200,
-        "segments": images.jpeg_segments(small, *[(0xE1, b"")] * 500_000),
-        "chunks": images.png(60, 40, *[images.chunk(b"tEXt", b"a\0")] * 500_000),
-        "exif": images.jpeg_segments(small, (0xE1, overlapping)),
-        "metadata of a HEIC": heic_with_metadata(200, 2**20, size_bytes=2**20),
-        "EXIF of a HEIC": images.encoded(images.opened(), "HEIF", exif=overlapping),
-        "boxes": heic[:28] + b"\0\0\0\x08free" * 500_000 + heic[28:],
-        "two descriptions": heic + heic[28:],
-        "tags": b"II*\0\x08\0\0\0\xff\xff"
-        + b"\x86\x92\x07\0\0\0\x10\0\0\0\0\0" * 65_535
-        + bytes(2**20),
-    }
+OVERLAPPING = [(0x9286, 7, 60_000, 0)] * 5_000
+FLOODS: dict[str, Callable[[], bytes]] = {
+    "segments between scans": lambda: images.jpeg_segments(
+        scanned(0), *[(0xFE, b"")] * 500_000, (0xFE, b"\xff\xda" * 200)
+    ),
+    "fill bytes": lambda: b"\xff\xd8" + b"\xff" * 2**22 + b"\0" + b"\xff\xda" * 200,
+    "segments": lambda: images.jpeg_segments(images.jpeg(60, 40), *[(0xE1, b"")] * 500_000),
+    "chunks": lambda: images.png(60, 40, *[images.chunk(b"tEXt", b"a\0")] * 500_000),
+    "exif": lambda: images.jpeg_segments(
+        images.jpeg(60, 40), (0xE1, images.exif_with(OVERLAPPING))
+    ),
+    "metadata of a HEIC": lambda: heic_with_metadata(200, 2**20, size_bytes=2**20),
+    "EXIF of a HEIC": lambda: images.encoded(
+        images.opened(), "HEIF", exif=images.exif_with(OVERLAPPING)
+    ),
+    "boxes": lambda: heic()[:28] + b"\0\0\0\x08free" * 500_000 + heic()[28:],
+    "two descriptions": lambda: heic() + heic()[28:],
+    "tags": lambda: (
+        b"II*\0\x08\0\0\0\xff\xff" + b"\x86\x92\x07\0\0\0\x10\0\0\0\0\0" * 65_535 + bytes(2**20)
+    ),
+}
+"""Headers that take very long or very much, if one lets them."""
 
 
-@pytest.mark.parametrize("name", list(floods()))
+def heic() -> bytes:
+    return images.encoded(images.opened(), "HEIF")
+
+
+@pytest.mark.parametrize("name", FLOODS)
 def test_floods_are_refused_soon(name: str) -> None:
-    data = floods()[name]
+    data = FLOODS[name]()
     started = time.process_time()
     with pytest.raises(InvalidMedia):
         look(data)

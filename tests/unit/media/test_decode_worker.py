@@ -58,24 +58,18 @@ def check(decoder: Decoder) -> None:
     assert (type(error), str(error)) == (expected.type, str(expected.value))
 
 
-def test_a_process_makes_what_threads_make_and_ends_with_its_owner() -> None:
-    decoder = open_decoder(processes=1)
+def test_a_process_makes_what_threads_make_has_its_own_files_and_ends_with_its_owner() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.set_inheritable(True)
+        decoder = open_decoder(processes=1)
     (one,) = children()
+    names = [os.readlink(file) for file in Path(f"/proc/{one}/fd").iterdir()]
+    sockets = [name for name in names if name.startswith("socket:")]
+    assert len(sockets) == 1, names
     check(decoder)
     assert children() == [one]
     decoder.close()
     assert not alive(one)
-
-
-def test_a_process_has_no_files_but_its_own() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.set_inheritable(True)
-        decoder = open_decoder(processes=1)
-        (one,) = children()
-        names = [os.readlink(file) for file in Path(f"/proc/{one}/fd").iterdir()]
-        decoder.close()
-    sockets = [name for name in names if name.startswith("socket:")]
-    assert len(sockets) == 1, names
 
 
 @pytest.mark.extended

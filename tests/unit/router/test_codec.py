@@ -87,6 +87,7 @@ EMBEDDINGS = st.builds(
     st.builds(Timings, FLOAT, FLOAT, FLOAT),
     replica=TEXT,
     frame_tokens=INTS,
+    kept_rows=INTS,
     reference=TEXT,
 )
 ERRORS = st.one_of(

@@ -80,12 +80,12 @@ def _replicas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def served(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, node: str = NODE
 ) -> AsyncGenerator[tuple[MemoryEncoder, Handle, ServeFleet]]:
     """Replica "a", reached over gRPC."""
     encoder = MemoryEncoder()
     server = ReplicaServer(encoder)
-    endpoint = await server.start(NODE, "127.0.0.1", "actor")
+    endpoint = await server.start(node, "127.0.0.1", "actor")
     PUBLISHED[DEPLOYMENT] = {"a": Replica({}, 7, endpoint)}
     handle = Handle()
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: handle)
@@ -111,6 +111,34 @@ def test_only_replicas_of_the_own_model_and_version_are_planned_for(
     assert fleet.reports() == dict.fromkeys(names, 7)
     assert fleet.reports() is fleet.reports()
     assert list(fleet.replicas()) == list(names)
+
+
+def test_replicas_of_the_own_node_come_first() -> None:
+    away = replace(NOWHERE, node="another")
+    named = {"a": away, "b": NOWHERE, "c": away, "d": NOWHERE}
+    PUBLISHED[DEPLOYMENT] = {name: Replica({}, 7, where) for name, where in named.items()}
+    assert list(ServeFleet(Handle(), None).reports()) == ["b", "d", "a", "c"]
+
+
+@pytest.mark.parametrize(("node", "where"), [(NODE, "local"), ("another", "remote")])
+def test_bytes_are_counted_by_where_the_replica_is(
+    monkeypatch: pytest.MonkeyPatch, node: str, where: str
+) -> None:
+    async def test() -> None:
+        async with served(monkeypatch, node) as (encoder, _, fleet):
+            encoder.rows[item(2).digest] = SharedBytes(object(), 2**21)
+            await fleet.encode("a", [item(1), item(2)], "bfloat16", 5)
+            encoder.kept["x"] = Kept.of(item(3), embedding(item(3), "a"))
+            await fleet.fetch("a.x")
+            counted = {
+                tuple(sample.labels.values()): sample.value
+                for sample in next(iter(fleet._metrics.bytes.collect())).samples
+                if sample.name.endswith("_total")
+            }
+            rows = 32 + 2**21 + 32  # digests by value, twice
+            assert counted == {("items", where): 2 * len(b"item 1"), ("rows", where): rows}
+
+    run(test())
 
 
 def test_small_rows_come_with_the_answer_and_large_ones_are_taken(

@@ -20,7 +20,8 @@ from encoder_service.wire.encoder_grpc import EncoderStub
 from tests.images import jpeg
 from tests.responses import parse_response
 from tests.serve.conftest import Cluster
-from tests.serve.tiny import BEARER, MAX_BODY_BYTES, MAX_ITEMS, WIDTH, running
+from tests.serve.front_door.conftest import APP
+from tests.serve.tiny import BEARER, MAX_BODY_BYTES, MAX_ITEMS, WIDTH
 
 METADATA = (("authorization", BEARER),)
 
@@ -28,7 +29,7 @@ METADATA = (("authorization", BEARER),)
 @pytest.fixture(scope="module")
 def channel(cluster: Cluster) -> Iterator[grpc.Channel]:
     options = [("grpc.max_receive_message_length", -1)]
-    with running("grpc"), grpc.insecure_channel(cluster.grpc, options=options) as one:
+    with grpc.insecure_channel(cluster.grpc, options=options) as one:
         yield one
 
 
@@ -160,7 +161,7 @@ def test_tokens(stub: EncoderStub) -> None:
 def test_a_refused_stream_leaves_no_traceback(stub: EncoderStub, cluster: Cluster) -> None:
     metadata = (("x-request-id", "refused"), *METADATA)
     refusal(lambda: list(stub.EncodeStream(request(b"no"), metadata=metadata)))
-    logs = [path.read_text() for path in cluster.logs.glob("*grpc_Ingress*")]
+    logs = [path.read_text() for path in cluster.logs.glob(f"*{APP}_Ingress*")]
     assert any("grpc_stream INVALID_ARGUMENT" in log for log in logs)
     assert not any("Traceback" in log for log in logs)
 

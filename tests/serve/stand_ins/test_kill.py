@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
 
@@ -16,19 +15,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.types import Media
-from router.options import RouterOptions
-from router.router import RouterStatus
-from tests.serve.conftest import Cluster
-from tests.serve.stand_in import application, item, right
+from tests.serve.stand_in import encoders, item, right, status, within
+from tests.serve.stand_ins.conftest import APP
 
 CALLERS = 4
-OPTIONS = RouterOptions(replicas=1, exclude_seconds=2, stall_seconds=2)
-
-
-@pytest.fixture(scope="module")
-def router(cluster: Cluster) -> Iterator[DeploymentHandle]:
-    yield serve.run(application(OPTIONS), name="killing", route_prefix=None)
-    serve.delete("killing")
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +36,13 @@ def test_sigkill(router: DeploymentHandle) -> None:
 def test_ray_kill(router: DeploymentHandle) -> None:
     with load(router):
         victim = status(router).replicas[0].replica
-        ray.kill(ray.get_actor(f"SERVE_REPLICA::killing#Encoder#{victim}", namespace="serve"))
+        ray.kill(ray.get_actor(f"SERVE_REPLICA::{APP}#Encoder#{victim}", namespace="serve"))
         within(60, lambda: replaced(router, victim))
 
 
-def test_failing_health_check(router: DeploymentHandle) -> None:
+def test_failing_health_check(router: DeploymentHandle, encoder: DeploymentHandle) -> None:
     with load(router):
         victim = status(router).replicas[0].replica
-        encoder = serve.get_deployment_handle("Encoder", "killing")
         encoder.options(session_id=f"pin:{victim}").sicken.remote().result(timeout_s=5)
         within(60, lambda: replaced(router, victim))
 
@@ -71,7 +60,7 @@ def test_a_process_that_hangs(router: DeploymentHandle) -> None:
 
 def test_rolling_update(router: DeploymentHandle) -> None:
     with load(router):
-        serve.run(application(OPTIONS, version=2), name="killing", route_prefix=None)
+        serve.run(encoders(3, version=2), name=APP, route_prefix=None)
         versions = [replica.metadata["version"] for replica in status(router).replicas]
     assert versions == [2, 2, 2]
 
@@ -122,16 +111,3 @@ def call(
 def replaced(router: DeploymentHandle, victim: str) -> bool:
     names = [replica.replica for replica in status(router).replicas]
     return len(names) == 3 and victim not in names
-
-
-def status(router: DeploymentHandle) -> RouterStatus:
-    found: RouterStatus = router.status.remote().result(timeout_s=5)
-    return found
-
-
-def within(seconds: float, true: Callable[[], bool]) -> None:
-    """Fails unless it becomes true in time."""
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "not in time"
-        time.sleep(0.05)

@@ -1,13 +1,10 @@
-"""The examples of the README and of docs/, run as they stand against the tiny service."""
+"""The examples of the README and of docs/, run as they stand against a service."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,10 +12,10 @@ from ray import serve
 
 from encoder_service.app import build
 from tests.images import jpeg, photograph
+from tests.serve.checkpoint.conftest import APP
 from tests.serve.conftest import Cluster
-from tests.serve.tiny import GRPC_PORT
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 
 
@@ -28,22 +25,20 @@ def blocks(language: str, word: str) -> list[str]:
     return [block for blocks in found for block in blocks if word in block]
 
 
-EXAMPLES = [block for block in blocks("python", "") if "ray" not in block]
+CHAT = ":8000/v1/chat"
+EXAMPLES = [
+    pytest.param(block, marks=[pytest.mark.extended] if CHAT in block else [], id=str(number))
+    for number, block in enumerate(blocks("python", ""))
+]
 
 
 @pytest.fixture(scope="module")
-def folder(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the files that the examples name, and configs/tiny-chat.yaml served."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the examples name."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "photo.jpg").write_bytes(jpeg(320, 240))
     (folder / "chart.png").write_bytes(photograph("coffee.png"))
-    document = yaml.safe_load((ROOT / "configs/tiny-chat.yaml").read_text())
-    args: dict[str, Any] = document["applications"][0]["args"]
-    args["encoder"]["replicas"] = 1
-    args["ingress"]["grpc_port"] = GRPC_PORT
-    serve.run(build(args), name="encoder", route_prefix="/")
-    yield folder
-    serve.delete("encoder")
+    return folder
 
 
 def here(block: str, cluster: Cluster) -> str:
@@ -61,24 +56,21 @@ def test_curl(folder: Path, cluster: Cluster) -> None:
     assert '"tokens":' in ran.stdout
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_python(folder: Path, cluster: Cluster, number: int) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore::ResourceWarning", "-c",
-         here(EXAMPLES[number], cluster)],
-        cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout
-
-
-def test_python_inside_ray(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("block", EXAMPLES)
+def test_python(
+    folder: Path,
+    cluster: Cluster,
+    block: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (block,) = blocks("python", "get_deployment_handle")
+    if CHAT in block:
+        document = yaml.safe_load((ROOT / "configs/tiny-chat.yaml").read_text())
+        serve.run(build(document["applications"][0]["args"]), name=APP, route_prefix="/")
     monkeypatch.chdir(folder)
-    exec(block, {})
-    assert capsys.readouterr().out.startswith("(")
+    exec(here(block, cluster), {})
+    assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

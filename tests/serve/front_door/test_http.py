@@ -16,7 +16,7 @@ from encoder_service.wire.formats import SAFETENSORS
 from tests.images import encoded, jpeg, opened
 from tests.responses import parse_response
 from tests.serve.conftest import Cluster
-from tests.serve.tiny import BEARER, MAX_BODY_BYTES, MAX_ITEMS, WIDTH, running
+from tests.serve.tiny import BEARER, MAX_BODY_BYTES, MAX_ITEMS, WIDTH
 
 JSON = {"accept": "application/json"}
 
@@ -24,7 +24,7 @@ JSON = {"accept": "application/json"}
 @pytest.fixture(scope="module")
 def client(cluster: Cluster) -> Iterator[httpx.Client]:
     headers = {"authorization": BEARER}
-    with running("http"), httpx.Client(base_url=cluster.http, headers=headers, timeout=30) as one:
+    with httpx.Client(base_url=cluster.http, headers=headers, timeout=30) as one:
         yield one
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -21,34 +21,32 @@ from router.policy.ledger import REPORT_AGE_SECONDS
 from router.replicas.fleet import PinnedReplicaUnavailable
 from router.router import RouterStatus
 from router.simulate import Cost, Scenario, Simulation, heavy_tailed
-from tests.serve.conftest import Cluster
 from tests.serve.stand_in import (
     BAD,
     HELD,
     MAX_CALLS,
     SECONDS_PER_PATCH,
-    application,
     item,
     right,
+    routed,
+    within,
 )
 
 LIMIT = 60_000
 
 
 @pytest.fixture(scope="module")
-def router(cluster: Cluster) -> Iterator[DeploymentHandle]:
+def router(encoder: DeploymentHandle) -> Iterator[DeploymentHandle]:
     options = RouterOptions(replicas=2, max_outstanding_patches=LIMIT)
-    yield serve.run(application(options), name="routing", route_prefix=None)
-    serve.delete("routing")
+    yield serve.run(routed(encoder, options), name="two-routers", route_prefix=None)
+    serve.delete("two-routers")
 
 
 @pytest.fixture(autouse=True)
-def encoder(router: DeploymentHandle) -> Iterator[DeploymentHandle]:
-    """The encoders; nothing is left on them after a test."""
-    handle = serve.get_deployment_handle("Encoder", "routing")
-    ask(handle, "hold")
-    yield handle
-    ask(handle, "let_go")
+def _nothing_is_left(router: DeploymentHandle, encoder: DeploymentHandle) -> Iterator[None]:
+    ask(encoder, "hold")
+    yield
+    ask(encoder, "let_go")
     within(30, lambda: all(empty(status) for status in ask(router, "status")))
 
 
@@ -270,11 +268,3 @@ def total(router: DeploymentHandle, series: str) -> float:
         for sample in family.samples
         if sample.name == series
     )
-
-
-def within(seconds: float, true: Callable[[], bool]) -> None:
-    """Fails unless it becomes true in time."""
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "not in time"
-        time.sleep(0.02)

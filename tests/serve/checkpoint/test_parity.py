@@ -2,50 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from io import BytesIO
-from typing import Any
 
 import httpx
 import pytest
 import torch
 from PIL import Image
-from ray import serve
 
 from actors.media.image import decode
 from actors.media.patchify import patchifier_of
-from actors.models.load import load
-from actors.options import ModelOptions
 from encoder_service import Client
-from encoder_service.app import build
-from tests.checkpoints import PROCESSOR, write_qwen3vl
+from tests.checkpoints import PROCESSOR
 from tests.images import PHOTOGRAPHS, jpeg, photograph
 from tests.parity.conftest import Pair
 from tests.parity.table import TOLERANCE
 from tests.parity.test_tower import theirs
+from tests.serve.checkpoint.conftest import BUDGETS
 from tests.serve.conftest import Cluster
 
-BUDGETS = (16, 64, 256)
 SIDES = (40, 64, 96, 130, 200, 256, 320, 400, 480)
 """The largest gives 225 tokens; photographs beyond 256 tokens run eagerly."""
-
-
-@pytest.fixture(scope="module")
-def served(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Two replicas of a small random Qwen3-VL, and transformers' model of the same folder."""
-    folder = tmp_path_factory.mktemp("served")
-    reference = write_qwen3vl(folder)
-    model = {"id": str(folder), "dtype": "float32"}
-    args: dict[str, Any] = {
-        "model": model,
-        "encoder": {"replicas": 2, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
-        "graphs": {"token_budgets": BUDGETS},
-        "router": {"num_cpus": 0.1},
-        "ingress": {"num_cpus": 0.1},
-    }
-    serve.run(build(args), name="parity", route_prefix="/")
-    yield Pair(reference, load(ModelOptions.model_validate(model), torch.device("cpu")), folder)
-    serve.delete("parity")
 
 
 def expected(pair: Pair, files: list[bytes]) -> list[torch.Tensor]:

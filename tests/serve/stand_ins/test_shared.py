@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost
@@ -24,17 +22,9 @@ from actors.store.shared_memory import (
 from actors.store.writer import tensor
 from actors.types import Answer, Dtype, Embedding, Media, SharedBytes
 from router.here import encode_here
-from router.options import RouterOptions
 from tests.serve.conftest import Cluster
 from tests.serve.object_store import used
-from tests.serve.stand_in import BIG, BIG_BYTES, application, item, right
-from tests.serve.test_kill import status, within
-
-
-@pytest.fixture(scope="module")
-def router(cluster: Cluster) -> Iterator[DeploymentHandle]:
-    yield serve.run(application(RouterOptions()), name="shared", route_prefix=None)
-    serve.delete("shared")
+from tests.serve.stand_in import BIG, BIG_BYTES, item, right, status, within
 
 
 def big(number: int) -> Media:
