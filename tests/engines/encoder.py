@@ -2,7 +2,7 @@
 
     python -m tests.engines.encoder CHECKPOINT PORT
 
-Encodes on the CPU in float32. Writes the service's own URL to CHECKPOINT/url.
+Encodes on the CPU. Writes the service's own URL to CHECKPOINT/url.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.unit.proxied import listening
 
 
 async def serve(checkpoint: Path, port: int) -> None:
-    model = ModelOptions(id=str(checkpoint), dtype="float32")
+    model = ModelOptions(id=str(checkpoint))
     service = Service(ServiceOptions(model=model), registry.read(model), Encoding(model))
     async with listening(build(service)) as url:
         (checkpoint / "url").write_text(url)
