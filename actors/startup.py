@@ -10,7 +10,7 @@ import torch
 
 from actors.engine.budgets import model_capacity
 from actors.engine.device import open_device
-from actors.engine.engine import Engine
+from actors.engine.engine import Engine, PacedEngine
 from actors.engine.graphs import capture, choose_packing
 from actors.media.patchify import patchifier_of
 from actors.models.load import load
@@ -30,9 +30,10 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
     capacity = model_capacity(options.graphs, tower.spec)
     graphs = capture(tower, capacity, device, series)
     packing = choose_packing(options.packing, graphs)
+    kind = PacedEngine if device.pace else Engine
     # In an engine of its own, so that the metrics count only what clients sent.
-    warm(Engine(tower, graphs, capacity, device, EncoderMetrics()))
-    return Engine(tower, graphs, capacity, device, series, packing)
+    warm(kind(tower, graphs, capacity, device, EncoderMetrics()))
+    return kind(tower, graphs, capacity, device, series, packing)
 
 
 def warm(engine: Engine) -> None:

@@ -157,12 +157,9 @@ class CudaDevice(Device):
             if pace is None:
                 graphs[0].replay()
                 return output
-            try:
-                for graph, each in zip(graphs, seconds, strict=True):
-                    pace.begin(each)
-                    graph.replay()
-            finally:
-                pace.end()
+            for graph, each in zip(graphs, seconds, strict=True):
+                pace.begin(each)
+                graph.replay()
             return output
 
         return replay

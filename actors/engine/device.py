@@ -142,11 +142,8 @@ class Device:
 
         def replay() -> Tensor:
             pace.begin(seconds)
-            try:
-                with between_layers(EveryNth(layers, lambda: pace.begin(seconds))):
-                    return run()
-            finally:
-                pace.end()
+            with between_layers(EveryNth(layers, lambda: pace.begin(seconds))):
+                return run()
 
         return replay
 

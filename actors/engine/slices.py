@@ -10,7 +10,7 @@ from time import perf_counter
 
 from actors.models.layers.block import between_layers
 
-POLL_SECONDS = 0.0005  # how often the engine's thread looks whether the steps have ended
+POLL_SECONDS = 0.001  # how often the engine's thread looks whether the steps have ended
 MOST_LAUNCH_SECONDS = 1.0  # how long a step waits for slices to be launched
 
 
@@ -18,7 +18,7 @@ class Pace:
     """Says when a slice may be launched: before each step of the language model for as long as
     `slice_seconds`, and whenever no step is running, one at a time.
 
-    The engine's thread calls `begin` before each slice and `end` after the last one of a replay.
+    The engine's thread calls `begin` before each slice, and `end` when no pack is left to launch.
     The thread that launches the steps calls `step` before each.
     """
 
@@ -102,11 +102,11 @@ def layers_of(run: Callable[[], object]) -> int:
 
 
 def layers_per_slice(run: Callable[[], object], slice_seconds: float) -> tuple[int, float]:
-    """How many layers of this forward pass take as long as a slice may, at least one; and the
-    seconds that they take. `run` returns when the pass has ended."""
+    """How many layers of this forward pass take about as long as a slice should, at least one; and
+    the seconds that they take. `run` returns when the pass has ended."""
     layers = layers_of(run)
     started = perf_counter()
     run()
     seconds = (perf_counter() - started) / layers  # of a layer
-    chosen = max(1, min(layers, int(slice_seconds / max(seconds, 1e-9))))
+    chosen = max(1, min(layers, round(slice_seconds / max(seconds, 1e-9))))
     return chosen, chosen * seconds

@@ -20,7 +20,6 @@ from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
-from mimetypes import guess_type
 from pathlib import Path
 from typing import Any, Literal, Protocol, Unpack
 
@@ -28,7 +27,13 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from encoder_service.client.items import Embedding, ProcessorOptions, ServiceError, Source
+from encoder_service.client.items import (
+    Embedding,
+    ProcessorOptions,
+    ServiceError,
+    Source,
+    kind_of,
+)
 from encoder_service.wire.formats import Document, to_safetensors
 
 FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large")
@@ -42,8 +47,6 @@ ITEMS_PER_SHARD = 10_000  # at most
 MANIFEST = "manifest.jsonl"
 FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
 """What the manifest says of an embedding."""
-
-SVG = "image/svg+xml"  # skipped in folders: it has no pixels, and the service does not take it
 
 Sample = tuple[str, Source]
 """A source and its name: its path as it was found, or the number of its row."""
@@ -211,8 +214,7 @@ def expanded_entry(entry: Any, position: int, column: str) -> Iterator[Sample]:
         yield name, name
         return
     for path in sorted(Path(name).rglob("*")):
-        kind = guess_type(path)[0] or ""
-        if kind.startswith(("image/", "video/")) and kind != SVG and path.is_file():
+        if kind_of(path.name) and path.is_file():
             yield str(path), path
 
 

@@ -90,18 +90,21 @@ class GrpcTransport:
         """The document of a stream of EncodeChunks. Rows are copied once, to where they stay."""
         head: Document = {}
         items: dict[int, Document] = {}
+        rows: dict[int, list[memoryview]] = {}
         timings: dict[str, float] = {}
         with service_errors():
             async for message in call:
                 chunk, ((item, data),) = unpacked(pb.EncodeChunk, message)
                 head = head or document_of(chunk)
-                if item.index not in items:
-                    items[item.index] = item_document(item) | {"data": bytearray()}
-                items[item.index]["data"] += data
+                found = items.setdefault(item.index, item_document(item))
+                rows.setdefault(item.index, []).append(data)
+                if not chunk.last:
+                    continue
+                found["data"] = b"".join(rows.pop(item.index))
                 for name, value in document_of(chunk.timings).items():
                     timings[name] = max(value, timings.get(name, 0.0))
-        if not items:
-            raise ServiceError("invalid_response", "the service sent an empty stream")
+        if rows or not items:
+            raise ServiceError("invalid_response", "the service's stream is empty, or cut off")
         return head | {"items": [items[index] for index in sorted(items)], "timings": timings}
 
     async def call(self, method: Any, request: Any) -> Any:

@@ -6,13 +6,14 @@ Only `Embedding.torch` and what hands embeddings to engines need torch.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import BytesIO
-from mimetypes import guess_type
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
+from urllib.parse import urlsplit
 
 import numpy.typing as npt
 from PIL import Image
@@ -27,6 +28,12 @@ Result = TypeVar("Result")
 
 File = str | Path | bytes | Image.Image
 
+IMAGES = re.compile(
+    r"\.(jpe|jpe?g|jfif|a?png|webp|gif|bmp|dib|tiff?|hei[cf]|hif|avif|mpo|jp2|j2k|jxl|ico|psd)",
+    re.I,
+)
+FILMS = re.compile(r"\.(mp4|m4v|mov|qt|webm|mkv|avi|m2?ts|mpe?g|3gp|3g2|ogv|wmv|flv)", re.I)
+"""Suffixes of images and videos. The service rejects those that it does not read by name."""
 SENT_AS_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B")
 """Pillow's modes that PNG holds as they are."""
 CONVERTED = {
@@ -298,13 +305,18 @@ def request_item(source: Source) -> RequestItem:
             f"not {type(source).__name__}: PIL.Image.fromarray makes an image of an array"
         )
     name = str(source)
-    video = (guess_type(name)[0] or "").startswith("video/")
-    kind: Literal["image", "video"] = "video" if video else "image"
+    kind = kind_of(name) or "image"
     if name.startswith("http://"):
         raise OSError(f"{name}: only https URLs are accepted")
     if name.startswith("https://"):
         return RequestItem(kind, url=name)
     return RequestItem(kind, Path(name).read_bytes())
+
+
+def kind_of(name: str) -> Literal["image", "video"] | None:
+    """What a file is by its name, the same on every machine; None: no image and no video."""
+    suffix = PurePath(urlsplit(name).path if name.startswith("https://") else name).suffix
+    return "image" if IMAGES.fullmatch(suffix) else "video" if FILMS.fullmatch(suffix) else None
 
 
 def png(image: Image.Image) -> bytes:

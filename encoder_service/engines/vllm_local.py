@@ -59,14 +59,16 @@ class LocalOptions(Options):
     """How long a step of the language model waits for slices of a waiting image."""
     ahead_bytes: int = Field(2**30, gt=0)
     """Rows on the device that are encoded before their requests are scheduled."""
-    graphs: GraphOptions = GraphOptions()
+    graphs: GraphOptions = GraphOptions(steps_per_doubling=2)
+    """Fewer budgets than the service has, as vLLM takes long enough to start."""
 
 
 @dataclass
 class LoadedRows(ECConnectorMetadata):  # type: ignore[misc]  # types are checked without vLLM
     """For the worker's half, which is in the same process: [tokens, width] under each id."""
 
-    rows: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor]
+    tokens: int  # of the step. 0: the language model does not run
 
 
 @dataclass(eq=False)
@@ -309,7 +311,8 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> LoadedRows:
         """Called at the end of every schedule."""
         encoder = the(self.encoder)
-        built, encoder.loading = LoadedRows(encoder.loading), {}
+        tokens = scheduler_output.total_num_scheduled_tokens
+        built, encoder.loading = LoadedRows(encoder.loading, tokens), {}
         encoder.start()
         return built
 
@@ -332,9 +335,10 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
             if rows.is_cuda:  # from the engine's stream
                 rows.record_stream(torch.cuda.current_stream())
             encoder_cache[name] = rows
-        pace = encoder.engine.device.pace
-        assert pace is not None
-        pace.step(max(1, encoder.waiting()))
+        if metadata.tokens:
+            pace = encoder.engine.device.pace
+            assert pace is not None
+            pace.step(max(1, encoder.waiting()))
 
     def save_caches(self, encoder_cache: dict[str, Tensor], mm_hash: str, **kwargs: Any) -> None:
         """Does nothing: vLLM's own cache keeps what vLLM has encoded."""

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from actors.engine.budgets import Segments, capacity
-from actors.engine.engine import Engine
+from actors.engine.device import Device, open_device
+from actors.engine.engine import PacedEngine
 from actors.engine.graphs import GraphSet, capture
 from actors.models.load import build, tensors
+from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions
 from actors.telemetry.metrics import EncoderMetrics
 from tests.gpu.test_graphs import item
@@ -23,16 +25,14 @@ MODEL = "qwen3vl-8b"
 FULL_HD = (34, 60)  # tokens
 
 
-def tower(device: torch.device):  # type: ignore[no-untyped-def]
+def tower(device: torch.device) -> Tower:
     options, model = ModelOptions(id=MODEL, load_format="dummy"), published(MODEL)
     return build(model, tensors(options, model, device), device)
 
 
-def sliced():  # type: ignore[no-untyped-def]
+def sliced() -> Device:
     cuda()
-    from actors.engine.cuda import CudaDevice
-
-    return CudaDevice(SLICE_SECONDS)
+    return open_device("cuda", SLICE_SECONDS)
 
 
 def test_slices_are_the_whole() -> None:
@@ -54,15 +54,18 @@ def test_steps_are_held_up_for_one_slice_each() -> None:
     made = tower(device.device)
     limits = capacity(GraphOptions(token_budgets=(2048,)), (64, 16384), 0)
     graphs = capture(made, limits, device, EncoderMetrics())
-    engine = Engine(made, graphs, limits, device, EncoderMetrics())
+    engine = PacedEngine(made, graphs, limits, device, EncoderMetrics())
     alone = engine.submit(item(*FULL_HD, seed=2)).result(60).rows
     x = torch.randn(8192, 8192, device=device.device, dtype=torch.bfloat16)
+
+    pace = device.pace
+    assert pace is not None
 
     def steps(count: int) -> list[float]:
         """Milliseconds from the end of one to the end of the next."""
         ends = []
         for _ in range(count):
-            device.pace.step()
+            pace.step()
             for _ in range(4):
                 x.mm(x)
             ends.append(torch.cuda.Event(enable_timing=True))

@@ -9,7 +9,7 @@ import torch
 
 from actors.engine.budgets import Capacity
 from actors.engine.device import Device
-from actors.engine.engine import Engine
+from actors.engine.engine import Engine, PacedEngine
 from actors.engine.graphs import capture
 from actors.errors import EncodeFailed, StartError, Unavailable
 from actors.telemetry.metrics import EncoderMetrics
@@ -22,10 +22,10 @@ CAPACITY = Capacity(((4, 16, 64),), (64,), items=8, frames=0)
 class Rig:
     """An engine over the toy tower, and a gate that holds its thread."""
 
-    def __init__(self, capacity: Capacity = CAPACITY) -> None:
+    def __init__(self, capacity: Capacity = CAPACITY, slice_seconds: float = 0) -> None:
         self.metrics = EncoderMetrics()
         self.tower = ToyTower()
-        device = Device()
+        device = Device(slice_seconds)
         graphs = capture(self.tower, capacity, device, self.metrics)
         self.gate = threading.Event()
         self.gate.set()
@@ -34,7 +34,8 @@ class Rig:
             self.gate.wait(10),
             forward(path, values),
         )[1]
-        self.engine = Engine(self.tower, graphs, capacity, device, self.metrics)
+        kind = PacedEngine if slice_seconds else Engine
+        self.engine = kind(self.tower, graphs, capacity, device, self.metrics)
 
     def sample(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"encoder_{name}", labels) or 0.0
@@ -48,9 +49,9 @@ class Rig:
         return blocker
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+@pytest.fixture(params=[0, 1e-9], ids=["whole", "paced"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(slice_seconds=request.param)
     yield rig
     rig.gate.set()
     rig.engine.close()

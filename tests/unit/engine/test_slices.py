@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 
 from actors.engine import slices
-from actors.engine.budgets import Segments
+from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device
-from actors.engine.graphs import GraphSet
+from actors.engine.engine import PacedEngine
+from actors.engine.graphs import GraphSet, capture
 from actors.engine.slices import Pace, layers_per_slice
 from actors.media.patchify import patchifier_of
 from actors.models.layers.block import numbered
 from actors.models.load import load
 from actors.options import ModelOptions
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item
 from tests.small_presets import SMALL, write_small
+from tests.toy_tower import ToyTower, toy_item, toy_rows
 
 
 class Recorded(Pace):
@@ -29,6 +32,10 @@ class Recorded(Pace):
         super().__init__(slice_seconds)
         self.free = False
         self.seen: list[str] = []
+
+    def begin(self, seconds: float) -> None:
+        super().begin(seconds)
+        self.seen.append("slice")
 
     def idle(self) -> bool:
         return self.free
@@ -51,7 +58,6 @@ def replay(pace: Recorded, *seconds: float) -> threading.Thread:
     def run() -> None:
         for each in seconds:
             pace.begin(each)
-            pace.seen.append("slice")
         pace.end()
 
     thread = threading.Thread(target=run)
@@ -96,9 +102,29 @@ def test_without_steps_slices_need_none() -> None:
     assert pace.seen == ["slice"] * 3
 
 
+def test_one_step_may_wait_for_several_packs_which_are_completed_meanwhile() -> None:
+    capacity = Capacity(((64,),), (64,), items=1, frames=0)
+    tower, device, metrics = ToyTower(), Device(), EncoderMetrics()
+    pace = device.pace = Recorded(0.004)
+    engine = PacedEngine(
+        tower, capture(tower, capacity, device, metrics), capacity, device, metrics
+    )
+    answers = [engine.submit(toy_item(4, seed)) for seed in range(3)]
+    pace.asked()
+    pace.step()
+    rows = [answer.result(10).rows for answer in answers]
+    assert pace.seen == ["after", *["slice"] * 3, "step"]
+    last = engine.submit(toy_item(4, 3))
+    pace.asked()  # and nothing holds back what has been encoded before
+    assert all(map(torch.equal, rows, map(toy_rows, (toy_item(4, seed) for seed in range(3)))))
+    pace.free = True
+    assert last.result(10)
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("milliseconds", "layers", "seconds"),
-    [(5.1, 5, 0.005), (5.9, 5, 0.005), (0.1, 1, 0.001), (1000, 27, 0.027)],
+    [(5.1, 5, 0.005), (4.6, 5, 0.005), (0.1, 1, 0.001), (1000, 27, 0.027)],
 )
 def test_as_many_layers_as_fit(
     monkeypatch: pytest.MonkeyPatch, milliseconds: float, layers: int, seconds: float
@@ -111,8 +137,9 @@ def test_as_many_layers_as_fit(
             clock += 0.001
 
     monkeypatch.setattr(slices, "perf_counter", lambda: clock)
-    found = layers_per_slice(forward, milliseconds / 1000)
-    assert found == (layers, pytest.approx(seconds))
+    chosen, taken = layers_per_slice(forward, milliseconds / 1000)
+    assert chosen == layers
+    assert taken == pytest.approx(seconds)
 
 
 class Counting(Pace):

@@ -101,10 +101,9 @@ class Halves:
                     if self.scheduler.has_cache_item(feature.identifier):
                         self.scheduler.update_state_after_alloc(request, index)
                 scheduled.append(request)
-        metadata = self.scheduler.build_connector_meta(None)
-        if scheduled:
-            self.worker.bind_connector_metadata(metadata)
-            self.worker.start_load_caches(self.cache)
+        step = SimpleNamespace(total_num_scheduled_tokens=len(scheduled))
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(step))
+        self.worker.start_load_caches(self.cache)
         return scheduled
 
     def until(self, request: Images) -> None:
@@ -214,9 +213,9 @@ class Stubbed(Halves):
     def answer(self, place: int) -> Tensor:
         """Encodes an item that was submitted."""
         item, answer = self.engine.submitted[place]
-        item.rows = torch.full((item.plan.tokens, self.spec.width), float(place))
+        rows = item.rows = torch.full((item.plan.tokens, self.spec.width), float(place))
         answer.set_result(item)
-        return item.rows
+        return rows
 
     def images(self, request_id: str, *names: str, rows: int = 4, **changes: Any) -> Images:
         """A request for images of rows x 4 patches."""
@@ -247,6 +246,21 @@ def test_a_request_waits_for_all_of_its_images_and_then_holds_none(stubbed: Stub
     assert all(map(torch.equal, rows, stubbed.cache.values()))
     assert list(stubbed.cache) == ["x", "y"]
     assert not stubbed.items
+
+
+def test_slices_are_launched_before_steps_of_the_model_alone(
+    stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[int] = []
+    monkeypatch.setattr(stubbed.engine.device.pace, "step", shares.append)
+    text = Images("text", {})
+    stubbed.step(stubbed.images("a", "x", "y"), stubbed.images("b", "z"))  # no tokens
+    assert shares == []
+    stubbed.submitted(3)
+    stubbed.step(text)
+    stubbed.answer(2)
+    stubbed.step(text)
+    assert shares == [2, 1]
 
 
 def test_an_image_of_two_requests_is_encoded_once(stubbed: Stubbed) -> None:
@@ -306,7 +320,11 @@ def test_what_the_engine_cannot_encode_is_left_to_vllm(stubbed: Stubbed) -> None
         stubbed.images("audio", "c", modality="audio"),
         stubbed.images("large", "d", rows=66),
         stubbed.images("embedded", "e", data=elements(image_embeds=torch.zeros(4, 8))),
-        stubbed.images("unreadable", "f", data=elements(pixel_values=1, image_grid_thw=2)),
+        stubbed.images(
+            "unreadable",
+            "f",
+            data=elements(pixel_values=torch.ones(()), image_grid_thw=torch.ones(2)),
+        ),
     ]
     left[0].mm_features[0].mm_position.length = 3
     assert stubbed.step(*left) == left
@@ -338,6 +356,23 @@ def test_bytes_from_normalised_pixels(
     mean, std = torch.tensor([spec.mean, spec.std])[..., None]
     found = bytes_of(((bytes_ / 255 - mean) / std).to(dtype), spec).int() - bytes_.flatten(1)
     assert found.abs().max() <= (0 if exact else 1)
+
+
+def test_the_engines_memory_is_not_vllms(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_local = import_module("encoder_service.engines.vllm_local")
+    spec = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
+    used = iter((10e9, 13e9))
+    monkeypatch.setattr(vllm_local, "used_bytes", lambda kind: next(used))
+    monkeypatch.setattr(vllm_local, "open_engine", lambda *args: StubEngine(spec))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 100e9))
+    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "device_type", "cuda")
+    vllm = configured("qwen3vl-tiny", ahead_bytes=int(2e9))
+    vllm.model_config.dtype = torch.bfloat16
+    vllm.cache_config = SimpleNamespace(gpu_memory_utilization=0.9)
+    vllm_local.open_encoder(vllm).close()
+    assert vllm.cache_config.gpu_memory_utilization == pytest.approx(0.9 - 0.03 - 0.02)
 
 
 def test_what_cannot_work_is_refused_at_start(
