@@ -392,16 +392,12 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
         )
     before = used_bytes(kind)
     engine = open_engine(actor, EncoderMetrics(), options.chunk_ms / 1000)
-    taken = used_bytes(kind) - before + options.ahead_bytes
+    log.info("the vision encoder runs in this process, in slices of %g ms", options.chunk_ms)
     if kind != "cpu":
         # vLLM measures the memory that it may use after this, as if another process had taken ours.
-        total = torch.cuda.mem_get_info()[1]
-        vllm_config.cache_config.gpu_memory_utilization -= taken / total
-    log.info(
-        "the vision encoder runs in this process, in slices of %g ms: %.2f GB of "
-        "--gpu-memory-utilization are its own (%.2f GB for rows)",
-        *(options.chunk_ms, taken / 1e9, options.ahead_bytes / 1e9),
-    )
+        taken = used_bytes(kind) - before + options.ahead_bytes
+        vllm_config.cache_config.gpu_memory_utilization -= taken / torch.cuda.mem_get_info()[1]
+        log.info("it takes %.2f GB of --gpu-memory-utilization", taken / 1e9)
     return LocalEncoder(engine, options.ahead_bytes)
 
 

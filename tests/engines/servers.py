@@ -24,6 +24,7 @@ OPTIONS = (
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # as on one GPU, scheduler and worker share a process
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -55,7 +56,8 @@ def test_steps_are_held_up_for_one_slice_each() -> None:
     limits = capacity(GraphOptions(token_budgets=(2048,)), (64, 16384), 0)
     graphs = capture(made, limits, device, EncoderMetrics())
     engine = PacedEngine(made, graphs, limits, device, EncoderMetrics())
-    alone = engine.submit(item(*FULL_HD, seed=2)).result(60).rows
+    image = replace(item(*FULL_HD, seed=2), on_device=True)  # to the host, it would be pinned first
+    alone = engine.submit(replace(image)).result(60).rows
     x = torch.randn(8192, 8192, device=device.device, dtype=torch.bfloat16)
 
     pace = device.pace
@@ -76,7 +78,7 @@ def test_steps_are_held_up_for_one_slice_each() -> None:
         return [a.elapsed_time(b) for a, b in pairwise(ends)]
 
     free = sorted(steps(20))[10]
-    answer = engine.submit(item(*FULL_HD, seed=2))
+    answer = engine.submit(image)
     beside = steps(60)
     assert answer.done()
     assert torch.equal(answer.result().rows, alone)
