@@ -14,11 +14,12 @@ RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",
+    "RAY_raylet_start_wait_time_s": "100",
 }
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("program", ["two_nodes", "three_nodes"])
 def test_all_nodes_do_their_part(program: str) -> None:
     command = [sys.executable, "-m", f"tests.serve.{program}"]
@@ -30,7 +31,7 @@ def test_all_nodes_do_their_part(program: str) -> None:
             env={**os.environ, **RAY, "RAY_TMPDIR": home},
             capture_output=True,
             text=True,
-            timeout=390,
+            timeout=890,
             check=False,
         )
     assert "all nodes did their part" in found.stdout, found.stdout + found.stderr[-4000:]

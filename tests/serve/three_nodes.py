@@ -1,10 +1,11 @@
-"""The whole service on three nodes, one of which dies under load. Run by test_several_nodes.py."""
+"""The whole service on three nodes, two of which are lost. Run by test_several_nodes.py."""
 
 from __future__ import annotations
 
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from encoder_service.client import Client
 from encoder_service.config import ServiceOptions, parse
 from tests.chaos.callers import TOLERANCE, Callers
 from tests.chaos.faults import replicas
-from tests.chaos.sources import Rows, from_outside, within_ray
+from tests.chaos.sources import Rows, Source, from_outside, within_ray
 from tests.images import jpeg
 from tests.serve.nodes import Node, node_of, nodes
 from tests.serve.stand_in import within
@@ -28,6 +29,8 @@ from tests.serve.wide import wide
 APP = "encoder"
 IMAGES = [jpeg(side, side) for side in (64, 96, 128, 160, 224, 256)]
 """Rows of 0.2, 0.4, 0.8, 1.2, 2.4 and 3.1 MB."""
+KNOWN: dict[bytes, Rows] = {}
+"""The rows of each."""
 
 
 def options(folder: Path) -> ServiceOptions:
@@ -59,9 +62,14 @@ def main() -> None:
         for deployment in ("Encoder", "Ingress"):
             assert {node_of(one) for one in replicas(deployment)} == {one.id for one in found}
         within(60, lambda: all(ready(one) == 3 for one in found))
-        known = encode_near(found)
-        by_id(found, known)
-        lose_a_node(found, made, known)
+        encode_near(found)
+        by_id(found)
+        (router,) = replicas("Router")
+        last, first = sorted(found[1:], key=lambda node: node.id != node_of(router))
+        left = [found[0], last]
+        lose(first, signal.SIGKILL, left, 3, [*outside(*left), partial(within_ray, made)])
+        assert {node_of(one) for one in replicas("Encoder")} == {node.id for node in left}
+        lose(last, signal.SIGSTOP, left[:1], 1, outside(*left[:1]))
     print("all nodes did their part")
 
 
@@ -79,61 +87,67 @@ def counted(node: Node, what: str, where: str) -> float:
     )
 
 
-def encode_near(found: list[Node]) -> dict[bytes, Rows]:
-    """Items that come one at a time stay on their proxy's node. Gives the rows of each."""
+def outside(*found: Node) -> list[Source]:
+    """Callers of the proxies of these nodes."""
+    return [partial(from_outside, url) for node in found for url in (node.http, node.grpc)]
+
+
+def encode_near(found: Sequence[Node]) -> None:
+    """Items that come one at a time stay on their proxy's node."""
     for node in found:
         for url in (node.http, node.grpc):
             with Client(url) as client:
-                known = {one: client.encode([one], "float32")[0].numpy() for one in IMAGES}
+                KNOWN.update({one: client.encode([one], "float32")[0].numpy() for one in IMAGES})
     assert counted(found[0], "items", "remote") == 0
-    assert counted(found[0], "items", "local") == 6 * sum(map(len, known))
-    assert counted(found[0], "rows", "local") == 6 * sum(rows.nbytes for rows in known.values())
-    return known
+    assert counted(found[0], "items", "local") == 6 * sum(map(len, KNOWN))
+    assert counted(found[0], "rows", "local") == 6 * sum(rows.nbytes for rows in KNOWN.values())
 
 
-def by_id(found: list[Node], known: dict[bytes, Rows]) -> None:
+def by_id(found: Sequence[Node]) -> None:
     """What one proxy's request left on all nodes is fetched through the others."""
     with Client(found[0].http) as client:
-        kept = client.encode(list(known), "float32", reference=True)
+        kept = client.encode(list(KNOWN), "float32", reference=True)
     assert len({one.reference.split(".")[0] for one in kept}) == 3
     assert counted(found[0], "items", "remote") > 0
     for node in found:
         for url in (node.http, node.grpc):
             with Client(url) as client:
-                for one, rows in zip(kept, known.values(), strict=True):
+                for one, rows in zip(kept, KNOWN.values(), strict=True):
                     assert np.abs(client.fetch(one.reference).numpy() - rows).max() < TOLERANCE
     assert counted(found[0], "rows", "remote") > 0
 
 
-def lose_a_node(found: list[Node], made: ServiceOptions, known: dict[bytes, Rows]) -> None:
-    """All processes of a node end at once, under load through the other nodes."""
-    (router,) = replicas("Router")
-    victim = next(node for node in found[1:] if node.id != node_of(router))
-    others = [node for node in found if node is not victim]
-    urls = [url for node in others for url in (node.http, node.grpc)]
-    sources = [*(partial(from_outside, url) for url in urls), partial(within_ray, made)]
-    callers = Callers(sources, known)
+def lose(
+    victim: Node,
+    number: signal.Signals,
+    left: list[Node],
+    encoders: int,
+    sources: list[Source],
+) -> None:
+    """A signal to all processes of a node under load. No request through the others may fail.
+
+    `encoders`: for which those that are `left` have room.
+    """
+    callers = Callers(sources, KNOWN)
     callers.start()
     within(60, lambda: len(callers.phase.latencies_seconds) > 20)
-    before = callers.next_phase()
+    phases = [callers.next_phase()]
     started = time.monotonic()
-    victim.signal(signal.SIGKILL)
-    within(120, lambda: victim.id not in alive())
-    print(f"Ray saw it after {time.monotonic() - started:.1f} s")
-    within(120, lambda: len(replicas("Encoder")) == 3 and all(ready(one) == 3 for one in others))
-    print(f"recovered after {time.monotonic() - started:.1f} s")
-    during = callers.next_phase()
+    victim.signal(number)
+    within(120, lambda: victim.id not in {one["NodeID"] for one in ray.nodes() if one["Alive"]})
+    seen = time.monotonic() - started
+    within(200, lambda: all(ready(one) == encoders for one in left))
+    over = time.monotonic() - started
+    print(f"{number.name}: Ray saw it after {seen:.0f} s, over after {over:.0f} s")
+    phases.append(callers.next_phase())
     within(60, lambda: len(callers.phase.latencies_seconds) > 20)
     callers.stop()
-    for phase in (before, during, callers.phase):
-        print(len(phase.latencies_seconds), max(phase.latencies_seconds), phase.failed)
+    for phase in (*phases, callers.phase):
+        taken = phase.latencies_seconds
+        print(f"{len(taken)} answers, {max(taken):.1f} s at most")
         assert not phase.wrong, phase.wrong[:3]
         assert not phase.failed, (phase.failed, phase.messages)
-    assert {node_of(one) for one in replicas("Encoder")} == {node.id for node in others}
-
-
-def alive() -> set[str]:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    victim.signal(signal.SIGKILL)
 
 
 if __name__ == "__main__":
