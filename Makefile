@@ -3,7 +3,7 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
-.PHONY: setup serve demo test test-extended vllm sglang lint bench manifests api-fuzz fuzz audit \
+.PHONY: setup serve demo test test-extended vllm sglang lint bench manifests api-fuzz openapi-client fuzz audit \
 	screenshot soak soak-service chaos overload refusals
 
 setup: .venv/.installed
@@ -37,8 +37,9 @@ vllm: setup
 
 # Embeddings in SGLang's own code, in an environment of its own. Starts no engine.
 SGLANG_PYTHON ?= .venv-sglang/bin/python
-sglang:
-	$(SGLANG_PYTHON) -m pytest -W ignore -m engine tests/engines/test_sglang.py
+sglang: setup
+	OMP_NUM_THREADS=1 tests/loopback $(SGLANG_PYTHON) -m pytest -W ignore -m engine \
+		tests/engines/test_sglang.py tests/engines/test_sglang_encoder.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -84,9 +85,18 @@ api-fuzz: setup .venv-security/.installed
 		--header 'Authorization: Bearer open' --exclude-checks positive_data_acceptance \
 		--max-examples 50 --seed 1 --no-color
 
+# A client that openapi-python-client generates sends an image and reads its rows.
+openapi-client: setup .venv-openapi/.installed
+	tests/loopback $(BIN)/python -m tests.fuzz.api .venv-openapi/bin/python -m tests.generated_client '{url}'
+
+.venv-openapi/.installed: Makefile
+	test -x .venv-openapi/bin/python || $(PYTHON) -m venv .venv-openapi
+	.venv-openapi/bin/python -m pip install --quiet --disable-pip-version-check 'openapi-python-client>=0.29'
+	touch $@
+
 # Fuzzes everything that parses bytes, FUZZ_SECONDS per target: tests/fuzz/__main__.py.
 FUZZ_SECONDS ?= 60
-FUZZ ?= image video decoder http_json http_msgpack http_form http_image http_accept grpc response \
+FUZZ ?= image video decoder http_json http_msgpack http_form http_image http_accept grpc grpc_response response \
 	url redirect authorize
 fuzz: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3'

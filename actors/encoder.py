@@ -17,8 +17,8 @@ from ray import serve
 from actors.autoscaling import OUTSTANDING_PATCHES
 from actors.errors import Unavailable
 from actors.options import ActorOptions
+from actors.pipeline import open_pipeline
 from actors.rpc.server import ReplicaServer
-from actors.startup import open_pipeline
 from actors.store.kept import Kept
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import NOBODY, ORIGIN, Origin, name_requests, open_spans

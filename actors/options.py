@@ -10,6 +10,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     model_validator,
 )
@@ -34,6 +35,21 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class ImagesKwargs(Options):
+    """Of transformers' image processor, in place of the checkpoint's: see types.ProcessorKwargs."""
+
+    min_pixels: PositiveInt | None = None
+    max_pixels: PositiveInt | None = None
+    max_patches: PositiveInt | None = None
+
+
+class VideosKwargs(ImagesKwargs):
+    """Of transformers' video processor."""
+
+    fps: PositiveFloat | None = None
+    num_frames: PositiveInt | None = None
+
+
 class ModelOptions(Options):
     """Which checkpoint, and in which precision."""
 
@@ -44,6 +60,10 @@ class ModelOptions(Options):
     dtype: Dtype = "bfloat16"
     trust: Literal["never"] = "never"
     """Code from a repository is never run. There is no other value."""
+    images_kwargs: ImagesKwargs = ImagesKwargs()
+    """How images are sized whose request does not say. Budgets are generated up to this size."""
+    videos_kwargs: VideosKwargs = VideosKwargs()
+    """How videos are sized and sampled whose request does not say."""
 
 
 class GraphOptions(Options):
@@ -99,8 +119,9 @@ def block_form(asked: BlockChoice, *, on_cuda: bool, dtype: Dtype, fast: bool) -
 class PackingOptions(Options):
     policy: Literal["least_cost", "smallest_first"] = "least_cost"
     """`least_cost` measures the replay time of each budget at start-up, and forms the packs that
-    take the least time in all. `smallest_first` fills packs up to the largest budget, as both do
-    with `graphs.mode: exact` and `off`."""
+    take the least time in all; on the CPU it measures for a second and extrapolates the rest.
+    `smallest_first` fills packs up to the largest budget, as both do with `graphs.mode: exact` and
+    `off`."""
 
 
 class CacheOptions(Options):

@@ -20,8 +20,18 @@ import numpy as np
 from actors.engine.engine import Engine
 from actors.errors import DeadlineExceeded, EmbeddingLost, EncodeFailed, ServiceError, Unavailable
 from actors.media.decoder import Decoder
+from actors.options import ActorOptions
 from actors.spec.video import retained_tokens
-from actors.store.kept import Kept, PendingWrite, References, reference_id, written
+from actors.startup import open_engine
+from actors.store.kept import (
+    EmbeddingCache,
+    Kept,
+    PendingWrite,
+    References,
+    reference_id,
+    written,
+)
+from actors.store.nixl import DeviceMemory
 from actors.store.shared_memory import INLINE_BYTES
 from actors.store.writer import RowBatch, RowWriter, converted
 from actors.telemetry.metrics import EncoderMetrics
@@ -226,3 +236,20 @@ async def result_of(future: Future[Result]) -> Result:
         return future.result()
     finally:
         del future  # a failure's traceback would refer to it, in a cycle that keeps the file
+
+
+def open_pipeline(
+    options: ActorOptions, series: EncoderMetrics, spans: Spans, replica: str
+) -> Pipeline:
+    """The pipeline of one replica, with every graph captured. Raises StartError."""
+    decoder = Decoder(options, series)  # its processes start while the engine captures
+    engine = open_engine(options, series)
+    references = References(options.references, series)
+    memory = None
+    if options.encoder.transport == "nixl":
+        memory = DeviceMemory(options.encoder.nixl_bytes, engine.device.device, series)
+    cache = EmbeddingCache(options.cache.max_bytes, series)
+    spec = engine.tower.spec
+    writer = RowWriter(spec, cache, memory, references.largest_bytes, replica)
+    decoder.wait_until_started()
+    return Pipeline(decoder, engine, writer, references, series, spans)

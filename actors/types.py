@@ -5,7 +5,7 @@ bytes -> Media (+ ItemPlan) -> Item -> Pack -> Embedding -> Reply
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -40,6 +40,32 @@ class Clip:
     frames: int
     fps: float  # frames per second of playing time
     chosen: bool = False  # the client chose the frames, so all are encoded
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorKwargs:
+    """How an item is sized and sampled, in the words of transformers' processors.
+
+    None: as `model.images_kwargs` and `model.videos_kwargs` say, else the checkpoint.
+    """
+
+    min_pixels: int | None = None
+    """Smaller images, and frames of videos, are enlarged to it."""
+    max_pixels: int | None = None
+    """Larger images, and frames of videos, are shrunk to it."""
+    max_patches: int | None = None
+    """Tile families: tiles of an image. Kimi: patches of an image, or of a frame."""
+    fps: float | None = None
+    """Frames that are taken per second of a video file."""
+    num_frames: int | None = None
+    """Frames that are taken of a video file, instead of so many per second."""
+
+    def given(self) -> dict[str, float]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+NO_KWARGS = ProcessorKwargs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +124,8 @@ class Media:
 
     alpha: Alpha = "drop"
     """What becomes of its transparency. `drop` for an image or a video that has none."""
+    kwargs: ProcessorKwargs = NO_KWARGS
+    """Those of its request, as far as they make a difference."""
 
     @property
     def size_bytes(self) -> int:
@@ -108,7 +136,9 @@ class Media:
         """What determines its rows, besides the model. Equal items are encoded once."""
         pruned = (f"evs {self.evs_rate!r}",) if self.evs_rate else ()
         composited = (f"alpha {self.alpha}",) if self.alpha != "drop" else ()
-        return self.kind, self.digest, *pruned, *composited
+        asked = {} if self.kwargs is NO_KWARGS else self.kwargs.given()
+        sized = (f"{name} {value!r}" for name, value in asked.items())
+        return self.kind, self.digest, *pruned, *composited, *sized
 
 
 @dataclass(slots=True, eq=False)
@@ -116,10 +146,11 @@ class Item:
     """One item on its way through the actor. Each stage fills in its part."""
 
     plan: ItemPlan
-    patches: Bytes
-    """uint8 [plan.patches, channels * patch_size ** 2], one frame, not normalised. Tile families:
-    tile after tile. Models of several paths: path after path. Videos: group after group."""
-    later: Bytes | None = None
+    patches: Any
+    """uint8 [plan.patches, channels * patch_size ** 2], one frame, not normalised: an array, or a
+    torch tensor, which may be on the engine's device. Tile families: tile after tile. Models of
+    several paths: path after path. Videos: group after group."""
+    later: Any = None
     """The same patches in the second frame of each group of a video, where groups have two."""
     on_device: bool = False  # its rows stay on the device
     decode_queue_seconds: float = 0.0  # waited to be decoded
@@ -203,6 +234,7 @@ class Embedding:
     timings: Timings
     replica: str = ""
     frame_tokens: tuple[int, ...] = ()  # with an `evs_rate`: remaining rows per temporal group
+    kept_rows: tuple[int, ...] = ()  # with an `evs_rate`: the indices of the remaining rows
     reference: str = ""
     """Id under which its replica keeps it for a while. Each caller gets an id of its own."""
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from encoder_service.client import AsyncClient, Client, Embedding, Frames, Plan, ServiceError
+    from encoder_service.client import (
+        AsyncClient,
+        Client,
+        Embedding,
+        Frames,
+        Plan,
+        ServiceError,
+        Video,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncClient", "Client", "Embedding", "Frames", "Plan", "ServiceError"]
+__all__ = ["AsyncClient", "Client", "Embedding", "Frames", "Plan", "ServiceError", "Video"]
 
 
 def __getattr__(name: str) -> Any:

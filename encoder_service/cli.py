@@ -12,7 +12,9 @@ from rich.console import Console
 from actors.errors import ServiceError
 from encoder_service.commands import fail
 
-COMMANDS = ("check", "encode", "proxy", "bench", "capture-plan", "simulate", "rayservice")
+COMMANDS = (
+    "check", "encode", "proxy", "sglang", "bench", "capture-plan", "simulate", "rayservice",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

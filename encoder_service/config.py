@@ -38,6 +38,11 @@ class IngressOptions(Options):
     replicas: PositiveInt = 1
     num_cpus: float = Field(0.5, ge=0)
     max_ongoing_requests: PositiveInt = 1000
+    """At a time, over HTTP, and as many over gRPC."""
+    grpc_host: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.:_-]+$")] = "127.0.0.1"
+    """Address to listen on for gRPC; 0.0.0.0: every one of the machine. For HTTP: http_options."""
+    grpc_port: int | None = Field(9000, gt=0, lt=2**16)
+    """Every ingress listens there itself; those of one machine share the port. None: no gRPC."""
 
 
 class LimitOptions(Options):
@@ -48,10 +53,14 @@ class LimitOptions(Options):
     """All requests that one ingress replica holds, together; beyond it 429."""
     max_response_bytes: int = Field(2**30, gt=0, le=2_000_000_000)
     """Of a response's tensors; base64 adds a third. A gRPC message holds less than 2 GiB."""
+    max_unsent_bytes: PositiveInt = 2 * 2**30
+    """All answers that one ingress replica is sending, together; beyond it 429."""
     max_items: int = Field(64, gt=0, le=1000)
     max_pixels: int = Field(40_000_000, gt=0, le=178_000_000)
     """Of one image, as its header declares. Decoding takes up to 16 bytes of memory per pixel,
     however small the file. Raise it for maps and scans; Pillow's own limit is the maximum."""
+    max_image_tokens: PositiveInt | None = None
+    """Of one image. None: a request may ask for as many as the largest budget holds."""
     max_video_frames: PositiveInt = 20_000
     """Of a video file, encoded or not: frames between two encoded ones may have to be decoded."""
     max_video_seconds: PositiveFloat = 900
@@ -61,10 +70,12 @@ class LimitOptions(Options):
     """Default and maximum of a request's timeout_s; also the limit for reading a body."""
 
     @model_validator(mode="after")
-    def one_body_fits(self) -> Self:
-        """Otherwise the largest bodies would always get 429, which says to retry."""
+    def one_request_fits(self) -> Self:
+        """Otherwise the largest would always get 429, which says to retry."""
         if self.max_buffered_bytes < self.max_body_bytes:
             raise ValueError("max_buffered_bytes is less than max_body_bytes: raise it")
+        if self.max_unsent_bytes < self.max_response_bytes:
+            raise ValueError("max_unsent_bytes is less than max_response_bytes: raise it")
         return self
 
 
@@ -99,7 +110,8 @@ class LlmOptions(DeviceOptions):
     generates one completion at a time."""
 
     model: ModelOptions | None = None
-    """None: the service's own `model`. Only its language model is loaded, not its tower."""
+    """None: the service's own `model`. Only its language model is loaded, not its tower, so that
+    its `images_kwargs` and `videos_kwargs` have no effect."""
     max_ongoing_requests: PositiveInt = 4
     """Per replica: one generates; the others are tokenised and encoded, and wait."""
     max_queued_requests: PositiveInt = 64
@@ -108,6 +120,9 @@ class LlmOptions(DeviceOptions):
     """Maximum prompt plus completion length in tokens. None: the model's own maximum."""
     default_max_tokens: PositiveInt = 512
     """Completion limit for requests that set no `max_tokens`."""
+    video_pruning_rate: float = Field(0.0, ge=0, lt=1)
+    """The share of each video's rows that is dropped before they are read, where little changes
+    (Efficient Video Sampling), as with vLLM's option of this name."""
     timeout_seconds: PositiveFloat = 120
     """From the body of a request to its last token."""
 
@@ -206,11 +221,15 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
+def is_ours(application: Mapping[str, Any]) -> bool:
+    return str(application.get("import_path")).replace(":", ".") == BUILD.replace(":", ".")
+
+
 def load_all(path: Path) -> list[ServiceOptions]:
     """The options of each of our applications. Raises ConfigError if there is none."""
     found = []
     for index, application in enumerate(read_document(path)["applications"]):
-        if str(application.get("import_path")).replace(":", ".") != BUILD.replace(":", "."):
+        if not is_ours(application):
             continue
         args = application.get("args", {})
         if not isinstance(args, Mapping):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from time import monotonic
@@ -20,11 +20,10 @@ from actors.errors import EmbeddingLost, Overloaded, Unavailable
 from actors.spec.model_spec import ModelSpec
 from actors.store.kept import Kept
 from actors.store.shared_memory import here
-from actors.telemetry.tracing import keep_from_log, name_requests
+from actors.telemetry.tracing import name_requests
 from actors.types import Answer, Dtype, Media
-from encoder_service.api import http
+from encoder_service.api import grpc, http
 from encoder_service.api.errors import AtItem
-from encoder_service.api.grpc import EncoderCalls, HealthCalls, Refused
 from encoder_service.config import ServiceOptions
 from encoder_service.llm import http as chat_http
 from encoder_service.llm.http import ChatService, ReplicaLost
@@ -40,8 +39,8 @@ from router.router import Router
 
 
 @serve.ingress()
-class Ingress(EncoderCalls, HealthCalls):
-    """HTTP and gRPC on one class, because Serve calls gRPC methods by name."""
+class Ingress:
+    """HTTP through Serve's proxy; gRPC on a port of its own, because Serve's proxies copy rows."""
 
     def __init__(
         self,
@@ -53,7 +52,6 @@ class Ingress(EncoderCalls, HealthCalls):
         llm: LlmSpec | None = None,
     ) -> None:
         name_requests()
-        keep_from_log(Refused)
         context = serve.get_replica_context()
         own = serve.get_deployment_handle(context.deployment, context.app_name)
         self.replica = context.replica_id.unique_id
@@ -61,6 +59,7 @@ class Ingress(EncoderCalls, HealthCalls):
             encoder, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
         )
         scraped = [handle for handle in (encoder, router, own, chat) if handle]
+        self.options = options.ingress
         self.service = Service(options, spec, RouterBackend(self.router, scraped, own))
         self.chat = None
         if chat and llm and options.llm:
@@ -68,10 +67,16 @@ class Ingress(EncoderCalls, HealthCalls):
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once, after the constructor."""
-        app = http.build(self.service)
+        app = http.build(self.service, self.lifespan if self.options.grpc_port else None)
         if self.chat:
             chat_http.add(app, self.service, self.chat)
         return app
+
+    @asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        """Serves gRPC as long as Serve has the application run."""
+        async with grpc.serving(self.service, self.options):
+            yield
 
     def scrape(self) -> tuple[str, str]:
         """This replica's id, and its own series in Prometheus text format."""

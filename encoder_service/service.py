@@ -11,11 +11,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
+from actors.engine.budgets import model_capacity
 from actors.errors import InvalidOption, ServiceError
 from actors.spec.model_spec import ModelSpec
 from actors.store.kept import Kept
 from actors.telemetry.tracing import open_spans
-from actors.types import Answer, Dtype, Media
+from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.api.answer import (
     check_size,
     document,
@@ -23,6 +24,7 @@ from encoder_service.api.answer import (
     item_document,
     model_card,
     plan_document,
+    timings,
 )
 from encoder_service.api.auth import Tokens
 from encoder_service.api.errors import AtItem
@@ -79,8 +81,17 @@ class Service:
         self.references = options.references
         self.tokens = Tokens(options.auth)
         self.authorize = self.tokens.authorize
-        self.admission = Admission(spec, options.limits, options.fetch, options.preprocess.alpha)
-        self.buffered = Buffered(options.limits.max_buffered_bytes)
+        budget = model_capacity(options.graphs, spec).tokens[-1]
+        self.admission = Admission(
+            spec, options.limits, options.fetch, options.preprocess.alpha, budget
+        )
+        self.buffered = Buffered(
+            options.limits.max_buffered_bytes, "too much is sent here (limits.max_buffered_bytes)"
+        )
+        self.unsent = Buffered(
+            options.limits.max_unsent_bytes,
+            "too many answers wait here to be read (limits.max_unsent_bytes)",
+        )
         self.backend = backend
         self.metrics = ServiceMetrics()
         spans = open_spans(options.tracing, "ingress")
@@ -121,14 +132,14 @@ class Service:
     async def stream(
         self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
     ) -> AsyncGenerator[Document]:
-        """The document of each item as soon as it is ready. Raises as `encode` does.
+        """The document of each item, with its timings, as soon as it is ready. Raises as `encode`.
 
         The deadline covers the waiting done here, not the time that the consumer takes.
         """
+        started = time.perf_counter()
         deadline, admitted, media = await self._admit(items, options, exchange)
+        check_size(media, options, self.spec, self.limits, self.references)
         positions = [i for i, one in enumerate(admitted) if isinstance(one, Media)]
-        if options.reference:
-            check_size(media, options, self.spec, self.limits, self.references)
         for index, one in enumerate(admitted):
             if isinstance(one, ServiceError):
                 yield self._item(index, items[index], one, one, options, exchange)
@@ -141,7 +152,10 @@ class Service:
             for _ in media:
                 place, answer = await deadline.keep(anext(answers))
                 index = positions[place]
-                yield self._item(index, items[index], media[place], answer, options, exchange)
+                found = self._item(index, items[index], media[place], answer, options, exchange)
+                if isinstance(answer, Embedding):
+                    found["timings"] = timings([answer], time.perf_counter() - started)
+                yield found
 
     async def plan(
         self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
@@ -152,7 +166,7 @@ class Service:
         """
         _, admitted, _ = await self._admit(items, options, exchange)
         plans = [
-            plan_document(index, item.type, one, exchange.request_id)
+            plan_document(self.spec, index, item.type, one, exchange.request_id)
             for index, (item, one) in enumerate(zip(items, admitted, strict=True))
         ]
         return head(self.spec) | {"items": plans}
@@ -180,7 +194,8 @@ class Service:
         if seconds > most:
             raise InvalidOption(f"options.timeout_s: {seconds:g} is over the limit of {most:g}")
         deadline = Deadline(seconds)
-        admitted = await deadline.keep(self.admission.admit(items, options.evs_rate))
+        work = self.admission.admit(items, options.evs_rate, options.kwargs())
+        admitted = await deadline.keep(work)
         for index, one in enumerate(admitted):
             if isinstance(one, ServiceError) and options.on_error == "fail":
                 raise AtItem(index, one)

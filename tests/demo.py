@@ -38,7 +38,7 @@ def main() -> int:
     with cluster(logical_cpus(options), object_store_bytes=400_000_000) as where:
         encoders = options.encoder.replicas
         console.print(f"starting {CONFIG.name}: {encoders} encoders, a language model ...")
-        with service(options):
+        with service(options, where):
             console.print(f"ready after {time.perf_counter() - started:.0f} s\n")
             before = scrape(where.http)
             over_http = encode(console, where.http, pictures)

@@ -82,13 +82,18 @@ class Servicer:
         embeddings = [pb.Embedding(**item(index, one)) for index, one in enumerate(items)]
         return pb.EncodeResponse(**MODEL, items=embeddings, timings=pb.Timings(total_ms=1))
 
+    async def EncodeStream(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        whole = await self.Encode(request, context)
+        for one in whole.items:
+            yield pb.EncodeChunk(**MODEL, embedding=one, last=True, timings=whole.timings)
+
     async def Fetch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         document = item(0, RequestItem("image", b"kept"))
         data = document.pop("data")
         yield pb.EncodeChunk(**MODEL, embedding=pb.Embedding(**document, data=data[:100]))
         yield pb.EncodeChunk(embedding=pb.Embedding(index=0, data=data[100:]), last=True)
 
-    EncodeStream = Plan = Release = GetModel = Encode
+    Plan = Release = GetModel = Encode
 
 
 @contextmanager

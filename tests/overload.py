@@ -111,7 +111,7 @@ def main() -> int:
     on_cpu = made.encoder.device == "cpu"
     apart = on_cpu and not options.together and len(os.sched_getaffinity(0)) > 1
     queue_seconds = made.router.max_queue_seconds
-    with cluster(logical_cpus(made)) as where, service(made):
+    with cluster(logical_cpus(made)) as where, service(made, where):
         images = [picture(*size, seed=0) for size in parse_mix(options.images)[0]]
         sender = Sender(where.http, images, reference=options.reference)
         watch = Watch(where.http, apart=apart)

@@ -27,7 +27,7 @@ AT_ONCE = 4
 
 def main() -> int:
     made = full()
-    with cluster(logical_cpus(made)) as where, service(made):
+    with cluster(logical_cpus(made)) as where, service(made, where):
         processes = {f"{command(number)} {number}": number for number in ours()[1:]}
         named = {name: process(name) for name in actors()}
         processes = {k: n for k, n in processes.items() if n not in named.values()} | named

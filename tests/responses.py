@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+from io import BytesIO
 from typing import Any
 
 import msgpack
+import numpy as np
 import torch
 from safetensors.torch import load
 
-from encoder_service.wire.formats import JSON, MSGPACK
+from encoder_service.wire.formats import JSON, MSGPACK, NPZ
 
 
 def parse_response(body: bytes, content_type: str) -> dict[str, Any]:
@@ -24,6 +26,13 @@ def parse_response(body: bytes, content_type: str) -> dict[str, Any]:
         for item in document["items"]:
             if "data" in item:
                 item["data"] = memory(item)
+        return document
+    if content_type == NPZ:
+        with np.load(BytesIO(body)) as file:
+            document = json.loads(file["answer.json"])
+            for item in document["items"]:
+                if str(item["index"]) in file:
+                    item["data"] = file[str(item["index"])].tobytes()
         return document
     tensors = load(body)
     document = json.loads(metadata(body)["answer"])

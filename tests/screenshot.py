@@ -26,7 +26,10 @@ def main() -> int:
     cached = options.model_dump() | {"cache": {"max_bytes": 2**20}}
     options = ServiceOptions.model_validate(cached)
     over = threading.Event()
-    with cluster(logical_cpus(options), object_store_bytes=400_000_000) as where, service(options):
+    with (
+        cluster(logical_cpus(options), object_store_bytes=400_000_000) as where,
+        service(options, where),
+    ):
         load_it = [
             threading.Thread(target=client, args=(where.http, seed, over))
             for seed in range(CLIENTS)

@@ -37,7 +37,7 @@ def main() -> int:
     options = parser.parse_args()
     made = hardy()
     samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    with cluster(logical_cpus(made), object_store_bytes=STORE_BYTES) as where, service(made):
+    with cluster(logical_cpus(made), object_store_bytes=STORE_BYTES) as where, service(made, where):
         with Client(where.http) as client:
             known = known_files(client)
         empty = used().bytes

@@ -42,6 +42,16 @@ def embeddings(parts: Sequence[dict[str, Any]], width: int) -> list[torch.Tensor
     return by_grid(fields.pop(f"{kind}_embeds"), fields.pop(f"{kind}_grid_thw"), width, fields)
 
 
+def pruned(rows: torch.Tensor, grid: Sequence[int], rate: float) -> torch.Tensor:
+    """multimodal/video_prune/evs.py: the indices of the rows that are left of a video."""
+    each = grid[1] * grid[2] // MERGE_SIZE**2
+    groups = rows.view(grid[0], each, -1)
+    unlike = 1 - torch.cosine_similarity(groups[1:], groups[:-1], dim=-1)
+    unlike = torch.cat([255 * torch.ones_like(groups[:1, :, 0]), unlike]).flatten()
+    count = max(each, int(len(rows) * (1 - rate)))
+    return unlike.argsort(descending=True, stable=True)[:count].sort().values
+
+
 def plain(rows: torch.Tensor, width: int) -> torch.Tensor:
     """EmbeddingItems: checks two dimensions and the language model's width."""
     assert rows.ndim == 2
@@ -62,7 +72,8 @@ def by_grid(
     sizes = (stacked.prod(-1) // MERGE_SIZE // MERGE_SIZE).tolist()
     joined = torch.cat(rows)
     assert joined.shape == (sum(sizes), width)
-    assert set(others) <= {"timestamps"}
+    assert set(others) <= {"timestamps", "second_per_grid_ts"}
+    assert all(one.ndim == 0 for one in others.get("second_per_grid_ts", []))
     for times, grid in zip(others.get("timestamps", []), grids, strict=False):
         assert times.shape == (int(grid[0]),)
     return list(joined.split(sizes))

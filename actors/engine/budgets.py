@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from actors.errors import ConfigError
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec
-from actors.spec.sizing import BlockSizing, ViewSizing
-
-MOST_ITEMS_A_BUDGET = 4
-"""Largest items that a budget may hold: more would save no launches, and cost memory and time."""
+from actors.spec.sizing import MOST_ITEMS_A_BUDGET, BlockSizing, ViewSizing
 
 UNIT_TOKENS = 8
 """Generated budgets are multiples of this, 32 patches, except for models of tiles: whole tiles."""
@@ -102,8 +99,10 @@ def capacity(
     token_range: tuple[int, int],
     max_frames_per_video: int,
     unit: int | None = None,
+    own_largest: int = 0,
 ) -> Capacity:
     """For a model of one path. Generated budgets are multiples of `unit` (default: the smallest).
+    `own_largest`: tokens of the largest item by the checkpoint, if `token_range` is another one.
 
     Automatic limits are those of vLLM: items = largest budget // smallest budget, frames = items x
     the model's frames per video, but at most one per FRAME_TOKENS tokens. Items are counted by the
@@ -112,10 +111,11 @@ def capacity(
     given = options.token_budgets
     check_ascending("token_budgets", given)
     smallest, largest = token_range
-    if given and given[-1] > MOST_ITEMS_A_BUDGET * largest:
+    most = max(largest, own_largest)
+    if given and given[-1] > MOST_ITEMS_A_BUDGET * most:
         raise ConfigError(
             f"graphs.token_budgets: {given[-1]} is over {MOST_ITEMS_A_BUDGET} times the "
-            f"{largest} tokens of the model's largest item: lower it"
+            f"{most} tokens of the model's largest item: lower it"
         )
     budgets = given or graduated(
         smallest, largest, options.steps_per_doubling, min(unit or smallest, smallest)
@@ -148,7 +148,8 @@ def model_capacity(options: GraphOptions, spec: ModelSpec) -> Capacity:
         if getattr(options, key):
             raise ConfigError(f"graphs.{key}: {spec.id} has one path: use graphs.token_budgets")
     unit = UNIT_TOKENS if isinstance(spec.sizing, BlockSizing) else None
-    return capacity(options, spec.sizing.token_range(), spec.max_frames_per_video, unit)
+    frames, own = spec.max_frames_per_video, spec.own_sizing or spec.sizing
+    return capacity(options, spec.sizing.token_range(), frames, unit, own.token_range()[1])
 
 
 def two_path_capacity(

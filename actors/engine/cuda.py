@@ -8,16 +8,22 @@ readback stream   readback buffer -> pinned host memory, while the next pack rep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from actors.engine.device import Device, Inputs, MediaRows, Rows, copy_rows, count
+from actors.engine.slices import EveryNth, Pace, layers_per_slice
 from actors.kernels import Shapes
 from actors.kernels.gemm.gemm import tuning
+from actors.models.layers.block import between_layers
+
+Copied = TypeVar("Copied")
 
 
 class StagedInputs(Inputs):
@@ -59,12 +65,38 @@ class StagedInputs(Inputs):
         self.metadata[: len(metadata)].copy_(metadata, non_blocking=True)
 
 
+class CudaPace(Pace):
+    """The language model's steps run on the stream that is current where `step` is called."""
+
+    def __init__(self, slice_seconds: float, compute: torch.cuda.Stream) -> None:
+        super().__init__(slice_seconds)
+        self.compute = compute
+        self.steps: torch.cuda.Stream | None = None  # unknown before the first
+
+    def begin(self, seconds: float) -> None:
+        if self.steps is None or self.steps.query():
+            self.compute.synchronize()  # polling would leave the device idle between two slices
+        super().begin(seconds)
+
+    def idle(self) -> bool:
+        return self.compute.query() and (self.steps is None or self.steps.query())
+
+    def after_steps(self) -> None:
+        self.compute.wait_stream(torch.cuda.current_stream())
+
+    def before_step(self) -> None:
+        self.steps = torch.cuda.current_stream()
+        if not self.compute.query():
+            self.steps.wait_stream(self.compute)
+
+
 class CudaDevice(Device):
     """One GPU, owned by this process."""
 
     backend = "cuda"
+    measuring_seconds = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, slice_seconds: float = 0) -> None:
         self.device = torch.device("cuda", 0)  # the only one that Ray shows a replica
         torch.cuda.set_device(self.device)
         self.compute = torch.cuda.Stream()
@@ -73,6 +105,8 @@ class CudaDevice(Device):
         self.pool = torch.cuda.graph_pool_handle()
         self._read_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._beside: list[CudaDevice] = []
+        if slice_seconds:
+            self.pace = CudaPace(slice_seconds, self.compute)
 
     def running(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.compute)
@@ -80,6 +114,7 @@ class CudaDevice(Device):
     def beside(self) -> CudaDevice:
         """With streams and a graph pool of its own: graphs of one pool must not overlap."""
         other = CudaDevice()
+        other.pace = self.pace
         self._beside.append(other)
         return other
 
@@ -101,29 +136,76 @@ class CudaDevice(Device):
     def capture(
         self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
     ) -> Callable[[], Tensor]:
-        """A CUDA graph in the pool that all graphs of this device share.
+        """A CUDA graph in the pool that all graphs of this device share; with a pace, a graph of
+        each slice.
 
         An output that is not kept goes back to the pool, so that graphs that are captured later
         use its memory. So all graphs together take as much memory as the largest one.
         """
-        with torch.cuda.stream(self.compute), tuning() if tuned else nullcontext():
-            run()
-        self.compute.synchronize()
+        with tuning() if tuned else nullcontext():
+            self.finished(run)
+        pace, layers = self.pace, 0
+        if pace:
+            layers, _ = layers_per_slice(lambda: self.finished(run), pace.slice_seconds)
         torch.cuda.empty_cache()  # the pool cannot use what the warm-up allocated
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads may use CUDA while this thread captures.
-        with torch.cuda.graph(
-            graph, pool=self.pool, stream=self.compute, capture_error_mode="thread_local"
-        ):
-            output = run().contiguous()
+        graphs, output = self.graphs_of(run, layers)
         if not kept:
             output = unowned(output)
+        seconds = self.seconds_of(graphs) if pace else []
 
         def replay() -> Tensor:
-            graph.replay()
+            if pace is None:
+                graphs[0].replay()
+                return output
+            for graph, each in zip(graphs, seconds, strict=True):
+                pace.begin(each)
+                graph.replay()
             return output
 
         return replay
+
+    def graphs_of(
+        self, run: Callable[[], Tensor], layers: int
+    ) -> tuple[list[torch.cuda.CUDAGraph], Tensor]:
+        """Captures graphs of so many layers each; 0: one graph. Returns the output, too."""
+        graphs: list[torch.cuda.CUDAGraph] = []
+        with ExitStack() as capturing:
+
+            def begin() -> None:
+                """Of a graph; ends the one before."""
+                capturing.close()
+                graphs.append(torch.cuda.CUDAGraph())
+                # thread_local: other threads may use CUDA while this thread captures.
+                graph = torch.cuda.graph(
+                    graphs[-1],
+                    pool=self.pool,
+                    stream=self.compute,
+                    capture_error_mode="thread_local",
+                )
+                capturing.enter_context(graph)
+
+            begin()
+            with between_layers(EveryNth(layers, begin)) if layers else nullcontext():
+                output = run().contiguous()
+        return graphs, output
+
+    def finished(self, run: Callable[[], Tensor]) -> None:
+        """Runs eagerly, and waits for the end."""
+        with torch.cuda.stream(self.compute):
+            run()
+        self.compute.synchronize()
+
+    def seconds_of(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
+        """Of each graph, over whatever the inputs hold."""
+        with torch.cuda.stream(self.compute):
+            for _ in range(2):  # the first replay is slower
+                events = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
+                events[0].record()
+                for graph, event in zip(graphs, events[1:], strict=True):
+                    graph.replay()
+                    event.record()
+        self.compute.synchronize()
+        return [a.elapsed_time(b) / 1000 for a, b in pairwise(events)]
 
     def read_back(self, rows: Tensor) -> Rows:
         """Through a buffer on the device, so that the next replay need not wait for the host."""
@@ -142,12 +224,12 @@ class CudaDevice(Device):
             done.record(self.reading)
         return partial(copied, host, done)
 
-    def keep(self, parts: Sequence[Tensor]) -> Rows:
+    def keep(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """The memory belongs to the compute stream: uses on other streams must have finished before
         it is freed."""
         done = torch.cuda.Event()
         with torch.cuda.stream(self.compute):
-            kept = torch.cat(list(parts))
+            kept = [part.clone() for part in parts]
             done.record(self.compute)
         return partial(copied, kept, done)
 
@@ -168,7 +250,7 @@ class CudaDevice(Device):
         return True
 
 
-def copied(rows: Tensor, done: torch.cuda.Event) -> Tensor:
+def copied(rows: Copied, done: torch.cuda.Event) -> Copied:
     """Waits for the copy into `rows`. Blocks this thread only: the GIL is released meanwhile."""
     done.synchronize()
     return rows

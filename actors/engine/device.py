@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.engine.slices import EveryNth, Pace, layers_per_slice
 from actors.errors import StartError
 from actors.kernels import Shapes
+from actors.models.layers.block import between_layers
 
 MEDIA = ("patches", "later")
 """Inputs that hold what clients sent, item after item; all others are metadata."""
@@ -92,6 +94,16 @@ class Device:
 
     backend = "cpu"
     device = torch.device("cpu")
+    measuring_seconds = 1.0
+    """How long the budgets of a path are measured at start, from the smallest on. 0: all of them,
+    from the largest on."""
+    pace: Pace | None = None
+    """When slices of a replay may be launched. None: replays are whole, and never wait."""
+
+    def __init__(self, slice_seconds: float = 0) -> None:
+        """`slice_seconds`: about how long a slice of a replay may take; 0: replays are whole."""
+        if slice_seconds:
+            self.pace = Pace(slice_seconds)
 
     def running(self) -> AbstractContextManager[object]:
         """The context for forward passes and replays."""
@@ -117,25 +129,34 @@ class Device:
     def capture(
         self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
     ) -> Callable[[], Tensor]:
-        """Runs once to warm up, captures, and returns the replay.
+        """Returns the replay; a GPU runs once to warm up and captures, the CPU runs nothing.
 
         Its result is valid until the next replay of any graph of this device. `kept`: graphs that
         are captured later leave the result alone. `tuned`: GEMMs may time their algorithms, which
         takes up to seconds, so only before anything is served.
         """
-        run()
-        return run
+        pace = self.pace
+        if pace is None:
+            return run
+        layers, seconds = layers_per_slice(run, pace.slice_seconds)
+
+        def replay() -> Tensor:
+            pace.begin(seconds)
+            with between_layers(EveryNth(layers, lambda: pace.begin(seconds))):
+                return run()
+
+        return replay
 
     def read_back(self, rows: Tensor) -> Rows:
         """Starts the copy of an output to the host. The output may be overwritten afterwards."""
         copy = rows.clone()
         return lambda: copy
 
-    def keep(self, parts: Sequence[Tensor]) -> Rows:
-        """Starts a copy of these rows, concatenated, on the device. They may be overwritten
-        afterwards."""
-        copy = torch.cat(list(parts))
-        return lambda: copy
+    def keep(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Starts copies of these rows on the device, each in memory of its own. The rows may be
+        overwritten afterwards."""
+        copies = [part.clone() for part in parts]
+        return lambda: copies
 
     def memory_bytes(self) -> int:
         """Device memory of this process, without the driver's; not counted on the CPU."""
@@ -158,22 +179,17 @@ def start_readback(
     `stays`: which items' rows stay on the device. What it returns waits for the copies, and gives
     [tokens, width] of each item.
     """
-    copies: dict[bool, Rows] = {}  # of the rows that stay (True) and of those that do not
-    if any(stays):
-        parts = list(zip(packed[: sum(tokens)].split(list(tokens)), stays, strict=True))
-        copies[True] = device.keep([part for part, stay in parts if stay])
-        if leaving := [part for part, stay in parts if not stay]:
-            copies[False] = device.read_back(torch.cat(leaving))
-    else:
-        copies[False] = device.read_back(packed)
+    parts = list(zip(packed[: sum(tokens)].split(list(tokens)), stays, strict=True))
+    staying = [part for part, stay in parts if stay]
+    leaving = [part for part, stay in parts if not stay]
+    kept = device.keep(staying) if staying else list
+    host = device.read_back(torch.cat(leaving) if staying else packed) if leaving else None
 
     def wait() -> list[Tensor]:
-        there = {stay: copied() for stay, copied in copies.items()}
-        found, ends = [], dict.fromkeys(there, 0)
-        for size, stay in zip(tokens, stays, strict=True):
-            start, ends[stay] = ends[stay], ends[stay] + size
-            found.append(there[stay][start : ends[stay]])
-        return found
+        on_device = iter(kept())
+        sizes = [len(part) for part in leaving]
+        copied = iter(host()[: sum(sizes)].split(sizes) if host else ())
+        return [next(on_device if stay else copied) for stay in stays]
 
     return wait
 
@@ -196,10 +212,10 @@ def count(parts: Sequence[Tensor]) -> int:
     return sum(map(len, parts))
 
 
-def open_device(kind: str) -> Device:
+def open_device(kind: str, slice_seconds: float = 0) -> Device:
     """ "cpu", or the "cuda" device that this process owns. Raises StartError if there is none."""
     if kind == "cpu":
-        return Device()
+        return Device(slice_seconds)
     if not torch.cuda.is_available():
         raise StartError(
             "torch sees no CUDA device here: check the driver, encoder.num_gpus and that torch is "
@@ -207,4 +223,4 @@ def open_device(kind: str) -> Device:
         )
     from actors.engine.cuda import CudaDevice  # which imports this file
 
-    return CudaDevice()
+    return CudaDevice(slice_seconds)

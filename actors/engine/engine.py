@@ -15,6 +15,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,10 +78,15 @@ class Engine:
         self._waiting: deque[WaitingItem] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._broken = False  # one of the threads has ended because of a bug
         self._launched: deque[LaunchedPack] = deque()
         self._progress = monotonic()  # when a pack last completed or failed
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._thread = self._started("engine", self._step)
+
+    def _started(self, name: str, step: Callable[[], bool]) -> threading.Thread:
+        thread = threading.Thread(target=self._run, args=(step,), name=name, daemon=True)
+        thread.start()
+        return thread
 
     def submit(self, item: Item) -> Future[Item]:
         """Queues an item. The future completes with the same item, once its `rows` (see
@@ -94,7 +100,7 @@ class Engine:
             if self._closed:
                 raise Unavailable("this encoder is stopping: try again")
             self._waiting.extend(waiting)
-            self._changed.notify()
+            self._changed.notify_all()
         if len(waiting) == 1:
             return waiting[0].answer
         self.metrics.video_runs.inc(len(waiting))
@@ -108,23 +114,24 @@ class Engine:
             return monotonic() - max(self._progress, min(since)) if since else 0.0
 
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._broken
 
     def close(self) -> None:
         """Encodes what is waiting, then ends the thread."""
         with self._changed:
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, step: Callable[[], bool]) -> None:
         try:
-            while self._step():
+            while step():
                 pass
         except Exception as error:  # a bug: nobody may wait for ever because of it
             log.critical("the engine's thread ended", exc_info=error)
             with self._changed:
-                self._closed = True
+                self._closed = self._broken = True
+                self._changed.notify_all()
                 left = [*self._waiting, *(one for each in self._launched for one in each.waiting)]
             for waiting in left:
                 with suppress(InvalidStateError):  # completed or cancelled
@@ -244,6 +251,51 @@ class Engine:
             metrics.captured_graphs.labels(path).set(self.graphs[path].captured())
             if budget is not None and label != EXACT:
                 metrics.padded_tokens.labels(path).inc(budget - sum(tokens))
+
+
+class PacedEngine(Engine):
+    """On a device with a pace, where launching a pack takes as long as encoding it. So a second
+    thread completes packs, while the engine's thread waits for its turn to launch slices."""
+
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        """As Engine."""
+        super().__init__(*parts, **options)
+        self._completing = self._started("completing", self._complete_first)
+
+    def close(self) -> None:
+        super().close()
+        with self._changed:
+            self._changed.notify_all()
+        self._completing.join()
+
+    def _step(self) -> bool:
+        assert self.device.pace is not None
+        if not self._waiting:
+            self.device.pace.end()
+        taken = self._take(wait=True)
+        if taken:
+            self._launch(*taken)
+        with self._changed:
+            self._changed.notify_all()
+            if self._closed and not taken:
+                self._changed.wait_for(lambda: self._waiting or not self._launched or self._broken)
+            if self._broken:
+                raise RuntimeError("the thread that completes packs has ended. This is a bug.")
+            return bool(self._waiting or not self._closed)
+
+    def _complete_first(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._launched or self._over())
+            if not self._launched:
+                return False
+        self._complete(self._launched[0])
+        with self._changed:
+            self._launched.popleft()
+            self._changed.notify_all()
+        return True
+
+    def _over(self) -> bool:
+        return self._closed and not self._waiting and not self._thread.is_alive()
 
 
 def outcome(labels: Labels) -> str:

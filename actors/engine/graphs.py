@@ -23,6 +23,7 @@ from actors.errors import StartError
 from actors.kernels.attention import Shapes
 from actors.models.tower import Tower
 from actors.options import PackingOptions
+from actors.spec.sizing import BlockSizing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Grid, Item, ItemPlan
 
@@ -75,6 +76,7 @@ class GraphSet:
             for videos in reversed(self.forms):
                 static = self.static(self.budget_shapes(budget, videos=videos))
                 with self.device.running():
+                    self.fill(budget, videos=videos)
                     self.replays[budget, videos] = self.device.capture(
                         lambda static=static: self.tower.forward(self.path, static),  # type: ignore[misc]
                         kept=self.keeps_rows,
@@ -84,10 +86,18 @@ class GraphSet:
 
     @torch.inference_mode()
     def replay_seconds(self) -> dict[int, float]:
-        """Seconds of one warm replay of each budget, for images, over whatever the inputs hold."""
-        seconds = {}
+        """Seconds of one warm replay of each budget, for images, over whatever the inputs hold.
+
+        Budgets that the device's `measuring_seconds` leave out cost as much per token as the
+        largest measured one.
+        """
+        seconds: dict[int, float] = {}
+        began, most = perf_counter(), self.device.measuring_seconds
         with self.device.running():
-            for budget in reversed(self.budgets):
+            for budget in self.budgets if most else reversed(self.budgets):
+                if most and seconds and perf_counter() - began > most:
+                    break
+                self.fill(budget, videos=False)
                 replay = self.replays[budget, False]
                 self.device.read_back(replay()[:1])()
                 started = perf_counter()
@@ -95,7 +105,16 @@ class GraphSet:
                     rows = replay()
                 self.device.read_back(rows[:1])()
                 seconds[budget] = (perf_counter() - started) / MEASURED_REPLAYS
-        return seconds
+        last = max(seconds, default=1)
+        return {each: seconds.get(each, seconds[last] * each / last) for each in self.budgets}
+
+    def fill(self, budget: int, *, videos: bool) -> None:
+        """With a pace: stages the metadata of one item as large as the budget, so that the times of
+        slices have its attention in them."""
+        sizing = self.tower.spec.sizing
+        if self.device.pace and isinstance(sizing, BlockSizing):
+            plan = sizing.nearly_square(budget, video=videos)
+            self.inputs.stage(self.packed(budget, (plan,)), {})
 
     def captured(self) -> int:
         """How many graphs can be replayed now."""

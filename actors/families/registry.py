@@ -7,17 +7,19 @@ imported by models/load.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from actors.errors import CheckpointError
-from actors.options import ModelOptions
+from actors.errors import CheckpointError, ConfigError, InvalidOption
+from actors.options import ImagesKwargs, ModelOptions
 from actors.spec.checkpoint import Files, Json, find
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import ModelSource, Reader, processor_name
 from actors.spec.video import VideoStyle
+from actors.types import Kind, ProcessorKwargs
 
 
 @cache
@@ -74,8 +76,20 @@ def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
         )
     try:
         source = ModelSource(options, files, config, vision_defaults().get(model_type, {}))
-        return readers()[model_type](source)
+        spec = readers()[model_type](source)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"model.id {options.id!r}: its configuration lacks or misstates {error}"
         ) from error
+    spec = with_kwargs(spec, "image", options.images_kwargs)
+    return with_kwargs(spec, "video", options.videos_kwargs)
+
+
+def with_kwargs(spec: ModelSpec, kind: Kind, kwargs: ImagesKwargs) -> ModelSpec:
+    """The spec with these in place of the checkpoint's own. Raises ConfigError."""
+    try:
+        asked = spec.asked(kind, ProcessorKwargs(**kwargs.model_dump()))
+    except InvalidOption as error:
+        raise ConfigError(f"model.{kind}s_kwargs.{error}") from None
+    changed = asked.sizing != spec.sizing
+    return replace(asked, own_sizing=spec.sizing) if changed else asked

@@ -36,7 +36,7 @@ from actors.media.patchify import Patchifier, Shape, patchifier_of
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Json, Notes
 from actors.spec.model_spec import ModelSpec
-from actors.types import Clip, Item, ItemPlan, Media, Size
+from actors.types import Clip, Item, ItemPlan, Media, ProcessorKwargs, Size
 
 MARK_BYTES, BEGUN = 1, 1
 """The last byte of a block is set when a process begins the item. Only an item that was begun may
@@ -55,8 +55,8 @@ ITEM_ERRORS: dict[str, type[ServiceError]] = {
 """Errors that the client caused. All others become EncodeFailed."""
 
 Order = tuple[Any, ...]
-"""One item to decode: offset and size of its block, kind, sizes of its files, plan, clip,
-alpha."""
+"""One item to decode: offset and size of its block, kind, sizes of its files, plan, clip, alpha,
+kwargs."""
 
 Answer = tuple[float, str, str]
 """When the item was begun (time.monotonic, which processes of one machine share), and the name and
@@ -128,12 +128,13 @@ def order_of(media: Media, offset: int, size_bytes: int) -> Order:
     plan, clip = [getattr(media.plan, name) for name in PLAN], media.clip
     shown = clip and (clip.size.width, clip.size.height, clip.frames, clip.fps, clip.chosen)
     sizes = [len(data) for data in files_of(media)]
-    return offset, size_bytes, media.kind, sizes, plan, shown, media.alpha
+    kwargs = media.kwargs.given()
+    return offset, size_bytes, media.kind, sizes, plan, shown, media.alpha, kwargs
 
 
 def media_of(order: Order, memory: memoryview) -> Media:
     """Copies an item's files out of its block, and marks it as begun."""
-    offset, size_bytes, kind, sizes, plan, shown, alpha = order
+    offset, size_bytes, kind, sizes, plan, shown, alpha, kwargs = order
     memory[offset + size_bytes - MARK_BYTES] = BEGUN
     files, clip = [], None
     for size in sizes:
@@ -144,7 +145,14 @@ def media_of(order: Order, memory: memoryview) -> Media:
         clip = Clip(Size(width, height), *rest)
     data, *frames = files
     return Media(
-        kind, data, ItemPlan(*plan), digest="", clip=clip, frames=tuple(frames), alpha=alpha
+        kind,
+        data,
+        ItemPlan(*plan),
+        digest="",
+        clip=clip,
+        frames=tuple(frames),
+        alpha=alpha,
+        kwargs=ProcessorKwargs(**kwargs),
     )
 
 

@@ -18,7 +18,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from math import ceil
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Any
 
@@ -160,9 +160,10 @@ class Decoder:
         self._series = series
         self._stall_seconds = options.encoder.max_stall_seconds
         self._executor = ThreadPoolExecutor(options.preprocess.threads, "decode")
-        self._changed = Condition()  # guards what follows, and the slab's `take`
+        self._lock = Lock()  # guards what follows, and the slab's `take`
+        self._changed = Condition(self._lock)  # `_started` or `_failure`
         self._waiting: deque[Job] = deque()
-        self._idle = 0  # threads that wait for jobs
+        self._idle: list[Condition] = []  # of each thread that waits for jobs
         self._started = 0
         self._closing = False
         self._failure: ServiceError | None = None  # why no process decodes any more
@@ -209,7 +210,8 @@ class Decoder:
                 return self._executor.submit(self._decode_here, media, monotonic())
             job = Job(media, size_bytes)
             self._waiting.append(job)
-            self._changed.notify()
+            if self._idle:
+                self._idle.pop().notify()  # the process that worked last: its caches are warm
         return job
 
     def alive(self) -> bool:
@@ -220,7 +222,7 @@ class Decoder:
         """Returns when everything that was submitted is done."""
         with self._changed:
             self._closing = True
-            self._changed.notify_all()
+            self._wake_all()
         for thread in self._threads:
             thread.join()
         self._executor.shutdown()
@@ -295,6 +297,7 @@ class Decoder:
 
     def _next(self, process: DecodeProcess, slab: Slab) -> list[Job]:
         """Jobs to send to a process. Empty: it has enough, or it has none and all is done."""
+        turn = Condition(self._lock)
         with self._changed:
             while True:
                 if process.jobs and self._idle:
@@ -303,9 +306,15 @@ class Decoder:
                 done = not self._waiting and (self._closing or self._failure)
                 if chunk or process.jobs or done:
                     return chunk
-                self._idle += 1
-                self._changed.wait(ROOM_SECONDS if self._waiting else None)
-                self._idle -= 1
+                self._idle.append(turn)
+                turn.wait(ROOM_SECONDS if self._waiting else None)
+                if turn in self._idle:  # not woken
+                    self._idle.remove(turn)
+
+    def _wake_all(self) -> None:
+        self._changed.notify_all()
+        while self._idle:
+            self._idle.pop().notify()
 
     def _take(self, process: DecodeProcess, slab: Slab) -> list[Job]:
         """Jobs for one message, each with a block of the slab. Empty: none waits, or no room."""
@@ -369,14 +378,14 @@ class Decoder:
                 again.append(job)
         with self._changed:
             self._waiting.extendleft(reversed(again))
-            self._changed.notify_all()
+            self._wake_all()
 
     def _fail(self, error: ServiceError) -> None:
         """Takes no more jobs, and refuses those that wait."""
         with self._changed:
             self._failure = self._failure or error
             refused, self._waiting = self._waiting, deque()
-            self._changed.notify_all()
+            self._wake_all()
         for job in refused:
             if job.begin():
                 job.set_exception(self._failure)

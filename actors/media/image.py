@@ -8,6 +8,7 @@ Limits on bytes and pixels have been checked on the header (encoder_service/inta
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
 from actors.media import video_file
+from actors.media.animation import is_animation, read_animation
 from actors.media.patchify import Patchifier
 from actors.types import Alpha, Clip, Item, Media
 
@@ -36,6 +38,7 @@ AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # one thread per image: several are dec
 
 def prepare(patchifier: Patchifier, media: Media) -> Item:
     """Decodes one item and cuts it into patches. Raises InvalidMedia, TooLarge."""
+    patchifier = patchifier.asked(media.kind, media.kwargs)
     if media.clip:
         return patchifier.patchify_video(media.clip, decoded_frames(patchifier, media, media.clip))
     plan, patches = patchifier.patchify(decode(media.data, media.alpha))
@@ -51,7 +54,12 @@ def decoded_frames(patchifier: Patchifier, media: Media, clip: Clip) -> Iterator
     """The frames to encode, one at a time, each as `decode` returns an image."""
     assert patchifier.spec.video, "a video for a family of images. This is a bug."
     if not media.frames:
-        for pixels in video_file.frames(media.data, clip, patchifier.spec.video.indices(clip)):
+        wanted = patchifier.spec.video.indices(clip)
+        if is_animation(media.data):
+            found = animation_frames(media.data, clip, wanted, media.alpha)
+        else:
+            found = video_file.frames(media.data, clip, wanted)
+        for pixels in found:
             yield torch.from_numpy(pixels).permute(2, 0, 1)
     for place, data in enumerate(media.frames):
         frame = decode(data, media.alpha)
@@ -63,13 +71,37 @@ def decoded_frames(patchifier: Patchifier, media: Media, clip: Clip) -> Iterator
 def decode(data: bytes, alpha: Alpha = "drop") -> Tensor:
     """Upright RGB of the first frame: uint8 [3, height, width], a view of [height, width, 3].
     Raises InvalidMedia, UnsupportedMedia, TooLarge."""
+    with decoding(), Image.open(BytesIO(data), formats=FORMATS) as image:
+        pixels = plain_jpeg(data, image)
+        if pixels is None:
+            pixels = shown(image, alpha)
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def animation_frames(data: bytes, clip: Clip, wanted: list[int], alpha: Alpha) -> Iterator[Pixels]:
+    """The wanted frames of a GIF or WebP, which ascend, one at a time. Raises as `decode` does."""
+    places = read_animation(data, clip.frames).places(wanted)
+    with decoding(), Image.open(BytesIO(data), formats=("GIF", "WEBP")) as image:
+        for place in places:
+            image.seek(place)
+            pixels = shown(image, alpha)
+            if pixels.shape[:2] != (clip.size.height, clip.size.width):
+                raise InvalidMedia("a frame of the animation is larger than its header says")
+            yield pixels
+
+
+def shown(image: Image.Image, alpha: Alpha) -> Pixels:
+    """The current frame, upright."""
+    tags = getattr(image, "tag_v2", {})  # of a TIFF
+    return np.array(opaque(eight_bits(ImageOps.exif_transpose(image), tags), alpha))
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Pillow's errors become InvalidMedia or TooLarge."""
     try:
-        with Image.open(BytesIO(data), formats=FORMATS) as image:
-            pixels = plain_jpeg(data, image)
-            if pixels is None:
-                tags = getattr(image, "tag_v2", {})  # of a TIFF
-                pixels = np.array(opaque(eight_bits(ImageOps.exif_transpose(image), tags), alpha))
-    except UnsupportedMedia:
+        yield
+    except (InvalidMedia, UnsupportedMedia):
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise TooLarge(f"the image is too large to be decoded: {error}") from error
@@ -77,7 +109,6 @@ def decode(data: bytes, alpha: Alpha = "drop") -> Tensor:
         raise InvalidMedia(
             f"the image cannot be decoded, it is truncated or corrupt: {error}"
         ) from error
-    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def eight_bits(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:

@@ -23,9 +23,10 @@ from actors.spec.sizing import BlockSizing, Resample, WindowedSizing
 from actors.spec.tiles import AnyresSizing, TileSizing, with_overview
 from actors.spec.video import PooledGroups
 from actors.spec.views import CropSizing, WindowSizing
-from actors.types import Clip, Item, ItemPlan, Size
+from actors.types import NO_KWARGS, Clip, Item, ItemPlan, Kind, ProcessorKwargs, Size
 
 CACHED_GRIDS = 256
+CACHED_KWARGS = 64
 
 Shape = tuple[int, int, int]
 """Frames of a patch, patches, bytes. Videos whose groups have two frames have two of each patch."""
@@ -39,6 +40,14 @@ class Patchifier(ABC):
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.sizing = spec.sizing
+        self._asked = lru_cache(CACHED_KWARGS)(
+            lambda kind, kwargs: patchifier_of(spec.asked(kind, kwargs))
+        )
+
+    def asked(self, kind: Kind, kwargs: ProcessorKwargs) -> Patchifier:
+        """The patchifier of items whose request says this."""
+        found: Patchifier = self if kwargs == NO_KWARGS else self._asked(kind, kwargs)
+        return found
 
     def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
         """The plan and the patches of a decoded image, uint8 [3, height, width]."""

@@ -22,7 +22,7 @@ from actors.errors import InvalidMedia, UnsupportedMedia
 from actors.types import Clip, Size
 
 CODECS = frozenset({"h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mjpeg"})
-CONTAINERS = "MP4, MOV, WebM, Matroska, AVI or MPEG-TS"
+CONTAINERS = "MP4, MOV, WebM, Matroska, AVI, MPEG-TS, or an animated GIF or WebP"
 LEAST_SHARE = 0.9  # the share of the declared frames that must exist. Edited videos lack some
 MARGIN_PIXELS = 128  # what a codec may add to each side of the declared frame, to fill its blocks
 FREE_PIXELS = 2**20  # what a decoder may always allocate: MPEG-4's takes more than it shows

@@ -59,7 +59,9 @@ class PackedTower(Tower):
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         width, device = len(parts.embedding.weight), parts.embedding.weight.device
-        longest = self.sizing.longest_side_patches()
+        own = spec.own_sizing or self.sizing
+        assert isinstance(own, BlockSizing)
+        longest = max(self.sizing.longest_side_patches(), own.longest_side_patches())
         if spec.video:
             longest = max(longest, spec.video.longest_side_patches())
         cos, sin = rotary_tables(longest, width // parts.style.heads, parts.theta)

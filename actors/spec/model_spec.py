@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
-from actors.spec.sizing import Resample, Sizing
+from actors.errors import InvalidOption
+from actors.spec.sizing import Defaults, Largest, Resample, Sizing
 from actors.spec.video import VideoSizing
-from actors.types import Dtype, Kind
+from actors.types import NO_KWARGS, Dtype, Kind, ProcessorKwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class ModelSpec:
     """How videos are divided. None: the family, or this checkpoint of it, takes no videos."""
     fast_blocks: bool = True
     """Whether the fast form of the blocks has all that these blocks do: see options.block_form."""
+    own_sizing: Sizing | None = None
+    """That of the checkpoint, where `model.images_kwargs` changes it."""
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -53,6 +56,38 @@ class ModelSpec:
     def max_frames_per_video(self) -> int:
         """The most attention segments of one video; 0: it takes no videos."""
         return self.video.most_groups if self.video else 0
+
+    def defaults(self, kind: Kind) -> Defaults:
+        """What a request may say of an item of this kind, and what holds if it does not."""
+        sizing = self.sizing if kind == "image" else self.video
+        return sizing.defaults() if sizing else {}
+
+    def largest(self, kind: Kind, tokens: int) -> Largest:
+        """The largest values, for images or groups of frames of up to so many tokens."""
+        sizing = self.sizing if kind == "image" else self.video
+        return sizing.largest(tokens) if sizing else {}
+
+    def asked(self, kind: Kind, kwargs: ProcessorKwargs) -> Self:
+        """The spec of an item of this kind whose request says this. Raises InvalidOption."""
+        if kwargs == NO_KWARGS:
+            return self
+        self.check_taken(kwargs, kind)
+        if kind == "image":
+            return replace(self, sizing=self.sizing.asked(kwargs))
+        return replace(self, video=self.video.asked(kwargs)) if self.video else self
+
+    def check_taken(self, kwargs: ProcessorKwargs, *kinds: Kind) -> None:
+        """Raises InvalidOption for what no item of these kinds takes, and for both of a choice."""
+        taken = {name: None for kind in kinds for name in self.defaults(kind)}
+        for name in kwargs.given():
+            if name not in taken:
+                of = " and ".join(f"{kind}s" for kind in kinds)
+                raise InvalidOption(
+                    f"{name}: {self.id} ({self.family}) does not take it for {of}; "
+                    f"it takes {', '.join(taken) or 'none of these options'}"
+                )
+        if kwargs.fps and kwargs.num_frames:
+            raise InvalidOption("fps and num_frames exclude each other: give one of them")
 
     @property
     def weights(self) -> str:

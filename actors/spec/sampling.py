@@ -7,10 +7,17 @@ equals the code published with the model.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
+
+from actors.spec.sizing import Defaults, Largest
+from actors.types import ProcessorKwargs
+
+MOST_FPS = 240.0
+MOST_SAMPLED = 8192
+"""Frames of a video whose rule has no limit of its own: a limit on its tokens comes first."""
 
 
 class Sampling(Protocol):
@@ -25,6 +32,15 @@ class Sampling(Protocol):
     def indices(self, frames: int, fps: float) -> list[int]:
         """Which of `frames` frames, shown at `fps` per second, to take. Ascending."""
 
+    def defaults(self) -> Defaults:
+        """What a request may say of it, and what holds if it does not; None: the other one does."""
+
+    def largest(self) -> Largest:
+        """The largest values that a request may have."""
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        """The rule of a video whose request says this."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -33,10 +49,21 @@ class Spread:
     fps: float
     least: int
     most: int
+    num_frames: int = 0  # 0: by `fps`
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        count = min(max(int(frames / fps * self.fps), self.least), self.most, frames)
+        count = max(int(frames / fps * self.fps), self.least)
+        count = min(self.num_frames or count, self.most, frames)
         return rounded(np.linspace(0, frames - 1, count).round())
+
+    def defaults(self) -> Defaults:
+        return {"fps": self.fps, "num_frames": self.num_frames or None}
+
+    def largest(self) -> Largest:
+        return {"fps": MOST_FPS, "num_frames": self.most}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return replace(self, **fps_or_frames(kwargs, num_frames=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +74,29 @@ class Strided:
     least: int
     most: int
     group: int
+    num_frames: int = 0  # 0: by `fps`
 
     def indices(self, frames: int, fps: float) -> list[int]:
         """Empty for fewer frames than a group."""
         most = min(self.most, frames) // self.group * self.group
-        count = min(max(frames / fps * self.fps, self.least), most, frames)
-        count = math.floor(count / self.group) * self.group
+        count = max(frames / fps * self.fps, self.least)
+        if self.num_frames:
+            count = max(1, round(self.num_frames / self.group)) * self.group
+        count = math.floor(min(count, most) / self.group) * self.group
         if not count:
             return []
         # As torch.arange: steps in float64, values in float32, then truncated. Beyond about 10,000
         # frames torch may round to a neighbour, depending on the machine's vector width.
         return rounded((np.arange(count) * (frames / count)).astype(np.float32))
+
+    def defaults(self) -> Defaults:
+        return {"fps": self.fps, "num_frames": self.num_frames or None}
+
+    def largest(self) -> Largest:
+        return {"fps": MOST_FPS, "num_frames": self.most}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return replace(self, **fps_or_frames(kwargs, num_frames=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +108,15 @@ class Timed:
 
     @property
     def most(self) -> int:
-        count = int(self.most_seconds * self.fps)
+        count = max(1, int(self.most_seconds * self.fps))
         return count + count % 2
 
     def indices(self, frames: int, fps: float) -> list[int]:
         """An even number of frames; the last may be repeated."""
         last, seconds = frames - 1, frames / fps
-        if seconds <= self.most_seconds:
+        if seconds <= self.most_seconds and self.fps > fps:
+            found = list(range(frames))
+        elif seconds <= self.most_seconds:
             count = max(int(seconds * self.fps), 1)
             found = [min(last, math.ceil(i * fps / self.fps)) for i in range(count)]
         elif (count := int(self.most_seconds * self.fps)) >= frames:
@@ -84,6 +125,15 @@ class Timed:
             times = np.linspace(0, seconds, count)
             found = [min(last, math.ceil(time * fps)) for time in times]
         return paired(found)
+
+    def defaults(self) -> Defaults:
+        return {"fps": self.fps}
+
+    def largest(self) -> Largest:
+        return {"fps": MOST_FPS}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return replace(self, fps=kwargs.fps or self.fps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +163,15 @@ class Thinning:
             found = rounded(np.linspace(0, frames - 1, count))
         return paired(found)
 
+    def defaults(self) -> Defaults:
+        return {}
+
+    def largest(self) -> Largest:
+        return {}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Paced:
@@ -125,30 +184,67 @@ class Paced:
         count = min(max(round(frames * min(self.fps, fps) / fps), 1), self.most)
         return rounded(np.linspace(0, frames - 1, count).round())
 
+    def defaults(self) -> Defaults:
+        return {"fps": self.fps}
+
+    def largest(self) -> Largest:
+        return {"fps": MOST_FPS}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return replace(self, fps=kwargs.fps or self.fps)
+
 
 @dataclass(frozen=True, slots=True)
-class Evenly:
-    """A fixed number, in equal steps from the first frame on (default_sample_indices_fn)."""
+class Counted:
+    """A fixed number of frames, or so many per second."""
 
     most: int
     fps: float = 1.0
+    by_fps: bool = False
+
+    def count(self, frames: int, fps: float) -> int:
+        wanted = max(1, int(frames / fps * self.fps)) if self.by_fps else self.most
+        return min(wanted, self.most, frames)
+
+    def defaults(self) -> Defaults:
+        by_fps = {"fps": self.fps, "num_frames": None}
+        return by_fps if self.by_fps else {"fps": None, "num_frames": self.most}
+
+    def largest(self) -> Largest:
+        return {"fps": MOST_FPS, "num_frames": MOST_SAMPLED}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        chosen = fps_or_frames(kwargs, most=MOST_SAMPLED)
+        return replace(self, **chosen, by_fps="fps" in chosen or (self.by_fps and not chosen))
+
+
+@dataclass(frozen=True, slots=True)
+class Evenly(Counted):
+    """In equal steps from the first frame on (default_sample_indices_fn)."""
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        count = min(self.most, frames)
+        count = self.count(frames, fps)
         return [index * frames // count for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
-class Middles:
-    """The middle frame of each of a fixed number of equal parts (InternVLVideoProcessor)."""
+class Middles(Counted):
+    """The middle frame of each of equal parts (InternVLVideoProcessor)."""
 
-    most: int
     fps: float = 2.0
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        count = min(self.most, frames)
+        count = self.count(frames, fps)
         step = frames / count
         return rounded((step / 2 + np.arange(count) * step).astype(np.float32))
+
+
+def fps_or_frames(kwargs: ProcessorKwargs, **by_fps: int) -> dict[str, Any]:
+    """What changes in a rule that takes both. `by_fps`: the number of frames where `fps` counts."""
+    (name,) = by_fps
+    if kwargs.num_frames:
+        return {name: kwargs.num_frames}
+    return {"fps": kwargs.fps, **by_fps} if kwargs.fps else {}
 
 
 def thinned(frames: int, fps: float, rate: float) -> list[int]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from actors.errors import TooLarge
-from actors.types import ItemPlan, Size
+from actors.errors import InvalidOption, TooLarge
+from actors.types import Grid, ItemPlan, ProcessorKwargs, Size
 
 Resample = Literal["bicubic", "bilinear"]  # how a family's images are resized
 
@@ -26,6 +27,15 @@ PATHS = ("global", "local")
 MAX_ASPECT = 200  # images with a larger aspect ratio are rejected
 
 SMALLEST_BUDGET_TOKENS = 64  # as in vLLM, unless the largest image has fewer tokens
+
+MOST_ITEMS_A_BUDGET = 4
+"""Largest items that a budget may hold: more would save no launches, and cost memory and time."""
+
+
+Defaults = Mapping[str, float | None]
+"""Names of ProcessorKwargs that a sizing takes, and their defaults; None: no fixed value."""
+Largest = Mapping[str, float]
+"""Names of ProcessorKwargs that a sizing takes, and the largest value of each."""
 
 
 class Sizing(Protocol):
@@ -44,6 +54,15 @@ class Sizing(Protocol):
 
     def token_range(self) -> tuple[int, int]:
         """The smallest useful token budget, and a bound on the tokens of any image."""
+
+    def defaults(self) -> Defaults:
+        """What a request may say of an image, and what holds if it does not."""
+
+    def largest(self, tokens: int) -> Largest:
+        """The largest values for images of up to so many tokens, on the last of its paths."""
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        """The sizing of an image whose request says this. Raises InvalidOption."""
 
 
 @runtime_checkable
@@ -75,11 +94,20 @@ class BlockSizing(ABC):
 
     @abstractmethod
     def longest_side_patches(self) -> int:
-        """A bound on the rows and columns of any plan."""
+        """A bound on the rows and columns of any plan that fits the largest budget."""
 
     @abstractmethod
     def largest_tokens(self) -> int:
         """A bound on the tokens of any plan."""
+
+    def defaults(self) -> Defaults:
+        return {}
+
+    def largest(self, tokens: int) -> Largest:
+        return {}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return self
 
     def token_range(self) -> tuple[int, int]:
         largest = self.largest_tokens()
@@ -88,8 +116,19 @@ class BlockSizing(ABC):
     def plan(self, size: Size) -> ItemPlan:
         resized, block = self.resized(size), self.patch_size * self.merge_size
         down, across = math.ceil(resized.height / block), math.ceil(resized.width / block)
-        grid = (1, down * self.merge_size, across * self.merge_size)
-        return ItemPlan(grid, grid[1] * grid[2], down * across, (down * across,))
+        return self.plan_of_grid((1, down * self.merge_size, across * self.merge_size))
+
+    def plan_of_grid(self, grid: Grid, *, video: bool = False) -> ItemPlan:
+        """Of an item that has been resized: its grid in patches, of a video by temporal group."""
+        patches = grid[0] * grid[1] * grid[2]
+        tokens = patches // self.merge_size**2
+        return ItemPlan(grid, patches, tokens, (tokens,), frames=grid[0] if video else 0)
+
+    def nearly_square(self, tokens: int, *, video: bool = False) -> ItemPlan:
+        """Of an item with at most this many tokens, and few less."""
+        down = math.isqrt(tokens) * self.merge_size
+        across = tokens // math.isqrt(tokens) * self.merge_size
+        return self.plan_of_grid((1, down, across), video=video)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +144,22 @@ class PackedSizing(BlockSizing):
         )
 
     def longest_side_patches(self) -> int:
-        return longest_side(self.max_pixels, self.patch_size, self.merge_size)
+        most = MOST_ITEMS_A_BUDGET * self.max_pixels
+        return longest_side(most, self.patch_size, self.merge_size)
 
     def largest_tokens(self) -> int:
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
+
+    def defaults(self) -> Defaults:
+        return {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+
+    def largest(self, tokens: int) -> Largest:
+        pixels = tokens * (self.patch_size * self.merge_size) ** 2
+        return {"min_pixels": pixels, "max_pixels": pixels}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        smallest, largest = pixels_of(kwargs, self.min_pixels, self.max_pixels)
+        return replace(self, min_pixels=smallest, max_pixels=largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +268,15 @@ class CappedSizing(BlockSizing):
             largest = max(largest, blocks * min(most, across))
         return largest
 
+    def defaults(self) -> Defaults:
+        return {"max_patches": self.max_patches}
+
+    def largest(self, tokens: int) -> Largest:
+        return {"max_patches": tokens * self.merge_size**2}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return replace(self, max_patches=kwargs.max_patches or self.max_patches)
+
     def blocks(self, pixels: int) -> int:
         """Merge blocks on a side, the last one padded."""
         return math.ceil(pixels / (self.patch_size * self.merge_size))
@@ -246,6 +306,17 @@ class ShrinkingSizing(CappedSizing):
     def most_blocks(self) -> int:
         """As CappedSizing, but a side may have all of `max_side_patches`."""
         return self.max_side_patches // self.merge_size
+
+
+def pixels_of(kwargs: ProcessorKwargs, smallest: int, largest: int) -> tuple[int, int]:
+    """The range of pixels that is asked for, where these are the defaults. Raises InvalidOption."""
+    largest = kwargs.max_pixels or largest
+    asked = kwargs.min_pixels or min(smallest, largest)
+    if asked > largest:
+        raise InvalidOption(
+            f"min_pixels: {asked} is over max_pixels, {largest}: lower it, or raise max_pixels"
+        )
+    return asked, largest
 
 
 def longest_side(max_pixels: int, patch_size: int, merge_size: int) -> int:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Self
 
 import numpy as np
 
 from actors.errors import TooLarge
-from actors.types import ItemPlan, Size
+from actors.spec.sizing import Defaults, Largest
+from actors.types import ItemPlan, ProcessorKwargs, Size
 
 TILES_PER_BUDGET = 16
 """Default of the largest budget where every image is one tile, so that images share a graph."""
@@ -66,9 +68,32 @@ class TileSizing(ABC):
         """Every budget in between is a number of whole tiles."""
         return self.tile_tokens, with_overview(self.max_tiles) * self.tile_tokens
 
+    def defaults(self) -> Defaults:
+        return {}
+
+    def largest(self, tokens: int) -> Largest:
+        return {}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return replace(self, max_tiles=kwargs.max_patches or self.max_tiles)
+
 
 @dataclass(frozen=True, slots=True)
-class StretchedTiles(TileSizing):
+class CutTiles(TileSizing):
+    """As many tiles as suit the image, up to the processor's `max_patches`."""
+
+    def defaults(self) -> Defaults:
+        """None of a model that sees every image as one tile (Gemma 3)."""
+        return {"max_patches": self.max_tiles} if self.max_tiles > 1 else {}
+
+    def largest(self, tokens: int) -> Largest:
+        """Besides the overview."""
+        most = max(1, tokens // self.tile_tokens - 1)
+        return dict.fromkeys(self.defaults(), most)
+
+
+@dataclass(frozen=True, slots=True)
+class StretchedTiles(CutTiles):
     """Stretches the image to the canvas with the nearest aspect ratio (InternVL)."""
 
     min_tiles: int
@@ -91,7 +116,7 @@ class StretchedTiles(TileSizing):
 
 
 @dataclass(frozen=True, slots=True)
-class PaddedTiles(TileSizing):
+class PaddedTiles(CutTiles):
     """Pads the image, its aspect ratio kept, to the canvas that it fits best (Llama 4)."""
 
     def layout(self, size: Size) -> Layout:

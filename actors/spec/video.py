@@ -8,15 +8,24 @@ Efficient Video Sampling keeps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from actors.errors import InvalidMedia, TooLarge
 from actors.spec.sampling import Sampling
-from actors.spec.sizing import BlockSizing, at_least, longest_side, smart_resize
-from actors.types import Clip, ItemPlan, Size
+from actors.spec.sizing import (
+    BlockSizing,
+    Defaults,
+    Largest,
+    at_least,
+    longest_side,
+    pixels_of,
+    smart_resize,
+)
+from actors.types import Clip, ItemPlan, ProcessorKwargs, Size
 
 FRAMES_PER_GROUP = 2
 """Of the Qwen-VL and GLM-V families. A tower with other groups takes images only."""
@@ -45,6 +54,18 @@ class VideoSizing(ABC):
     @abstractmethod
     def longest_side_patches(self) -> int:
         """A bound on the rows and columns of any plan."""
+
+    def defaults(self) -> Defaults:
+        """What a request may say of a video, and what holds if it does not."""
+        return self.sampling.defaults()
+
+    def largest(self, tokens: int) -> Largest:
+        """The largest values, for groups of frames of up to so many tokens."""
+        return self.sampling.largest()
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        """The sizing of a video whose request says this. Raises InvalidOption."""
+        return replace(self, sampling=self.sampling.asked(kwargs))
 
     @property
     def most_groups(self) -> int:
@@ -108,7 +129,16 @@ class VideoSizing(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class FramePixels(VideoSizing):
+class PixelRange(VideoSizing):
+    """Frames are resized by their pixels. Requests give those of one frame."""
+
+    def largest(self, tokens: int) -> Largest:
+        pixels = tokens * (self.patch_size * self.merge_size) ** 2
+        return {"min_pixels": pixels, "max_pixels": pixels, **self.sampling.largest()}
+
+
+@dataclass(frozen=True, slots=True)
+class FramePixels(PixelRange):
     """Each frame is resized into a range of pixels (Qwen2-VL, Qwen2.5-VL)."""
 
     min_pixels: int
@@ -125,18 +155,29 @@ class FramePixels(VideoSizing):
             most = max(min(most, share), int(self.min_pixels * 1.05))
         return smart_resize(size, factor, self.min_pixels, most)
 
+    def defaults(self) -> Defaults:
+        pixels = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        return {**pixels, **self.sampling.defaults()}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        smallest, largest = pixels_of(kwargs, self.min_pixels, self.max_pixels)
+        rule = self.sampling.asked(kwargs)
+        return replace(self, sampling=rule, min_pixels=smallest, max_pixels=largest)
+
     def longest_side_patches(self) -> int:
         most = max(self.max_pixels, int(self.min_pixels * 1.05))
         return longest_side(most, self.patch_size, self.merge_size)
 
 
 @dataclass(frozen=True, slots=True)
-class TotalPixels(VideoSizing):
+class TotalPixels(PixelRange):
     """All frames together are resized into a range of pixels (Qwen3-VL, GLM-V)."""
 
     min_pixels: int
     max_pixels: int
     most_frame_tokens: int = 0  # limit of each frame, in addition; 0: no limit
+    min_frame_pixels: int = 0  # as asked for: of each frame, within the range of all
+    max_frame_pixels: int = 0  # 0: only the range of all
 
     def resized(self, size: Size, frames: int) -> Size:
         """transformers: Qwen3VLVideoProcessor.resize, Glm4vVideoProcessor.resize."""
@@ -144,8 +185,24 @@ class TotalPixels(VideoSizing):
         if self.most_frame_tokens:
             each = min(self.most_frame_tokens * factor**2, most // frames)
             most = max(each, int(self.min_pixels * 1.05)) * frames
+        if self.max_frame_pixels:
+            most = min(most, self.max_frame_pixels * frames)
+        smallest = min(max(self.min_pixels, self.min_frame_pixels * frames), most)
         enlarged = at_least(size, factor)
-        return smart_resize(enlarged, factor, self.min_pixels, most, frames, self.group)
+        return smart_resize(enlarged, factor, smallest, most, frames, self.group)
+
+    def defaults(self) -> Defaults:
+        pixels = {"min_pixels": self.min_frame_pixels, "max_pixels": self.max_frame_pixels}
+        shown = {name: value or None for name, value in pixels.items()}
+        return {**shown, **self.sampling.defaults()}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        whole = self.max_frame_pixels or self.max_pixels
+        smallest, largest = pixels_of(kwargs, self.min_frame_pixels, whole)
+        changed = {"min_frame_pixels": smallest}
+        if kwargs.max_pixels:
+            changed["max_frame_pixels"] = largest
+        return replace(self, sampling=self.sampling.asked(kwargs), **changed)
 
     def longest_side_patches(self) -> int:
         most = max(self.max_pixels // self.group, int(self.min_pixels * 1.05))
@@ -195,6 +252,16 @@ class PooledGroups(VideoSizing):
 
     def longest_side_patches(self) -> int:
         return self.pictures.longest_side_patches()
+
+    def defaults(self) -> Defaults:
+        return {**self.pictures.defaults(), **self.sampling.defaults()}
+
+    def largest(self, tokens: int) -> Largest:
+        return {**self.pictures.largest(tokens), **self.sampling.largest()}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        pictures, rule = self.pictures.asked(kwargs), self.sampling.asked(kwargs)
+        return replace(self, sampling=rule, pictures=pictures)
 
     def plan(self, clip: Clip) -> ItemPlan:
         frames, groups = len(self.indices(clip)), self.groups(clip)
@@ -276,8 +343,8 @@ def retention_mask(
     """Which rows [tokens, width] of a video are kept: bool [tokens].
 
     The rows that are least similar to the row at the same place in the previous group, over the
-    whole video; of equal ones the earlier. Rows after the last group are kept. As in SGLang's
-    evs_core.
+    whole video; of equal ones the earlier. Rows after the last group are kept. As in vLLM's
+    video_prune/evs.py, which compares whole rows, deepstack features included.
     """
     judged = plan.group_tokens * plan.frames
     groups = rows[:judged].reshape(plan.frames, -1, rows.shape[1])

@@ -6,12 +6,12 @@ weights. Pure: no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
-from actors.spec.sizing import MAX_ASPECT, check_aspect
+from actors.spec.sizing import MAX_ASPECT, Defaults, Largest, check_aspect
 from actors.spec.tiles import Layout, StretchedTiles, layouts
-from actors.types import ItemPlan, Size
+from actors.types import ItemPlan, ProcessorKwargs, Size
 
 THIN_PIXELS, THIN_ASPECT = 32, 4
 """Step3 first pads an image to a square if a side is shorter and the aspect ratio larger."""
@@ -107,7 +107,16 @@ class CropSizing:
     def token_range(self) -> tuple[int, int]:
         """An image without crops, and the most crops in the longest column."""
         found = layouts(self.crops.min_tiles, self.crops.max_tiles)
-        return self.rows(None), max(map(self.rows, found))
+        return self.rows(None), max(map(self.rows, found), default=self.rows(None))
+
+    def defaults(self) -> Defaults:
+        return self.crops.defaults()
+
+    def largest(self, tokens: int) -> Largest:
+        return dict.fromkeys(self.defaults(), max(1, tokens // self.crops.tile_tokens))
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return replace(self, crops=self.crops.asked(kwargs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +178,15 @@ class WindowSizing:
         strip = self.longest_pixels // max(1, self.longest_pixels // MAX_ASPECT) + 1
         whole, crop = self.view_tokens
         return whole, whole + max(square**2, strip) * crop
+
+    def defaults(self) -> Defaults:
+        return {}
+
+    def largest(self, tokens: int) -> Largest:
+        return {}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return self
 
     def largest_budget(self, most: int) -> int:
         """More would use the GPU no better and take more memory."""

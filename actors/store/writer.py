@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Lock
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -100,16 +102,16 @@ class RowWriter:
         if self.cache.max_bytes:
             # Each in an object of its own, so that evicting one frees its memory.
             data = []
-            for (media, item), (kept, frame_tokens) in zip(done, rows, strict=True):
+            for (media, item), (kept, mask) in zip(done, rows, strict=True):
                 own = share(as_bytes(kept, self.spec.dtype))
-                cached = self.embedding(item, own, self.spec.dtype, kept.shape[0], frame_tokens)
+                cached = self.embedding(item, own, self.spec.dtype, kept.shape[0], mask)
                 self.cache.put(self.key(media), cached)
                 data.append(own if dtype == self.spec.dtype else share(as_bytes(kept, dtype)))
         else:
             data = share_together([as_bytes(kept, dtype) for kept, _ in rows], self.together_bytes)
         return [
-            self.embedding(item, one, dtype, kept.shape[0], frame_tokens)
-            for (_, item), one, (kept, frame_tokens) in zip(done, data, rows, strict=True)
+            self.embedding(item, one, dtype, kept.shape[0], mask)
+            for (_, item), one, (kept, mask) in zip(done, data, rows, strict=True)
         ]
 
     def embedding(
@@ -118,8 +120,9 @@ class RowWriter:
         data: Bytes | SharedBytes,
         dtype: Dtype,
         tokens: int,
-        frame_tokens: tuple[int, ...] = (),
+        mask: npt.NDArray[np.bool_] | None = None,
     ) -> Embedding:
+        """`mask`: which rows an `evs_rate` has left."""
         waited = item.decode_queue_seconds + item.queue_seconds
         return Embedding(
             data=data,
@@ -129,17 +132,16 @@ class RowWriter:
             source=item.source,
             timings=Timings(waited, item.preprocess_seconds, item.encode_seconds),
             replica=self.replica,
-            frame_tokens=frame_tokens,
+            frame_tokens=() if mask is None else group_tokens(mask, item.plan),
+            kept_rows=() if mask is None else tuple(mask.nonzero()[0].tolist()),
         )
 
-    def _pruned(self, rows: Tensor, media: Media) -> tuple[Tensor, tuple[int, ...]]:
-        """The rows that `evs_rate` leaves, and how many of each group of frames."""
+    def _pruned(self, rows: Tensor, media: Media) -> tuple[Tensor, npt.NDArray[np.bool_] | None]:
+        """The rows that `evs_rate` leaves, and which those are."""
         if not media.evs_rate:
-            return rows, ()
-        spec, plan = self.spec, media.plan
-        main = rows[:, : spec.width // (1 + spec.deepstack)].float().numpy()
-        mask = retention_mask(main, plan, media.evs_rate)
-        return rows[torch.from_numpy(mask)], group_tokens(mask, plan)
+            return rows, None
+        mask = retention_mask(rows.float().numpy(), media.plan, media.evs_rate)
+        return rows[torch.from_numpy(mask)], mask
 
 
 class RowBatch:

@@ -68,21 +68,6 @@ def name_requests() -> None:
         handler.addFilter(named_request)  # once, however often this is called
 
 
-def keep_from_log(kind: type[BaseException]) -> None:
-    """Drops Serve's tracebacks of an exception that only ends a call: the client has the error.
-
-    Call it once, after Serve has set up its handlers.
-    """
-
-    def wanted(record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        # Serve wraps what is raised after a status was set.
-        return not isinstance(getattr(error, "original_exception", error), kind)
-
-    for handler in logging.getLogger(LOG).handlers:
-        handler.addFilter(wanted)
-
-
 class Spans:
     """The spans of one part of the service (ingress, router, encoder). Without a tracer, as with
     `tracing.export: off`, they do nothing."""

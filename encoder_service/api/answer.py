@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import numpy as np
 
-from actors.engine.budgets import model_capacity
+from actors.engine.budgets import Capacity, model_capacity
 from actors.errors import ServiceError, TooLarge
 from actors.options import ReferenceOptions
 from actors.spec.model_spec import ModelSpec
@@ -17,6 +17,7 @@ from encoder_service import __version__
 from encoder_service.api.errors import fault
 from encoder_service.api.schema import RequestOptions
 from encoder_service.config import LimitOptions, ServiceOptions
+from encoder_service.intake.media import largest_tokens
 from encoder_service.wire.formats import WIDTHS, Document
 
 MOST_FLOAT_BYTES = 16 * 2**20
@@ -34,7 +35,7 @@ def check_size(
 ) -> None:
     """Raises TooLarge if the tensors of one response are too large to send, or to keep."""
     most, name = limits.max_response_bytes, "limits.max_response_bytes"
-    advice = "send fewer items at a time, or take EncodeStream over gRPC"
+    advice = "send fewer items at a time, or ask for ids with options.reference"
     if options.encoding == "float" and most > MOST_FLOAT_BYTES:
         most, name = MOST_FLOAT_BYTES, "the most for lists of numbers"
         advice = "send fewer items at a time, or leave options.encoding out"
@@ -52,8 +53,7 @@ def document(
 ) -> Document:
     """The whole response, `seconds` after the request arrived. `items`: see item_document."""
     embeddings = [one for one in answers if isinstance(one, Embedding)]
-    times = timings(embeddings) | {"total_ms": milliseconds(seconds)}
-    return head(spec) | {"items": list(items), "timings": times}
+    return head(spec) | {"items": list(items), "timings": timings(embeddings, seconds)}
 
 
 def head(spec: ModelSpec) -> Document:
@@ -85,31 +85,47 @@ def item_document(
         }
         | content(answer)
         | video_times(spec, media)
-        | ({"frame_tokens": list(answer.frame_tokens)} if answer.frame_tokens else {})
+        | kept_rows(answer)
         | ({"notice": media.notice} if media.notice else {})
     )
 
 
-def plan_document(index: int, kind: str, media: Media | ServiceError, request_id: str) -> Document:
+def plan_document(
+    spec: ModelSpec, index: int, kind: str, media: Media | ServiceError, request_id: str
+) -> Document:
     """What an item would cost; `tokens` are the rows that encoding it would give."""
     if isinstance(media, ServiceError):
         return failed_item(index, kind, media, request_id)
     assert media.size, "an item whose header was not read. This is a bug."
-    return {
-        "index": index,
-        "type": kind,
-        "width": media.size.width,
-        "height": media.size.height,
-        "grid_thw": list(media.plan.grid_thw),
-        "tokens": retained_tokens(media.plan, media.evs_rate),
-        "patches": media.plan.patches,
-        "digest": media.digest,
-    } | ({"notice": media.notice} if media.notice else {})
+    return (
+        {
+            "index": index,
+            "type": kind,
+            "width": media.size.width,
+            "height": media.size.height,
+            "grid_thw": list(media.plan.grid_thw),
+            "tokens": retained_tokens(media.plan, media.evs_rate),
+            "patches": media.plan.patches,
+            "digest": media.digest,
+        }
+        | video_times(spec, media)
+        | ({"notice": media.notice} if media.notice else {})
+    )
 
 
 def failed_item(index: int, kind: str, error: ServiceError, request_id: str) -> Document:
     problem = fault(error, request_id).document() | {"item": index}
     return {"index": index, "type": kind, "error": problem}
+
+
+def kept_rows(embedding: Embedding) -> Document:
+    """Which rows of a video an `evs_rate` has left."""
+    if not embedding.kept_rows:
+        return {}
+    return {
+        "frame_tokens": list(embedding.frame_tokens),
+        "kept_rows": list(embedding.kept_rows),
+    }
 
 
 def content(embedding: Embedding) -> Document:
@@ -121,22 +137,24 @@ def content(embedding: Embedding) -> Document:
 
 def video_times(spec: ModelSpec, media: Media) -> Document:
     """Times of a video's frame groups, which some language models are given."""
-    if media.clip is None or spec.video is None:
+    video = spec.asked(media.kind, media.kwargs).video
+    if media.clip is None or video is None:
         return {}
     return {
-        "timestamps": [round(seconds, 6) for seconds in spec.video.timestamps(media.clip)],
-        "second_per_grid_ts": round(spec.video.seconds_per_group(media.clip), 6),
+        "timestamps": [round(seconds, 6) for seconds in video.timestamps(media.clip)],
+        "second_per_grid_ts": round(video.seconds_per_group(media.clip), 6),
     }
 
 
-def timings(embeddings: Sequence[Embedding]) -> Document:
-    """The maximum of each stage over all items, in milliseconds: items overlap."""
-    return {
+def timings(embeddings: Sequence[Embedding], seconds: float = 0) -> Document:
+    """The maximum of each stage over all items, because items overlap, and all of the request."""
+    stages = {
         f"{stage}_ms": milliseconds(
             max((getattr(one.timings, f"{stage}_seconds") for one in embeddings), default=0.0)
         )
         for stage in ("queue", "preprocess", "encode")
     }
+    return stages | {"total_ms": milliseconds(seconds)}
 
 
 def milliseconds(seconds: float) -> float:
@@ -154,6 +172,7 @@ def model_card(options: ServiceOptions, spec: ModelSpec) -> Document:
         "width": spec.width,
         "deepstack": spec.deepstack,
         "tokens_per_item": {"smallest_budget": smallest, "largest": largest},
+        "processor_kwargs": kwargs_card(options, spec, holds),
         "graphs": {
             "mode": options.graphs.mode,
             "blocks": options.block_form(fast=spec.fast_blocks),
@@ -167,4 +186,16 @@ def model_card(options: ServiceOptions, spec: ModelSpec) -> Document:
         "fetch_hosts": list(options.fetch.allow_hosts),
         "versions": {"encoder-service": __version__}
         | {name: version(name) for name in DEPENDENCIES},
+    }
+
+
+def kwargs_card(options: ServiceOptions, spec: ModelSpec, room: Capacity) -> Document:
+    """What a request may say of items of each kind: defaults (None: not set), largest values."""
+    tokens = largest_tokens(spec, options.limits, room.tokens[-1])
+    return {
+        kind: {
+            name: {"default": default, "largest": spec.largest(kind, tokens)[name]}
+            for name, default in spec.defaults(kind).items()
+        }
+        for kind in spec.kinds
     }

@@ -1,4 +1,4 @@
-"""The API over gRPC, and the standard health service. Serve calls methods by their proto names.
+"""The API over gRPC: the ingress' own server, with the standard health and reflection services.
 
 An error is a status whose details are JSON: {"type", "message", "item", "retryable"}, and
 "retry_after_s" if there is one.
@@ -8,105 +8,193 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import grpc
-from grpc import ServicerContext as Context
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
-from actors.errors import InvalidRequest, ServiceError
+from actors.errors import DeadlineExceeded, InvalidRequest, ServiceError, StartError, Unauthorized
 from actors.telemetry.tracing import Origin
 from encoder_service.api.answer import head
 from encoder_service.api.errors import fault, request_id_of
 from encoder_service.api.schema import RequestOptions, request_options
+from encoder_service.config import IngressOptions
 from encoder_service.intake.limits import check_body_bytes, check_items, offload
 from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.documents import RequestItem, parse_item
-from encoder_service.wire.formats import Document, WireError
+from encoder_service.wire.documents import KWARGS, RequestItem, parse_item
+from encoder_service.wire.encoder_grpc import SERVICE, add_EncoderServicer_to_server, packed
+from encoder_service.wire.formats import Document, WireError, without
 
 CANCELLED = grpc.StatusCode.CANCELLED.name
 CHUNK_BYTES = 2**20
+SEND_SECONDS = 30.0
+"""A chunk that the client has not taken by then ends its stream."""
 MOST_DETAILS = 6000
 """Encoded characters of a status' details: gRPC accepts 8192 bytes of metadata per call."""
 
-HEALTH_NAMES = ("", "encoder.v1.Encoder")
+HEALTH_NAMES = ("", SERVICE.full_name)
 WATCH_SECONDS = 1.0
 MOST_WATCHES = 4
 """At a time, because each occupies one of ingress.max_ongoing_requests and needs no token."""
+
+ENVELOPE_BYTES = 2**20
+"""How much longer than limits.max_body_bytes a message may be, so that a body that is a little too
+large gets our own error. gRPC refuses longer ones before they are in memory."""
+CONNECTION_SECONDS = 600
+"""Connections are closed after this time, and clients open another one: otherwise ingresses that
+start later would get none. Calls under way get the time to end."""
+GRACE_SECONDS = 60.0  # added to limits.timeout_seconds, for answers to be sent
+SERVER_OPTIONS = [
+    ("grpc.so_reuseport", 1),  # all ingresses of a node share the port
+    ("grpc.max_send_message_length", -1),  # limits.max_response_bytes
+    ("grpc.max_connection_age_ms", CONNECTION_SECONDS * 1000),
+    # A client that stopped, or is gone, neither answers pings nor takes data.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
 
 Health = health_pb2.HealthCheckResponse
 Message = TypeVar("Message", pb.Embedding, pb.Plan)
 
 
-class Refused(Exception):
-    """Ends a call whose status is already set: a stream, or a call without a valid token."""
+@asynccontextmanager
+async def serving(service: Service, options: IngressOptions) -> AsyncIterator[None]:
+    """Listens on ingress.grpc_host and grpc_port. Calls under way at the end are answered.
+
+    Raises StartError if the port is taken by another program.
+    """
+    host = f"[{options.grpc_host}]" if ":" in options.grpc_host else options.grpc_host
+    address = f"{host}:{options.grpc_port}"
+    seconds = service.limits.timeout_seconds + GRACE_SECONDS
+    most_bytes = service.limits.max_body_bytes + ENVELOPE_BYTES
+    server = grpc.aio.server(
+        interceptors=[TokenFirst(service)],
+        options=[
+            *SERVER_OPTIONS,
+            ("grpc.max_receive_message_length", most_bytes),
+            ("grpc.max_connection_age_grace_ms", round(seconds * 1000)),
+        ],
+        maximum_concurrent_rpcs=options.max_ongoing_requests,
+    )
+    add_EncoderServicer_to_server(EncoderCalls(service), server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthCalls(service), server)
+    names = [SERVICE.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
+    reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise StartError(
+            f"cannot listen on {address} (ingress.grpc_host, ingress.grpc_port): {error}"
+        ) from error
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(seconds)
+
+
+class TokenFirst(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls to encoder.v1.Encoder without a valid token, before their message is read."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[Any], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        _, service, method = handler_call_details.method.split("/")
+        if service == SERVICE.full_name:
+            metadata = dict(handler_call_details.invocation_metadata)
+            try:
+                self.service.authorize(metadata.get("authorization"))
+            except Unauthorized as error:
+                return self._refusal(COUNTED.get(method), error)
+        return await continuation(handler_call_details)
+
+    def _refusal(self, api: str | None, error: Unauthorized) -> grpc.RpcMethodHandler:
+        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+            async with answering(self.service, api, context):
+                raise error
+
+        # Streaming, so that nothing is read; a unary handler starts with the whole message.
+        return grpc.stream_unary_rpc_method_handler(refuse)
 
 
 class EncoderCalls:
-    """The service encoder.v1.Encoder. Contexts are ray.serve.grpc_util.RayServegRPCContext."""
+    """The service encoder.v1.Encoder."""
 
-    service: Service
+    def __init__(self, service: Service) -> None:
+        self.service = service
 
-    async def Encode(self, request: pb.EncodeRequest, grpc_context: Context) -> pb.EncodeResponse:
-        with self.answering("grpc", grpc_context) as exchange:
+    async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> bytes:
+        async with answering(self.service, "grpc", context) as exchange:
             with self.taken(request):
                 items, options = read(request)
                 document = await self.service.encode(items, options, exchange)
             size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
-            return await offload(size_bytes, response, document)
-        return pb.EncodeResponse()
+            unsent = ExitStack()  # until the call has ended: gRPC keeps the message until then
+            unsent.enter_context(self.service.unsent.hold())(size_bytes)
+            context.add_done_callback(lambda _: unsent.close())
+            message = await offload(size_bytes, response, document)
+        return message
 
     async def EncodeStream(
-        self, request: pb.EncodeRequest, grpc_context: Context
-    ) -> AsyncIterator[pb.EncodeChunk]:
+        self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext
+    ) -> None:
         """Each item as soon as it is ready, in chunks of about a megabyte."""
-        with self.answering("grpc_stream", grpc_context) as exchange, self.taken(request):
-            items, options = read(request)
-            async with aclosing(self.service.stream(items, options, exchange)) as documents:
-                async for document in documents:
-                    for chunk in chunks(head(self.service.spec), document):
-                        yield chunk
-            return
-        # Serve drops the status of a stream that ends without an exception.
-        raise Refused
+        async with answering(self.service, "grpc_stream", context) as exchange:
+            with self.taken(request):
+                items, options = read(request)
+                async with aclosing(self.service.stream(items, options, exchange)) as documents:
+                    async for document in documents:
+                        await self.send(document, context)
 
-    async def Plan(self, request: pb.EncodeRequest, grpc_context: Context) -> pb.PlanResponse:
-        with self.answering("grpc_plan", grpc_context) as exchange:
+    async def Plan(
+        self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.PlanResponse:
+        async with answering(self.service, "grpc_plan", context) as exchange:
             with self.taken(request, encoding=False):
                 items, options = read(request)
                 document = await self.service.plan(items, options, exchange)
             plans = [item_message(pb.Plan, one) for one in document.pop("items")]
-            return pb.PlanResponse(items=plans, **document)
-        return pb.PlanResponse()
+        return pb.PlanResponse(items=plans, **document)
 
-    async def Fetch(
-        self, request: pb.FetchRequest, grpc_context: Context
-    ) -> AsyncIterator[pb.EncodeChunk]:
+    async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         """The embedding that is kept under an id, in chunks as from EncodeStream."""
-        with self.answering(None, grpc_context) as exchange:
+        async with answering(self.service, None, context) as exchange:
             document = await self.service.fetch(request.reference, exchange.request_id)
-            for chunk in chunks(head(self.service.spec), document["items"][0]):
-                yield chunk
-            return
-        raise Refused
+            await self.send(document["items"][0], context)
 
     async def Release(
-        self, request: pb.ReleaseRequest, grpc_context: Context
+        self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext
     ) -> pb.ReleaseResponse:
-        with self.answering(None, grpc_context):
+        async with answering(self.service, None, context):
             await self.service.release(request.reference)
         return pb.ReleaseResponse()
 
     async def GetModel(
-        self, request: pb.GetModelRequest, grpc_context: Context
+        self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelResponse:
-        with self.answering(None, grpc_context):
-            return pb.GetModelResponse(json=json.dumps(self.service.card))
-        return pb.GetModelResponse()
+        return pb.GetModelResponse(json=json.dumps(self.service.card))
+
+    async def send(self, document: Document, context: grpc.aio.ServicerContext) -> None:
+        """An item's chunks, each when the client has room for it. Raises DeadlineExceeded."""
+        for chunk in chunks(head(self.service.spec), document):
+            try:
+                async with asyncio.timeout(SEND_SECONDS):
+                    await context.write(chunk)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"the client has read nothing for {SEND_SECONDS:g} s: read the stream as it "
+                    "comes, or ask for ids with options.reference"
+                ) from None
 
     @contextmanager
     def taken(self, request: pb.EncodeRequest, *, encoding: bool = True) -> Iterator[None]:
@@ -124,57 +212,61 @@ class EncoderCalls:
             take(size_bytes)
             yield
 
-    @contextmanager
-    def answering(self, api: str | None, context: Context) -> Iterator[Exchange]:
-        """Wraps a call: checks the token, records it as `api`, turns exceptions into a status."""
-        metadata = dict(context.invocation_metadata())
-        # Serve puts the client's id here, or one of its own.
-        given = dict(context.trailing_metadata()).get("request_id")
-        request_id = request_id_of(given)
-        trailing = [] if request_id == given else [("request_id", request_id)]
-        context.set_trailing_metadata(trailing)
-        origin = Origin(request_id, metadata.get("traceparent", ""))
-        begun = False
-        with self.service.observer.exchange(api, origin, CANCELLED) as exchange:
-            try:
-                self.service.authorize(metadata.get("authorization"))
-                begun = True
-                yield exchange
-                exchange.code = grpc.StatusCode.OK.name
-            except Exception as error:
-                problem = fault(error, request_id)
-                exchange.code = problem.row.code.name
-                exchange.failed(problem.row.type, problem.message)
-                document = problem.document()
-                if (wait := problem.retry_after_seconds) is not None:
-                    document["retry_after_s"] = wait
-                    context.set_trailing_metadata([*trailing, ("retry-after", f"{wait:g}")])
-                context.set_code(problem.row.code)
-                context.set_details(details(document))
-        if not begun:  # a context manager cannot skip its block
-            raise Refused
+
+COUNTED = {"Encode": "grpc", "EncodeStream": "grpc_stream", "Plan": "grpc_plan"}
+"""The calls that the metrics count, and under which `api`."""
+
+
+@asynccontextmanager
+async def answering(
+    service: Service, api: str | None, context: grpc.aio.ServicerContext
+) -> AsyncIterator[Exchange]:
+    """Wraps a call: records it as `api`, and turns exceptions into the status that ends it."""
+    metadata = dict(context.invocation_metadata() or ())
+    request_id = request_id_of(metadata.get("request_id"))
+    trailing = [("request_id", request_id)]
+    context.set_trailing_metadata(tuple(trailing))
+    origin = Origin(request_id, metadata.get("traceparent", ""))
+    with service.observer.exchange(api, origin, CANCELLED) as exchange:
+        try:
+            yield exchange
+            exchange.code = grpc.StatusCode.OK.name
+            return
+        except Exception as error:
+            if context.cancelled():  # the client left: nobody is told
+                raise
+            problem = fault(error, request_id)
+        exchange.code = problem.row.code.name
+        exchange.failed(problem.row.type, problem.message)
+    document = problem.document()
+    if (wait := problem.retry_after_seconds) is not None:
+        document["retry_after_s"] = wait
+        trailing.append(("retry-after", f"{wait:g}"))
+    await context.abort(problem.row.code, details(document), tuple(trailing))
 
 
 class HealthCalls:
     """The service grpc.health.v1.Health. Needs no token, because probes send none."""
 
-    service: Service
-    watches = 0
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.watches = 0
 
     async def Check(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: Context
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
         """SERVING or NOT_SERVING; NOT_FOUND for an unknown service."""
         if request.service not in HEALTH_NAMES:
-            grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
-            grpc_context.set_details(f"no service {request.service!r}; known are {HEALTH_NAMES}")
-            return Health()
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"no service {request.service!r}; known are {HEALTH_NAMES}",
+            )
         return Health(status=await self._serving())
 
     async def Watch(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: Context
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The status and every change of it, until the client leaves or Serve's time limit is over.
+        """The status and every change of it, until the client leaves.
 
         RESOURCE_EXHAUSTED beyond MOST_WATCHES; SERVICE_UNKNOWN for an unknown service.
         """
@@ -182,9 +274,10 @@ class HealthCalls:
             yield Health(status=Health.SERVICE_UNKNOWN)
             return
         if self.watches >= MOST_WATCHES:
-            grpc_context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
-            grpc_context.set_details(f"{MOST_WATCHES} others watch already: call Check instead")
-            raise Refused
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{MOST_WATCHES} others watch already: call Check instead",
+            )
         self.watches += 1
         try:
             last = None
@@ -198,7 +291,7 @@ class HealthCalls:
             self.watches -= 1
 
     async def List(
-        self, request: health_pb2.HealthListRequest, grpc_context: Context
+        self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext
     ) -> health_pb2.HealthListResponse:
         status = await self._serving()
         return health_pb2.HealthListResponse(
@@ -230,9 +323,10 @@ def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:
 def request_item(index: int, one: pb.Item) -> RequestItem:
     """Checked as an item of an HTTP request is. Raises InvalidRequest."""
     given: Document = {"type": one.type or "image"}
+    given |= {name: getattr(one, name) or None for name in KWARGS}
     source = one.WhichOneof("source")
     if source == "frames":
-        given |= {"frames": list(one.frames.data), "fps": one.frames.fps or None}
+        given |= {"frames": list(one.frames.data), "fps": one.frames.fps or one.fps or None}
     elif source:
         given[source] = getattr(one, source)
     try:
@@ -241,34 +335,36 @@ def request_item(index: int, one: pb.Item) -> RequestItem:
         raise InvalidRequest(str(error)) from None
 
 
-def response(document: Document) -> pb.EncodeResponse:
-    return pb.EncodeResponse(
+def response(document: Document) -> bytes:
+    """The bytes of an EncodeResponse."""
+    outer = pb.EncodeResponse(
         model=document["model"],
         family=document["family"],
         weights=document["weights"],
-        items=[item_message(pb.Embedding, one) for one in document["items"]],
         timings=pb.Timings(**document["timings"]),
+    )
+    items = document["items"]
+    return packed(
+        outer,
+        ((item_message(pb.Embedding, without(one, "data")), one.get("data", b"")) for one in items),
     )
 
 
 def item_message(kind: type[Message], document: Document) -> Message:
-    """An item of a response as pb.Embedding or pb.Plan."""
+    """An item of a response, without rows, as pb.Embedding or pb.Plan."""
     if "error" in document:
         return kind(**document | {"error": pb.Error(**document["error"])})
-    if "data" in document:
-        document = document | {"data": bytes(document["data"])}
     return kind(**document)
 
 
-def chunks(model: Document, document: Document) -> Iterator[pb.EncodeChunk]:
-    """One item in chunks: all fields in the first, index and data in later ones."""
+def chunks(model: Document, document: Document) -> Iterator[bytes]:
+    """One item as EncodeChunks: all fields in the first, index and data in later ones."""
     data = memoryview(document.get("data", b""))
-    fields = document
+    item = item_message(pb.Embedding, without(without(document, "data"), "timings"))
+    timings = pb.Timings(**document.get("timings", {}))
     for start in range(0, max(1, len(data)), CHUNK_BYTES):
         end = start + CHUNK_BYTES
-        if len(data):
-            fields = fields | {"data": data[start:end]}
-        yield pb.EncodeChunk(
-            **model, embedding=item_message(pb.Embedding, fields), last=end >= len(data)
-        )
-        model, fields = {}, {"index": document["index"]}
+        last = end >= len(data)
+        outer = pb.EncodeChunk(**model, last=last, timings=timings if last else None)
+        yield packed(outer, [(item, data[start:end])])
+        model, item = {}, pb.Embedding(index=document["index"])

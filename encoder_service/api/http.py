@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
-from starlette.types import Receive, Scope, Send
+from starlette.types import Lifespan, Receive, Scope, Send
 
 from actors.errors import InvalidOption, NotAcceptable
 from encoder_service.api import schema
@@ -22,7 +22,7 @@ from encoder_service.intake.limits import INLINE_BYTES, Take, offload
 from encoder_service.ops.status import CONTENT_TYPE, merge, page, policy
 from encoder_service.service import Service
 from encoder_service.wire.documents import RequestItem, is_file
-from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS, WRITERS, Document, Piece
+from encoder_service.wire.formats import JSON, MSGPACK, NPZ, SAFETENSORS, WRITERS, Document, Piece
 
 ENCODE_PATH = "/v1/encode"
 PLAN_PATH = "/v1/plan"
@@ -33,7 +33,7 @@ COUNTED = {ENCODE_PATH: "http", PLAN_PATH: "plan", CHAT_PATH: "chat"}
 PLAN_FORMATS = (JSON, MSGPACK)
 
 
-def build(service: Service) -> FastAPI:
+def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     """The application. llm/http.py adds the chat API if there is a language model."""
     app = FastAPIOffline(
         title="Encoder Service",
@@ -41,10 +41,11 @@ def build(service: Service) -> FastAPI:
         "and videos in, embeddings out, with rows in the order of the model's own processor.",
         version=service.card["versions"]["encoder-service"],
         redoc_url=None,
+        lifespan=lifespan,
         exception_handlers={HTTPException: http_exception},
     )
     # Rows hardly shrink, and are sent from shared memory; base64 shrinks by a quarter at any level.
-    unpacked = (*DEFAULT_EXCLUDED_CONTENT_TYPES, MSGPACK, SAFETENSORS)
+    unpacked = (*DEFAULT_EXCLUDED_CONTENT_TYPES, MSGPACK, SAFETENSORS, NPZ)
     app.add_middleware(GZipMiddleware, compresslevel=1, exclude_content_types=unpacked)
     app.add_middleware(Envelope, observer=service.observer, counted=COUNTED)
     # Routes without `authorize` serve probes, scrapers and browsers, which send no token. They show
@@ -62,8 +63,9 @@ def build(service: Service) -> FastAPI:
         service.backend.check_room()  # 413 before 429: retrying would not help
         with service.buffered.hold() as take:
             items, options = await read_items(request, take)
-            if accept == JSON and not options.reference and "dtype" not in options.model_fields_set:
-                # JSON is read by people and languages without bfloat16.
+            widened = "dtype" not in options.model_fields_set if accept == JSON else accept == NPZ
+            if widened and options.dtype == "bfloat16" and not options.reference:
+                # JSON is read by people and languages without bfloat16, which numpy lacks, too.
                 options = options.model_copy(update={"dtype": "float32"})
             if options.encoding and accept != JSON:
                 raise InvalidOption(f"options.encoding: only with `Accept: {JSON}`, not {accept}")
@@ -193,7 +195,7 @@ def choose(accept: str, default: str = MSGPACK, available: Collection[str] = tup
 async def rendered(document: Document, accept: str, encoding: str = "base64") -> Response:
     """The document as a response. Formats that copy the data are written in a thread."""
     size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
-    copied_bytes = size_bytes if accept == JSON else 0
+    copied_bytes = size_bytes if accept in (JSON, NPZ) else 0
     pieces = await offload(copied_bytes, WRITERS[accept], document, encoding)
     return await response(pieces, accept)
 

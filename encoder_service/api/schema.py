@@ -11,22 +11,68 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actors.errors import InvalidOption
-from actors.types import Dtype, Grid, Kind, Source
+from actors.types import Dtype, Grid, Kind, ProcessorKwargs, Source
+from encoder_service.wire.documents import KWARGS
 
 
 def without_default(shown: dict[str, Any]) -> None:
     """Of a field whose default depends on the request: generated clients would send it."""
-    del shown["default"]
+    shown.pop("default", None)
 
 
-class RequestOptions(BaseModel):
-    """`options` of a request. Unknown ones are rejected."""
+OF_A_FILE = "Of a video file: "
+
+
+class KwargsFields(BaseModel):
+    """How items are sized and sampled, in the words of transformers' processors.
+
+    GET /v1/model shows under `processor_kwargs` which of them the model takes, their defaults and
+    their largest values.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    min_pixels: int | None = Field(
+        None,
+        gt=0,
+        strict=True,
+        description="Smaller images, and frames of videos, are enlarged to it.",
+    )
+    max_pixels: int | None = Field(
+        None,
+        gt=0,
+        strict=True,
+        description="Larger images, and frames of videos, are shrunk to it.",
+    )
+    max_patches: int | None = Field(
+        None,
+        gt=0,
+        strict=True,
+        description="Of models that cut tiles: the most tiles of an image. Of Kimi: the most "
+        "patches of an image or a frame.",
+    )
+    fps: float | None = Field(
+        None, gt=0, strict=True, description=OF_A_FILE + "frames to take per second."
+    )
+    num_frames: int | None = Field(
+        None, gt=0, strict=True, description=OF_A_FILE + "frames to take, instead of `fps`."
+    )
+
+    def kwargs(self) -> ProcessorKwargs:
+        return ProcessorKwargs(**{name: getattr(self, name) for name in KWARGS})
+
+
+class RequestOptions(KwargsFields):
+    """`options` of a request. Unknown ones are rejected.
+
+    Those of sizes and sampling hold for each item that does not say itself and whose kind takes
+    them.
+    """
+
     dtype: Dtype = Field(
         "bfloat16",
-        description="If not given: float32 for rows in a JSON response, otherwise bfloat16.",
+        description="If not given: float32 for rows in a JSON or npz response, otherwise "
+        "bfloat16. In npz, bfloat16 becomes float32.",
         json_schema_extra=without_default,
     )
     timeout_s: float | None = Field(
@@ -87,6 +133,10 @@ class ErrorDocument(BaseModel):
     error: ErrorBody
 
 
+TIMES = "Of a video: the time of each temporal group in seconds, as the model counts."
+PACE = "Of a video: seconds from one temporal group to the next."
+
+
 class ItemDocument(BaseModel):
     """One item's embedding."""
 
@@ -110,17 +160,17 @@ class ItemDocument(BaseModel):
     deepstack: int = Field(description="Deepstack features that follow the main features in a row.")
     notice: str | None = Field(
         None,
-        description="What became of transparency, of more than 8 bits or of further frames.",
+        description="Set if the picture was changed before encoding: transparency was composited, "
+        "more than 8 bits per channel were scaled, or only the first frame was encoded.",
     )
-    timestamps: list[float] | None = Field(
-        None,
-        description="Of a video: the time of each temporal group in seconds, as the model counts.",
-    )
-    second_per_grid_ts: float | None = Field(
-        None, description="Of a video: seconds from one temporal group to the next."
-    )
+    timestamps: list[float] | None = Field(None, description=TIMES)
+    second_per_grid_ts: float | None = Field(None, description=PACE)
     frame_tokens: list[int] | None = Field(
         None, description="With `evs_rate`: rows that each temporal group keeps."
+    )
+    kept_rows: list[int] | None = Field(
+        None,
+        description="With `evs_rate`: the indices of these rows among all rows of the video.",
     )
 
 
@@ -165,6 +215,8 @@ class PlannedItem(BaseModel):
     patches: int = Field(description="What encoding it costs: replicas are balanced by it.")
     digest: str = Field(description="SHA-256 of the item's bytes.")
     notice: str | None = None
+    timestamps: list[float] | None = Field(None, description=TIMES)
+    second_per_grid_ts: float | None = Field(None, description=PACE)
 
 
 class PlanDocument(BaseModel):
@@ -176,7 +228,7 @@ class PlanDocument(BaseModel):
     items: list[PlannedItem | FailedItem]
 
 
-class BodyItem(BaseModel):
+class BodyItem(KwargsFields):
     """An item of a JSON or msgpack request: `data`, `url` or `frames`."""
 
     type: Kind = "image"
@@ -188,7 +240,8 @@ class BodyItem(BaseModel):
     fps: float | None = Field(
         None,
         gt=0,
-        description="Frames per second of `frames`; the model's own sampling rate if not given.",
+        description="Frames per second of `frames`; the model's own sampling rate if not given. "
+        "Of a video file: frames to take per second.",
     )
 
 
@@ -236,6 +289,13 @@ ANSWER: dict[int | str, dict[str, Any]] = {
         "content": {
             "application/msgpack": schema(EncodeDocument),
             "application/vnd.safetensors": BINARY,
+            "application/x-npz": {
+                "schema": BINARY["schema"]
+                | {
+                    "description": "For numpy.load: arrays 0, 1, ... by index; answer.json has "
+                    "the rest of the response."
+                }
+            },
         },
     }
 }
@@ -248,6 +308,10 @@ PLANS: dict[int | str, dict[str, Any]] = {
     }
 }
 
+QUERY = RequestOptions.model_json_schema()["properties"]
+for shown in QUERY.values():  # generated clients would send the defaults beside a body
+    without_default(shown)
+
 ENCODE: dict[str, Any] = {
     "parameters": [
         {
@@ -258,7 +322,7 @@ ENCODE: dict[str, Any] = {
         },
         *(
             {"name": name, "in": "query", "description": "Only of a bare file.", "schema": shown}
-            for name, shown in RequestOptions.model_json_schema()["properties"].items()
+            for name, shown in QUERY.items()
         ),
     ],
     "requestBody": {
@@ -285,14 +349,17 @@ ENCODE: dict[str, Any] = {
 
 
 def describe(app: FastAPI, *, closed: bool) -> None:
-    """Adds the schemas of ENCODE to the OpenAPI document and, if `closed`, the bearer token."""
+    """Adds the schemas of bodies to the OpenAPI document and, if `closed`, the bearer token."""
     plain = app.openapi
+    bodies: list[type[BaseModel]] = [EncodeBody]
+    app.state.bodies = bodies  # llm/http.py adds its own
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = plain()
-            body = EncodeBody.model_json_schema(ref_template=PREFIX + "{model}")
-            document["components"]["schemas"] |= body.pop("$defs") | {EncodeBody.__name__: body}
+            for body in bodies:
+                shown = body.model_json_schema(ref_template=PREFIX + "{model}")
+                document["components"]["schemas"] |= shown.pop("$defs") | {body.__name__: shown}
             if closed:
                 bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
                 document["components"]["securitySchemes"] = bearer

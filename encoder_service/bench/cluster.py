@@ -16,10 +16,6 @@ from dataclasses import dataclass
 from actors.errors import StartError
 from encoder_service.config import ServiceOptions, resources
 
-SERVICERS = [
-    "encoder_service.wire.encoder_grpc.add_EncoderServicer_to_server",
-    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
-]
 APPLICATION = "encoder"
 MOST_CONNECTIONS, OTHER_FILES = 4096, 2500
 """HAProxy as Serve starts it: its connections, of two files each, and its other open files."""
@@ -33,7 +29,12 @@ SPARE_CPUS = 4
 @dataclass(frozen=True, slots=True)
 class Cluster:
     http: str
-    grpc: str
+    grpc_port: int
+    """Where the ingresses of `service` listen."""
+
+    @property
+    def grpc(self) -> str:
+        return f"grpc://127.0.0.1:{self.grpc_port}"
 
 
 def free_ports(count: int) -> list[int]:
@@ -85,9 +86,8 @@ def cluster(num_cpus: int, object_store_bytes: int | None = None) -> Iterator[Cl
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": "127.0.0.1", "port": http_port},
-            grpc_options={"port": grpc_port, "grpc_servicer_functions": SERVICERS},
         )
-        yield Cluster(f"http://127.0.0.1:{http_port}", f"grpc://127.0.0.1:{grpc_port}")
+        yield Cluster(f"http://127.0.0.1:{http_port}", grpc_port)
         serve.shutdown()
     finally:
         ray.shutdown()
@@ -115,14 +115,16 @@ def ha_proxy(home: str, most_files: int) -> dict[str, str]:
 
 
 @contextmanager
-def service(options: ServiceOptions) -> Iterator[None]:
+def service(options: ServiceOptions, where: Cluster) -> Iterator[None]:
     """The whole service of a configuration at `/`, ready to encode."""
     from ray import serve
 
     from encoder_service.app import build
 
+    ingress = options.ingress.model_copy(update={"grpc_port": where.grpc_port})
+    args = options.model_copy(update={"ingress": ingress}).model_dump()
     try:
-        serve.run(build(options.model_dump()), name=APPLICATION, route_prefix="/")
+        serve.run(build(args), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:  # names the deployment that failed, not why
         found = serve.status().applications[APPLICATION].deployments.values()
         why = "\n".join(each.message for each in found if each.message)

@@ -26,6 +26,7 @@ from encoder_service.api.answer import timings
 from encoder_service.api.errors import fault
 from encoder_service.bench.cluster import APPLICATION, Cluster
 from encoder_service.bench.mix import Protocol, Shape, requests
+from encoder_service.client.grpc_transport import GrpcTransport
 from encoder_service.client.items import ServiceError
 from encoder_service.client.transports import Transport, connect
 from encoder_service.config import ServiceOptions
@@ -92,13 +93,16 @@ class Result:
         return sum(getattr(one, name) for one in self.answered)
 
 
-def over_wire(transport: Transport, *, reference: bool) -> Encode:
-    """Over HTTP or gRPC. `reference`: embeddings stay in shared memory and ids come back."""
+def over_wire(transport: Transport, protocol: Protocol) -> Encode:
+    reference = protocol in ("reference", "grpc_reference")
     options = {"dtype": "bfloat16"} | ({"reference": True} if reference else {})
+    call = transport.encode
+    if protocol == "grpc" and isinstance(transport, GrpcTransport):
+        call = transport.encode_at_once
 
     async def encode(images: list[bytes]) -> tuple[float, int]:
         items = [RequestItem("image", image, None) for image in images]
-        document = await transport.encode(items, options)
+        document = await call(items, options)
         sizes = (math.prod(one["shape"]) * DTYPE_BYTES[one["dtype"]] for one in document["items"])
         return work_seconds(document["timings"]), sum(sizes)
 
@@ -202,11 +206,10 @@ class CallerProcess:
         pictures = pictures_of(kinds, self.place, turn)
         if load.protocol == "handle":
             return await send(by_handle(self.options, load.timeout_seconds), load, pictures)
-        url = self.where.grpc if load.protocol == "grpc" else self.where.http
+        url = self.where.grpc if load.protocol.startswith("grpc") else self.where.http
         transport = connect(url, None, load.timeout_seconds)
         try:
-            encode = over_wire(transport, reference=load.protocol == "reference")
-            return await send(encode, load, pictures)
+            return await send(over_wire(transport, load.protocol), load, pictures)
         finally:
             await transport.close()
 

@@ -107,7 +107,7 @@ def run_policy(
     console.print(f"starting the service with policy {policy} ...")
     started = time.perf_counter()
     runs = []
-    with service(options):
+    with service(options, where):
         ready_seconds = time.perf_counter() - started
         callers = Callers(plan.callers, options, where)
         for protocol in plan.protocols:

@@ -2,7 +2,15 @@
 
 from encoder_service.client.client import AsyncClient, Client
 from encoder_service.client.dataset import DatasetOptions, Samples, Written
-from encoder_service.client.items import Embedding, Frames, Plan, ServiceError, Source
+from encoder_service.client.items import (
+    Embedding,
+    Frames,
+    Input,
+    Plan,
+    ServiceError,
+    Source,
+    Video,
+)
 
 __all__ = [
     "AsyncClient",
@@ -10,9 +18,11 @@ __all__ = [
     "DatasetOptions",
     "Embedding",
     "Frames",
+    "Input",
     "Plan",
     "Samples",
     "ServiceError",
     "Source",
+    "Video",
     "Written",
 ]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import update_wrapper
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from PIL import Image
 from rich.console import Console
@@ -18,9 +18,13 @@ from encoder_service.client.dataset import DatasetOptions, Samples, Written, enc
 from encoder_service.client.items import (
     Embedding,
     Frames,
+    Input,
     Plan,
+    ProcessorOptions,
     ServiceError,
     Source,
+    Video,
+    given,
     read_items,
     read_plans,
     request_item,
@@ -61,6 +65,7 @@ class AsyncClient:
         *,
         reference: bool = ...,
         evs_rate: float = ...,
+        **options: Unpack[ProcessorOptions],
     ) -> list[Embedding]: ...
     @overload
     async def encode(
@@ -71,6 +76,7 @@ class AsyncClient:
         on_error: Literal["return"],
         reference: bool = ...,
         evs_rate: float = ...,
+        **options: Unpack[ProcessorOptions],
     ) -> list[Embedding | ServiceError]: ...
     async def encode(
         self,
@@ -80,6 +86,7 @@ class AsyncClient:
         *,
         reference: bool = False,
         evs_rate: float = 0.0,
+        **options: Unpack[ProcessorOptions],
     ) -> list[Embedding] | list[Embedding | ServiceError]:
         """Returns an embedding for each source, in order.
 
@@ -89,25 +96,36 @@ class AsyncClient:
 
         With `reference` the service keeps the embeddings for a while and sends only their ids,
         for `fetch`. `evs_rate`: the share of each video's rows that is dropped where little
-        changes from frame to frame.
+        changes from frame to frame. `options` hold for every source whose kind takes them and that
+        is no Input with its own.
         """
         items = await request_items(sources, "encode")
-        options = {
+        sent = {
             "dtype": dtype,
             "on_error": on_error,
             "reference": reference,
             "evs_rate": evs_rate,
-        }
-        document = await self.persist(lambda: self.transport.encode(items, options))
+        } | given(options)
+        document = await self.persist(lambda: self.transport.encode(items, sent))
         return read_items(document)
 
     @overload
     async def plan(
-        self, sources: Sequence[Source], on_error: Literal["fail"] = ..., *, evs_rate: float = ...
+        self,
+        sources: Sequence[Source],
+        on_error: Literal["fail"] = ...,
+        *,
+        evs_rate: float = ...,
+        **options: Unpack[ProcessorOptions],
     ) -> list[Plan]: ...
     @overload
     async def plan(
-        self, sources: Sequence[Source], on_error: Literal["return"], *, evs_rate: float = ...
+        self,
+        sources: Sequence[Source],
+        on_error: Literal["return"],
+        *,
+        evs_rate: float = ...,
+        **options: Unpack[ProcessorOptions],
     ) -> list[Plan | ServiceError]: ...
     async def plan(
         self,
@@ -115,11 +133,12 @@ class AsyncClient:
         on_error: Literal["fail", "return"] = "fail",
         *,
         evs_rate: float = 0.0,
+        **options: Unpack[ProcessorOptions],
     ) -> list[Plan] | list[Plan | ServiceError]:
         """Returns what each source would cost, in order, without encoding it. See `encode`."""
         items = await request_items(sources, "plan")
-        options = {"on_error": on_error, "evs_rate": evs_rate}
-        return read_plans(await self.persist(lambda: self.transport.plan(items, options)))
+        sent = {"on_error": on_error, "evs_rate": evs_rate} | given(options)
+        return read_plans(await self.persist(lambda: self.transport.plan(items, sent)))
 
     async def encode_dataset(
         self,
@@ -194,7 +213,7 @@ class AsyncClient:
 
 async def request_items(sources: Sequence[Source], method: str) -> list[RequestItem]:
     """What is sent for the sources. Raises OSError, TypeError for one source instead of a list."""
-    single = isinstance(sources, str | Path | bytes | Image.Image | Frames)
+    single = isinstance(sources, str | Path | bytes | Image.Image | Video | Frames | Input)
     if single or not isinstance(sources, Iterable):
         one = type(sources).__name__
         raise TypeError(f"{method} takes a list, not one {one}: {method}([source])")

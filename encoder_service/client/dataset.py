@@ -20,15 +20,20 @@ from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
-from mimetypes import guess_type
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Unpack
 
 from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from encoder_service.client.items import Embedding, ServiceError, Source
+from encoder_service.client.items import (
+    Embedding,
+    ProcessorOptions,
+    ServiceError,
+    Source,
+    kind_of,
+)
 from encoder_service.wire.formats import Document, to_safetensors
 
 FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large")
@@ -42,8 +47,6 @@ ITEMS_PER_SHARD = 10_000  # at most
 MANIFEST = "manifest.jsonl"
 FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
 """What the manifest says of an embedding."""
-
-SVG = "image/svg+xml"  # skipped in folders: it has no pixels, and the service does not take it
 
 Sample = tuple[str, Source]
 """A source and its name: its path as it was found, or the number of its row."""
@@ -63,6 +66,8 @@ class DatasetOptions:
     """Items in flight. These and one shard are held in memory."""
     column: str = "image"
     """The column of the image, in a dataset of rows."""
+    processor: ProcessorOptions | None = None
+    """How items are sized and sampled, as far as their kind takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,9 @@ class EncodeCalls(Protocol):
     """The part of AsyncClient that is used here."""
 
     async def model(self) -> Document: ...
-    async def encode(self, sources: Sequence[Source], dtype: str = ...) -> list[Embedding]: ...
+    async def encode(
+        self, sources: Sequence[Source], dtype: str = ..., **options: Unpack[ProcessorOptions]
+    ) -> list[Embedding]: ...
 
 
 async def encode_dataset(
@@ -207,8 +214,7 @@ def expanded_entry(entry: Any, position: int, column: str) -> Iterator[Sample]:
         yield name, name
         return
     for path in sorted(Path(name).rglob("*")):
-        kind = guess_type(path)[0] or ""
-        if kind.startswith(("image/", "video/")) and kind != SVG and path.is_file():
+        if kind_of(path.name) and path.is_file():
             yield str(path), path
 
 
@@ -247,7 +253,7 @@ async def encode_in_order(
         while True:
             sample = await asyncio.to_thread(next, left, None)
             if sample is not None:
-                call = asyncio.create_task(encode_one(caller, sample[1], options.dtype))
+                call = asyncio.create_task(encode_one(caller, sample[1], options))
                 under_way.append((sample[0], call))
             elif not under_way:
                 return
@@ -264,9 +270,11 @@ async def encode_in_order(
         await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
 
 
-async def encode_one(caller: EncodeCalls, source: Source, dtype: str) -> Embedding | ServiceError:
+async def encode_one(
+    caller: EncodeCalls, source: Source, options: DatasetOptions
+) -> Embedding | ServiceError:
     try:
-        (embedding,) = await caller.encode([source], dtype)
+        (embedding,) = await caller.encode([source], options.dtype, **(options.processor or {}))
     except ServiceError as error:
         if error.type not in FAULTS_OF_THE_ITEM + RETRIED:
             raise
@@ -310,11 +318,12 @@ class Manifest:
         if not lines:
             self.append({"settings": dict(settings)})
             return
-        for key, value in self.settings.items():
-            if settings.get(key) != value:
+        for key in {**self.settings, **settings}:
+            before, now = self.settings.get(key), settings.get(key)
+            if before != now:
                 raise ValueError(
-                    f"{self.path}: was started with {key} {value!r}, now it is "
-                    f"{settings.get(key)!r}: use another folder"
+                    f"{self.path}: was started with {key} {before!r}, now it is {now!r}: use "
+                    "another folder"
                 )
         self.shards = lines[1:]
 

@@ -9,12 +9,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from encoder_service.client.items import ServiceError, service_error
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.encoder_grpc import EncoderStub
+from encoder_service.wire.encoder_grpc import EncoderStub, unpacked
 from encoder_service.wire.formats import Document
 
 CHANNEL_OPTIONS = [
@@ -36,6 +37,7 @@ class GrpcTransport:
         else:
             self.channel = grpc.aio.insecure_channel(parts.netloc, CHANNEL_OPTIONS)
         self.stub = EncoderStub(self.channel)
+        self.rows = EncoderStub(self.channel, raw=True)
         self.health = health_pb2_grpc.HealthStub(self.channel)
         self.settings: dict[str, Any] = {
             "timeout": timeout_seconds,
@@ -43,9 +45,20 @@ class GrpcTransport:
         }
 
     async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
-        answer = await self.call(self.stub.Encode, request_of(items, options))
-        found = [item_document(item) for item in answer.items]
-        return document_of(answer) | {"items": found, "timings": document_of(answer.timings)}
+        """As a stream of small messages: one message with all rows would be copied many times."""
+        if options.get("reference"):  # no rows
+            return await self.encode_at_once(items, options)
+        request = request_of(items, options)
+        return await self.collect(self.rows.EncodeStream(request, **self.settings))
+
+    async def encode_at_once(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
+        """The same with one message as the response."""
+        request = request_of(items, options)
+        with service_errors():
+            message = await self.rows.Encode(request, **self.settings)
+            answer, found = unpacked(pb.EncodeResponse, message)
+        parts = [item_document(item) | {"data": bytes(data)} for item, data in found]
+        return document_of(answer) | {"items": parts, "timings": document_of(answer.timings)}
 
     async def plan(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
         answer = await self.call(self.stub.Plan, request_of(items, options))
@@ -53,14 +66,7 @@ class GrpcTransport:
 
     async def fetch(self, reference: str) -> Document:
         request = pb.FetchRequest(reference=reference)
-        with service_errors():
-            chunks = [chunk async for chunk in self.stub.Fetch(request, **self.settings)]
-        if not chunks:
-            raise ServiceError("invalid_response", "the service sent an empty stream")
-        first = chunks[0]
-        data = b"".join(chunk.embedding.data for chunk in chunks)
-        item = item_document(first.embedding) | {"data": data}
-        return document_of(first) | {"items": [item], "timings": {}}
+        return await self.collect(self.rows.Fetch(request, **self.settings))
 
     async def release(self, reference: str) -> None:
         await self.call(self.stub.Release, pb.ReleaseRequest(reference=reference))
@@ -80,6 +86,27 @@ class GrpcTransport:
     async def close(self) -> None:
         await self.channel.close()
 
+    async def collect(self, call: Any) -> Document:
+        """The document of a stream of EncodeChunks. Rows are copied once, to where they stay."""
+        head: Document = {}
+        items: dict[int, Document] = {}
+        rows: dict[int, list[memoryview]] = {}
+        timings: dict[str, float] = {}
+        with service_errors():
+            async for message in call:
+                chunk, ((item, data),) = unpacked(pb.EncodeChunk, message)
+                head = head or document_of(chunk)
+                found = items.setdefault(item.index, item_document(item))
+                rows.setdefault(item.index, []).append(data)
+                if not chunk.last:
+                    continue
+                found["data"] = b"".join(rows.pop(item.index))
+                for name, value in document_of(chunk.timings).items():
+                    timings[name] = max(value, timings.get(name, 0.0))
+        if rows or not items:
+            raise ServiceError("invalid_response", "the service's stream is empty, or cut off")
+        return head | {"items": [items[index] for index in sorted(items)], "timings": timings}
+
     async def call(self, method: Any, request: Any) -> Any:
         with service_errors():
             return await method(request, **self.settings)
@@ -90,6 +117,9 @@ def service_errors() -> Iterator[None]:
     """Raises a gRPC status as ServiceError. The details of the service's own statuses are JSON."""
     try:
         yield
+    except (DecodeError, ValueError) as error:
+        message = f"not a response of this service: {error!r}"
+        raise ServiceError("invalid_response", message) from error
     except grpc.aio.AioRpcError as error:
         code, details = error.code(), error.details() or ""
         try:
@@ -111,7 +141,8 @@ def request_of(items: list[RequestItem], options: dict[str, Any]) -> pb.EncodeRe
 def message(item: RequestItem) -> pb.Item:
     if item.frames is None:
         return pb.Item(**item.document())
-    return pb.Item(type=item.type, frames=pb.Frames(data=item.frames, fps=item.fps or 0))
+    frames = pb.Frames(data=item.frames, fps=item.fps or 0)
+    return pb.Item(type=item.type, frames=frames, **item.kwargs())
 
 
 def item_document(item: Any) -> Document:

@@ -6,18 +6,19 @@ Only `Embedding.torch` and what hands embeddings to engines need torch.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
-from mimetypes import guess_type
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
+from urllib.parse import urlsplit
 
 import numpy.typing as npt
 from PIL import Image
 
-from encoder_service.wire.documents import VIDEOS, RequestItem, name_format
+from encoder_service.wire.documents import KWARGS, VIDEOS, RequestItem, name_format
 from encoder_service.wire.formats import to_array
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ Result = TypeVar("Result")
 
 File = str | Path | bytes | Image.Image
 
+IMAGES = re.compile(
+    r"\.(jpe|jpe?g|jfif|a?png|webp|gif|bmp|dib|tiff?|hei[cf]|hif|avif|mpo|jp2|j2k|jxl|ico|psd)",
+    re.I,
+)
+FILMS = re.compile(r"\.(mp4|m4v|mov|qt|webm|mkv|avi|m2?ts|mpe?g|3gp|3g2|ogv|wmv|flv)", re.I)
+"""Suffixes of images and videos. The service rejects those that it does not read by name."""
 SENT_AS_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B")
 """Pillow's modes that PNG holds as they are."""
 CONVERTED = {
@@ -46,8 +53,55 @@ class Frames:
     """Frames per second; None: the model's own sampling rate."""
 
 
-Source = File | Frames
-"""A path, an https URL, the bytes of a file, an image (sent as PNG), or frames."""
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A file that is a video whatever its name: an animated GIF or WebP, of which otherwise only
+    the first frame is encoded."""
+
+    file: str | Path | bytes
+
+
+class ProcessorOptions(TypedDict, total=False):
+    """How items are sized and sampled, in the words of transformers' processors.
+
+    Which of them a model takes, their defaults and largest values: `Client.model()`, under
+    "processor_kwargs".
+    """
+
+    min_pixels: int | None
+    """Smaller images, and frames of videos, are enlarged to it."""
+    max_pixels: int | None
+    """Larger images, and frames of videos, are shrunk to it."""
+    max_patches: int | None
+    """Of models that cut tiles: the most tiles of an image. Of Kimi: the most patches."""
+    fps: float | None
+    """Frames to take per second of a video file."""
+    num_frames: int | None
+    """Frames to take of a video file, instead of `fps`."""
+
+
+class Input:
+    """A source with options of its own: Input("scan.png", max_pixels=4_000_000)."""
+
+    def __init__(self, source: File | Video | Frames, **options: Unpack[ProcessorOptions]) -> None:
+        """Raises TypeError for an option that there is not."""
+        self.source = source
+        self.options = given(options)
+        if isinstance(source, Frames) and {"fps", "num_frames"} & self.options.keys():
+            raise TypeError("all Frames are encoded: Frames(images, fps=...) has their rate")
+
+
+Source = File | Video | Frames | Input
+"""A path, an https URL, the bytes of a file, an image (sent as PNG), a video, or frames; or one of
+these with options of its own."""
+
+
+def given(options: ProcessorOptions) -> dict[str, Any]:
+    """Those that are not None. Raises TypeError for an option that there is not."""
+    for name in options:
+        if name not in KWARGS:
+            raise TypeError(f"there is no option {name!r}; options are {', '.join(KWARGS)}")
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +138,8 @@ class Embedding:
     """Of a video: seconds from one temporal group to the next."""
     frame_tokens: tuple[int, ...] = ()
     """Of a video sent with `evs_rate`: how many rows each temporal group has left."""
+    kept_rows: tuple[int, ...] = ()
+    """Of a video sent with `evs_rate`: the indices of these rows among all rows of the video."""
     reference: str = ""
     """The id under which the service keeps it, for `Client.fetch`; `data` is empty then."""
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
@@ -140,6 +196,10 @@ class Plan:
     digest: str
     """Hexadecimal SHA-256 of the item's bytes, as of its embedding."""
     notice: str = ""
+    timestamps: tuple[float, ...] = ()
+    """Of a video: the time of each temporal group, in seconds."""
+    second_per_grid_ts: float = 0.0
+    """Of a video: seconds from one temporal group to the next."""
 
 
 class ServiceError(Exception):
@@ -190,7 +250,7 @@ def service_error(
     )
 
 
-LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens")
+LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens", "kept_rows")
 """An item's fields that are lists in a document and tuples in an Embedding or Plan."""
 
 
@@ -228,26 +288,35 @@ def read_item(
 
 def request_item(source: Source) -> RequestItem:
     """What is sent for a source. Reads files. Raises OSError, TypeError."""
+    if isinstance(source, Input):
+        return replace(request_item(source.source), **source.options)
     if isinstance(source, Frames):
         files = tuple(request_item(image).data or b"" for image in source.images)
         return RequestItem("video", frames=files, fps=source.fps)
+    if isinstance(source, Video):
+        return replace(request_item(source.file), type="video")
     if isinstance(source, bytes):
         return RequestItem("video" if name_format(source) in VIDEOS else "image", source)
     if isinstance(source, Image.Image):
         return RequestItem("image", png(source))
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
-            "a source is a path, an https URL, the bytes of a file, a PIL image or Frames, not "
-            f"{type(source).__name__}: PIL.Image.fromarray makes an image of an array"
+            "a source is a path, an https URL, the bytes of a file, a PIL image, Frames or Input, "
+            f"not {type(source).__name__}: PIL.Image.fromarray makes an image of an array"
         )
     name = str(source)
-    video = (guess_type(name)[0] or "").startswith("video/")
-    kind: Literal["image", "video"] = "video" if video else "image"
+    kind = kind_of(name) or "image"
     if name.startswith("http://"):
         raise OSError(f"{name}: only https URLs are accepted")
     if name.startswith("https://"):
         return RequestItem(kind, url=name)
     return RequestItem(kind, Path(name).read_bytes())
+
+
+def kind_of(name: str) -> Literal["image", "video"] | None:
+    """What a file is by its name, the same on every machine; None: no image and no video."""
+    suffix = PurePath(urlsplit(name).path if name.startswith("https://") else name).suffix
+    return "image" if IMAGES.fullmatch(suffix) else "video" if FILMS.fullmatch(suffix) else None
 
 
 def png(image: Image.Image) -> bytes:

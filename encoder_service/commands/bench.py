@@ -1,8 +1,10 @@
-"""`encoder-service bench`: the options of its four benchmarks; encoder_service/bench measures."""
+"""`encoder-service bench`: the options of its five benchmarks; encoder_service/bench measures."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import math
 import os
 import shlex
@@ -51,7 +53,9 @@ from router.options import Policy
 # Torch and Ray are imported by the benchmark that needs them, when it runs.
 
 ALL = "all"
-ENGINE_WIDTH, PREPROCESS_WIDTH = 118, 112
+ALONE = "alone"
+PLACES = (ALONE, "local")
+ENGINE_WIDTH, PREPROCESS_WIDTH, ANSWERS_WIDTH = 118, 112, 112
 LABEL_WIDTH, RUN_WIDTH = 50, 28
 """Characters that the tables need; a pipe has 80."""
 
@@ -62,6 +66,7 @@ def add(subcommands: Any) -> None:
     add_serve(kinds)
     add_engine(kinds)
     add_preprocess(kinds)
+    add_answers(kinds)
     dataplane = add_command(
         kinds,
         "dataplane",
@@ -89,8 +94,9 @@ def add_serve(kinds: Any) -> None:
         "--protocol",
         type=one_or_several(get_args(Protocol), "protocols"),
         default="http",
-        help="one or several of http, grpc, reference (over HTTP, but embeddings stay in shared "
-        "memory and ids come back) and handle (from inside Ray), separated by commas",
+        help="one or several of http, grpc (a response is one message), grpc_stream, reference and "
+        "grpc_reference (embeddings stay in shared memory and ids come back) and handle (from "
+        "inside Ray), separated by commas",
     )
     parser.add_argument(
         "--policy",
@@ -311,6 +317,145 @@ def run_preprocess(options: argparse.Namespace, console: Console) -> int:
     write_json(options.json, rows)
     console.print(decoding.table(rows, options.model))
     return 0
+
+
+def add_answers(kinds: Any) -> None:
+    parser = add_command(
+        kinds,
+        "answers",
+        run_answers,
+        "first tokens and times between tokens of vLLM servers, without and with our encoder",
+        epilog="Needs vLLM in the same Python environment, unless only --url is given.",
+    )
+    parser.add_argument(
+        "--model", metavar="CHECKPOINT", help="start vLLM servers for it, one after another"
+    )
+    parser.add_argument(
+        "--place",
+        type=one_or_several(PLACES, "places"),
+        default="alone,local",
+        help="where those servers encode, one or several: alone (vLLM itself), local (our engine "
+        "in vLLM's process)",
+    )
+    parser.add_argument(
+        "--vllm", default="", metavar="OPTIONS", help="further options of all of them, in one word"
+    )
+    parser.add_argument(
+        "--local",
+        type=settings,
+        default="{}",
+        metavar="JSON",
+        help='settings of place local, such as {"chunk_ms": 5}: see docs/engines.md',
+    )
+    parser.add_argument(
+        "--url",
+        type=named_url,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=URL",
+        help="also measure OpenAI servers that are running",
+    )
+    parser.add_argument(
+        "--mix",
+        type=kinds_of_requests,
+        default="text,336x336*8,1920x1080,1024x1024*4,1654x2339,1984x1984",
+        help="image sizes of a request; after a comma, those of the next load; text: no image",
+    )
+    parser.add_argument(
+        "--rate",
+        type=above_zero,
+        nargs="+",
+        default=[2.0, 4.0, 8.0],
+        metavar="N",
+        help="requests per second at random times, a phase each",
+    )
+    parser.add_argument(
+        "--in-flight", type=positive, default=32, metavar="N", help="in the phase after those"
+    )
+    parser.add_argument(
+        "--streams",
+        type=int,
+        choices=range(257),
+        default=8,
+        metavar="N",
+        help="text streams beside images at the first rate, in the last phase; 0: none",
+    )
+    parser.add_argument(
+        "--seconds", type=above_zero, default=30.0, metavar="SECONDS", help="of each phase"
+    )
+    parser.add_argument(
+        "--tokens", type=positive, default=64, metavar="N", help="length of each answer"
+    )
+    parser.add_argument(
+        "--repeated",
+        type=float,
+        default=0.0,
+        metavar="PART",
+        help="of the requests, whose images an earlier request brought",
+    )
+    add_json(parser)
+    add_plot(parser)
+
+
+def run_answers(options: argparse.Namespace, console: Console) -> int:
+    """1 if any request failed. Raises ConfigError, and StartError for a server that does not
+    start."""
+    from encoder_service.bench import answers
+
+    if not 0 <= options.repeated < 1:
+        raise ConfigError(f"--repeated {options.repeated:g} is not at least 0 and below 1")
+    if not options.model and not options.url:
+        raise ConfigError("nothing to measure: give --model, --url or both")
+    plan = answers.AnswersPlan(
+        kinds=[answers.Kind(name, tuple(sizes)) for name, sizes in options.mix],
+        per_second=options.rate,
+        in_flight=options.in_flight,
+        streams=options.streams,
+        seconds=options.seconds,
+        tokens=options.tokens,
+        repeated=options.repeated,
+    )
+    found: list[answers.PhaseReport] = []
+
+    async def measured(name: str, url: str) -> None:
+        async with answers.connected(name, url) as server:
+            found.extend(await answers.measure(server, plan, console))
+        # Written after each server, so that a crash of a later one loses nothing.
+        write_json(options.json, answers.documents(found))
+
+    for name, url in options.url:
+        asyncio.run(measured(name, url))
+    for name in options.place if options.model else ():
+        place = options.local | {"place": name} if name != ALONE else None
+        with answers.vllm(options.model, place, shlex.split(options.vllm), console) as url:
+            asyncio.run(measured(name, url))
+    if options.plot:
+        answers.plot(found, options.plot)
+    console.width = max(console.width, ANSWERS_WIDTH)
+    console.print(answers.table(found))
+    return 1 if any(one.errors for one in found) else 0
+
+
+def kinds_of_requests(text: str) -> list[tuple[str, list[tuple[int, int]]]]:
+    return [(kind, [] if kind == "text" else parse_mix(kind)[0]) for kind in text.split(",")]
+
+
+def settings(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return found
+
+
+def named_url(text: str) -> tuple[str, str]:
+    name, _, url = text.partition("=")
+    if not name or not url.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=http://HOST:PORT")
+    return name, url.rstrip("/")
 
 
 def run_dataplane(options: argparse.Namespace, console: Console) -> int:

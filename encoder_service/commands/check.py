@@ -25,8 +25,16 @@ from actors.families.registry import read
 from actors.options import EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.types import Size
+from encoder_service.api.answer import kwargs_card
 from encoder_service.commands import add_command
-from encoder_service.config import LlmOptions, ServiceOptions, fit, load_all, read_document
+from encoder_service.config import (
+    IngressOptions,
+    LlmOptions,
+    ServiceOptions,
+    fit,
+    load_all,
+    read_document,
+)
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.spec import LlmSpec
 
@@ -50,7 +58,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         spec = read(service.model)
         room = fit(service, spec)
         shown = table(service, spec, room)
-        shown.add_row("listens on", ports(document))
+        shown.add_row("listens on", ports(document, service.ingress, str(options.config)))
         console.print(shown)
         for warning in (*missing(service), *eager(service, spec, room)):
             console.print(f"[bold yellow]{escape(warning)}[/]", soft_wrap=True)
@@ -115,18 +123,32 @@ def table(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Table:
     shown.add_row("cache of each", cached)
     shown.add_row("references of each", f"{service.references.max_bytes:,} bytes")
     for name, most in service.limits:
-        shown.add_row(f"limits.{name}", f"{most:,}")
+        shown.add_row(f"limits.{name}", "none of its own" if most is None else f"{most:,}")
+    for kind, options in kwargs_card(service, spec, room).items():
+        said = [f"{name} {value(one)}" for name, one in options.items()]
+        shown.add_row(f"a request's {kind}s", "\n".join(said) or "sized as the model says")
     return shown
 
 
-def ports(document: dict[str, Any]) -> str:
-    """Where Serve will listen, defaults included."""
-    from ray.serve.schema import HTTPOptionsSchema, gRPCOptionsSchema
+def value(shown: dict[str, float | None]) -> str:
+    """The default and the largest value of an option."""
+    default, largest = shown["default"], shown["largest"]
+    said = "not set" if default is None else f"{default:,}"
+    return f"{said}, at most {largest:,}"
+
+
+def ports(document: dict[str, Any], ingress: IngressOptions, path: str) -> str:
+    """Where Serve and the ingresses will listen, defaults included. Raises ConfigError."""
+    from ray.serve.schema import HTTPOptionsSchema
 
     http = HTTPOptionsSchema.model_validate(document.get("http_options", {}))
-    grpc = gRPCOptionsSchema.model_validate(document.get("grpc_options", {}))
-    functions = grpc.grpc_servicer_functions
-    return f"HTTP {http.host}:{http.port}, gRPC {f'port {grpc.port}' if functions else 'off'}"
+    if http.port == ingress.grpc_port:
+        raise ConfigError(
+            f"{path}: http_options.port and ingress.grpc_port are both {http.port}: "
+            "they must differ"
+        )
+    grpc = f"{ingress.grpc_host}:{ingress.grpc_port}" if ingress.grpc_port else "off"
+    return f"HTTP {http.host}:{http.port}, gRPC {grpc}"
 
 
 def count(encoder: EncoderOptions) -> str:
@@ -169,13 +191,11 @@ def check_serve(document: dict[str, Any], path: str) -> None:
     http, grpc = document.get("http_options", {}), document.get("grpc_options", {})
     check_keys(http, HTTPOptionsSchema, f"{path}: http_options")
     check_keys(grpc, gRPCOptionsSchema, f"{path}: grpc_options")
-    port = HTTPOptionsSchema.model_validate(http).port
-    if port == gRPCOptionsSchema.model_validate(grpc).port:
+    if any("encoder_service." in name for name in grpc.get("grpc_servicer_functions", [])):
         raise ConfigError(
-            f"{path}: http_options.port and grpc_options.port are both {port}: they must differ"
+            f"{path}: grpc_options: ingresses serve gRPC themselves: remove this section, and set "
+            "ingress.grpc_host and ingress.grpc_port"
         )
-    for name in grpc.get("grpc_servicer_functions", []):
-        check_import(name, f"{path}: grpc_options.grpc_servicer_functions")
     for index, application in enumerate(document["applications"]):
         where = f"{path}: applications[{index}]"
         check_keys(application, ServeApplicationSchema, where)
@@ -195,13 +215,12 @@ def check_timeouts(
     document: dict[str, Any], seconds: float, path: str, own: str = "limits"
 ) -> None:
     """Raises ConfigError if Serve would abort a request before its own timeout."""
-    for section in ("http_options", "grpc_options"):
-        limit = document.get(section, {}).get("request_timeout_s")
-        if limit and float(limit) < seconds:
-            raise ConfigError(
-                f"{path}: {own}.timeout_seconds is {seconds:g}, but Serve gives up after "
-                f"{section}.request_timeout_s, {limit}: raise that, or lower the limit"
-            )
+    limit = document.get("http_options", {}).get("request_timeout_s")
+    if limit and float(limit) < seconds:
+        raise ConfigError(
+            f"{path}: {own}.timeout_seconds is {seconds:g}, but Serve gives up after "
+            f"http_options.request_timeout_s, {limit}: raise that, or lower the limit"
+        )
 
 
 def check_import(name: str, where: str) -> None:

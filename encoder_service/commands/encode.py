@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,8 +15,17 @@ from rich.markup import escape
 from actors.errors import ConfigError
 from encoder_service.client import AsyncClient, DatasetOptions, ServiceError
 from encoder_service.client.dataset import MANIFEST, Manifest, Written, result
+from encoder_service.client.items import ProcessorOptions
 from encoder_service.commands import above_zero, add_command, fail, positive
 
+PROCESSOR = {
+    "min_pixels": "enlarge smaller images and frames of videos to so many pixels",
+    "max_pixels": "shrink larger images and frames of videos to so many pixels",
+    "max_patches": "most tiles of an image (Kimi: patches of an image or a frame)",
+    "fps": "frames to take per second of a video",
+    "num_frames": "frames to take of a video, instead of --fps",
+}
+"""For items whose kind takes them; the service refuses what its model does not take."""
 RETRIES = 100
 """Of retryable errors; --timeout ends them earlier."""
 
@@ -47,6 +56,13 @@ def add(subcommands: Any) -> None:
         choices=("bfloat16", "float16", "float32"),
         help="of the embeddings",
     )
+    for name, meaning in PROCESSOR.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=above_zero if name == "fps" else positive,
+            metavar="N",
+            help=meaning,
+        )
     parser.add_argument(
         "--timeout", type=above_zero, default=60, metavar="SECONDS", help="per request"
     )
@@ -70,7 +86,13 @@ async def write(options: argparse.Namespace, console: Console) -> int:
         client = AsyncClient(options.url, token, options.timeout, RETRIES)
     except ValueError as wrong:
         raise ConfigError(f"--url: {wrong}") from None
-    chosen = DatasetOptions(options.dtype, options.format, concurrency=options.concurrency)
+    asked = {name: value for name in PROCESSOR if (value := getattr(options, name))}
+    chosen = DatasetOptions(
+        options.dtype,
+        options.format,
+        concurrency=options.concurrency,
+        processor=cast(ProcessorOptions, asked) if asked else None,
+    )
     work = asyncio.ensure_future(client.encode_dataset(options.paths, options.out, chosen, console))
     signals: list[signal.Signals] = []
 

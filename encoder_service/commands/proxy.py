@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ import httpx
 import uvicorn
 from pydantic import ValidationError
 from rich.console import Console
+from starlette.applications import Starlette
 
 from actors.errors import ConfigError
 from encoder_service.client import AsyncClient
@@ -31,21 +33,7 @@ def add(subcommands: Any) -> None:
         "stand in front of vLLM and replace images of chat requests by embeddings",
     )
     parser.add_argument("--upstream", required=True, metavar="URL", help="of vLLM, without /v1")
-    parser.add_argument(
-        "--encoder",
-        default="http://127.0.0.1:8000",
-        metavar="URL",
-        help="of the encoder service, http[s]:// or grpc[s]://",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8100, help="port to listen on")
-    parser.add_argument(
-        "--timeout",
-        type=above_zero,
-        default=60,
-        metavar="SECONDS",
-        help="per request to the encoder service",
-    )
+    add_server(parser, port=8100)
     parser.add_argument(
         "--token-sha256",
         action="append",
@@ -53,6 +41,25 @@ def add(subcommands: Any) -> None:
         metavar="SHA256",
         help="hexadecimal SHA-256 of a bearer token that clients must send, passed on to vLLM. "
         "May be repeated. Without it, everybody who reaches the proxy can use the encoders",
+    )
+
+
+def add_server(parser: argparse.ArgumentParser, port: int) -> None:
+    """The options of `serve`."""
+    parser.add_argument(
+        "--encoder",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="of the encoder service, http[s]:// or grpc[s]://",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=port, help="port to listen on")
+    parser.add_argument(
+        "--timeout",
+        type=above_zero,
+        default=60,
+        metavar="SECONDS",
+        help="per request to the encoder service",
     )
 
 
@@ -67,18 +74,25 @@ def run(options: argparse.Namespace, console: Console) -> int:
             "--token-sha256 is not the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
         ) from None
     limits = LimitOptions(timeout_seconds=options.timeout)
-    asyncio.run(serve(options, limits, auth))
+    asyncio.run(
+        serve(options, lambda encoder: Proxy(options.upstream, limits, auth, encoder).app())
+    )
     return 0
 
 
-async def serve(options: argparse.Namespace, limits: LimitOptions, auth: AuthOptions) -> None:
-    """Raises ConfigError for a malformed URL."""
+async def serve(
+    options: argparse.Namespace, application: Callable[[AsyncClient], Starlette]
+) -> None:
+    """Serves an application with a client of the encoder service. Raises ConfigError for URLs."""
     token = os.environ.get("ENCODER_SERVICE_TOKEN")
     try:
         encoder = AsyncClient(options.encoder, token, options.timeout)
-        app = Proxy(options.upstream, limits, auth, encoder).app()
-    except (ValueError, httpx.InvalidURL) as wrong:
-        raise ConfigError(f"--encoder or --upstream: {wrong}") from None
+    except ValueError as wrong:
+        raise ConfigError(f"--encoder: {wrong}") from None
+    try:
+        app = application(encoder)
+    except httpx.InvalidURL as wrong:
+        raise ConfigError(f"--upstream: {wrong}") from None
     with listen(options.host, options.port) as listener:
         await uvicorn.Server(uvicorn.Config(app)).serve(sockets=[listener])
 

@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from encoder_service.commands import add_command
-from encoder_service.config import load_all, read_document
+from encoder_service.config import is_ours, load_all, read_document
 
 HEAD = """\
 # Written by `encoder-service rayservice {name}`. Change that file, and write this again.
@@ -45,6 +45,8 @@ def patch(path: Path) -> str:
     document = read_document(path)
     # Clients connect from other pods, to every pod that has a replica.
     document["http_options"] = document.get("http_options", {}) | {"host": "0.0.0.0"}
+    for application in filter(is_ours, document["applications"]):
+        application["args"].setdefault("ingress", {})["grpc_host"] = "0.0.0.0"
     document["proxy_location"] = "EveryNode"
     text = yaml.safe_dump(document, sort_keys=False, width=100)
     body = "".join(f"    {line}\n" for line in text.splitlines())

@@ -15,7 +15,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from starlette.applications import Starlette
@@ -29,6 +29,7 @@ from encoder_service.api.auth import Tokens
 from encoder_service.api.errors import TABLE, Fault, error_response, fault, request_id_of
 from encoder_service.api.upload import read_body
 from encoder_service.client import AsyncClient, Embedding, ServiceError
+from encoder_service.client.items import ProcessorOptions
 from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.intake.limits import Buffered
 from encoder_service.wire.formats import WireError, from_base64, read_json
@@ -97,7 +98,9 @@ class Proxy:
         self.limits = limits
         self.encoder = encoder
         self.tokens = Tokens(auth)
-        self.buffered = Buffered(limits.max_buffered_bytes)
+        self.buffered = Buffered(
+            limits.max_buffered_bytes, "too much is sent here (limits.max_buffered_bytes)"
+        )
         self.client = httpx.AsyncClient(
             base_url=upstream,
             timeout=httpx.Timeout(UPSTREAM_TIMEOUT_SECONDS, connect=10),
@@ -136,7 +139,8 @@ class Proxy:
         if len(found) > most:
             raise TooLarge(f"{len(found)} images in one request: at most {most}")
         try:
-            embeddings = await self.encoder.encode([one.source for one in found])
+            sources = [one.source for one in found]
+            embeddings = await self.encoder.encode(sources, **asked_of(document))
         except ServiceError as problem:
             if problem.item is not None:
                 problem.message = f"{found[problem.item].where}: {problem.message}"
@@ -204,6 +208,14 @@ def images_of(request: Json) -> list[ChatImage]:
                 source = source_of(part, where)
                 found.append(ChatImage(where, content, j, part.get("uuid"), source))
     return found
+
+
+def asked_of(request: Json) -> ProcessorOptions:
+    """How `mm_processor_kwargs` size images: vLLM itself does not resize embeddings."""
+    kwargs = request.get("mm_processor_kwargs")
+    given = kwargs if isinstance(kwargs, dict) else {}
+    sized = ("min_pixels", "max_pixels", "max_patches")
+    return cast(ProcessorOptions, {name: given[name] for name in sized if name in given})
 
 
 def kinds_of(part: Json) -> set[Any]:
@@ -275,6 +287,6 @@ def refusal(problem: Exception, request_id: str) -> Response:
 def of_encoder(problem: ServiceError) -> Fault | None:
     """The encoder service's error for the client; None for errors that are the proxy's fault."""
     row = next((row for row in TABLE.values() if row.type == problem.type), None)
-    if row is None or row.type in ("unauthorized", "invalid_option", "not_found"):
+    if row is None or row.type in ("unauthorized", "not_found"):
         return None
     return Fault(row, problem.message, problem.item, problem.retry_after_seconds)

@@ -9,6 +9,7 @@ through SGLang's processor on the CPU.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,9 @@ def processor_output(embeddings: Sequence[Embedding]) -> dict[str, Any]:
     """All images, or all videos, of one request, in the order of the prompt. Needs torch.
 
     "precomputed_embeddings": [tokens, width] on the CPU, the items' rows one after the other;
-    "image_grid_thw" or "video_grid_thw": [items, 3] int64, in patches. Raises ValueError for
-    embeddings that do not belong together.
+    "image_grid_thw" or "video_grid_thw": [items, 3] int64, in patches; "hash": 64 bits that name
+    them, without which SGLang hashes all rows; for videos of Qwen2.5-VL "second_per_grid_ts":
+    [items] float32. Raises ValueError for embeddings that do not belong together.
     """
     first = embeddings[0] if embeddings else None
     if first is None:
@@ -42,12 +44,23 @@ def processor_output(embeddings: Sequence[Embedding]) -> dict[str, Any]:
         "format": "processor_output",
         "modality": first.type.upper(),
         "precomputed_embeddings": torch.cat([embedding.torch() for embedding in embeddings]),
+        "hash": name_of(embeddings),
     }
     if first.family in GRIDLESS:
         return output
-    return output | {
-        f"{first.type}_grid_thw": torch.tensor([embedding.grid_thw for embedding in embeddings])
-    }
+    output[f"{first.type}_grid_thw"] = torch.tensor([one.grid_thw for one in embeddings])
+    if first.type == "video" and first.family == "qwen2_5_vl":
+        output["second_per_grid_ts"] = torch.tensor([one.second_per_grid_ts for one in embeddings])
+    return output
+
+
+def name_of(embeddings: Sequence[Embedding]) -> int:
+    """The same for the same rows: of the files, and of what else rows depend on."""
+    key = [
+        (e.digest, e.model, e.dtype, e.grid_thw, e.shape, e.timestamps, e.frame_tokens)
+        for e in embeddings
+    ]
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big")
 
 
 def expanded(input_ids: Sequence[int], images: Sequence[Embedding], placeholder: int) -> list[int]:

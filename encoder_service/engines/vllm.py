@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Families for which vLLM takes rows and their grid, from which it derives positions."""
-ROWS = ("internvl", "internvl_chat")
-"""Families for which vLLM takes the rows alone."""
+ROWS = ("internvl", "internvl_chat", "llava", "llava_onevision")
+"""Families for whose images vLLM takes the rows alone."""
 TIMED = ("qwen3_vl", "qwen3_5")
 """Families whose prompts contain the time of each temporal group of a video."""
+PRUNED = ("qwen2_5_vl", "qwen3_vl")
+"""Families of whose videos vLLM drops rows itself, with --video-pruning-rate."""
 PATCHES_PER_TOKEN = 4
 """In every family of GRIDS: merge_size 2, squared."""
 
@@ -30,8 +32,9 @@ def content_part(embedding: Embedding) -> dict[str, Any]:
     """{"type": "image_embeds", "image_embeds": ...}, or the same for a video. Needs torch.
 
     Tensors are base64 of torch.save: rows [tokens, width] in the embedding's dtype, the grid [3]
-    int64 in patches, the times [grid t] float64 in seconds from the start of a video. A reference
-    has its id as "uuid" instead of rows. Raises ValueError for an embedding that vLLM cannot take.
+    int64 in patches, the times [grid t] float64 in seconds from the start of a video, or [] float64
+    from one group to the next. A reference has its id as "uuid" instead of rows. Raises ValueError
+    for an embedding that vLLM cannot take.
     """
     check(embedding)
     import torch
@@ -42,9 +45,42 @@ def content_part(embedding: Embedding) -> dict[str, Any]:
     content = {f"{embedding.type}_grid_thw": saved(torch.tensor(embedding.grid_thw))}
     if timed(embedding):
         content["timestamps"] = saved(torch.tensor(embedding.timestamps, dtype=torch.float64))
+    elif embedding.second_per_grid_ts and embedding.family == "qwen2_5_vl":
+        seconds = torch.tensor(embedding.second_per_grid_ts, dtype=torch.float64)
+        content["second_per_grid_ts"] = saved(seconds)
     if embedding.reference:
         return {"type": name, name: content, "uuid": embedding.reference}
-    return {"type": name, name: {name: saved(embedding.torch())} | content}
+    rows = all_rows(embedding) if embedding.kept_rows else embedding.torch()
+    return {"type": name, name: {name: saved(rows)} | content}
+
+
+def all_rows(embedding: Embedding) -> torch.Tensor:
+    """As many rows as the grid has, of which vLLM's own pruning keeps those of a pruned embedding.
+
+    vLLM derives the positions of a video's rows from what it drops itself, so it must drop the same
+    ones. It drops those most similar to the row at the same place in the group before: each dropped
+    row is that row once more. Raises ValueError if vLLM would still choose others.
+    """
+    import torch
+
+    groups = embedding.grid_thw[0]
+    tokens = math.prod(embedding.grid_thw) // PATCHES_PER_TOKEN
+    kept = torch.zeros(tokens, dtype=torch.bool)
+    kept[list(embedding.kept_rows)] = True
+    places = kept.cumsum(0).sub(1).view(groups, -1)
+    latest = torch.where(kept.view(groups, -1), torch.arange(groups)[:, None], 0).cummax(0).values
+    rows = embedding.torch()[places.gather(0, latest).flatten()]
+    for dtype in {rows.dtype, torch.bfloat16}:  # vLLM converts them to its model's
+        grid = rows.to(dtype).view(groups, -1, rows.shape[1])
+        unlike = 1 - torch.nn.functional.cosine_similarity(grid[1:], grid[:-1], dim=-1)
+        unlike = torch.cat([torch.full_like(unlike[:1], 255), unlike]).flatten()
+        chosen = unlike.argsort(descending=True, stable=True)[: len(embedding.kept_rows)]
+        if not kept[chosen].all():
+            raise ValueError(
+                "vLLM would drop other rows than evs_rate did, because too many hardly differ: "
+                "encode the video without evs_rate: vLLM's --video-pruning-rate drops rows itself"
+            )
+    return rows
 
 
 def saved(tensor: torch.Tensor) -> str:
@@ -78,7 +114,15 @@ def check(embedding: Embedding) -> None:
             f"shape {embedding.shape} is not {embedding.tokens} tokens of a width with "
             f"{embedding.deepstack} deepstack features"
         )
-    if family in GRIDS and rows * PATCHES_PER_TOKEN != math.prod(grid):
+    if embedding.kept_rows:
+        if family not in PRUNED or embedding.reference:
+            raise ValueError(
+                "vLLM cannot place what evs_rate has left of a video, except embeddings (no "
+                f"references) of {', '.join(PRUNED)}: encode it without evs_rate"
+            )
+        if rows != len(embedding.kept_rows):
+            raise ValueError(f"{rows} rows, but {len(embedding.kept_rows)} kept_rows")
+    elif family in GRIDS and rows * PATCHES_PER_TOKEN != math.prod(grid):
         raise ValueError(f"a grid of {grid} patches gives {math.prod(grid) // 4} rows, not {rows}")
     if timed(embedding) and len(embedding.timestamps) != grid[0]:
         raise ValueError(f"{len(embedding.timestamps)} timestamps for {grid[0]} temporal groups")

@@ -28,10 +28,10 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 
-from encoder_service.client import Client
-
 if TYPE_CHECKING:
     import torch
+
+    from encoder_service.client import Client
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ TIMEOUT_SECONDS = 10.0
 """For one fetch, which its request waits for, once it has its turn."""
 FETCHES_AT_ONCE = 8
 """vLLM asks for the embeddings of its whole queue."""
-ROW_KEYS = ("_embeds", "pixel_values", "pixel_values_videos")
-"""Key endings of items that bring their own rows or pixels."""
+METADATA = frozenset(("image_grid_thw", "video_grid_thw", "timestamps"))
+"""Keys of an item that brings neither rows nor pixels."""
 
 
 @dataclass
@@ -60,9 +60,23 @@ class PendingFetch:
 class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     """Both halves of a connector: vLLM makes one in the scheduler and one in each worker."""
 
+    def __new__(cls, vllm_config: Any, role: Any) -> Any:
+        """Another class connects vLLM to an encoder in its own process: see vllm_local.py."""
+        place = vllm_config.ec_transfer_config.get_from_extra_config("place", "remote")
+        if place == "local":
+            from encoder_service.engines.vllm_local import LocalConnector
+
+            return LocalConnector(vllm_config, role)
+        return super().__new__(cls)
+
     def __init__(self, vllm_config: Any, role: Any) -> None:
         """Raises ValueError for settings that cannot work."""
         super().__init__(vllm_config=vllm_config, role=role)
+        if not hasattr(ECConnectorBase, "take_unavailable_requests"):
+            raise ValueError(
+                "this vLLM takes no embeddings by id, and waits for ever if one is gone: use 0.32 "
+                "or newer"
+            )
         if self.is_producer:
             raise ValueError('ec_role must be "ec_consumer": this connector only reads embeddings')
         url = vllm_config.ec_transfer_config.get_from_extra_config("url", None)
@@ -82,6 +96,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self.needed = RowsToLoad()
         self.client: Client | None = None
         if role is ECConnectorRole.SCHEDULER:
+            from encoder_service.client import Client  # which the place "local" does not need
+
             self.client = Client(url, os.environ.get("ENCODER_SERVICE_TOKEN"), TIMEOUT_SECONDS)
 
     def shutdown(self) -> None:
@@ -105,7 +121,9 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
                 continue
             fetch = self.fetches.get(name)
             if fetch is None:
-                fetch = self.fetches[name] = PendingFetch(self.begin(name))
+                # With LoRA of the tower, vLLM puts the adapter's name before the id.
+                fetch = PendingFetch(self.begin(feature.mm_hash or name))
+                self.fetches[name] = fetch
             fetch.requests.add(request.request_id)
             here = fetch.rows.done() and self.fits(request, index, fetch.rows) and here
         return here
@@ -115,6 +133,12 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         client, dtype = self.client.client, self._vllm_config.model_config.dtype
 
         async def fetched() -> torch.Tensor:
+            if "." not in name:
+                raise ValueError(
+                    "this is vLLM's own name for an item without rows and without an id: send the "
+                    "part as Embedding.to_vllm() makes it, and neither mm_processor_kwargs nor "
+                    "media_io_kwargs"
+                )
             async with self.turns:
                 try:
                     async with asyncio.timeout(TIMEOUT_SECONDS):  # also if it trickles in
@@ -197,11 +221,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
 
 
 def is_reference(feature: Any) -> bool:
-    """Whether an item is an id (with a dot) and a grid, without rows or pixels."""
-    data = feature.data
-    if "." not in feature.identifier or data is None:
-        return False
-    return not any(key.endswith(ROW_KEYS) for key in data)
+    """Whether an item brings neither rows nor pixels: without its rows, vLLM would end."""
+    return feature.data is not None and feature.data.keys() <= METADATA
 
 
 def device() -> str:

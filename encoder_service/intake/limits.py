@@ -41,24 +41,25 @@ def check_body_bytes(size_bytes: int, limits: LimitOptions) -> None:
 
 
 class Buffered:
-    """The bytes of all requests from arrival to response, at most `most_bytes`; beyond it 429."""
+    """The bytes of requests, or of answers, that are held at a time; beyond `most_bytes` 429.
 
-    def __init__(self, most_bytes: int) -> None:
+    `reason`: what the client is told.
+    """
+
+    def __init__(self, most_bytes: int, reason: str) -> None:
         self.most_bytes = most_bytes
+        self.reason = reason
         self.held_bytes = 0
 
     @contextmanager
     def hold(self) -> Iterator[Take]:
-        """For one request: the bytes it took are released at the end."""
+        """For one request or answer: the bytes it took are released at the end."""
         taken = 0
 
         def take(size_bytes: int) -> None:
             nonlocal taken
             if self.held_bytes + size_bytes > self.most_bytes:
-                raise Overloaded(
-                    f"requests of {self.most_bytes} bytes are in flight here "
-                    "(limits.max_buffered_bytes): come back later"
-                )
+                raise Overloaded(f"{self.reason}, over {self.most_bytes} bytes: come back later")
             self.held_bytes += size_bytes
             taken += size_bytes
 

@@ -10,17 +10,28 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from actors.errors import InvalidMedia, InvalidRequest, ServiceError, TooLarge, UnsupportedMedia
+from actors.errors import (
+    InvalidMedia,
+    InvalidOption,
+    InvalidRequest,
+    ServiceError,
+    TooLarge,
+    UnsupportedMedia,
+)
+from actors.media.animation import is_animation, read_animation
 from actors.media.video_file import read_clip
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import MAX_ASPECT
 from actors.spec.video import VideoSizing
-from actors.types import Alpha, Clip, Kind, Media, Size
+from actors.types import NO_KWARGS, Alpha, Clip, Kind, Media, ProcessorKwargs, Size
 from encoder_service.config import FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.intake.header import Header, alpha_notice, is_simple, read_header
 from encoder_service.intake.limits import INLINE_BYTES, check_items, offload
 from encoder_service.wire.documents import RequestItem
+
+SAMPLED = {"fps", "num_frames"}
+"""Of ProcessorKwargs: which frames of a video file are taken. One of both holds."""
 
 
 class Admission:
@@ -28,23 +39,35 @@ class Admission:
     there is room for them now (429)."""
 
     def __init__(
-        self, spec: ModelSpec, limits: LimitOptions, fetch: FetchOptions, alpha: Alpha = "white"
+        self,
+        spec: ModelSpec,
+        limits: LimitOptions,
+        fetch: FetchOptions,
+        alpha: Alpha = "white",
+        budget: int | None = None,
     ) -> None:
+        """`budget`: tokens of the largest budget; None: of the model's largest image."""
         self.spec = spec
         self.limits = limits
         self.alpha = alpha
+        self.tokens = largest_tokens(spec, limits, budget)
         self.fetcher = Fetcher(fetch)
 
     async def admit(
-        self, items: Sequence[RequestItem], evs_rate: float = 0.0
+        self,
+        items: Sequence[RequestItem],
+        evs_rate: float = 0.0,
+        kwargs: ProcessorKwargs = NO_KWARGS,
     ) -> list[Media | ServiceError]:
         """Each item's media, or why it is rejected. `evs_rate` applies to videos.
 
+        `kwargs` apply to items that do not say themselves and whose kind takes them.
         Raises InvalidRequest or TooLarge if the request as a whole is rejected.
         """
         if not items:
             raise InvalidRequest("the request has no items: send at least one image")
         check_items(len(items), self.limits)
+        self.spec.check_taken(kwargs, *self.spec.kinds)
         if all(item.data is not None for item in items):  # no task per item is needed
             files: list[bytes | ServiceError] = [item.data or b"" for item in items]
         else:
@@ -56,7 +79,7 @@ class Admission:
         work_bytes = sum(map(len, found)) if simple else INLINE_BYTES + 1
         return await offload(
             work_bytes,
-            lambda: [self._probe(*one, evs_rate) for one in zip(items, files, strict=True)],
+            lambda: [self._probe(*one, evs_rate, kwargs) for one in zip(items, files, strict=True)],
         )
 
     async def _file(self, item: RequestItem) -> bytes | ServiceError:
@@ -69,36 +92,96 @@ class Admission:
             return error
 
     def _probe(
-        self, item: RequestItem, data: bytes | ServiceError, evs_rate: float
+        self,
+        item: RequestItem,
+        data: bytes | ServiceError,
+        evs_rate: float,
+        kwargs: ProcessorKwargs,
     ) -> Media | ServiceError:
         if isinstance(data, ServiceError):
             return data
         try:
+            asked = self._kwargs(item, kwargs)
             if item.frames is not None:
-                media = probe_frames(item.frames, item.fps, self.spec, self.limits, self.alpha)
+                media = probe_frames(
+                    item.frames, item.fps, self.spec, self.limits, self.alpha, asked
+                )
             else:
-                media = probe(data, item.type, self.spec, self.limits, self.alpha)
+                media = probe(data, item.type, self.spec, self.limits, self.alpha, asked)
         except ServiceError as error:
             return error
         return replace(media, evs_rate=evs_rate) if media.clip else media
 
+    def _kwargs(self, item: RequestItem, wide: ProcessorKwargs) -> ProcessorKwargs:
+        """What holds for an item: its own, then those of its request. Raises InvalidOption."""
+        given, taken = item.kwargs(), self.spec.defaults(item.type)
+        sampled = item.frames is None and not SAMPLED & given.keys()
+        for name, value in wide.given().items():
+            if name in taken and (sampled or name not in SAMPLED):
+                given.setdefault(name, value)
+        largest = self.spec.largest(item.type, self.tokens)
+        for name, value in given.items():
+            if name in largest and value > largest[name]:
+                raise InvalidOption(self._over(name, value, largest[name]))
+        return ProcessorKwargs(**given)
+
+    def _over(self, name: str, value: float, most: float) -> str:
+        if name in SAMPLED:
+            return f"{name}: {value:g} is over the {most:g} of {self.spec.id}: lower it"
+        limited = self.limits.max_image_tokens == self.tokens
+        key = "limits.max_image_tokens" if limited else "the largest of graphs.token_budgets"
+        return f"{name}: {value} is over {most}, which gives {self.tokens} tokens ({key}): lower it"
+
+
+def largest_tokens(spec: ModelSpec, limits: LimitOptions, budget: int | None = None) -> int:
+    """Tokens of the largest image that a request may ask for."""
+    most = budget or spec.sizing.token_range()[1]
+    return min(most, limits.max_image_tokens or most)
+
 
 def probe(
-    data: bytes, kind: Kind, spec: ModelSpec, limits: LimitOptions, alpha: Alpha = "white"
+    data: bytes,
+    kind: Kind,
+    spec: ModelSpec,
+    limits: LimitOptions,
+    alpha: Alpha = "white",
+    kwargs: ProcessorKwargs = NO_KWARGS,
 ) -> Media:
     """What a file is and what it will cost, from its header. The digest takes 1 ms per 2 MB.
 
-    Raises InvalidMedia (damaged), UnsupportedMedia (format or kind), TooLarge (limits).
+    Raises InvalidMedia (damaged), UnsupportedMedia (format or kind), TooLarge (limits),
+    InvalidOption (kwargs that the model does not take; Admission checks that none is too large).
     """
     if kind == "video":
         check_videos(spec)
-        return video_media(spec, limits, read_clip(data, limits.max_video_frames), data, ())
+        if is_animation(data):
+            return probe_animation(data, spec, limits, alpha, kwargs)
+        clip = read_clip(data, limits.max_video_frames)
+        return video_media(spec, limits, clip, data, (), kwargs)
     header = read_header(data)
     check_size(header.size, limits.max_pixels)
     digest = hashlib.sha256(data).hexdigest()
     notice, alpha = transparency([header], alpha)
-    plan = spec.sizing.plan(header.size)
-    return Media(kind, data, plan, digest, notice, size=header.size, alpha=alpha)
+    asked = spec.asked(kind, kwargs)
+    plan, most = asked.sizing.plan(header.size), limits.max_image_tokens
+    if most and plan.tokens > most:
+        raise TooLarge(
+            f"the image would be {plan.tokens} tokens, over {most} (limits.max_image_tokens): "
+            "scale it down, or lower its max_pixels or max_patches"
+        )
+    kwargs = kwargs if asked.sizing != spec.sizing else NO_KWARGS
+    return Media(kind, data, plan, digest, notice, size=header.size, alpha=alpha, kwargs=kwargs)
+
+
+def probe_animation(
+    data: bytes, spec: ModelSpec, limits: LimitOptions, alpha: Alpha, kwargs: ProcessorKwargs
+) -> Media:
+    """An animated GIF or WebP as a video."""
+    header, found = read_header(data), read_animation(data, limits.max_video_frames)
+    header = replace(header, notice="", transparent=found.transparent)
+    notice, alpha = transparency([header], alpha)
+    media = video_media(spec, limits, found.clip(header.size), data, (), kwargs)
+    return replace(media, notice=notice, alpha=alpha)
 
 
 def transparency(headers: Sequence[Header], alpha: Alpha) -> tuple[str, Alpha]:
@@ -115,6 +198,7 @@ def probe_frames(
     spec: ModelSpec,
     limits: LimitOptions,
     alpha: Alpha = "white",
+    kwargs: ProcessorKwargs = NO_KWARGS,
 ) -> Media:
     """A video given as a list of image files. `fps` defaults to the model's own sampling rate."""
     video = check_videos(spec)
@@ -136,12 +220,17 @@ def probe_frames(
             )
     clip = Clip(headers[0].size, len(frames), fps or video.sampling.fps, chosen=True)
     notice, alpha = transparency(headers, alpha)
-    media = video_media(spec, limits, clip, b"", tuple(frames))
+    media = video_media(spec, limits, clip, b"", tuple(frames), kwargs)
     return replace(media, notice=notice, alpha=alpha)
 
 
 def video_media(
-    spec: ModelSpec, limits: LimitOptions, clip: Clip, data: bytes, frames: tuple[bytes, ...]
+    spec: ModelSpec,
+    limits: LimitOptions,
+    clip: Clip,
+    data: bytes,
+    frames: tuple[bytes, ...],
+    kwargs: ProcessorKwargs,
 ) -> Media:
     check_size(clip.size, limits.max_pixels)
     if clip.frames > limits.max_video_frames:
@@ -155,16 +244,27 @@ def video_media(
             f"the video lasts {seconds:.0f} s, over the limit of {limits.max_video_seconds:g} s "
             "(limits.max_video_seconds): cut it"
         )
-    plan = check_videos(spec).plan(clip)
+    video = check_videos(spec.asked("video", kwargs))
+    plan = video.plan(clip)
     if plan.tokens > limits.max_video_tokens:
         raise TooLarge(
             f"the video would be {plan.tokens} tokens in {plan.frames} groups of frames, over "
-            f"{limits.max_video_tokens} (limits.max_video_tokens): cut it, or scale it down"
+            f"{limits.max_video_tokens} (limits.max_video_tokens): cut it, scale it down, or ask "
+            "for fewer frames or pixels"
         )
     digest = hashlib.sha256(data)
     for frame in frames:
         digest.update(hashlib.sha256(frame).digest())
-    return Media("video", data, plan, digest.hexdigest(), clip=clip, frames=frames, size=clip.size)
+    return Media(
+        "video",
+        data,
+        plan,
+        digest.hexdigest(),
+        clip=clip,
+        frames=frames,
+        size=clip.size,
+        kwargs=kwargs if video != spec.video else NO_KWARGS,
+    )
 
 
 def check_videos(spec: ModelSpec) -> VideoSizing:

@@ -231,6 +231,9 @@ class Chat:
         try:
             rows = [tensor(one).to(device) for one in embeddings]
             inputs = model.inputs(made, rows, self.spec)
+            if any(one.kept_rows for one in embeddings):
+                kept = [one.kept_rows for one in embeddings]
+                inputs = model.pruned(self.generator.model, inputs, made.placed, kept)
             return self.generator.generate(inputs, sampling, made.max_tokens, emit, flag)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()

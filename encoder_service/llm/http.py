@@ -6,10 +6,11 @@ Knows neither Ray nor torch. The language models are a `ChatBackend`; ingress.py
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -18,21 +19,29 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from actors.errors import InvalidRequest, ServiceError, Unavailable
+from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import EnlargingSizing
+from actors.spec.video import FRAMES_PER_GROUP, TotalPixels, retained_tokens
 from actors.telemetry.tracing import ORIGIN
-from actors.types import Media
+from actors.types import Media, ProcessorKwargs
 from encoder_service.api.errors import AtItem, error_response, fault
 from encoder_service.api.http import CHAT_PATH
+from encoder_service.api.schema import schema
 from encoder_service.api.upload import read_body
 from encoder_service.config import LlmOptions
 from encoder_service.intake.limits import Deadline, offload
 from encoder_service.intake.media import Admission
 from encoder_service.llm.schema import (
+    LOW_PIXELS,
     ChatCall,
     ChatEvent,
+    ChatKwargs,
     ChatRequest,
     Finish,
+    ImagePart,
     InvalidKey,
     UnknownModel,
+    VideoPart,
     item,
     parse,
 )
@@ -40,7 +49,7 @@ from encoder_service.llm.spec import LlmSpec
 from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import Document, WireError, check_json, read_json
+from encoder_service.wire.formats import JSON, Document, WireError, check_json, read_json
 
 ATTEMPTS = 3
 """Attempts at a request whose replica is lost before any text was sent. router/here.py retries lost
@@ -94,10 +103,13 @@ class ChatService:
     async def parse(self, body: bytes) -> Parsed:
         """Raises InvalidRequest, or UnknownModel."""
         parsed = await offload(len(body), self._parse, body)
-        if parsed.request.model != self.spec.id:
-            named = parsed.request.model[:100]
-            raise UnknownModel(f"model {named!r} is not served here; {self.spec.id!r} is")
+        self.check_model(parsed.request.model)
         return parsed
+
+    def check_model(self, named: str) -> None:
+        """Raises UnknownModel."""
+        if named != self.spec.id:
+            raise UnknownModel(f"model {named[:100]!r} is not served here; {self.spec.id!r} is")
 
     def _parse(self, body: bytes) -> Parsed:
         try:
@@ -116,12 +128,22 @@ class ChatService:
     async def admit(self, parsed: Parsed) -> ChatCall:
         """Raises ServiceError, or AtItem with the position of the image or video at fault."""
         media: list[Media] = []
-        admitted = await self.admission.admit(parsed.items) if parsed.items else []
+        admitted: list[Media | ServiceError] = []
+        if parsed.items:
+            admission = self.admission
+            detailed = [
+                with_detail(item, part, admission)
+                for item, (_, part) in zip(parsed.items, parsed.request.media(), strict=True)
+            ]
+            kwargs = kwargs_of(parsed.request.mm_processor_kwargs, detailed, admission.spec)
+            admitted = await admission.admit(
+                detailed, self.options.video_pruning_rate, kwargs=kwargs
+            )
         for index, one in enumerate(admitted):
             if isinstance(one, ServiceError):
                 raise AtItem(index, one)
             media.append(one)
-        tokens = sum(one.plan.tokens for one in media)
+        tokens = sum(retained_tokens(one.plan, one.evs_rate) for one in media)
         if tokens >= self.spec.max_model_len:  # before the encoders work in vain
             raise InvalidRequest(
                 f"the images and videos are {tokens} tokens; the maximum context length is "
@@ -181,11 +203,55 @@ class ChatService:
                     forget()
 
 
+def with_detail(
+    item: RequestItem, part: ImagePart | VideoPart, admission: Admission
+) -> RequestItem:
+    """The item with the pixels that its `detail` stands for."""
+    spec = admission.spec
+    most = spec.largest("image", admission.tokens).get("max_pixels")
+    if not isinstance(part, ImagePart) or part.image_url.detail == "auto" or not most:
+        return item
+    low = part.image_url.detail == "low"
+    sizing = spec.sizing if low else spec.own_sizing or spec.sizing
+    pixels = min(LOW_PIXELS if low else math.inf, sizing.defaults()["max_pixels"] or most, most)
+    return replace(item, max_pixels=int(pixels))
+
+
+def kwargs_of(given: ChatKwargs, items: Sequence[RequestItem], spec: ModelSpec) -> ProcessorKwargs:
+    """`mm_processor_kwargs` in our words. Raises InvalidKey."""
+    kwargs, size = given.kwargs(), given.size
+    if size is None:
+        return kwargs
+    if isinstance(spec.video, TotalPixels) and any(item.type == "video" for item in items):
+        raise InvalidKey(
+            "mm_processor_kwargs.size: of a video it counts the pixels of all frames together: "
+            "give min_pixels and max_pixels, those of each frame",
+            "mm_processor_kwargs",
+        )
+    # GLM-V counts the pixels of an image once for each of the frames that it stands for.
+    frames = FRAMES_PER_GROUP if isinstance(spec.sizing, EnlargingSizing) else 1
+    return replace(
+        kwargs,
+        min_pixels=kwargs.min_pixels or (size.shortest_edge and -(-size.shortest_edge // frames)),
+        max_pixels=kwargs.max_pixels or (size.longest_edge and max(1, size.longest_edge // frames)),
+    )
+
+
 def add(app: FastAPI, service: Service, chat: ChatService) -> None:
     """Adds the chat API's routes, and the language model to what /readyz waits for."""
     service.ready["ready_llm_replicas"] = chat.ready_replicas
+    app.state.bodies.append(ChatRequest)
+    body = {"required": True, "content": {JSON: schema(ChatRequest)}}
+    entry = {
+        "id": chat.spec.id,
+        "object": "model",
+        "created": 0,
+        "owned_by": "encoder-service",
+        "max_model_len": chat.spec.max_model_len,
+        "weights": chat.spec.weights,
+    }
 
-    @app.post(CHAT_PATH)
+    @app.post(CHAT_PATH, openapi_extra={"requestBody": body})
     async def completions(request: Request) -> Response:
         """A chat completion, as in OpenAI's API."""
         exchange: Exchange = request.state.exchange
@@ -214,15 +280,17 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
     async def list_models(request: Request) -> dict[str, Any]:
         """The language model that is served."""
         service.authorize(request.headers.get("authorization"))
-        entry = {
-            "id": chat.spec.id,
-            "object": "model",
-            "created": 0,
-            "owned_by": "encoder-service",
-            "max_model_len": chat.spec.max_model_len,
-            "weights": chat.spec.weights,
-        }
         return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{model:path}", response_model=None)
+    async def show_model(request: Request, model: str) -> dict[str, Any] | Response:
+        """The language model of this name, which may contain slashes."""
+        try:
+            service.authorize(request.headers.get("authorization"))
+            chat.check_model(model)
+        except Exception as problem:
+            return refusal(problem, None, request.state.exchange)
+        return entry
 
 
 def refusal(problem: Exception, parsed: Parsed | None, exchange: Exchange) -> Response:

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from actors.errors import CheckpointError, StartError
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset, find
-from encoder_service.llm.prompt import Prompt
+from encoder_service.llm.prompt import TEXT, Placed, Prompt
 from encoder_service.llm.schema import Finish, SamplingParams
 from encoder_service.llm.spec import LlmSpec
 
@@ -137,6 +137,31 @@ def inputs(prompt: Prompt, rows: Sequence[Tensor], spec: LlmSpec) -> dict[str, A
             kind: encoded(ones, spec.deepstack) for kind, ones in outputs.items()
         }
     return made
+
+
+def pruned(
+    model: Any, made: Mapping[str, Any], placed: Sequence[Placed], kept: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """The same inputs without the tokens of rows that Efficient Video Sampling has dropped.
+
+    kept: indices of the rows that are left of each item; empty: all. All tokens keep the positions
+    that they have in the whole prompt, as in vLLM.
+    """
+    asked = {name: value for name, value in made.items() if name != "mm_encoder_outputs"}
+    positions, _ = model.model.get_rope_index(**asked)
+    kinds = made["mm_token_type_ids"][0]
+    left = []
+    for one, rows in zip(placed, kept, strict=True):
+        mask = torch.full((one.tokens,), not rows)
+        mask[list(rows)] = True
+        left.append(mask)
+    stays = kinds == TEXT
+    stays[~stays] = torch.cat(left).to(stays.device)
+    tokens = {
+        name: made[name][:, stays] for name in ("input_ids", "attention_mask", "mm_token_type_ids")
+    }
+    order = torch.arange(int(stays.sum()), device=stays.device).view(1, 1, -1)
+    return {**made, **tokens, "position_ids": torch.cat([order, positions[:, :, stays]])}
 
 
 def encoded(rows: Sequence[Tensor], deepstack: int) -> BaseModelOutputWithPooling:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from actors.errors import CheckpointError, InvalidRequest, UnsupportedMedia
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Files, Preset, find
-from actors.spec.video import VideoSizing
+from actors.spec.video import VideoSizing, retained_tokens
 from actors.types import Grid, Kind, Media
 from encoder_service.llm.schema import Message
 from encoder_service.llm.spec import LlmSpec
@@ -91,6 +91,8 @@ class Placed:
     times: tuple[float, ...] = ()
     """Of a video: the time of each group of frames in seconds."""
     seconds_per_group: float = 0.0
+    dropped: int = 0
+    """Rows that Efficient Video Sampling will drop, and with them their tokens (model.pruned)."""
 
 
 def place(media: Media, video: VideoSizing | None) -> Placed:
@@ -100,14 +102,16 @@ def place(media: Media, video: VideoSizing | None) -> Placed:
         return Placed(media.kind, plan.grid_thw, plan.tokens)
     if video is None:
         raise UnsupportedMedia("this model takes no videos: send frames as images")
+    video = video.asked(media.kwargs)
     times, seconds = tuple(video.timestamps(clip)), video.seconds_per_group(clip)
-    return Placed(media.kind, plan.grid_thw, plan.tokens, times, seconds)
+    dropped = plan.tokens - retained_tokens(plan, media.evs_rate)
+    return Placed(media.kind, plan.grid_thw, plan.tokens, times, seconds, dropped)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: list[int]
-    """With one token for each row of the embeddings."""
+    """With one token for each row of the embeddings, those that will be dropped included."""
     kinds: list[int]
     """Of each token: TEXT, or IMAGE or VIDEO for an embedding row (mm_token_type_ids)."""
     placed: tuple[Placed, ...]
@@ -129,10 +133,12 @@ def prompt(
     except (TemplateError, TypeError, ValueError) as error:
         raise InvalidRequest(f"the model's chat template refuses the messages: {error}") from error
     expanded, kinds = expand(ids, placed, spec, tokenizer)
-    room = spec.max_model_len - len(expanded)
+    seen, dropped = (sum(getattr(one, name) for one in placed) for name in ("tokens", "dropped"))
+    length = len(expanded) - dropped
+    room = spec.max_model_len - length
     if room <= 0:
         raise InvalidRequest(
-            f"the messages are {len(expanded)} tokens, {sum(one.tokens for one in placed)} of "
+            f"the messages are {length} tokens, {seen - dropped} of "
             "them of images and videos; the maximum context length is "
             f"{spec.max_model_len} (llm.max_model_len): send less"
         )

@@ -2,20 +2,33 @@
 
     ChatRequest -> ChatCall -> str, str, ..., Finish (or ChatFailed)
 
-Unknown keys are rejected; only `detail` is accepted and ignored.
+Parameters that the language model cannot serve are accepted with values that change nothing.
+Unknown keys are rejected.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from actors.errors import InvalidRequest, NotFound, ServiceError
 from actors.telemetry.tracing import NOBODY, Origin
 from actors.types import Kind, Media
+from encoder_service.api.schema import KwargsFields
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WireError, from_base64
 
@@ -28,6 +41,8 @@ MOST_PROBLEMS, MOST_NAMED, MOST_KEY = 1000, 10, 100
 """Limits for an error message: problems looked at, problems named, characters of a key."""
 MESSAGE_PART = 5
 """Keys to a message part: messages, i, content, j, its type (pydantic's, not the body's)."""
+LOW_PIXELS = 512 * 512
+"""Of an image with `detail: low`, as in OpenAI's API."""
 DATA_URL = "data:"
 MOST_SHOWN = 40
 """Characters of an invalid URL to quote: it may be a whole file in base64."""
@@ -64,7 +79,7 @@ class SamplingParams(StrictModel):
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)], ...],
         Field(max_length=MOST_STOPS),
-        BeforeValidator(as_tuple),
+        BeforeValidator(as_tuple, json_schema_input_type=str | list[str] | None),
     ] = ()
     """Texts that end the completion and are not part of it."""
 
@@ -112,7 +127,7 @@ class ImageUrl(StrictModel):
 
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
-    """Accepted because clients send it, but ignored: the model determines the resolution."""
+    """`low`: at most LOW_PIXELS. `high`: as many as the checkpoint takes. `auto`: as configured."""
 
 
 class ImagePart(StrictModel):
@@ -143,9 +158,10 @@ ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="t
 
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[ContentPart], BeforeValidator(as_parts)] = Field(
-        min_length=1, max_length=MOST_PARTS, fail_fast=True
-    )
+    content: Annotated[
+        list[ContentPart],
+        BeforeValidator(as_parts, json_schema_input_type=str | list[ContentPart]),
+    ] = Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)
 
     def for_template(self) -> Message:
         """Text-only content becomes a string, which every chat template accepts."""
@@ -162,8 +178,44 @@ class ChatMessage(StrictModel):
         return {"role": role, "content": content}
 
 
+class SizeRange(StrictModel):
+    """transformers' `size` of an image: its pixels, and its frames' if it has several (GLM-V)."""
+
+    shortest_edge: int | None = Field(None, gt=0)
+    longest_edge: int | None = Field(None, gt=0)
+
+
+class ChatKwargs(KwargsFields):
+    """vLLM's `mm_processor_kwargs`, for all images and videos whose kind takes them."""
+
+    size: SizeRange | None = None
+    do_sample_frames: Literal[True] = True
+    """Clients of vLLM send it. Frames of a video file are always sampled."""
+
+
 class StreamOptions(StrictModel):
     include_usage: bool = False
+
+
+class Only:
+    """Of a parameter: null and `accepted`, the values that change nothing. Others are rejected."""
+
+    def __init__(self, *accepted: Any) -> None:
+        self.accepted = accepted
+
+    def check(self, value: Any) -> Any:
+        if value is None or value in self.accepted:
+            return value
+        shown = " or ".join(map(json.dumps, self.accepted))
+        raise ValueError(f"only {shown} is supported here")
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(kind))
+
+    def __get_pydantic_json_schema__(
+        self, kind: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": [*self.accepted, None]}
 
 
 class ChatRequest(SamplingParams):
@@ -176,7 +228,27 @@ class ChatRequest(SamplingParams):
     stream_options: StreamOptions | None = None
     max_completion_tokens: int | None = Field(None, gt=0)
     """The newer name of max_tokens."""
-    n: Literal[1] = 1
+    mm_processor_kwargs: ChatKwargs = ChatKwargs()
+    n: Annotated[Any, Only(1)] = None
+    frequency_penalty: Annotated[Any, Only(0)] = None
+    presence_penalty: Annotated[Any, Only(0)] = None
+    logit_bias: Annotated[Any, Only({})] = None
+    logprobs: Annotated[Any, Only(False)] = None
+    top_logprobs: Annotated[Any, Only(0)] = None
+    response_format: Annotated[Any, Only({"type": "text"})] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    tools: Annotated[Any, Only([])] = None
+    tool_choice: Annotated[Any, Only("none", "auto")] = None
+    functions: Annotated[Any, Only([])] = None
+    function_call: Annotated[Any, Only("none", "auto")] = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
+    store: Annotated[Any, Only(False)] = None
+    parallel_tool_calls: bool | None = None
+    """This and what follows has no effect, whatever the value."""
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
 
     @model_validator(mode="after")
     def options_belong_to_a_stream(self) -> Self:

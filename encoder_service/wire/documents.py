@@ -61,6 +61,11 @@ SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
 )
 
 
+COUNTS = ("min_pixels", "max_pixels", "max_patches", "num_frames")
+KWARGS = (*COUNTS, "fps")
+"""What a request may say of how an item is sized and sampled: actors.types.ProcessorKwargs."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestItem:
     """One item of a request, with one of `data`, `url` and `frames`."""
@@ -69,7 +74,17 @@ class RequestItem:
     data: bytes | None = None  # the file, still compressed
     url: str | None = None
     frames: tuple[bytes, ...] | None = None  # a video as image files
-    fps: float | None = None
+    fps: float | None = None  # of `frames`: their rate; of a file: frames to take per second
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    max_patches: int | None = None
+    num_frames: int | None = None
+
+    def kwargs(self) -> dict[str, Any]:
+        """What it says of how it is sized and sampled."""
+        names = COUNTS if self.frames is not None else KWARGS
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
     def document(self) -> Document:
         """The entry of "items" in a msgpack request."""
@@ -114,8 +129,11 @@ def parse_item(item: Any, where: str) -> RequestItem:
     """One entry of "items". Files are bytes in msgpack, base64 in JSON."""
     if not isinstance(item, dict):
         raise WireError(f"{where} must be a map")
-    check_keys(item, {"type", "data", "url", "frames", "fps"}, where)
+    check_keys(item, {"type", "data", "url", "frames", *KWARGS}, where)
     kind, fps = item.get("type", "image"), item.get("fps")
+    counts: dict[str, Any] = {
+        name: count(item[name], f"{where}.{name}") for name in COUNTS if name in item
+    }
     data, url, frames = item.get("data"), item.get("url"), item.get("frames")
     if kind not in ("image", "video"):
         raise WireError(f'{where}.type must be "image" or "video", not {kind!r}')
@@ -123,18 +141,25 @@ def parse_item(item: Any, where: str) -> RequestItem:
         raise WireError(f'{where} needs one of "data", "url" and "frames"')
     if url is not None and not isinstance(url, str):
         raise WireError(f"{where}.url must be a string")
+    if fps is not None and (type(fps) not in (int, float) or not 0 < fps < math.inf):
+        raise WireError(f"{where}.fps must be a number above zero")
     if frames is None:
-        if fps is not None:
-            raise WireError(f'{where}.fps goes with "frames": a video file has its own')
-        return RequestItem(kind, None if data is None else content(data, f"{where}.data"), url)
+        file = None if data is None else content(data, f"{where}.data")
+        return RequestItem(kind, file, url, fps=fps, **counts)
     if kind != "video":
         raise WireError(f'{where}.frames: the type must be "video"')
     if not isinstance(frames, list):
         raise WireError(f"{where}.frames must be a list")
-    if fps is not None and (type(fps) not in (int, float) or not 0 < fps < math.inf):
-        raise WireError(f"{where}.fps must be a number above zero")
+    if counts.get("num_frames"):
+        raise WireError(f"{where}.num_frames goes with a video file: all `frames` are encoded")
     files = tuple(content(one, f"{where}.frames[{i}]") for i, one in enumerate(frames))
-    return RequestItem("video", frames=files, fps=fps)
+    return RequestItem("video", frames=files, fps=fps, **counts)
+
+
+def count(value: Any, where: str) -> int | None:
+    if value is None or (type(value) is int and value > 0):
+        return value
+    raise WireError(f"{where} must be a whole number above zero")
 
 
 def content(data: Any, where: str) -> bytes:

@@ -24,45 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"encoder_service/wire/encoder.proto\x12\nencoder.v1\"c\n\x04Item\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x12$\n\x06\x66rames\x18\x04 \x01(\x0b\x32\x12.encoder.v1.FramesH\x00\x42\x08\n\x06source\"#\n\x06\x46rames\x12\x0c\n\x04\x64\x61ta\x18\x01 \x03(\x0c\x12\x0b\n\x03\x66ps\x18\x02 \x01(\x01\"b\n\x07Options\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\x10\n\x08on_error\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\x08\x12\x10\n\x08\x65vs_rate\x18\x05 \x01(\x01\"!\n\x0c\x46\x65tchRequest\x12\x11\n\treference\x18\x01 \x01(\t\"#\n\x0eReleaseRequest\x12\x11\n\treference\x18\x01 \x01(\t\"\x11\n\x0fReleaseResponse\"V\n\rEncodeRequest\x12\x1f\n\x05items\x18\x01 \x03(\x0b\x32\x10.encoder.v1.Item\x12$\n\x07options\x18\x02 \x01(\x0b\x32\x13.encoder.v1.Options\"G\n\x05\x45rror\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04item\x18\x03 \x01(\x05\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\xb4\x02\n\tEmbedding\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x10\n\x08grid_thw\x18\x03 \x03(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05shape\x18\x06 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x07 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x0e\n\x06source\x18\t \x01(\t\x12\x11\n\tdeepstack\x18\n \x01(\x05\x12\x0e\n\x06notice\x18\x0b \x01(\t\x12\x11\n\treference\x18\r \x01(\t\x12 \n\x05\x65rror\x18\x0c \x01(\x0b\x32\x11.encoder.v1.Error\x12\x12\n\ntimestamps\x18\x0e \x03(\x01\x12\x1a\n\x12second_per_grid_ts\x18\x0f \x01(\x01\x12\x14\n\x0c\x66rame_tokens\x18\x10 \x03(\x05\"W\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x15\n\rpreprocess_ms\x18\x02 \x01(\x01\x12\x11\n\tencode_ms\x18\x03 \x01(\x01\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\"\x8c\x01\n\x0e\x45ncodeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12$\n\x05items\x18\x03 \x03(\x0b\x32\x15.encoder.v1.Embedding\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.encoder.v1.Timings\x12\x0e\n\x06\x66\x61mily\x18\x05 \x01(\t\"\xb7\x01\n\x04Plan\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\r\n\x05width\x18\x03 \x01(\x05\x12\x0e\n\x06height\x18\x04 \x01(\x05\x12\x10\n\x08grid_thw\x18\x05 \x03(\x05\x12\x0e\n\x06tokens\x18\x06 \x01(\x05\x12\x0f\n\x07patches\x18\x07 \x01(\x05\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x0e\n\x06notice\x18\t \x01(\t\x12 \n\x05\x65rror\x18\n \x01(\x0b\x32\x11.encoder.v1.Error\"_\n\x0cPlanResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x1f\n\x05items\x18\x03 \x03(\x0b\x32\x10.encoder.v1.Plan\x12\x0e\n\x06\x66\x61mily\x18\x04 \x01(\t\"u\n\x0b\x45ncodeChunk\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12(\n\tembedding\x18\x03 \x01(\x0b\x32\x15.encoder.v1.Embedding\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x0e\n\x06\x66\x61mily\x18\x05 \x01(\t\"\x11\n\x0fGetModelRequest\" \n\x10GetModelResponse\x12\x0c\n\x04json\x18\x01 \x01(\t2\x96\x03\n\x07\x45ncoder\x12?\n\x06\x45ncode\x12\x19.encoder.v1.EncodeRequest\x1a\x1a.encoder.v1.EncodeResponse\x12\x44\n\x0c\x45ncodeStream\x12\x19.encoder.v1.EncodeRequest\x1a\x17.encoder.v1.EncodeChunk0\x01\x12;\n\x04Plan\x12\x19.encoder.v1.EncodeRequest\x1a\x18.encoder.v1.PlanResponse\x12<\n\x05\x46\x65tch\x12\x18.encoder.v1.FetchRequest\x1a\x17.encoder.v1.EncodeChunk0\x01\x12\x42\n\x07Release\x12\x1a.encoder.v1.ReleaseRequest\x1a\x1b.encoder.v1.ReleaseResponse\x12\x45\n\x08GetModel\x12\x1b.encoder.v1.GetModelRequest\x1a\x1c.encoder.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"encoder_service/wire/encoder.proto\x12\nencoder.v1\"\xc1\x01\n\x04Item\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x12$\n\x06\x66rames\x18\x04 \x01(\x0b\x32\x12.encoder.v1.FramesH\x00\x12\x12\n\nmin_pixels\x18\x05 \x01(\x03\x12\x12\n\nmax_pixels\x18\x06 \x01(\x03\x12\x13\n\x0bmax_patches\x18\x07 \x01(\x03\x12\x0b\n\x03\x66ps\x18\x08 \x01(\x01\x12\x12\n\nnum_frames\x18\t \x01(\x05\x42\x08\n\x06source\"#\n\x06\x46rames\x12\x0c\n\x04\x64\x61ta\x18\x01 \x03(\x0c\x12\x0b\n\x03\x66ps\x18\x02 \x01(\x01\"\xc0\x01\n\x07Options\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\x10\n\x08on_error\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\x08\x12\x10\n\x08\x65vs_rate\x18\x05 \x01(\x01\x12\x12\n\nmin_pixels\x18\x06 \x01(\x03\x12\x12\n\nmax_pixels\x18\x07 \x01(\x03\x12\x13\n\x0bmax_patches\x18\x08 \x01(\x03\x12\x0b\n\x03\x66ps\x18\t \x01(\x01\x12\x12\n\nnum_frames\x18\n \x01(\x05\"!\n\x0c\x46\x65tchRequest\x12\x11\n\treference\x18\x01 \x01(\t\"#\n\x0eReleaseRequest\x12\x11\n\treference\x18\x01 \x01(\t\"\x11\n\x0fReleaseResponse\"V\n\rEncodeRequest\x12\x1f\n\x05items\x18\x01 \x03(\x0b\x32\x10.encoder.v1.Item\x12$\n\x07options\x18\x02 \x01(\x0b\x32\x13.encoder.v1.Options\"G\n\x05\x45rror\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04item\x18\x03 \x01(\x05\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\xc7\x02\n\tEmbedding\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x10\n\x08grid_thw\x18\x03 \x03(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05shape\x18\x06 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x07 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x0e\n\x06source\x18\t \x01(\t\x12\x11\n\tdeepstack\x18\n \x01(\x05\x12\x0e\n\x06notice\x18\x0b \x01(\t\x12\x11\n\treference\x18\r \x01(\t\x12 \n\x05\x65rror\x18\x0c \x01(\x0b\x32\x11.encoder.v1.Error\x12\x12\n\ntimestamps\x18\x0e \x03(\x01\x12\x1a\n\x12second_per_grid_ts\x18\x0f \x01(\x01\x12\x14\n\x0c\x66rame_tokens\x18\x10 \x03(\x05\x12\x11\n\tkept_rows\x18\x11 \x03(\x05\"W\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x15\n\rpreprocess_ms\x18\x02 \x01(\x01\x12\x11\n\tencode_ms\x18\x03 \x01(\x01\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\"\x8c\x01\n\x0e\x45ncodeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12$\n\x05items\x18\x03 \x03(\x0b\x32\x15.encoder.v1.Embedding\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.encoder.v1.Timings\x12\x0e\n\x06\x66\x61mily\x18\x05 \x01(\t\"\xe7\x01\n\x04Plan\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\r\n\x05width\x18\x03 \x01(\x05\x12\x0e\n\x06height\x18\x04 \x01(\x05\x12\x10\n\x08grid_thw\x18\x05 \x03(\x05\x12\x0e\n\x06tokens\x18\x06 \x01(\x05\x12\x0f\n\x07patches\x18\x07 \x01(\x05\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x0e\n\x06notice\x18\t \x01(\t\x12 \n\x05\x65rror\x18\n \x01(\x0b\x32\x11.encoder.v1.Error\x12\x12\n\ntimestamps\x18\x0b \x03(\x01\x12\x1a\n\x12second_per_grid_ts\x18\x0c \x01(\x01\"_\n\x0cPlanResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x1f\n\x05items\x18\x03 \x03(\x0b\x32\x10.encoder.v1.Plan\x12\x0e\n\x06\x66\x61mily\x18\x04 \x01(\t\"\x9b\x01\n\x0b\x45ncodeChunk\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12(\n\tembedding\x18\x03 \x01(\x0b\x32\x15.encoder.v1.Embedding\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x0e\n\x06\x66\x61mily\x18\x05 \x01(\t\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.encoder.v1.Timings\"\x11\n\x0fGetModelRequest\" \n\x10GetModelResponse\x12\x0c\n\x04json\x18\x01 \x01(\t2\x96\x03\n\x07\x45ncoder\x12?\n\x06\x45ncode\x12\x19.encoder.v1.EncodeRequest\x1a\x1a.encoder.v1.EncodeResponse\x12\x44\n\x0c\x45ncodeStream\x12\x19.encoder.v1.EncodeRequest\x1a\x17.encoder.v1.EncodeChunk0\x01\x12;\n\x04Plan\x12\x19.encoder.v1.EncodeRequest\x1a\x18.encoder.v1.PlanResponse\x12<\n\x05\x46\x65tch\x12\x18.encoder.v1.FetchRequest\x1a\x17.encoder.v1.EncodeChunk0\x01\x12\x42\n\x07Release\x12\x1a.encoder.v1.ReleaseRequest\x1a\x1b.encoder.v1.ReleaseResponse\x12\x45\n\x08GetModel\x12\x1b.encoder.v1.GetModelRequest\x1a\x1c.encoder.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'encoder_service.wire.encoder_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ITEM']._serialized_start=50
-  _globals['_ITEM']._serialized_end=149
-  _globals['_FRAMES']._serialized_start=151
-  _globals['_FRAMES']._serialized_end=186
-  _globals['_OPTIONS']._serialized_start=188
-  _globals['_OPTIONS']._serialized_end=286
-  _globals['_FETCHREQUEST']._serialized_start=288
-  _globals['_FETCHREQUEST']._serialized_end=321
-  _globals['_RELEASEREQUEST']._serialized_start=323
-  _globals['_RELEASEREQUEST']._serialized_end=358
-  _globals['_RELEASERESPONSE']._serialized_start=360
-  _globals['_RELEASERESPONSE']._serialized_end=377
-  _globals['_ENCODEREQUEST']._serialized_start=379
-  _globals['_ENCODEREQUEST']._serialized_end=465
-  _globals['_ERROR']._serialized_start=467
-  _globals['_ERROR']._serialized_end=538
-  _globals['_EMBEDDING']._serialized_start=541
-  _globals['_EMBEDDING']._serialized_end=849
-  _globals['_TIMINGS']._serialized_start=851
-  _globals['_TIMINGS']._serialized_end=938
-  _globals['_ENCODERESPONSE']._serialized_start=941
-  _globals['_ENCODERESPONSE']._serialized_end=1081
-  _globals['_PLAN']._serialized_start=1084
-  _globals['_PLAN']._serialized_end=1267
-  _globals['_PLANRESPONSE']._serialized_start=1269
-  _globals['_PLANRESPONSE']._serialized_end=1364
-  _globals['_ENCODECHUNK']._serialized_start=1366
-  _globals['_ENCODECHUNK']._serialized_end=1483
-  _globals['_GETMODELREQUEST']._serialized_start=1485
-  _globals['_GETMODELREQUEST']._serialized_end=1502
-  _globals['_GETMODELRESPONSE']._serialized_start=1504
-  _globals['_GETMODELRESPONSE']._serialized_end=1536
-  _globals['_ENCODER']._serialized_start=1539
-  _globals['_ENCODER']._serialized_end=1945
+  _globals['_ITEM']._serialized_start=51
+  _globals['_ITEM']._serialized_end=244
+  _globals['_FRAMES']._serialized_start=246
+  _globals['_FRAMES']._serialized_end=281
+  _globals['_OPTIONS']._serialized_start=284
+  _globals['_OPTIONS']._serialized_end=476
+  _globals['_FETCHREQUEST']._serialized_start=478
+  _globals['_FETCHREQUEST']._serialized_end=511
+  _globals['_RELEASEREQUEST']._serialized_start=513
+  _globals['_RELEASEREQUEST']._serialized_end=548
+  _globals['_RELEASERESPONSE']._serialized_start=550
+  _globals['_RELEASERESPONSE']._serialized_end=567
+  _globals['_ENCODEREQUEST']._serialized_start=569
+  _globals['_ENCODEREQUEST']._serialized_end=655
+  _globals['_ERROR']._serialized_start=657
+  _globals['_ERROR']._serialized_end=728
+  _globals['_EMBEDDING']._serialized_start=731
+  _globals['_EMBEDDING']._serialized_end=1058
+  _globals['_TIMINGS']._serialized_start=1060
+  _globals['_TIMINGS']._serialized_end=1147
+  _globals['_ENCODERESPONSE']._serialized_start=1150
+  _globals['_ENCODERESPONSE']._serialized_end=1290
+  _globals['_PLAN']._serialized_start=1293
+  _globals['_PLAN']._serialized_end=1524
+  _globals['_PLANRESPONSE']._serialized_start=1526
+  _globals['_PLANRESPONSE']._serialized_end=1621
+  _globals['_ENCODECHUNK']._serialized_start=1624
+  _globals['_ENCODECHUNK']._serialized_end=1779
+  _globals['_GETMODELREQUEST']._serialized_start=1781
+  _globals['_GETMODELREQUEST']._serialized_end=1798
+  _globals['_GETMODELRESPONSE']._serialized_start=1800
+  _globals['_GETMODELRESPONSE']._serialized_end=1832
+  _globals['_ENCODER']._serialized_start=1835
+  _globals['_ENCODER']._serialized_end=2241
 # @@protoc_insertion_point(module_scope)

@@ -7,16 +7,26 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Item(_message.Message):
-    __slots__ = ("type", "data", "url", "frames")
+    __slots__ = ("type", "data", "url", "frames", "min_pixels", "max_pixels", "max_patches", "fps", "num_frames")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
+    MIN_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PATCHES_FIELD_NUMBER: _ClassVar[int]
+    FPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     type: str
     data: bytes
     url: str
     frames: Frames
-    def __init__(self, type: _Optional[str] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ..., frames: _Optional[_Union[Frames, _Mapping]] = ...) -> None: ...
+    min_pixels: int
+    max_pixels: int
+    max_patches: int
+    fps: float
+    num_frames: int
+    def __init__(self, type: _Optional[str] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ..., frames: _Optional[_Union[Frames, _Mapping]] = ..., min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ..., max_patches: _Optional[int] = ..., fps: _Optional[float] = ..., num_frames: _Optional[int] = ...) -> None: ...
 
 class Frames(_message.Message):
     __slots__ = ("data", "fps")
@@ -27,18 +37,28 @@ class Frames(_message.Message):
     def __init__(self, data: _Optional[_Iterable[bytes]] = ..., fps: _Optional[float] = ...) -> None: ...
 
 class Options(_message.Message):
-    __slots__ = ("dtype", "timeout_s", "on_error", "reference", "evs_rate")
+    __slots__ = ("dtype", "timeout_s", "on_error", "reference", "evs_rate", "min_pixels", "max_pixels", "max_patches", "fps", "num_frames")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     ON_ERROR_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     EVS_RATE_FIELD_NUMBER: _ClassVar[int]
+    MIN_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PATCHES_FIELD_NUMBER: _ClassVar[int]
+    FPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     timeout_s: float
     on_error: str
     reference: bool
     evs_rate: float
-    def __init__(self, dtype: _Optional[str] = ..., timeout_s: _Optional[float] = ..., on_error: _Optional[str] = ..., reference: _Optional[bool] = ..., evs_rate: _Optional[float] = ...) -> None: ...
+    min_pixels: int
+    max_pixels: int
+    max_patches: int
+    fps: float
+    num_frames: int
+    def __init__(self, dtype: _Optional[str] = ..., timeout_s: _Optional[float] = ..., on_error: _Optional[str] = ..., reference: _Optional[bool] = ..., evs_rate: _Optional[float] = ..., min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ..., max_patches: _Optional[int] = ..., fps: _Optional[float] = ..., num_frames: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("reference",)
@@ -77,7 +97,7 @@ class Error(_message.Message):
     def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., item: _Optional[int] = ..., retryable: _Optional[bool] = ...) -> None: ...
 
 class Embedding(_message.Message):
-    __slots__ = ("index", "type", "grid_thw", "tokens", "dtype", "shape", "data", "digest", "source", "deepstack", "notice", "reference", "error", "timestamps", "second_per_grid_ts", "frame_tokens")
+    __slots__ = ("index", "type", "grid_thw", "tokens", "dtype", "shape", "data", "digest", "source", "deepstack", "notice", "reference", "error", "timestamps", "second_per_grid_ts", "frame_tokens", "kept_rows")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     GRID_THW_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +114,7 @@ class Embedding(_message.Message):
     TIMESTAMPS_FIELD_NUMBER: _ClassVar[int]
     SECOND_PER_GRID_TS_FIELD_NUMBER: _ClassVar[int]
     FRAME_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_ROWS_FIELD_NUMBER: _ClassVar[int]
     index: int
     type: str
     grid_thw: _containers.RepeatedScalarFieldContainer[int]
@@ -110,7 +131,8 @@ class Embedding(_message.Message):
     timestamps: _containers.RepeatedScalarFieldContainer[float]
     second_per_grid_ts: float
     frame_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., digest: _Optional[str] = ..., source: _Optional[str] = ..., deepstack: _Optional[int] = ..., notice: _Optional[str] = ..., reference: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., timestamps: _Optional[_Iterable[float]] = ..., second_per_grid_ts: _Optional[float] = ..., frame_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    kept_rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., digest: _Optional[str] = ..., source: _Optional[str] = ..., deepstack: _Optional[int] = ..., notice: _Optional[str] = ..., reference: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., timestamps: _Optional[_Iterable[float]] = ..., second_per_grid_ts: _Optional[float] = ..., frame_tokens: _Optional[_Iterable[int]] = ..., kept_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_ms", "preprocess_ms", "encode_ms", "total_ms")
@@ -139,7 +161,7 @@ class EncodeResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., items: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., family: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("index", "type", "width", "height", "grid_thw", "tokens", "patches", "digest", "notice", "error")
+    __slots__ = ("index", "type", "width", "height", "grid_thw", "tokens", "patches", "digest", "notice", "error", "timestamps", "second_per_grid_ts")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +172,8 @@ class Plan(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    TIMESTAMPS_FIELD_NUMBER: _ClassVar[int]
+    SECOND_PER_GRID_TS_FIELD_NUMBER: _ClassVar[int]
     index: int
     type: str
     width: int
@@ -160,7 +184,9 @@ class Plan(_message.Message):
     digest: str
     notice: str
     error: Error
-    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., patches: _Optional[int] = ..., digest: _Optional[str] = ..., notice: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    timestamps: _containers.RepeatedScalarFieldContainer[float]
+    second_per_grid_ts: float
+    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., patches: _Optional[int] = ..., digest: _Optional[str] = ..., notice: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., timestamps: _Optional[_Iterable[float]] = ..., second_per_grid_ts: _Optional[float] = ...) -> None: ...
 
 class PlanResponse(_message.Message):
     __slots__ = ("model", "weights", "items", "family")
@@ -175,18 +201,20 @@ class PlanResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., items: _Optional[_Iterable[_Union[Plan, _Mapping]]] = ..., family: _Optional[str] = ...) -> None: ...
 
 class EncodeChunk(_message.Message):
-    __slots__ = ("model", "weights", "embedding", "last", "family")
+    __slots__ = ("model", "weights", "embedding", "last", "family", "timings")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights: str
     embedding: Embedding
     last: bool
     family: str
-    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., embedding: _Optional[_Union[Embedding, _Mapping]] = ..., last: _Optional[bool] = ..., family: _Optional[str] = ...) -> None: ...
+    timings: Timings
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., embedding: _Optional[_Union[Embedding, _Mapping]] = ..., last: _Optional[bool] = ..., family: _Optional[str] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""Documents and tensors as bytes, without torch: msgpack, JSON, safetensors.
+"""Documents and tensors as bytes, without torch: msgpack, JSON, safetensors, .npz.
 
 Of a document, only the "data" of its "items" is interpreted: the memory of a tensor of that item's
 "dtype" and "shape". numpy has no bfloat16, which is therefore widened to float32.
@@ -10,7 +10,9 @@ import base64
 import binascii
 import json
 import struct
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BytesIO
 from typing import Any
 
 import msgpack
@@ -20,6 +22,7 @@ import numpy.typing as npt
 MSGPACK = "application/msgpack"
 JSON = "application/json"
 SAFETENSORS = "application/vnd.safetensors"
+NPZ = "application/x-npz"
 
 MOST_ENTRIES = 65_536  # in one msgpack array or map
 MOST_VALUES = 8192
@@ -178,6 +181,18 @@ def to_safetensors(
     return [len(text).to_bytes(8, "little") + text, *chunks]
 
 
+def write_npz(answer: Document, encoding: str) -> list[Piece]:
+    """A file for numpy.load: arrays "0", "1", ... by index, and the rest as "answer.json"."""
+    found = [item for item in answer["items"] if "data" in item]
+    arrays = {str(i["index"]): to_array(i["data"], i["dtype"], i["shape"]) for i in found}
+    items = [without(item, "data") for item in answer["items"]]
+    file = BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)
+    with zipfile.ZipFile(file, "a") as members:
+        members.writestr("answer.json", json.dumps({**answer, "items": items}))
+    return [file.getbuffer()]
+
+
 def to_array(data: Buffer, dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
     """Row-major little-endian memory as an array of `shape`. bfloat16 becomes float32, exactly.
 
@@ -236,4 +251,5 @@ WRITERS: dict[str, Callable[[Document, str], list[Piece]]] = {
     MSGPACK: write_msgpack,
     JSON: write_json,
     SAFETENSORS: write_safetensors,
+    NPZ: write_npz,
 }

@@ -54,7 +54,7 @@ def main() -> int:
     console = Console(width=150)
     made = hardy()
     rows: list[dict[str, Any]] = []
-    with cluster(logical_cpus(made), object_store_bytes=STORE_BYTES) as where, service(made):
+    with cluster(logical_cpus(made), object_store_bytes=STORE_BYTES) as where, service(made, where):
         with Client(where.http) as client:
             known = known_files(client)
         before_bytes = used().bytes

@@ -13,8 +13,6 @@ from typing import Any
 
 import httpx
 
-from encoder_service.bench.cluster import free_ports
-
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 600
 OPTIONS = (
@@ -69,6 +67,8 @@ def vllm(python: str, folder: Path, name: str, **options: Any) -> Iterator[str]:
 
     Of the options, such as limit_mm_per_prompt, the values are JSON.
     """
+    from encoder_service.bench.cluster import free_ports  # which SGLang's environment lacks
+
     (port,) = free_ports(1)
     command = [python, "-m", "vllm.entrypoints.openai.api_server", *OPTIONS]
     command += ["--model", str(folder / "model"), "--port", str(port)]

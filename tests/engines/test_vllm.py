@@ -19,8 +19,7 @@ import pytest
 
 from encoder_service import Client, Embedding
 from encoder_service.bench.cluster import cluster, free_ports, logical_cpus, service
-from encoder_service.config import ServiceOptions
-from tests.engines import checkpoint
+from tests.engines import checkpoint, encoder
 from tests.engines.servers import running, vllm
 from tests.images import jpeg
 from tests.videos import video
@@ -47,7 +46,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class Engines:
-    """The same model four times."""
+    """The same model five times."""
 
     family: str
     client: Client
@@ -57,6 +56,9 @@ class Engines:
     """Of a vLLM that encodes images itself."""
     language: str
     """Of a vLLM that gets embeddings, in requests and through the EC connector."""
+    local: str
+    """Of a vLLM with our engine in its process, whose log is `local_log`."""
+    local_log: Path
 
 
 @pytest.fixture(scope="module", params=sorted(checkpoint.PROCESSORS))
@@ -66,17 +68,10 @@ def engines(
     family = request.param
     folder = tmp_path_factory.mktemp(family)
     checkpoint.write(folder / "model", family)
-    options = ServiceOptions.model_validate(
-        {
-            "model": {"id": str(folder / "model"), "dtype": "float32"},
-            "encoder": {"replicas": 1, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
-            "router": {"num_cpus": 0.1},
-            "ingress": {"num_cpus": 0.1},
-        }
-    )
+    options = encoder.options(folder / "model")
     with ExitStack() as stack:
         where = stack.enter_context(cluster(logical_cpus(options), object_store_bytes=400_000_000))
-        stack.enter_context(service(options))
+        stack.enter_context(service(options, where))
         connector = {
             "ec_connector": "EncoderServiceConnector",
             "ec_role": "ec_consumer",
@@ -91,12 +86,22 @@ def engines(
             limit_mm_per_prompt=LIMITS.get(family, NONE),
             ec_transfer_config=connector,
         )
+        extra = {"place": "local", "graphs": {"token_budgets": [64, 256]}}
+        local = vllm(
+            PYTHON,
+            folder,
+            "local",
+            limit_mm_per_prompt=TOWER,
+            ec_transfer_config=connector | {"ec_connector_extra_config": extra},
+        )
         yield Engines(
             family,
             stack.enter_context(Client(where.http)),
             where.http,
             stack.enter_context(whole),
             stack.enter_context(language),
+            stack.enter_context(local),
+            folder / "local.log",
         )
 
 
@@ -157,6 +162,17 @@ def test_embeddings_are_answered_as_the_images_are(engines: Engines, files: str)
     assert_same(answer(engines.language, parts(embeddings)), expected)
     kept = engines.client.encode(FILES[files], dtype="float32", reference=True)
     assert_same(answer(engines.language, parts(kept)), expected)
+
+
+@pytest.mark.parametrize("files", sorted(FILES))
+def test_with_our_engine_inside_images_are_answered_as_by_vllm_alone(
+    engines: Engines, files: str
+) -> None:
+    images = [shown(file) for file in FILES[files]]
+    assert_same(answer(engines.local, images), answer(engines.whole, images))
+    log = engines.local_log.read_text()
+    assert "the engine encoded its first item" in log
+    assert "vLLM encodes an item itself" not in log
 
 
 def parts(embeddings: list[Embedding]) -> list[Part]:

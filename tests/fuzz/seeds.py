@@ -12,6 +12,7 @@ import msgpack
 from PIL import Image
 
 from encoder_service.wire import encoder_pb2 as pb
+from encoder_service.wire.encoder_grpc import packed
 from encoder_service.wire.formats import JSON, write_safetensors
 from tests.images import animated, encoded, exif_with, jpeg, jpeg_segments, opened, png
 from tests.videos import video
@@ -60,6 +61,7 @@ def videos() -> list[bytes]:
         video(4, container="matroska"),
         video(4, container="webm", codec="libvpx"),
         video(4, container="avi", codec="mpeg4"),
+        *(animated(kind, 3) for kind in ("GIF", "WEBP")),
     ]
 
 
@@ -105,6 +107,14 @@ def messages() -> list[bytes]:
         pb.EncodeRequest(items=items, options=options).SerializeToString(),
         pb.EncodeRequest(items=items[:1]).SerializeToString(),
     ]
+
+
+@cache
+def grpc_responses() -> list[bytes]:
+    item = pb.Embedding(index=1, dtype="float16", shape=[2, 3], grid_thw=[1, 4, 2])
+    failed = pb.Embedding(index=0, error=pb.Error(type="invalid_request", retryable=True))
+    outer = pb.EncodeResponse(model="m", timings=pb.Timings(total_ms=1))
+    return [packed(outer, [(item, bytes(12)), (failed, b"")])]
 
 
 @cache

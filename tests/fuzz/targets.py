@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from actors.media.image import decode, prepare
 from actors.media.patchify import patchifier_of
 from encoder_service import client
 from encoder_service.api.auth import Tokens
+from encoder_service.api.grpc import EncoderCalls
 from encoder_service.api.http import ENCODE_PATH, build, choose
 from encoder_service.client.items import read_items
 from encoder_service.client.transports import read_embeddings
@@ -27,9 +29,10 @@ from encoder_service.config import AuthOptions, FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.intake.media import probe
 from encoder_service.wire import encoder_pb2 as pb
+from encoder_service.wire.encoder_grpc import unpacked
 from encoder_service.wire.formats import JSON, MSGPACK, WireError
 from tests.fuzz import seeds
-from tests.unit.api.test_rpc import Calls, Context
+from tests.unit.api.test_rpc import Aborted, Context
 from tests.unit.front_door import MODEL, Fleet, service
 
 LIMITS = LimitOptions(max_pixels=300_000, max_body_bytes=200_000)
@@ -104,8 +107,17 @@ def post(content_type: str) -> Callable[[bytes], None]:
 def grpc_encode(data: bytes) -> None:
     """The whole of the gRPC front door, from the message's bytes on."""
     context = Context()
-    asyncio.run(CALLS.Encode(pb.EncodeRequest.FromString(data), context))
+    with suppress(Aborted):
+        asyncio.run(CALLS.Encode(pb.EncodeRequest.FromString(data), context))
     assert context.code in CODES, context.details
+
+
+def grpc_response(data: bytes) -> None:
+    """A message with embeddings, as the client reads it. Protobuf reads the same."""
+    _, items = unpacked(pb.EncodeResponse, data)
+    same = pb.EncodeResponse.FromString(data)
+    assert len(items) == len(same.items)
+    assert [bytes(rows) for _, rows in items] == [one.data for one in same.items]
 
 
 def read_response(data: bytes) -> None:
@@ -145,7 +157,7 @@ def authorize(data: bytes) -> None:
 
 CUTTER = patchifier_of(registry.read(MODEL))
 APP = build(service(Fleet(), max_body_bytes=LIMITS.max_body_bytes))
-CALLS = Calls(Fleet(), max_body_bytes=LIMITS.max_body_bytes)
+CALLS = EncoderCalls(service(Fleet(), max_body_bytes=LIMITS.max_body_bytes))
 FETCHER = Fetcher(FetchOptions(allow_hosts=("images.example",)))
 CLOSED = Tokens(AuthOptions(token_sha256=(hashlib.sha256(b"open").hexdigest(),)))
 
@@ -170,6 +182,7 @@ TARGETS = {
         (NotAcceptable,),
     ),
     "grpc": Target(grpc_encode, seeds.messages, (DecodeError,), 300),
+    "grpc_response": Target(grpc_response, seeds.grpc_responses, (DecodeError,), 300),
     "response": Target(read_response, seeds.responses, (WireError, client.ServiceError)),
     "url": Target(check_url, lambda: URLS, (InvalidRequest,)),
     "redirect": Target(redirect, lambda: [*URLS, b"/c", b"?x"], (InvalidRequest, InvalidMedia)),

@@ -7,13 +7,14 @@ from random import Random
 import numpy as np
 import pytest
 
-from actors.engine.budgets import MOST_ITEMS_A_BUDGET, Segments, capacity
+from actors.engine.budgets import Segments, capacity
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet, capture
 from actors.models.packed import PackedTower
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import MOST_ITEMS_A_BUDGET
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Size
 from tests.gpu.towers import cuda, finished, relative_error, shallow, synchronize, towers

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -127,6 +128,44 @@ def test_dummy_weights_are_the_same_in_every_process() -> None:
     assert one.model.visual is None
     assert torch.equal(one(ids).logits, other(ids).logits)
     assert one(ids).logits.isfinite().all()
+
+
+def test_a_pruned_video_is_read_as_if_the_rest_were_masked(chat: Chat) -> None:
+    if chat.pair.model_type.startswith("qwen3_5"):
+        pytest.skip("masked tokens still move its linear attention along")
+    ours, _ = both(chat, [Size(64, 64), Clip(Size(84, 56), frames=8, fps=3), Size(96, 64)])
+    spec = chat.spec
+    outputs = ours["mm_encoder_outputs"]
+    kind = "image" if spec.video_style.as_images else "video"
+    place = 1 if spec.video_style.as_images else 0
+    count = len(outputs[kind].pooler_output[place])
+    kept = [row for row in range(count) if row % 3 != 2]
+    asked = {name: one for name, one in ours.items() if name != "mm_encoder_outputs"}
+    positions, _ = chat.model.model.get_rope_index(**asked)
+    runs = ours["mm_token_type_ids"][0] == 2
+    hidden = runs.nonzero()[:, 0][[row for row in range(count) if row % 3 == 2]]
+    mask = ours["attention_mask"].clone()
+    mask[0, hidden] = 0
+    order = torch.arange(len(runs)).view(1, 1, -1)
+    whole = ours | {"attention_mask": mask, "position_ids": torch.cat([order, positions])}
+    placed = [Placed("image", (1, 1, 1), 0)] * 3
+    placed = [replace(one, tokens=n) for one, n in zip(placed, tokens_of(ours), strict=True)]
+    pruned = language_model.pruned(chat.model, ours, placed, [(), kept, ()])
+    left = copy.deepcopy(outputs)
+    for level in (left[kind].pooler_output, *(left[kind].get("deepstack_features") or ())):
+        level[place] = level[place][kept]
+    with torch.inference_mode():
+        expected = chat.model(**whole).logits[:, mask[0].bool()]
+        found = chat.model(**pruned | {"mm_encoder_outputs": left}).logits
+    assert (found - expected).abs().max() < TOLERANCE
+
+
+def tokens_of(made: dict[str, Any]) -> list[int]:
+    """Placeholders of an image, a video and an image."""
+    kinds = made["mm_token_type_ids"][0].tolist()
+    first = kinds.index(2)
+    images = [kinds[:first].count(1), kinds[first:].count(1)]
+    return [images[0], kinds.count(2), images[1]]
 
 
 def both(chat: Chat, seen: Sequence[Size | Clip]) -> tuple[dict[str, Any], dict[str, Any]]:

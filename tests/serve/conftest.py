@@ -23,6 +23,7 @@ import ray
 from ray import serve
 
 from encoder_service.bench.cluster import free_ports
+from tests.serve.tiny import GRPC_PORT
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Cluster:
 def cluster() -> Iterator[Cluster]:
     """Ray and Serve, stopped after the last test of this folder: other tests run without Ray."""
     home = tempfile.mkdtemp(prefix="es")  # short: socket paths have a limit
-    http_port, grpc_port, metrics_port = free_ports(3)
+    http_port, metrics_port = free_ports(2)
     ray.init(
         address="local",
         num_cpus=32,  # logical: replicas ask for a tenth
@@ -56,17 +57,10 @@ def cluster() -> Iterator[Cluster]:
     serve.start(
         proxy_location="HeadOnly",
         http_options={"host": "127.0.0.1", "port": http_port},
-        grpc_options={
-            "port": grpc_port,
-            "grpc_servicer_functions": [
-                "encoder_service.wire.encoder_grpc.add_EncoderServicer_to_server",
-                "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
-            ],
-        },
     )
     metrics = f"http://127.0.0.1:{metrics_port}/metrics"
     logs = Path(home, "session_latest", "logs", "serve")
-    yield Cluster(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", logs, metrics)
+    yield Cluster(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{GRPC_PORT}", logs, metrics)
     serve.shutdown()
     ray.shutdown()
     shutil.rmtree(home, ignore_errors=True)

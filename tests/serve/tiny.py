@@ -10,6 +10,7 @@ from typing import Any
 from ray import serve
 
 from encoder_service.app import build
+from encoder_service.bench.cluster import free_ports
 
 TOKEN = "let me in"
 BEARER = f"Bearer {TOKEN}"
@@ -17,6 +18,8 @@ MAX_ITEMS = 4
 MAX_BODY_BYTES = 300_000
 WIDTH = 192
 """Of a row: hidden 64 x (1 + 2 deepstack features)."""
+
+(GRPC_PORT,) = free_ports(1)
 
 ARGS: dict[str, Any] = {
     "model": {"id": "qwen3vl-tiny", "load_format": "dummy", "dtype": "float32"},
@@ -29,7 +32,7 @@ ARGS: dict[str, Any] = {
     },
     "graphs": {"token_budgets": [16, 64]},
     "router": {"num_cpus": 0.1},
-    "ingress": {"num_cpus": 0.1},
+    "ingress": {"num_cpus": 0.1, "grpc_port": GRPC_PORT},
     "limits": {"max_items": MAX_ITEMS, "max_body_bytes": MAX_BODY_BYTES},
     "auth": {"token_sha256": [hashlib.sha256(TOKEN.encode()).hexdigest()]},
 }

@@ -62,6 +62,9 @@ class ECConnectorBase(ABC):
     @abstractmethod
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata: ...
 
+    def take_unavailable_requests(self) -> set[str]:
+        return set()
+
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts them where vLLM's own would be."""
@@ -97,12 +100,15 @@ class Request:
     identifiers: list[str]
     tokens: int
     keys: tuple[str, ...] = ("image_grid_thw",)
+    adapter: str = ""
+    """Of LoRA, with a colon."""
 
     @property
     def mm_features(self) -> list[Any]:
         return [
             SimpleNamespace(
-                identifier=name,
+                identifier=self.adapter + name,
+                mm_hash=name,
                 data=dict.fromkeys(self.keys),
                 mm_position=SimpleNamespace(offset=i * self.tokens, length=self.tokens),
             )

@@ -6,9 +6,11 @@ families is data (`Style`). The fast form of the block is in fast.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,10 @@ Norm = Literal["layer", "rms"]
 
 WINDOW = "window_"
 """Prefix of the attention inputs that describe windows instead of whole segments."""
+
+Layer = TypeVar("Layer")
+
+_between_layers: ContextVar[Callable[[], None] | None] = ContextVar("between_layers", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,25 @@ BlocksForm = Callable[[Sequence[BlockWeights], Style, Attention, Sequence[int]],
 """Builds the blocks: weights, style, attention, and the layers that are tapped."""
 
 
+@contextmanager
+def between_layers(call: Callable[[], None]) -> Iterator[None]:
+    """Calls `call` between the layers of every tower that runs inside, as engine/slices.py does."""
+    token = _between_layers.set(call)
+    try:
+        yield
+    finally:
+        _between_layers.reset(token)
+
+
+def numbered(layers: Sequence[Layer]) -> Iterator[tuple[int, Layer]]:
+    """The layers of a forward pass in order, each with its index: see `between_layers`."""
+    call = _between_layers.get()
+    for index, layer in enumerate(layers):
+        if call and index:
+            call()
+        yield index, layer
+
+
 class ReferenceBlocks:
     """Plain torch: the form that every other form is compared with."""
 
@@ -105,7 +130,7 @@ class ReferenceBlocks:
     ) -> tuple[Tensor, list[Tensor]]:
         tapped = []
         windows = windows_of(values)
-        for index, layer in enumerate(self.weights):
+        for index, layer in numbered(self.weights):
             seen = windows if index in self.style.windowed else values
             x = self.after(x, self.attention(self.before(x, cos, sin, layer), seen), layer)
             if index in self.taps:

@@ -26,6 +26,7 @@ from actors.models.layers.block import (
     Affine,
     BlockWeights,
     Style,
+    numbered,
     qk_normed,
     windows_of,
 )
@@ -81,7 +82,7 @@ class FastBlocks:
     ) -> tuple[Tensor, list[Tensor]]:
         tapped = []
         windows = windows_of(values)
-        for index, layer in enumerate(self.layers):
+        for index, layer in numbered(self.layers):
             seen = windows if index in self.style.windowed else values
             self.attend(index, layer, x, cos, sin, seen)
             self.mlp(index, layer, x)

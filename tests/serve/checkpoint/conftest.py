@@ -15,6 +15,7 @@ from encoder_service.app import build
 from tests.checkpoints import write_qwen3vl
 from tests.parity.conftest import Pair
 from tests.serve.conftest import Cluster
+from tests.serve.tiny import GRPC_PORT
 
 APP = "encoder"
 """As the examples of the documentation call it."""
@@ -32,7 +33,7 @@ def served(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "encoder": {"replicas": 2, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
         "graphs": {"token_budgets": BUDGETS},
         "router": {"num_cpus": 0.1},
-        "ingress": {"num_cpus": 0.1},
+        "ingress": {"num_cpus": 0.1, "grpc_port": GRPC_PORT},
     }
     serve.run(build(args), name=APP, route_prefix="/")
     yield Pair(reference, load(ModelOptions.model_validate(model), torch.device("cpu")), folder)

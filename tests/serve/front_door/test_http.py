@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from encoder_service.wire.formats import SAFETENSORS
+from encoder_service.wire.formats import NPZ, SAFETENSORS
 from tests.images import encoded, jpeg, opened
 from tests.responses import parse_response
 from tests.serve.conftest import Cluster
@@ -104,6 +105,28 @@ def test_every_way_out_gives_the_same_rows(client: httpx.Client) -> None:
     reference = np.frombuffer(found.pop("*/*")["data"], np.float32)
     for name, one in found.items():
         np.testing.assert_array_equal(np.frombuffer(one["data"], np.float32), reference, name)
+
+
+def test_head_gzip_and_accept_pass_the_proxy(client: httpx.Client) -> None:
+    for path in ("/", "/healthz", "/readyz"):
+        head, whole = client.head(path), client.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    body = json.dumps({"items": [{"data": b64(jpeg(128, 96))}]}).encode()
+    sent = {"content-type": "application/json", "accept-encoding": "identity"}
+    plain = client.post("/v1/encode", content=body, headers=sent)
+    assert "content-encoding" not in plain.headers
+    rows = items(plain)[0]["data"]
+    sent |= {"content-encoding": "gzip", "accept-encoding": "gzip"}
+    for accept, packed in (("application/json", True), (SAFETENSORS, False), (NPZ, False)):
+        headers = sent | {"accept": accept}
+        answer = client.post("/v1/encode", content=gzip.compress(body), headers=headers)
+        assert answer.headers.get("content-encoding") == ("gzip" if packed else None)
+        assert answer.headers["content-type"] == accept
+        if accept != SAFETENSORS:  # which has bfloat16
+            assert items(answer)[0]["data"] == rows
+    assert error(client.post("/v1/encode", content=gzip.compress(body)[:-1], headers=sent), 400)
+    assert error(client.post("/v1/encode", content=body, headers={"accept": "text/html"}), 406)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])

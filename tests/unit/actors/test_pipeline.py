@@ -21,8 +21,7 @@ from actors.errors import DeadlineExceeded, EmbeddingLost, EncodeFailed, Invalid
 from actors.media.image import prepare
 from actors.media.patchify import patchifier_of
 from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
-from actors.pipeline import Pipeline, result_of
-from actors.startup import open_pipeline
+from actors.pipeline import Pipeline, open_pipeline, result_of
 from actors.store import writer as writing
 from actors.store.kept import PendingWrite
 from actors.telemetry.metrics import EncoderMetrics

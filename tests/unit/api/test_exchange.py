@@ -9,8 +9,6 @@ from queue import Queue
 from threading import Event
 
 import pytest
-from grpc import StatusCode
-from ray.serve.exceptions import gRPCStatusError
 from starlette.testclient import TestClient
 
 from actors.errors import Overloaded
@@ -20,11 +18,9 @@ from actors.telemetry.tracing import (
     ORIGIN,
     Origin,
     Spans,
-    keep_from_log,
     name_requests,
     named_request,
 )
-from encoder_service.api.grpc import Refused
 from encoder_service.api.http import build
 from encoder_service.ops.exchange import (
     MOST_FAILURES,
@@ -122,16 +118,3 @@ def test_lines_name_the_request_that_they_are_of(kept: Kept) -> None:
     first, second = kept.records
     assert not hasattr(first, "request_id")
     assert vars(second)["request_id"] == "r-7"
-
-
-def test_a_refusal_leaves_no_traceback(kept: Kept) -> None:
-    keep_from_log(Refused)
-    log = logging.getLogger(LOG)
-    for error in (Refused(), gRPCStatusError(Refused(), StatusCode.NOT_FOUND, "gone"), KeyError()):
-        try:
-            raise error
-        except (Refused, gRPCStatusError, KeyError):
-            log.exception("Request failed.")
-    log.error("without one")
-    kinds = [one.exc_info[0] if one.exc_info else None for one in kept.records]
-    assert kinds == [KeyError, None]

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from encoder_service.api.http import build
-from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS
+from encoder_service.wire.formats import JSON, MSGPACK, NPZ, SAFETENSORS
 from tests.images import jpeg
 from tests.responses import parse_response
 from tests.unit.front_door import Fleet, client, service
@@ -31,6 +31,17 @@ BODY = {"items": [{"data": b64encode(jpeg(64, 64)).decode()}]}
         ({"json": BODY, "headers": {"accept": MSGPACK}}, MSGPACK, "bfloat16"),
         ({"content": jpeg(64, 64), "headers": IMAGE}, MSGPACK, "bfloat16"),
         ({"content": jpeg(64, 64), "headers": IMAGE | {"accept": JSON}}, JSON, "float32"),
+        ({"content": jpeg(64, 64), "headers": IMAGE | {"accept": NPZ}}, NPZ, "float32"),
+        (
+            {"json": BODY | {"options": {"dtype": "bfloat16"}}, "headers": {"accept": NPZ}},
+            NPZ,
+            "float32",
+        ),
+        (
+            {"json": BODY | {"options": {"dtype": "float16"}}, "headers": {"accept": NPZ}},
+            NPZ,
+            "float16",
+        ),
         ({"files": {"image": jpeg(64, 64)}}, MSGPACK, "bfloat16"),
     ],
 )
@@ -71,7 +82,7 @@ def test_a_bare_file_has_its_options_in_the_query() -> None:
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("dtipe=float32", "options.dtipe: unknown; known are dtype"),
+        ("dtipe=float32", "options.dtipe: unknown; known are "),
         ("dtype=int8", "options.dtype"),
         ("timeout_s=soon", "options.timeout_s"),
         ("timeout_s=1e9", "options.timeout_s"),
@@ -96,6 +107,8 @@ def test_the_document_names_the_options_of_the_query() -> None:
     query = {one["name"] for one in operation["parameters"] if one["in"] == "query"}
     options = document["components"]["schemas"]["RequestOptions"]["properties"]
     assert query == set(options)
+    # A generated client would send them beside a body, which has its own options.
+    assert not any("default" in one["schema"] for one in operation["parameters"])
     assert "default" not in options["dtype"]  # a generated client would send it
     assert "406" in operation["responses"]
 
@@ -175,7 +188,7 @@ def test_a_bomb_is_unpacked_no_further_than_the_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accept", "packed"), [(JSON, True), (MSGPACK, False), (SAFETENSORS, False)]
+    ("accept", "packed"), [(JSON, True), (MSGPACK, False), (SAFETENSORS, False), (NPZ, False)]
 )
 def test_only_answers_in_json_are_packed(accept: str, packed: bool) -> None:
     http, headers = client(Fleet()), {"accept": accept, "accept-encoding": "gzip"}

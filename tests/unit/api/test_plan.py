@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import msgpack
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from actors.errors import Overloaded, Unavailable
 from actors.families import registry
 from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
-from actors.startup import open_pipeline
+from actors.pipeline import open_pipeline
+from actors.spec.video import retention_mask
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
-from actors.types import Answer, Dtype, Media
-from encoder_service.api.grpc import EncoderCalls
+from actors.types import Answer, Dtype, Kind, Media
+from encoder_service.api.grpc import serving
 from encoder_service.api.http import build
-from encoder_service.client import AsyncClient, Embedding, Frames, Plan, ServiceError, Source
-from encoder_service.config import AuthOptions, FetchOptions, ServiceOptions
+from encoder_service.bench.cluster import free_ports
+from encoder_service.client import (
+    AsyncClient,
+    Embedding,
+    Frames,
+    Input,
+    Plan,
+    ServiceError,
+    Source,
+    Video,
+)
+from encoder_service.config import AuthOptions, FetchOptions, IngressOptions, ServiceOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.service import Service
-from encoder_service.wire.encoder_grpc import add_EncoderServicer_to_server
 from tests.images import animated, encoded, jpeg, opened, png
 from tests.small_presets import SMALL, write_small
 from tests.unit.front_door import JSON, MODEL, Fleet, client, service
@@ -38,6 +50,12 @@ from tests.videos import video
 TINY = ["qwen3vl-tiny", "deepseek-ocr-tiny"]
 PRESETS = [*TINY, *(pytest.param(name, marks=pytest.mark.extended) for name in SMALL)]
 ROTATED = encoded(opened().resize((90, 60)), "JPEG", orientation=6)
+
+
+@pytest.fixture(autouse=True)
+def no_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test of this process may have started Ray, and nobody here reads from its store."""
+    monkeypatch.setattr("actors.store.shared_memory.ray.is_initialized", lambda: False)
 
 
 class Encoding(Fleet):
@@ -57,30 +75,28 @@ class Encoding(Fleet):
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
     ) -> list[Answer]:
         self.calls.append((dtype, timeout_seconds))
+        self.plans = [one.plan for one in media]
         return await self.pipeline.encode(media, dtype, timeout_seconds)
 
 
 @asynccontextmanager
 async def clients(one: Service) -> AsyncIterator[list[AsyncClient]]:
     """One over HTTP and one over gRPC."""
-    calls, server = EncoderCalls(), grpc.aio.server()
-    calls.service = one
-    add_EncoderServicer_to_server(calls, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    (port,) = free_ports(1)
     async with (
+        serving(one, IngressOptions(grpc_port=port)),
         listening(build(one)) as url,
         AsyncClient(url, "open", retries=0) as http,
         AsyncClient(f"grpc://127.0.0.1:{port}", "open", retries=0) as rpc,
     ):
         yield [http, rpc]
-    await server.stop(None)
 
 
 def facts(one: Plan | Embedding | ServiceError) -> tuple[object, ...]:
     if isinstance(one, ServiceError):
         return one.type, one.message, one.item
-    return one.index, one.type, one.grid_thw, one.tokens, one.digest, one.notice
+    times = one.timestamps, one.second_per_grid_ts
+    return one.index, one.type, one.grid_thw, one.tokens, one.digest, one.notice, times
 
 
 def test_every_family_has_a_preset_here() -> None:
@@ -95,7 +111,18 @@ def test_a_plan_is_what_encoding_gives(preset: str, tmp_path: Path) -> None:
     model = ModelOptions(id=name, load_format="dummy")
     frames = Frames([jpeg(64, 48)] * 4, fps=2)
     gif = animated("GIF", 3)
-    sources: list[Source] = [jpeg(300, 200), ROTATED, gif, video(8), frames, b"no image"]
+    moving = [Video(gif), Video(animated("WEBP", 5))]
+    sources: list[Source] = [jpeg(300, 200), ROTATED, gif, video(8), frames, *moving, b"no image"]
+    asked: list[tuple[Kind, dict[str, Any]]] = [
+        ("image", {"max_pixels": 20_000}),
+        ("image", {"min_pixels": 70_000}),
+        ("image", {"max_patches": 2}),
+        ("video", {"max_pixels": 5_000}),
+        ("video", {"fps": 2}),
+        ("video", {"num_frames": 4}),
+    ]
+    files = {"image": jpeg(300, 200), "video": video(8)}
+    sources += [Input(files[kind], **kwargs) for kind, kwargs in asked]
 
     async def run() -> None:
         fleet = Encoding(model)
@@ -109,11 +136,143 @@ def test_a_plan_is_what_encoding_gives(preset: str, tmp_path: Path) -> None:
                 assert len(fleet.calls) == 1
                 assert [facts(plan) for plan in plans] == [facts(answer) for answer in answers]
                 kinds = [type(plan) for plan in plans]
-                taken = Plan if spec.video else ServiceError
-                assert kinds == [Plan, Plan, Plan, taken, taken, ServiceError]
+                taken = [Plan if spec.video else ServiceError] * 4
+                taken += [ServiceError]
+                taken += [
+                    Plan if kwargs.keys() <= spec.defaults(kind).keys() else ServiceError
+                    for kind, kwargs in asked
+                ]
+                assert kinds == [Plan, Plan, Plan, *taken]
         fleet.pipeline.close()
 
     asyncio.run(run())
+
+
+def test_rows_that_are_left_of_a_video_are_named() -> None:
+    async def run() -> None:
+        fleet = Encoding(MODEL)
+        film = video(8, size=(96, 64))
+        async with clients(
+            Service(ServiceOptions(model=MODEL), registry.read(MODEL), fleet)
+        ) as both:
+            for one in both:
+                (whole,) = await one.encode([film], "float32")
+                photo, left = await one.encode([jpeg(64, 64), film], "float32", evs_rate=0.5)
+                assert whole.kept_rows == photo.kept_rows == ()
+                assert len(left.kept_rows) == left.tokens == sum(left.frame_tokens) < whole.tokens
+                assert np.array_equal(left.numpy(), whole.numpy()[list(left.kept_rows)])
+                # All values of a row count, those of deepstack features too.
+                plan = fleet.plans[-1]
+                mask = retention_mask(whole.numpy(), plan, 0.5)
+                assert left.kept_rows == tuple(mask.nonzero()[0])
+        fleet.pipeline.close()
+
+    asyncio.run(run())
+
+
+PHOTO = jpeg(640, 480)
+ITEM = {"data": b64encode(PHOTO).decode()}
+RANGE = {"min_pixels": 4096, "max_pixels": 65536}
+QUERY = "/v1/plan?min_pixels=4096&max_pixels=65536"
+
+
+@pytest.mark.parametrize(
+    ("url", "sent"),
+    [
+        ("/v1/plan", {"json": {"items": [ITEM | RANGE]}}),
+        ("/v1/plan", {"json": {"items": [ITEM], "options": RANGE}}),
+        ("/v1/plan", {"json": {"items": [ITEM | RANGE], "options": {"max_pixels": 200_000}}}),
+        ("/v1/plan", {"content": msgpack.packb({"items": [{"data": PHOTO} | RANGE]})}),
+        ("/v1/plan", {"files": {"image": PHOTO}, "data": {"options": json.dumps(RANGE)}}),
+        (QUERY, {"content": PHOTO, "headers": {"content-type": "image/jpeg"}}),
+    ],
+)
+def test_every_body_says_how_an_image_is_sized(url: str, sent: dict[str, Any]) -> None:
+    packed = {"headers": {"content-type": "application/msgpack"}} if "content" in sent else {}
+    response = client(Fleet()).post(url, **packed | sent)
+    (item,) = response.json()["items"]
+    assert item["grid_thw"] == [1, 12, 18]
+    assert item["tokens"] == 54
+
+
+def test_options_of_a_request_are_for_the_kinds_that_take_them() -> None:
+    sources: list[Source] = [
+        PHOTO,
+        Input(PHOTO, max_pixels=65536),
+        video(40, size=(64, 48), fps=10),
+        Input(video(40, size=(64, 48), fps=10), num_frames=8),
+        Frames([jpeg(64, 48)] * 6, fps=4),
+    ]
+
+    async def run() -> None:
+        async with clients(service(Fleet())) as both:
+            for one in both:
+                found = await one.plan(sources, max_pixels=200_000, fps=1)
+                grids = [plan.grid_thw for plan in found]
+                assert grids == [(1, 24, 32), (1, 12, 18), (2, 4, 4), (4, 4, 4), (3, 4, 4)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        (PHOTO, {"max_patches": 4}, "max_patches: qwen3vl-tiny (qwen3_vl) does not take it for "
+         "images and videos; it takes min_pixels, max_pixels, fps, num_frames"),
+        (Input(PHOTO, fps=2), {}, "fps: qwen3vl-tiny (qwen3_vl) does not take it for images; it "
+         "takes min_pixels, max_pixels"),
+        (Input(PHOTO, max_pixels=2**21), {}, "max_pixels: 2097152 is over 1048576, which gives "
+         "1024 tokens (the largest of graphs.token_budgets): lower it"),
+        (PHOTO, {"min_pixels": 2**21}, "min_pixels: 2097152 is over 1048576"),
+        (PHOTO, {"min_pixels": 9000, "max_pixels": 8000}, "min_pixels: 9000 is over max_pixels, "
+         "8000: lower it"),
+        (PHOTO, {"fps": 2, "num_frames": 4}, "fps and num_frames exclude each other"),
+        (Input(video(8), num_frames=900), {}, "num_frames: 900 is over the 768 of qwen3vl-tiny"),
+        (video(8), {"fps": 500}, "fps: 500 is over the 240 of qwen3vl-tiny"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_for(source: Source, options: dict[str, Any], says: str) -> None:
+    async def run() -> None:
+        async with clients(service(Fleet())) as both:
+            for one in both:
+                with pytest.raises(ServiceError) as refused:
+                    await one.encode([source], **options)
+                assert refused.value.type == "invalid_option"
+                assert says in refused.value.message
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        (ITEM | {"max_pixels": "100"}, "items[0].max_pixels must be a whole number above zero"),
+        (ITEM | {"max_pixels": True}, "items[0].max_pixels must be a whole number above zero"),
+        (ITEM | {"min_pixels": 0}, "items[0].min_pixels must be a whole number above zero"),
+        (ITEM | {"fps": -1}, "items[0].fps must be a number above zero"),
+        (
+            {"type": "video", "frames": [ITEM["data"]], "num_frames": 2},
+            "items[0].num_frames goes with a video file",
+        ),
+    ],
+)
+def test_values_that_are_no_numbers(item: dict[str, Any], says: str) -> None:
+    response = client(Fleet()).post("/v1/plan", json={"items": [item]})
+    assert response.status_code == 400
+    assert says in response.json()["error"]["message"]
+
+
+def test_limits_hold_for_what_is_asked() -> None:
+    http = client(Fleet(), max_image_tokens=64)
+    asked = http.post("/v1/plan", json={"items": [ITEM | {"max_pixels": 65537}]}).json()["error"]
+    assert asked["type"] == "invalid_option"
+    assert "max_pixels: 65537 is over 65536, which gives 64 tokens" in asked["message"]
+    assert "(limits.max_image_tokens): lower it" in asked["message"]
+    whole = http.post("/v1/plan", json={"items": [ITEM]}).json()["error"]
+    assert whole["type"] == "too_large"
+    assert "over 64 (limits.max_image_tokens)" in whole["message"]
+    fits = http.post("/v1/plan", json={"items": [ITEM | {"max_pixels": 65536}]}).json()
+    assert fits["items"][0]["tokens"] == 54
 
 
 def test_sizes_are_upright_pixels() -> None:
@@ -123,6 +282,9 @@ def test_sizes_are_upright_pixels() -> None:
                 photo, film = await one.plan([ROTATED, video(8, size=(64, 48))])
                 assert (photo.type, photo.width, photo.height) == ("image", 60, 90)
                 assert (film.type, film.width, film.height) == ("video", 64, 48)
+                assert len(film.timestamps) == film.grid_thw[0] > 1
+                assert film.second_per_grid_ts
+                assert not photo.timestamps
                 assert photo.patches == 4 * photo.tokens
                 assert photo.digest == hashlib.sha256(ROTATED).hexdigest()
 

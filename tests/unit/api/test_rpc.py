@@ -7,7 +7,8 @@ import json
 import string
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
@@ -22,7 +23,6 @@ from encoder_service.api.grpc import (
     MOST_WATCHES,
     EncoderCalls,
     HealthCalls,
-    Refused,
     chunks,
     response,
 )
@@ -33,36 +33,40 @@ from tests.unit.front_door import Fleet, service
 PRINTABLE = string.ascii_letters + string.digits + string.punctuation.replace("%", "") + " "
 
 
-class Calls(EncoderCalls, HealthCalls):
-    """The methods without Serve."""
-
-    def __init__(self, fleet: Fleet, **limits: Any) -> None:
-        self.service = service(fleet, **limits)
+class Aborted(Exception):
+    """As gRPC's own: ends a call whose status is set."""
 
 
 class Context:
-    """What Serve keeps of a call."""
+    """What gRPC keeps of a call."""
 
     def __init__(self, request_id: str = "r-1") -> None:
         self.code = grpc.StatusCode.OK
         self.details = ""
         self.request_id = ("request_id", request_id)
-        self.trailing: list[tuple[str, str]] = []
+        self.trailing: tuple[tuple[str, str], ...] = ()
+        self.written: list[bytes] = []
+        self.ended: list[Callable[[Any], None]] = []
 
-    def invocation_metadata(self) -> Sequence[tuple[str, str]]:
-        return [self.request_id]
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return (self.request_id,)
 
-    def trailing_metadata(self) -> Sequence[tuple[str, str]]:
-        return [self.request_id, *self.trailing]
-
-    def set_code(self, code: grpc.StatusCode) -> None:
-        self.code = code
-
-    def set_details(self, details: str) -> None:
-        self.details = details
-
-    def set_trailing_metadata(self, metadata: list[tuple[str, str]]) -> None:
+    def set_trailing_metadata(self, metadata: tuple[tuple[str, str], ...]) -> None:
         self.trailing = metadata
+
+    def cancelled(self) -> bool:
+        return False
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self.ended.append(callback)
+
+    async def write(self, message: bytes) -> None:
+        self.written.append(message)
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing: Any = ()) -> None:
+        self.code, self.details = code, details
+        self.trailing = trailing or self.trailing
+        raise Aborted
 
 
 def request(**options: Any) -> pb.EncodeRequest:
@@ -71,9 +75,10 @@ def request(**options: Any) -> pb.EncodeRequest:
 
 def call(
     fleet: Fleet, sent: pb.EncodeRequest, request_id: str = "r-1", **limits: Any
-) -> tuple[Context, Calls]:
-    context, calls = Context(request_id), Calls(fleet, **limits)
-    asyncio.run(calls.Encode(sent, context))
+) -> tuple[Context, EncoderCalls]:
+    context, calls = Context(request_id), EncoderCalls(service(fleet, **limits))
+    with suppress(Aborted):
+        asyncio.run(calls.Encode(sent, context))
     return context, calls
 
 
@@ -87,7 +92,7 @@ def test_overload_says_when_to_come_back() -> None:
         "retryable": True,
         "retry_after_s": 2.5,
     }
-    assert context.trailing == [("retry-after", "2.5")]
+    assert context.trailing == (("request_id", "r-1"), ("retry-after", "2.5"))
     counted = 'encoder_requests_total{api="grpc",code="RESOURCE_EXHAUSTED"} 1.0'
     assert counted in calls.service.metrics.text()
 
@@ -101,15 +106,11 @@ def test_without_room_a_call_is_refused_before_it_is_looked_at(
     whole, _ = call(fleet, request())
     streamed = Context()
 
-    async def stream() -> None:
-        async for _ in Calls(fleet).EncodeStream(request(), streamed):
-            pass
-
-    with pytest.raises(Refused):
-        asyncio.run(stream())
+    with pytest.raises(Aborted):
+        asyncio.run(EncoderCalls(service(fleet)).EncodeStream(request(), streamed))
     for context in (whole, streamed):
         assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert context.trailing == [("retry-after", "2.5")]
+        assert context.trailing == (("request_id", "r-1"), ("retry-after", "2.5"))
 
 
 def test_the_unforeseen_is_not_told() -> None:
@@ -160,7 +161,7 @@ def test_a_request_id_that_is_not_fit_for_a_log_is_replaced() -> None:
 def test_a_big_answer_is_put_together_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
 
-    def seen(document: Any) -> pb.EncodeResponse:
+    def seen(document: Any) -> bytes:
         threads.append(threading.current_thread().name)
         return response(document)
 
@@ -173,19 +174,19 @@ def test_a_big_answer_is_put_together_in_a_thread(monkeypatch: pytest.MonkeyPatc
     assert big != "MainThread"
 
 
-def watch(calls: Calls, name: str = "") -> tuple[Context, Any]:
+def watch(calls: HealthCalls, name: str = "") -> tuple[Context, Any]:
     context = Context()
     return context, calls.Watch(health_pb2.HealthCheckRequest(service=name), context)
 
 
 def test_only_a_few_may_watch_at_a_time() -> None:
     async def run() -> None:
-        calls = Calls(Fleet())
+        calls = HealthCalls(service(Fleet()))
         watching = [watch(calls)[1] for _ in range(MOST_WATCHES)]
         for one in watching:
             assert (await anext(one)).status == health_pb2.HealthCheckResponse.SERVING
         context, refused = watch(calls)
-        with pytest.raises(Refused):
+        with pytest.raises(Aborted):
             await anext(refused)
         assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         for one in watching:
@@ -197,20 +198,17 @@ def test_only_a_few_may_watch_at_a_time() -> None:
 
 def test_watching_what_is_not_here_ends() -> None:
     async def run() -> list[int]:
-        return [one.status async for one in watch(Calls(Fleet()), "other")[1]]
+        return [one.status async for one in watch(HealthCalls(service(Fleet())), "other")[1]]
 
     assert asyncio.run(run()) == [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN]
 
 
 def test_a_stream_ends_with_its_status() -> None:
     context = Context()
-
-    async def read() -> None:
-        async for _ in Calls(Fleet(Unavailable("none"))).EncodeStream(request(), context):
-            pass
-
-    with pytest.raises(Refused):
-        asyncio.run(read())
+    with pytest.raises(Aborted):
+        asyncio.run(
+            EncoderCalls(service(Fleet(Unavailable("none")))).EncodeStream(request(), context)
+        )
     assert context.code is grpc.StatusCode.UNAVAILABLE
 
 
@@ -218,7 +216,8 @@ def test_a_stream_ends_with_its_status() -> None:
 def test_chunks_put_together_are_the_whole(size: int) -> None:
     data = bytes(range(256)) * (size // 256) + bytes(size % 256)
     document = {"index": 3, "type": "image", "tokens": 9, "data": memoryview(data)}
-    pieces = list(chunks({"model": "m", "weights": "dummy"}, document))
+    written = list(chunks({"model": "m", "weights": "dummy"}, document))
+    pieces = [pb.EncodeChunk.FromString(one) for one in written]
     assert b"".join(piece.embedding.data for piece in pieces) == data
     assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert {piece.embedding.index for piece in pieces} == {3}

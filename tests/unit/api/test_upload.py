@@ -132,7 +132,7 @@ def test_uploads_end_and_their_bytes_are_bounded() -> None:
 
 
 def test_what_is_taken_is_given_back() -> None:
-    buffered = Buffered(10)
+    buffered = Buffered(10, "too much (limits.max_buffered_bytes)")
     with buffered.hold() as take:
         take(6)
         with buffered.hold() as other:

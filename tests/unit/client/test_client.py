@@ -117,10 +117,18 @@ class Servicer:
         timings = pb.Timings(**TIMINGS)
         return pb.EncodeResponse(model="m", weights="dummy", items=items, timings=timings)
 
+    def EncodeStream(self, request: Any, context: Any) -> Iterator[Any]:
+        whole = self.Encode(request, context)
+        for one in reversed(whole.items):
+            part = pb.Embedding(index=one.index, data=one.data[1:])
+            one.data = one.data[:1]
+            yield pb.EncodeChunk(model=whole.model, weights=whole.weights, embedding=one)
+            yield pb.EncodeChunk(embedding=part, last=True, timings=whole.timings)
+
     def Release(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
-    EncodeStream = Plan = Fetch = Release
+    Plan = Fetch = Release
 
     def GetModel(self, request: Any, context: Any) -> Any:
         token = dict(context.invocation_metadata()).get("authorization")

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 import torch
@@ -32,7 +33,13 @@ from encoder_service.client.dataset import (
     encode_dataset,
     write_shard,
 )
-from encoder_service.client.items import Embedding, ServiceError, Source, request_item
+from encoder_service.client.items import (
+    Embedding,
+    ProcessorOptions,
+    ServiceError,
+    Source,
+    request_item,
+)
 
 ROW_BYTES = 8
 """Of one item's data: a shard of 3 rows is full with the third."""
@@ -50,8 +57,14 @@ class Caller:
     async def model(self) -> dict[str, Any]:
         return {"model": "m", "revision": None, "weights": "checkpoint"}
 
-    async def encode(self, sources: Sequence[Source], dtype: str = "bfloat16") -> list[Embedding]:
+    async def encode(
+        self,
+        sources: Sequence[Source],
+        dtype: str = "bfloat16",
+        **options: Unpack[ProcessorOptions],
+    ) -> list[Embedding]:
         (source,) = sources
+        self.options = options
         data = request_item(source).data or b""
         self.calls += 1
         await asyncio.sleep(0)
@@ -149,7 +162,12 @@ def test_a_run_that_failed_keeps_what_it_finished(folder: Path, tmp_path: Path, 
 class Stuck(Caller):
     """Does not answer after call `last`."""
 
-    async def encode(self, sources: Sequence[Source], dtype: str = "bfloat16") -> list[Embedding]:
+    async def encode(
+        self,
+        sources: Sequence[Source],
+        dtype: str = "bfloat16",
+        **options: Unpack[ProcessorOptions],
+    ) -> list[Embedding]:
         if self.calls == self.last:
             await asyncio.sleep(600)
         return await super().encode(sources, dtype)
@@ -291,7 +309,12 @@ class Pairs(Caller):
         self.under_way = self.most_under_way = 0
         self.two = asyncio.Event()
 
-    async def encode(self, sources: Sequence[Source], dtype: str = "bfloat16") -> list[Embedding]:
+    async def encode(
+        self,
+        sources: Sequence[Source],
+        dtype: str = "bfloat16",
+        **options: Unpack[ProcessorOptions],
+    ) -> list[Embedding]:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         if self.under_way == 2:
@@ -341,6 +364,12 @@ def test_what_is_not_the_same_dataset_is_refused(folder: Path, tmp_path: Path) -
         write(Caller(tmp_path / "log"), folder, out)
     with pytest.raises(ValueError, match="dtype 'bfloat16', now it is 'float32'"):
         write(Caller(tmp_path / "log"), folder, out, DatasetOptions("float32"))
+    smaller = replace(OPTIONS, processor={"max_pixels": 65536})
+    with pytest.raises(ValueError, match=r"processor None, now it is .'max_pixels': 65536.: use"):
+        write(Caller(tmp_path / "log"), folder, out, smaller)
+    caller = Caller(tmp_path / "log")
+    write(caller, folder, tmp_path / "smaller", smaller)
+    assert caller.options == {"max_pixels": 65536}
     (out / "manifest.jsonl").write_text("hello\n")
     with pytest.raises(ValueError, match="is no manifest"):
         write(Caller(tmp_path / "log"), folder, out)

@@ -17,6 +17,12 @@ from router.policy.balance import POLICIES
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
+OLD_GRPC = """grpc_options:
+  grpc_servicer_functions:
+    - encoder_service.wire.encoder_grpc.add_EncoderServicer_to_server
+applications:"""
+
+
 def changed(tmp_path: Path, old: str, new: str) -> str:
     """tiny.yaml with one change."""
     text = (CONFIGS / "tiny.yaml").read_text()
@@ -33,11 +39,35 @@ def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) ->
         assert word in shown
     rows = {row[0]: row[1] for row in map(cells, shown.splitlines()) if len(row) == 2}
     assert rows["tokens"] == "none: everybody has access"
-    assert rows["listens on"] == "HTTP 127.0.0.1:8000, gRPC port 9000"
+    assert rows["listens on"] == "HTTP 127.0.0.1:8000, gRPC 127.0.0.1:9000"
     assert rows["cache of each"] == "off"
     assert rows["references of each"] == "1,073,741,824 bytes"
     assert rows["limits.max_items"] == "64"
     assert rows["limits.timeout_seconds"] == "60"
+    assert rows["a request's images"] == "min_pixels 4,096, at most 1,048,576"
+    assert "max_pixels 1,048,576, at most 1,048,576" in shown
+    assert rows["a request's videos"] == "min_pixels not set, at most 1,048,576"
+    assert "fps 2.0, at most 240.0" in shown
+
+
+def test_check_follows_the_size_of_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kwargs = "images_kwargs: {max_pixels: 262144}, videos_kwargs: {fps: 1}, id: qwen3vl-tiny"
+    config = changed(tmp_path, "id: qwen3vl-tiny", kwargs)
+    assert cli.main(["check", config]) == 0
+    shown = capsys.readouterr().out
+    assert "224 240 256 " in shown
+    assert "max_pixels 262,144, at most 262,144" in shown
+    assert "fps 1.0, at most 240.0" in shown
+    text = (
+        Path(config)
+        .read_text()
+        .replace("router:", "graphs: {token_budgets: [64, 1024]}\n      router:")
+    )
+    Path(config).write_text(text)
+    assert cli.main(["check", config]) == 0
+    assert "max_pixels 262,144, at most 1,048,576" in capsys.readouterr().out
 
 
 def cells(line: str) -> list[str]:
@@ -89,14 +119,13 @@ def test_check_names_what_is_wrong_with_the_language_model(
     [
         ("replicas: 3", "replica: 3", "encoder.replica: no such key; known are"),
         ("id: qwen3vl-tiny", "id: ./nowhere", "there is no such folder"),
-        ("add_EncoderServicer", "add_DecoderServicer", "grpc_options.grpc_servicer_functions"),
+        ("applications:", OLD_GRPC, "ingresses serve gRPC themselves: remove this section"),
         ("app:build", "app:built", "applications[0].import_path"),
         ("http_options:", "http_option:", "http_option: Serve knows no such key"),
         ("applications:", "application:", "needs `applications:`"),
         ("proxy_location: HeadOnly", "{", "changed.yaml"),
         ("port: 8000", "prt: 8000", "http_options: prt: Serve knows no such key"),
-        ("port: 9000", "reflect: true", "grpc_options: reflect: Serve knows no such key"),
-        ("- encoder_service", "- 5\n    - encoder_service", "grpc_servicer_functions.0: Input"),
+        ("applications:", "grpc_options: {reflect: 1}\napplications:", "grpc_options: reflect: "),
         ("http_options: {", "http_options: [1] #", "http_options: Input should be"),
         ("route_prefix: /", "route_prefx: /", "applications[0]: route_prefx: Serve knows"),
         ("encoder_service.app:build", "os:path", "no application has `import_path"),
@@ -105,7 +134,17 @@ def test_check_names_what_is_wrong_with_the_language_model(
         ("router: {", "router: {max_outstanding_patches: 4095, ", "4096 patches of one largest"),
         ("num_gpus: 0, ", "", "device is cpu: set num_gpus to 0"),
         ("replicas: 3", "autoscaling: {max_replicas: 11}", "the ingresses admit 1000000: raise"),
-        ("port: 9000", "port: 8000", "grpc_options.port are both 8000: they must differ"),
+        ("port: 8000", "port: 9000", "ingress.grpc_port are both 9000: they must differ"),
+        (
+            "id: qwen3vl-tiny",
+            "images_kwargs: {max_patches: 4}, id: qwen3vl-tiny",
+            "model.images_kwargs.max_patches: qwen3vl-tiny (qwen3_vl) does not take it for images",
+        ),
+        (
+            "id: qwen3vl-tiny",
+            "videos_kwargs: {frames: 4}, id: qwen3vl-tiny",
+            "model.videos_kwargs.frames: no such key; known are fps, max_patches",
+        ),
         ("router: {", "auth: {token_sha256: [me]}\n      router: {", "printf %s TOKEN | sha256sum"),
     ],
 )

@@ -61,7 +61,10 @@ def service(monkeypatch: pytest.MonkeyPatch) -> None:
     async def model(self: AsyncClient) -> dict[str, str]:
         return {"model": "m", "weights": "dummy"}
 
-    async def encode(self: AsyncClient, sources: list[str], dtype: str) -> list[Embedding]:
+    async def encode(
+        self: AsyncClient, sources: list[str], dtype: str, **options: float
+    ) -> list[Embedding]:
+        assert options == ({"max_pixels": 65536, "fps": 0.5} if "asked" in str(sources) else {})
         (answer,) = fake_answers([str(source) for source in sources])
         if isinstance(answer, ServiceError):
             raise answer
@@ -100,6 +103,13 @@ def test_encode_writes_what_it_got(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "2 encoded, 1 failed (2 of them by earlier runs)" in capsys.readouterr().out
     assert cli.main([*arguments, "--dtype", "float32"]) == 1
     assert "use another folder" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("service")
+def test_encode_says_how_items_are_sized(tmp_path: Path) -> None:
+    (tmp_path / "asked.jpg").touch()
+    arguments = ["encode", str(tmp_path / "asked.jpg"), "--out", str(tmp_path / "out")]
+    assert cli.main([*arguments, "--max-pixels", "65536", "--fps", "0.5"]) == 0
 
 
 def test_encode_when_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,9 @@ def test_what_is_served_is_the_configuration(name: str) -> None:
     source = ROOT / "configs" / f"{SOURCES[name]}.yaml"
     spec = only("RayService", built(OVERLAYS / name))["spec"]
     served = yaml.safe_load(spec["serveConfigV2"])
-    assert served["applications"] == yaml.safe_load(source.read_text())["applications"]
+    applications = yaml.safe_load(source.read_text())["applications"]
+    applications[0]["args"]["ingress"]["grpc_host"] = "0.0.0.0"
+    assert served["applications"] == applications
     assert served["http_options"]["host"] == "0.0.0.0"
     check_serve(served, name)
     options = parse(served["applications"][0]["args"])
@@ -123,16 +125,17 @@ def test_workers_are_ready_when_the_service_is_and_drain_before_they_end(name: s
     (workers,) = service["rayClusterConfig"]["workerGroupSpecs"]
     pod = workers["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "serve"}
+    options = parse(yaml.safe_load(service["serveConfigV2"])["applications"][0]["args"])
+    # Only a pod with an ingress listens there, and only such pods get traffic.
+    assert container["readinessProbe"]["grpc"] == {"port": options.ingress.grpc_port}
     command, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert f"/usr/local/bin/{command}" in (ROOT / "k8s" / "Dockerfile").read_text()
     assert int(seconds) < pod["terminationGracePeriodSeconds"]
-    options = parse(yaml.safe_load(service["serveConfigV2"])["applications"][0]["args"])
     assert options.encoder.drain_timeout_seconds < int(seconds)
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
     served = yaml.safe_load(service["serveConfigV2"])
     assert ports["serve"] == served["http_options"]["port"]
-    assert ports["serve-grpc"] == served["grpc_options"]["port"]
+    assert ports["serve-grpc"] == options.ingress.grpc_port
 
 
 def test_the_fleet_asks_for_api_keys_and_has_no_secret_of_its_own() -> None:

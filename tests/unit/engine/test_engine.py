@@ -1,5 +1,5 @@
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from random import Random
 from time import monotonic, sleep
@@ -9,10 +9,9 @@ import torch
 
 from actors.engine.budgets import Capacity
 from actors.engine.device import Device
-from actors.engine.engine import Engine
+from actors.engine.engine import Engine, PacedEngine
 from actors.engine.graphs import capture
 from actors.errors import EncodeFailed, StartError, Unavailable
-from actors.kernels.attention import Values
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item
 from tests.toy_tower import ToyTower, toy_item, toy_rows
@@ -23,10 +22,10 @@ CAPACITY = Capacity(((4, 16, 64),), (64,), items=8, frames=0)
 class Rig:
     """An engine over the toy tower, and a gate that holds its thread."""
 
-    def __init__(self, capacity: Capacity = CAPACITY) -> None:
+    def __init__(self, capacity: Capacity = CAPACITY, slice_seconds: float = 0) -> None:
         self.metrics = EncoderMetrics()
         self.tower = ToyTower()
-        device = Device()
+        device = Device(slice_seconds)
         graphs = capture(self.tower, capacity, device, self.metrics)
         self.gate = threading.Event()
         self.gate.set()
@@ -35,7 +34,8 @@ class Rig:
             self.gate.wait(10),
             forward(path, values),
         )[1]
-        self.engine = Engine(self.tower, graphs, capacity, device, self.metrics)
+        kind = PacedEngine if slice_seconds else Engine
+        self.engine = kind(self.tower, graphs, capacity, device, self.metrics)
 
     def sample(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"encoder_{name}", labels) or 0.0
@@ -49,9 +49,9 @@ class Rig:
         return blocker
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+@pytest.fixture(params=[0, 1e-9], ids=["whole", "paced"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(slice_seconds=request.param)
     yield rig
     rig.gate.set()
     rig.engine.close()
@@ -123,14 +123,12 @@ def test_one_bad_item_fails_only_itself(rig: Rig) -> None:
 
 
 def test_too_little_memory_for_the_graphs_names_what_to_change() -> None:
-    tower = ToyTower()
+    class Full(Device):
+        def capture(self, *args: object, **kwargs: object) -> Callable[[], torch.Tensor]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def forward(path: str, values: Values) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    tower.forward = forward  # type: ignore[method-assign]
     with pytest.raises(StartError, match=r"0 of 3 graphs.*graphs\.token_budgets"):
-        capture(tower, CAPACITY, Device(), EncoderMetrics())
+        capture(ToyTower(), CAPACITY, Full(), EncoderMetrics())
 
 
 def test_a_cancelled_item_is_not_encoded(rig: Rig) -> None:

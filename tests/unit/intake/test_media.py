@@ -23,7 +23,7 @@ from actors.families import registry
 from actors.media.image import decode
 from actors.options import ModelOptions
 from actors.spec.sampling import Thinning
-from actors.types import Alpha, Clip, Media, Size
+from actors.types import Alpha, Clip, Media, ProcessorKwargs, Size
 from encoder_service.config import LimitOptions
 from encoder_service.intake.header import MOST_READS, read_header
 from encoder_service.intake.media import probe, probe_frames
@@ -115,6 +115,18 @@ def test_notices_of_modes(mode: str, format: str, notice: str) -> None:
     if mode == "RGBA":
         image.putalpha(99)  # an alpha channel of nothing but 255 is left out
     assert look(images.encoded(image, format)).notice == notice
+
+
+def test_options_are_part_of_the_identity_where_they_make_a_difference() -> None:
+    data = images.png(640, 480)
+
+    def asked(**kwargs: int) -> Media:
+        return probe(data, "image", MODEL, LimitOptions(), kwargs=ProcessorKwargs(**kwargs))
+
+    every = [asked(), asked(max_pixels=65536), asked(max_pixels=32768), asked(min_pixels=800_000)]
+    assert len({one.identity for one in every}) == len({one.digest for one in every}) + 3
+    assert asked(min_pixels=4096, max_pixels=1048576).identity == every[0].identity
+    assert asked(max_pixels=32768).identity == every[2].identity
 
 
 def test_transparency_is_part_of_the_identity_only_where_there_is_any() -> None:

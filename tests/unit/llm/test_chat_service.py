@@ -13,7 +13,8 @@ from starlette.testclient import TestClient
 
 from actors.errors import EncodeFailed, InvalidMedia
 from actors.families.registry import read
-from actors.options import ModelOptions
+from actors.options import GraphOptions, ImagesKwargs, ModelOptions
+from actors.types import ProcessorKwargs
 from encoder_service.api.errors import AtItem
 from encoder_service.api.http import build
 from encoder_service.config import LimitOptions, LlmOptions, ServiceOptions
@@ -23,14 +24,17 @@ from encoder_service.llm.http import ATTEMPTS, ChatService, ReplicaLost
 from encoder_service.llm.schema import (
     ChatCall,
     ChatEvent,
+    ChatKwargs,
     Finish,
     InvalidKey,
     SamplingParams,
+    SizeRange,
     parse,
 )
 from encoder_service.service import Service
 from tests.images import jpeg
 from tests.unit.front_door import Fleet
+from tests.videos import video
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 PATH = "/v1/chat/completions"
@@ -65,10 +69,17 @@ class Replicas:
         return self.ready
 
 
-def client(replicas: Replicas, **options: Any) -> TestClient:
+def client(
+    replicas: Replicas,
+    own: ModelOptions = MODEL,
+    graphs: GraphOptions | None = None,
+    **options: Any,
+) -> TestClient:
     llm = LlmOptions(num_gpus=0, device="cpu", **options)
-    service_options = ServiceOptions(model=MODEL, llm=llm, limits=LimitOptions(max_items=2))
-    spec = read(MODEL)
+    service_options = ServiceOptions(
+        model=own, llm=llm, limits=LimitOptions(max_items=2), graphs=graphs or GraphOptions()
+    )
+    spec = read(own)
     service = Service(service_options, spec, Fleet())
     chat = ChatService(llm, llm_spec.read(llm, MODEL, spec), service.admission, replicas)
     app = build(service)
@@ -121,6 +132,77 @@ def test_what_is_asked_reaches_the_model(detail: str) -> None:
     )
     assert [one.plan.tokens for one in call.media] == [6]
     assert call.sampling == SamplingParams(max_tokens=7, top_p=0.5, stop=("x",), seed=3)
+
+
+def tokens_of(
+    part: dict[str, Any],
+    model: ModelOptions = MODEL,
+    graphs: GraphOptions | None = None,
+    **request: Any,
+) -> list[int]:
+    """Tokens of the images and videos of a chat with this part."""
+    replicas = Replicas(WHOLE)
+    messages = [{"role": "user", "content": [part]}]
+    answer = client(replicas, model, graphs).post(
+        PATH, json=HELLO | {"messages": messages} | request
+    )
+    assert answer.status_code == 200, answer.text
+    return [one.plan.tokens for call in replicas.calls for one in call.media]
+
+
+def detailed(detail: str) -> dict[str, Any]:
+    part = image(jpeg(1200, 800))
+    part["image_url"]["detail"] = detail
+    return part
+
+
+def test_detail_chooses_the_pixels_of_an_image() -> None:
+    assert [tokens_of(detailed(each)) for each in ("auto", "low", "high")] == [[950], [247], [950]]
+    small = MODEL.model_copy(update={"images_kwargs": ImagesKwargs(max_pixels=100_000)})
+    budgets = GraphOptions(token_budgets=(64, 1024))
+    found = [tokens_of(detailed(each), small) for each in ("auto", "low", "high")]
+    assert found == [[96], [96], [96]], "the largest budget is that of 100,000 pixels"
+    found = [tokens_of(detailed(each), small, graphs=budgets) for each in ("auto", "low", "high")]
+    assert found == [[96], [96], [950]]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "tokens"),
+    [
+        ({"max_pixels": 65536}, 54),
+        ({"min_pixels": 1_000_000, "fps": 2, "do_sample_frames": True}, 1014),
+        ({"size": {"shortest_edge": 4096, "longest_edge": 65536}}, 54),
+    ],
+)
+def test_pixels_in_vllm_s_words(kwargs: dict[str, Any], tokens: int) -> None:
+    assert tokens_of(image(jpeg(1200, 800)), mm_processor_kwargs=kwargs) == [tokens]
+
+
+def test_frames_in_vllm_s_words() -> None:
+    film = video(40, size=(64, 48), fps=10)
+    part = {
+        "type": "video_url",
+        "video_url": {"url": f"data:video/mp4;base64,{b64encode(film).decode()}"},
+    }
+    assert tokens_of(part) == [16]
+    assert tokens_of(part, mm_processor_kwargs={"fps": 1}) == [8]
+    assert tokens_of(part, mm_processor_kwargs={"num_frames": 20}) == [40]
+
+
+def test_a_size_of_all_frames_is_not_that_of_each() -> None:
+    film = b64encode(video(8)).decode()
+    part = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{film}"}}
+    chat = HELLO | {"messages": [{"role": "user", "content": [part]}]}
+    chat |= {"mm_processor_kwargs": {"size": {"longest_edge": 65536}}}
+    answer = client(Replicas()).post(PATH, json=chat)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "mm_processor_kwargs")
+    assert "give min_pixels and max_pixels, those of each frame" in answer.text
+
+
+def test_glm_counts_an_image_once_for_each_of_two_frames() -> None:
+    glm = read(ModelOptions(id="glm41v-9b", load_format="dummy"))
+    kwargs = ChatKwargs(size=SizeRange(shortest_edge=12545, longest_edge=65536))
+    assert chat_http.kwargs_of(kwargs, [], glm) == ProcessorKwargs(6273, 32768)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -182,8 +264,9 @@ TORN = {"type": "image_url", "image_url": {"url": "data:image/jpeg,abc"}}
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"tools": []}, "tools"),
-        ({"temperature": 3, "tools": []}, "temperature"),
+        ({"tools": [{}]}, "tools"),
+        ({"unknown": None}, "unknown"),
+        ({"temperature": 3, "tools": [{}]}, "temperature"),
         ({"stream_options": {}}, None),
         (
             {"messages": [{"role": "user", "content": [TEXT, {"type": "text", "text": 1}]}]},
@@ -236,8 +319,17 @@ def test_the_time_is_kept_and_the_generation_ended() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"n": 2}, "n: "),
-        ({"logprobs": True}, "logprobs: not supported here"),
+        ({"n": 2}, "n: only 1 is supported here"),
+        ({"logprobs": True}, "logprobs: only false is supported here"),
+        ({"top_logprobs": 5}, "top_logprobs: only 0 is"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: only 0 is"),
+        ({"logit_bias": {"5": 1}}, "logit_bias: only {} is"),
+        ({"tools": [{"type": "function"}]}, "tools: only [] is"),
+        ({"tool_choice": "required"}, 'tool_choice: only "none" or "auto" is'),
+        ({"response_format": {"type": "json_object"}}, 'response_format: only {"type": "text"} is'),
+        ({"store": True}, "store: only false is"),
+        ({"user": 1}, "user: "),
+        ({"echo": True}, "echo: not supported here; leave it out"),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"stop": ["a"] * 5}, "stop: "),
         ({"stop": ""}, "stop[0]: "),
@@ -253,6 +345,7 @@ def test_the_time_is_kept_and_the_generation_ended() -> None:
             "the request: stream_options: only with stream",
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
+        ({"mm_processor_kwargs": {"max_crops": 4}}, "mm_processor_kwargs.max_crops: not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "'image_url'"),
         ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "maximum context length"),
         (
@@ -289,6 +382,61 @@ def test_images_beyond_the_context_are_not_encoded() -> None:
     assert "12 tokens; the maximum context length" in answer.json()["error"]["message"]
     assert not replicas.calls
     assert client(replicas, max_model_len=13).post(PATH, json=request).status_code == 200
+
+
+HARMLESS: dict[str, Any] = {
+    "n": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "logit_bias": {},
+    "logprobs": False,
+    "top_logprobs": 0,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "tools": [],
+    "tool_choice": "none",
+    "functions": [],
+    "function_call": "auto",
+    "parallel_tool_calls": True,
+    "service_tier": "default",
+    "store": False,
+    "user": "me",
+    "safety_identifier": "me",
+    "prompt_cache_key": "k",
+    "metadata": {"a": "b"},
+    "stream_options": None,
+    "seed": None,
+}
+
+
+@pytest.mark.parametrize("values", [HARMLESS, dict.fromkeys(HARMLESS)])
+def test_parameters_that_change_nothing_are_accepted(values: dict[str, Any]) -> None:
+    replicas = Replicas(WHOLE, WHOLE)
+    http = client(replicas)
+    assert http.post(PATH, json=HELLO | values).status_code == 200
+    assert http.post(PATH, json=HELLO).status_code == 200
+    assert replicas.calls[0].sampling == replicas.calls[1].sampling
+
+
+def test_the_openapi_document_describes_chats() -> None:
+    document = client(Replicas()).get("/openapi.json").json()
+    body = document["paths"][PATH]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/ChatRequest"}
+    shown = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert shown.keys() >= HARMLESS.keys() | HELLO.keys()
+    assert shown["tool_choice"]["enum"] == ["none", "auto", None]
+    content = document["components"]["schemas"]["ChatMessage"]["properties"]["content"]
+    assert {"type": "string"} in content["anyOf"]
+
+
+def test_a_model_is_shown_by_its_name() -> None:
+    http = client(Replicas())
+    (entry,) = http.get("/v1/models").json()["data"]
+    assert http.get(f"/v1/models/{MODEL.id}").json() == entry
+    answer = http.get("/v1/models/Qwen/Qwen3-VL-8B-Instruct")
+    found = answer.json()["error"]
+    assert (answer.status_code, found["param"]) == (404, "model")
+    assert "'Qwen/Qwen3-VL-8B-Instruct' is not served here" in found["message"]
 
 
 def test_a_body_that_is_no_json() -> None:

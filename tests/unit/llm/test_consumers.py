@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from actors.spec.video import retention_mask
+from actors.types import ItemPlan
 from encoder_service.client.items import Embedding
 from encoder_service.engines.sglang import expanded, processor_output
 from tests import vllm_rules
+from tests.responses import octets
 
 HIDDEN = 8
 
@@ -50,7 +53,7 @@ def test_rows_with_a_grid_arrive_in_vllm(family: str, grids: list[tuple[int, int
         assert torch.equal(rows, one.torch())
 
 
-@pytest.mark.parametrize("family", ["internvl", "internvl_chat"])
+@pytest.mark.parametrize("family", ["internvl", "internvl_chat", "llava", "llava_onevision"])
 def test_plain_rows_arrive_in_vllm(family: str) -> None:
     one = embedding((1, 8, 8), family)
     (arrived,) = vllm_rules.embeddings([one.to_vllm()], HIDDEN)
@@ -65,8 +68,66 @@ def test_videos_of_qwen3_vl_bring_their_times() -> None:
     assert times.tolist() == [0.25, 0.75, 1.25]
     with pytest.raises(ValueError, match="2 timestamps for 3 temporal groups"):
         replace(video, timestamps=(0.25, 0.75)).to_vllm()
-    other = replace(video, family="qwen2_5_vl", deepstack=0)
+    other = replace(video, family="qwen2_vl", deepstack=0, second_per_grid_ts=0.5)
     assert set(other.to_vllm()["video_embeds"]) == {"video_embeds", "video_grid_thw"}
+    spaced = replace(other, family="qwen2_5_vl").to_vllm()
+    assert torch.equal(vllm_rules.embeddings([spaced], 3 * HIDDEN)[0], video.torch())
+    assert vllm_rules.decoded(spaced["video_embeds"]["second_per_grid_ts"]) == 0.5
+
+
+def film(family: str, rate: float, change: float, seed: int) -> tuple[Embedding, Embedding]:
+    """A video in which each place changes as much as it likes, whole and pruned by our encoder."""
+    grid, hidden = (6, 8, 8), 64
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.randn(6, 16, hidden, generator=generator)
+    steps[1:] *= change * (0.2 + torch.rand(5, 16, 1, generator=generator))
+    rows = steps.cumsum(0).view(-1, hidden).to(torch.bfloat16)
+    plan = ItemPlan(grid, 384, 96, (96,), frames=6)
+    mask = retention_mask(rows.float().numpy(), plan, rate)
+    whole = replace(
+        embedding(grid, family),
+        type="video",
+        shape=tuple(rows.shape),
+        data=octets(rows),
+        deepstack=0,
+        timestamps=tuple(range(6)),
+        second_per_grid_ts=1.0,
+    )
+    left = rows[torch.from_numpy(mask)]
+    return whole, replace(
+        whole,
+        tokens=len(left),
+        shape=tuple(left.shape),
+        data=octets(left),
+        kept_rows=tuple(mask.nonzero()[0].tolist()),
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("rate", [0.3, 0.5, 0.75])
+@pytest.mark.parametrize("seed", range(4))
+def test_vllm_drops_the_rows_that_were_dropped_before(family: str, rate: float, seed: int) -> None:
+    whole, left = film(family, rate, 2.0, seed)
+    assert len(left.kept_rows) == int(96 * (1 - rate))
+    (arrived,) = vllm_rules.embeddings([left.to_vllm()], 64)
+    kept = vllm_rules.pruned(arrived, left.grid_thw, rate)
+    assert kept.tolist() == list(left.kept_rows)
+    assert torch.equal(arrived[kept], left.torch())
+    assert torch.equal(arrived[kept], whole.torch()[kept])
+
+
+def test_what_vllm_would_drop_otherwise_is_refused() -> None:
+    still = film("qwen3_vl", 0.5, 0.02, 0)[1]  # bfloat16 does not tell its rows apart
+    with pytest.raises(ValueError, match="vLLM's --video-pruning-rate drops rows itself"):
+        still.to_vllm()
+    left = film("qwen3_vl", 0.5, 2.0, 0)[1]
+    for wrong in (
+        replace(left, family="qwen2_vl"),
+        replace(left, reference="r1.abc", data=b""),
+        replace(left, kept_rows=left.kept_rows[1:]),
+    ):
+        with pytest.raises(ValueError, match=r"evs_rate|kept_rows"):
+            wrong.to_vllm()
 
 
 def test_a_reference_travels_as_its_id_and_grid() -> None:
@@ -88,6 +149,8 @@ def test_a_reference_travels_as_its_id_and_grid() -> None:
         (embedding(family="glm4v"), "no embeddings"),
         (embedding(family=""), "no embeddings"),
         (replace(embedding(family="internvl"), type="video"), "no embeddings of videos"),
+        (replace(embedding(family="llava_onevision"), type="video"), "no embeddings of videos"),
+        (embedding(family="pixtral"), "no embeddings of images"),
         (replace(embedding(), grid_thw=(1, 4, 4)), "gives 4 rows, not 6"),
         (replace(embedding(), tokens=5), "is not 5 tokens"),
         (replace(embedding(), deepstack=6), "6 deepstack features"),
@@ -119,10 +182,35 @@ def test_a_prompt_for_sglang_has_a_placeholder_for_each_row() -> None:
 
 def test_sglang_gets_a_grid_where_positions_come_from_one() -> None:
     assert set(embedding(family="llama4").to_sglang()) == {
-        "format", "modality", "precomputed_embeddings",
+        "format", "modality", "precomputed_embeddings", "hash",
     }  # fmt: skip
     video = replace(embedding((3, 4, 4)), type="video").to_sglang()
     assert (video["modality"], video["video_grid_thw"].tolist()) == ("VIDEO", [[3, 4, 4]])
+    assert "second_per_grid_ts" not in video
+
+
+def test_sglang_gets_the_pace_of_videos_of_qwen2_5_vl() -> None:
+    image = embedding((3, 4, 4), "qwen2_5_vl")
+    video = replace(image, type="video", second_per_grid_ts=0.5)
+    other = replace(video, second_per_grid_ts=0.25)
+    found = processor_output([video, other])["second_per_grid_ts"]
+    assert torch.equal(found, torch.tensor([0.5, 0.25]))
+    assert "second_per_grid_ts" not in image.to_sglang()
+
+
+def test_sglang_knows_rows_by_their_hash() -> None:
+    one = embedding()
+    name = one.to_sglang()["hash"]
+    assert name == replace(one, index=3, source="cache").to_sglang()["hash"]
+    assert 0 < name < 2**64, "SGLang writes it in 8 bytes"
+    others = [
+        replace(one, digest="cd"),
+        replace(one, model="n"),
+        replace(one, frame_tokens=(6,)),
+        embedding((1, 6, 4)),
+    ]
+    names = {name, processor_output([one, one])["hash"]}
+    assert len(names | {other.to_sglang()["hash"] for other in others}) == 6
 
 
 def test_what_does_not_belong_together_is_not_joined_for_sglang() -> None:

@@ -49,6 +49,23 @@ def test_images_arrive_as_embeddings_that_vllm_reads() -> None:
     told(story)
 
 
+def test_images_are_sized_as_vllm_would_size_them() -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        body = chat(image(jpeg(640, 480)))
+        kwargs: dict[str, Any]
+        for kwargs, rows in (({}, 300), ({"max_pixels": 65536, "fps": 1}, 54)):
+            await client.post("/v1/chat/completions", json=body | {"mm_processor_kwargs": kwargs})
+            part, _ = json.loads(vllm.bodies[-1])["messages"][1]["content"]
+            (arrived,) = vllm_rules.embeddings([part], WIDTH)
+            assert len(arrived) == rows
+        wrong = body | {"mm_processor_kwargs": {"max_pixels": 2**30}}
+        answer = await client.post("/v1/chat/completions", json=wrong)
+        assert answer.status_code == 422
+        assert "max_pixels: 1073741824 is over" in answer.text
+
+    told(story)
+
+
 def test_what_has_no_images_passes_byte_by_byte() -> None:
     async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
         body = b'{ "model":"m", "messages":[{"role":"user","content":"hi"}] }'
@@ -227,11 +244,19 @@ def test_bodies_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--upstream", "localhost:1"], ["--upstream", "http://a", "--encoder", "ftp://b"]]
+    ("arguments", "wrong"),
+    [
+        (["proxy", "--upstream", "localhost:1"], "--upstream: "),
+        (["proxy", "--upstream", "http://a", "--encoder", "ftp://b"], "--encoder: "),
+        (["sglang", "--encoder", "ftp://b"], "--encoder: "),
+        (["sglang", "--network", "10.0.0.1/8"], "--network: "),
+    ],
 )
-def test_addresses_that_are_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["proxy", *arguments]) == 1
-    assert "--upstream" in capsys.readouterr().err
+def test_addresses_that_are_none(
+    arguments: list[str], wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 1
+    assert wrong in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

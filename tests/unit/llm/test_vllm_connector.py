@@ -214,11 +214,51 @@ def connected(module: ModuleType, url: str) -> Iterator[Any]:
 
 def test_what_brings_its_own_rows_or_pixels_is_not_asked_for(halves: Halves) -> None:
     scheduler, _ = halves()
-    for key in ("image_embeds", "video_embeds", "pixel_values", "pixel_values_videos"):
-        request = Request("r", ["photo.jpg"], 4, ("image_grid_thw", key))
-        assert scheduler.ensure_cache_available(request, 0)
-    assert scheduler.ensure_cache_available(Request("r", ["0123abcd"], 4), 0), "vLLM's own hash"
+    keys = (
+        "image_embeds",
+        "video_embeds",
+        "pixel_values",
+        "pixel_values_videos",
+        "pixel_values_flat",
+    )
+    for key in keys:
+        for name in ("photo.jpg", "0123abcd"):
+            request = Request("r", [name], 4, ("image_grid_thw", key))
+            assert scheduler.ensure_cache_available(request, 0)
     assert not scheduler.fetches
+
+
+def test_an_id_that_vllm_replaced_fails_its_request_alone(
+    halves: Halves, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler, _ = halves()
+    (kept,), _ = keep(url)
+    replaced, whole = (Request(name, [name], kept.tokens) for name in ("0123abcd", kept.reference))
+    assert not ended(scheduler, replaced)
+    assert scheduler.take_unavailable_requests() == {"0123abcd"}
+    assert "neither mm_processor_kwargs nor media_io_kwargs" in caplog.text
+    assert ended(scheduler, whole)
+
+
+def test_an_adapter_of_the_tower_does_not_hide_the_id(halves: Halves, url: str) -> None:
+    scheduler, worker = halves()
+    (kept,), (rows,) = keep(url)
+    request = Request("r", [kept.reference], kept.tokens, adapter="lora.1:")
+    assert ended(scheduler, request)
+    scheduler.update_state_after_alloc(request, 0)
+    worker.bind_connector_metadata(scheduler.build_connector_meta(None))
+    cache: dict[str, torch.Tensor] = {}
+    worker.start_load_caches(cache)
+    found = cache[f"lora.1:{kept.reference}"]
+    assert torch.equal(found.view(torch.uint8), rows.view(torch.uint8))
+
+
+def test_a_vllm_that_cannot_fail_one_request_is_refused(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(connector_module.ECConnectorBase, "take_unavailable_requests")
+    with pytest.raises(ValueError, match="waits for ever"):
+        connector_module.EncoderServiceConnector(config("http://a"), ECConnectorRole.SCHEDULER)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,14 @@ def test_a_call_is_spread_over_all_and_long_queues_go_in_chunks(rig: Rig) -> Non
     assert rig.count("preprocessed_items") == len(begun)
 
 
+def test_items_one_after_another_go_to_the_process_that_worked_last(rig: Rig) -> None:
+    opened = rig.open()
+    for _ in range(6):
+        until(lambda: len(opened._idle) == len(rig.started))
+        assert rig.good(rig.submit(size=(64, 64)), (64, 64))
+    assert sorted(sum(each.seen) for each in rig.started) == [0, 6]
+
+
 @pytest.mark.parametrize("processes", [0, 2])
 def test_times_are_filled_in(rig: Rig, processes: int) -> None:
     opened = rig.open(processes=processes, threads=1)

@@ -28,7 +28,7 @@ from actors.media.image import prepare
 from actors.media.patchify import Patchifier, patchifier_of
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Noted, find, preset_names
-from actors.types import Alpha, Item, Media
+from actors.types import Alpha, Item, Kind, Media, ProcessorKwargs
 from encoder_service.config import LimitOptions
 from encoder_service.intake.media import probe, probe_frames
 from tests.images import encoded, jpeg, opened
@@ -81,6 +81,13 @@ def test_patches_of_every_family(preset: str) -> None:
     if family.spec.video:
         sent.append(probe(video(9), "video", family.spec, LIMITS))
         sent.append(probe_frames([jpeg(64, 48)] * 3, 2.0, family.spec, LIMITS))
+    files_of_kinds: dict[Kind, bytes] = {"image": jpeg(901, 607), "video": video(40)}
+    for kind in family.spec.kinds:
+        for name in family.spec.defaults(kind):
+            kwargs = ProcessorKwargs(**{name: {"min_pixels": 400_000}.get(name, 3)})
+            data = files_of_kinds[kind]
+            sent.append(probe(data, kind, family.spec, LIMITS, kwargs=kwargs))
+            assert sent[-1].kwargs == kwargs
     for media in sent:
         check(travelled(family, media, slab), prepare(family, media))
     slab.close()

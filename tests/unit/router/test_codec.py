@@ -34,6 +34,7 @@ from actors.types import (
     Embedding,
     ItemPlan,
     Media,
+    ProcessorKwargs,
     ReceivedBytes,
     Reply,
     SharedBytes,
@@ -63,6 +64,7 @@ MEDIA = st.builds(
     on_device=st.booleans(),
     size=st.none() | st.builds(Size, INT, INT),
     alpha=st.sampled_from(get_args(Alpha)),
+    kwargs=st.builds(ProcessorKwargs, *[st.none() | INT] * 3, st.none() | FLOAT, st.none() | INT),
 )
 DTYPES = st.sampled_from(get_args(Dtype))
 CALLS = st.builds(
@@ -85,6 +87,7 @@ EMBEDDINGS = st.builds(
     st.builds(Timings, FLOAT, FLOAT, FLOAT),
     replica=TEXT,
     frame_tokens=INTS,
+    kept_rows=INTS,
     reference=TEXT,
 )
 ERRORS = st.one_of(

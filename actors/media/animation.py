@@ -1,0 +1,115 @@
+"""Animated GIF and WebP as videos, from the lengths in their blocks: no pixel is decoded here.
+
+Each frame of such a file is shown for a time of its own. It is read as the video of a constant
+rate that shows the same, so that frames are sampled in time as those of any video.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+from actors.errors import InvalidMedia, UnsupportedMedia
+from actors.types import Clip, Size
+
+LEAST_STEP_MS = 10
+"""Between frames of the constant rate; GIF counts time in these units."""
+UNSAID_MS = 100  # of frames that declare 10 ms or less, as browsers show them
+MOST_BLOCKS = 2**20  # of one file, to bound the time of reading them
+
+EXTENSION, IMAGE, TRAILER, CONTROL = b"!,;\xf9"  # of a GIF
+TO_BACKGROUND = 2  # a frame's disposal: what it covered is cleared
+
+
+@dataclass(frozen=True, slots=True)
+class Animation:
+    """When its frames are shown."""
+
+    durations_ms: tuple[int, ...]
+    transparent: bool  # some of its pixels may be
+
+    @property
+    def step_ms(self) -> int:
+        """From one frame of the constant rate to the next."""
+        step = math.gcd(*self.durations_ms)
+        return step if step >= LEAST_STEP_MS else LEAST_STEP_MS
+
+    def clip(self, size: Size) -> Clip:
+        """The video of a constant rate, of frames of this size."""
+        return Clip(size, sum(self.durations_ms) // self.step_ms, 1000 / self.step_ms)
+
+    def places(self, wanted: list[int]) -> list[int]:
+        """Which frame of the file is shown at each of these frames of the constant rate."""
+        ends = list(accumulate(self.durations_ms))
+        return [bisect_right(ends, index * self.step_ms) for index in wanted]
+
+
+def is_animation(data: bytes) -> bool:
+    """Whether it is a GIF or a WebP, animated or not."""
+    return data.startswith((b"GIF87a", b"GIF89a")) or data[8:12] == b"WEBP"
+
+
+def read_animation(data: bytes, most_frames: int) -> Animation:
+    """Reads a GIF or WebP, up to `most_frames` + 1. Raises InvalidMedia, UnsupportedMedia."""
+    name, read = ("WebP", read_webp) if data[8:12] == b"WEBP" else ("GIF", read_gif)
+    try:
+        durations, transparent = read(data, most_frames)
+    except IndexError:
+        raise InvalidMedia(f"the {name} is truncated or corrupt") from None
+    if len(durations) < 2:
+        raise UnsupportedMedia(f"the {name} is not animated: send it as an image")
+    shown = tuple(one if one > LEAST_STEP_MS else UNSAID_MS for one in durations)
+    return Animation(shown, transparent)
+
+
+def read_gif(data: bytes, most_frames: int) -> tuple[list[int], bool]:
+    """The milliseconds of each frame, and whether transparent pixels may remain."""
+    durations: list[int] = []
+    duration, flags, transparent = 0, 0, False  # the first two of the frame that comes
+    at = 13 + palette_bytes(data[10])
+    for _ in range(MOST_BLOCKS):
+        if at >= len(data) or data[at] == TRAILER or len(durations) > most_frames:
+            return durations, transparent
+        kind, at = data[at], at + 1
+        if kind == IMAGE:
+            cleared = flags >> 2 & 7 == TO_BACKGROUND
+            transparent |= bool(flags & 1) and (cleared or not durations)
+            durations.append(duration)
+            duration, flags = 0, 0
+            at = after_blocks(data, at + 10 + palette_bytes(data[at + 8]))
+        elif kind == EXTENSION:
+            if data[at] == CONTROL:
+                flags, duration = data[at + 2], 10 * int.from_bytes(data[at + 3 : at + 5], "little")
+            at = after_blocks(data, at + 1)
+    raise InvalidMedia("the GIF has too many blocks")
+
+
+def palette_bytes(flags: int) -> int:
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+
+def after_blocks(data: bytes, at: int) -> int:
+    while data[at]:
+        at += 1 + data[at]
+    return at + 1
+
+
+def read_webp(data: bytes, most_frames: int) -> tuple[list[int], bool]:
+    """As `read_gif`."""
+    durations: list[int] = []
+    transparent, at = False, 12
+    end = 8 + int.from_bytes(data[4:8], "little")
+    for _ in range(MOST_BLOCKS):
+        if at >= end or len(durations) > most_frames:
+            return durations, transparent
+        kind, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
+        if kind == b"VP8X":
+            transparent = bool(data[at + 8] & 0x10)
+        elif kind == b"ANMF":
+            durations.append(int.from_bytes(data[at + 20 : at + 23], "little"))
+        at += 8 + size + size % 2
+        if at > len(data):
+            raise IndexError
+    raise InvalidMedia("the WebP has too many chunks")

@@ -1,0 +1,456 @@
+"""Answers of vLLM servers to chats with images: vLLM as it is, and with our encoder inside.
+
+All servers get the same traffic: requests at the same random times (Poisson), whether or not the
+earlier ones have been answered, then a fixed number in flight, then text streams beside images. No
+two images are the same, unless some are to be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from actors.errors import StartError
+from encoder_service.bench.cluster import free_ports
+from encoder_service.bench.mix import Shape, picture
+
+START_SECONDS, STOP_SECONDS, REQUEST_SECONDS = 600, 30, 120
+KEPT_ALIVE_SECONDS = 2.0  # below the 5 s after which vLLM closes an idle connection
+WARM_UPS = 6
+GOOD_FIRST_SECONDS, GOOD_BETWEEN_SECONDS = 1.0, 0.05
+"""A good answer's first token, and its mean time between tokens, come within these."""
+STREAM_TOKENS = 200
+STREAMS_SECONDS = 0.5
+"""Text streams run for this long before images arrive beside them."""
+SETTLED = 0.25
+"""Of a phase with a fixed number in flight, answers that end in this first part do not count."""
+PROMPT = "What is in these pictures? Answer in a few words."
+SEEDS_PER_REQUEST = 16
+CONNECTOR = {
+    "ec_connector": "EncoderServiceConnector",
+    "ec_role": "ec_consumer",
+    "ec_connector_module_path": "encoder_service.engines.vllm_connector",
+}
+Images = list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What each request of a load brings."""
+
+    name: str
+    sizes: tuple[Shape, ...]  # of its images; none: text only
+
+
+@dataclass(frozen=True, slots=True)
+class AnswersPlan:
+    """The traffic. Every kind has all phases."""
+
+    kinds: list[Kind]
+    per_second: list[float]
+    """Mean rates of random arrivals, a phase each."""
+    in_flight: int
+    """Requests in flight in the phase that follows them."""
+    streams: int
+    """Text streams beside images that arrive at the first rate, in the last phase; 0: none."""
+    seconds: float
+    """Of each phase."""
+    tokens: int = 64
+    """Of each answer, but for those of text streams."""
+    repeated: float = 0.0
+    """The share of requests whose images an earlier one brought."""
+
+
+@dataclass(slots=True)
+class Streamed:
+    """One answer, as its reader sees it. Times in seconds."""
+
+    began: float
+    first: float = math.nan  # until the first token
+    between: list[float] = field(default_factory=list)  # from token to token
+    ended: float = math.nan
+    error: str = ""
+
+    @property
+    def good(self) -> bool:
+        between = statistics.fmean(self.between) if self.between else 0.0
+        return self.first <= GOOD_FIRST_SECONDS and between <= GOOD_BETWEEN_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    server: str
+    load: str
+    answers: int
+    errors: int
+    first_error: str
+    per_second: float
+    good_per_second: float
+    first_token_ms: list[float]
+    """The 50th and the 99th percentile. NaN without answers."""
+    between_tokens_ms: list[float]
+
+
+class OpenAiServer:
+    """One server under load."""
+
+    def __init__(self, name: str, url: str, session: aiohttp.ClientSession, model: str) -> None:
+        self.name = name
+        self.url = url
+        self.session = session
+        self.model = model
+
+    async def ask(self, images: Images, number: int, tokens: int) -> Streamed:
+        """One chat. `number` begins its text, so that no two share a prefix."""
+        parts: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{coded(image)}"}}
+            for image in images
+        ]
+        parts.append({"type": "text", "text": f"{number:08d} {PROMPT}"})
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": parts}],
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        found = Streamed(time.perf_counter())
+        seen, last = 0, found.began
+        try:
+            url = self.url + "/v1/chat/completions"
+            async with self.session.post(url, json=body) as response:
+                if response.status != 200:
+                    found.error = f"{response.status}: {(await response.text())[:200]}"
+                    return found
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    usage = json.loads(line[6:]).get("usage") or {}
+                    if usage.get("completion_tokens", 0) <= seen:
+                        continue
+                    now = time.perf_counter()
+                    if seen:
+                        found.between.append(now - last)
+                    else:
+                        found.first = now - found.began
+                    seen, last = usage["completion_tokens"], now
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            found.error = repr(error)[:200]
+            return found
+        found.ended = last
+        if seen != tokens:
+            found.error = f"{seen} tokens instead of {tokens}"
+        return found
+
+
+class Pictures:
+    """Makes the images of requests in processes of its own, before they are sent."""
+
+    def __init__(self, repeated: float) -> None:
+        self.repeated = repeated
+        self.made = 0
+        self.pool = ProcessPoolExecutor(os.cpu_count(), get_context("spawn"))
+
+    async def of(self, kind: Kind, count: int) -> list[Images]:
+        seeds = range(self.made, self.made + count)
+        self.made += count
+        if not kind.sizes:
+            return [[] for _ in seeds]
+        loop = asyncio.get_running_loop()
+        made = [loop.run_in_executor(self.pool, drawn, kind.sizes, seed) for seed in seeds]
+        found = list(await asyncio.gather(*made))
+        random = Random(self.made)
+        for place in range(1, count):
+            if random.random() < self.repeated:
+                found[place] = found[random.randrange(place)]
+        return found
+
+
+def drawn(sizes: Sequence[Shape], seed: int) -> Images:
+    first = seed * SEEDS_PER_REQUEST
+    return [picture(*size, first + place) for place, size in enumerate(sizes)]
+
+
+def coded(image: bytes) -> str:
+    return b64encode(image).decode()
+
+
+async def measure(server: OpenAiServer, plan: AnswersPlan, console: Console) -> list[PhaseReport]:
+    """All phases against one server. Prints each as it ends."""
+    pictures, found = Pictures(plan.repeated), []
+
+    def ended(load: str, answers: list[Streamed], seconds: float) -> None:
+        one = report(server.name, load, answers, seconds)
+        found.append(one)
+        console.print(line(one))
+
+    try:
+        for kind in plan.kinds:
+            for number, images in enumerate(await pictures.of(kind, WARM_UPS)):
+                await server.ask(images, number, plan.tokens)
+            for per_second in plan.per_second:
+                images_of = await pictures.of(kind, max(1, round(per_second * plan.seconds)))
+                began = time.perf_counter()
+                answers = await arrivals(server, images_of, per_second, plan.tokens)
+                ended(f"{kind.name}, {per_second:g}/s", answers, time.perf_counter() - began)
+            answers, seconds = await saturated(server, plan, kind, pictures)
+            ended(f"{kind.name}, {plan.in_flight} in flight", answers, seconds)
+            if plan.streams:
+                per_second = plan.per_second[0] if kind.sizes else 0.0
+                count = round(per_second * plan.seconds)
+                images_of = await pictures.of(kind, count)
+                began = time.perf_counter()
+                answers = await beside(server, plan, images_of, per_second)
+                load = f"{plan.streams} text streams beside {kind.name}, {per_second:g}/s"
+                ended(load, answers, time.perf_counter() - began)
+    finally:
+        pictures.pool.shutdown(cancel_futures=True)
+    return found
+
+
+async def arrivals(
+    server: OpenAiServer, requests: list[Images], per_second: float, tokens: int
+) -> list[Streamed]:
+    """Each request at its time, whatever has become of those before. The times are the same for
+    every server."""
+    random, at = Random(7), time.perf_counter()
+    sent = []
+    for number, images in enumerate(requests):
+        at += random.expovariate(per_second)
+        await asyncio.sleep(at - time.perf_counter())
+        sent.append(asyncio.create_task(server.ask(images, number, tokens)))
+    return list(await asyncio.gather(*sent))
+
+
+async def saturated(
+    server: OpenAiServer, plan: AnswersPlan, kind: Kind, pictures: Pictures
+) -> tuple[list[Streamed], float]:
+    """A fixed number in flight. Returns the answers after the first part, and the seconds in which
+    one after another would give as many: requests start in waves, so counting ends misleads."""
+    answers: list[Streamed] = []
+    ready = await pictures.of(kind, plan.in_flight)
+    began = time.perf_counter()
+    end = began + plan.seconds
+
+    async def reader(images: Images) -> None:
+        while time.perf_counter() < end:
+            (following,), answer = await asyncio.gather(
+                pictures.of(kind, 1), server.ask(images, len(answers), plan.tokens)
+            )
+            answers.append(answer)
+            images = following
+
+    await asyncio.gather(*map(reader, ready))
+    settled = began + SETTLED * plan.seconds
+    counted = [one for one in answers if one.error or settled <= one.ended <= end]
+    whole = [one.ended - one.began for one in counted if not one.error]
+    return counted, math.fsum(whole) / plan.in_flight if whole else plan.seconds
+
+
+async def beside(
+    server: OpenAiServer, plan: AnswersPlan, requests: list[Images], per_second: float
+) -> list[Streamed]:
+    """The answers of text streams that follow one another while images arrive."""
+    streamed: list[Streamed] = []
+    over = asyncio.Event()
+
+    async def stream() -> None:
+        while not over.is_set():
+            streamed.append(await server.ask([], len(streamed), STREAM_TOKENS))
+
+    streams = [asyncio.create_task(stream()) for _ in range(plan.streams)]
+    await asyncio.sleep(STREAMS_SECONDS)
+    began = time.perf_counter()
+    pictures = await arrivals(server, requests, per_second, plan.tokens)
+    await asyncio.sleep(began + plan.seconds - time.perf_counter())
+    over.set()
+    await asyncio.gather(*streams)
+    return [*streamed, *(one for one in pictures if one.error)]
+
+
+def report(server: str, load: str, answers: Sequence[Streamed], seconds: float) -> PhaseReport:
+    fine = [one for one in answers if not one.error]
+    errors = [one.error for one in answers if one.error]
+    return PhaseReport(
+        server=server,
+        load=load,
+        answers=len(fine),
+        errors=len(errors),
+        first_error=errors[0] if errors else "",
+        per_second=len(fine) / seconds,
+        good_per_second=sum(one.good for one in fine) / seconds,
+        first_token_ms=percentiles_ms([one.first for one in fine]),
+        between_tokens_ms=percentiles_ms([gap for one in fine for gap in one.between]),
+    )
+
+
+def percentiles_ms(seconds: Sequence[float]) -> list[float]:
+    if not seconds:
+        return [math.nan, math.nan]
+    return [float(value) * 1e3 for value in np.percentile(seconds, [50, 99])]
+
+
+@asynccontextmanager
+async def connected(name: str, url: str) -> AsyncIterator[OpenAiServer]:
+    """Raises StartError if the server names no model."""
+    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_ALIVE_SECONDS)
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=connector, read_bufsize=2**20
+    ) as session:
+        try:
+            async with session.get(url + "/v1/models") as response:
+                models = (await response.json())["data"]
+            model = str(models[0]["id"])
+        except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
+            raise StartError(f"{url}/v1/models names no model: {error!r}") from error
+        yield OpenAiServer(name, url, session, model)
+
+
+@contextmanager
+def vllm(
+    model: str, place: dict[str, Any] | None, options: Sequence[str], console: Console
+) -> Iterator[str]:
+    """A vLLM server of this Python environment: its URL, once it answers. `place`: settings of our
+    connector; None: without. Raises StartError with the end of its log."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--host", "127.0.0.1", "--port", str(port), *options]
+    if place is not None:
+        settings = CONNECTOR | {"ec_connector_extra_config": place}
+        command += ["--ec-transfer-config", json.dumps(settings)]
+    with tempfile.NamedTemporaryFile(prefix="vllm-", suffix=".log", delete=False) as log:
+        console.print(f"starting vLLM, log in {log.name} ...")
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            wait_until_ready(process, url, Path(log.name))
+            yield url
+        finally:
+            stop(process)
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    import httpx
+
+    end = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < end:
+        with suppress(httpx.HTTPError):
+            if httpx.get(url + "/health", trust_env=False).is_success:
+                return
+        time.sleep(0.5)
+    last = log.read_text(errors="replace").splitlines()[-15:]
+    raise StartError("\n".join(["vLLM did not start; its log ends with", *last]))
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends the server, and whatever it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+
+
+def line(one: PhaseReport) -> str:
+    return (
+        f"  {one.server}, {one.load}: {one.per_second:.2f}/s, first token "
+        f"{' '.join(map(milliseconds, one.first_token_ms))} ms, between tokens "
+        f"{' '.join(map(milliseconds, one.between_tokens_ms))} ms" + wrong(one)
+    )
+
+
+def milliseconds(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def wrong(one: PhaseReport) -> str:
+    return f", {one.errors} failed: {one.first_error}" if one.errors else ""
+
+
+def table(reports: Sequence[PhaseReport]) -> Table:
+    """A row for each load and server; loads in their order, servers side by side."""
+    shown = Table(
+        caption=f"ms: 50th and 99th percentile. Good: first token within {GOOD_FIRST_SECONDS:g} s, "
+        f"{GOOD_BETWEEN_SECONDS * 1e3:g} ms a token on average",
+        caption_justify="left",
+    )
+    for name in ("load", "server"):
+        shown.add_column(name)
+    for name in ("requests/s", "good/s", "first token", "between tokens", "failed"):
+        shown.add_column(name, justify="right")
+    loads = list(dict.fromkeys(one.load for one in reports))
+    for one in sorted(reports, key=lambda each: loads.index(each.load)):
+        shown.add_row(
+            one.load,
+            one.server,
+            f"{one.per_second:.2f}",
+            f"{one.good_per_second:.2f}",
+            " ".join(map(milliseconds, one.first_token_ms)),
+            " ".join(map(milliseconds, one.between_tokens_ms)),
+            str(one.errors or ""),
+        )
+    return shown
+
+
+def plot(reports: Sequence[PhaseReport], path: Path) -> None:
+    """A row of panels: requests per second, first token and time between tokens, by load."""
+    from matplotlib.figure import Figure  # optional, and slow to import
+
+    loads = list(dict.fromkeys(one.load for one in reports))
+    servers = list(dict.fromkeys(one.server for one in reports))
+    panels: dict[str, Callable[[PhaseReport], float]] = {
+        "requests/s": lambda one: one.per_second,
+        "first token, p50, ms": lambda one: one.first_token_ms[0],
+        "between tokens, p99, ms": lambda one: one.between_tokens_ms[1],
+    }
+    figure = Figure(figsize=(14, 1.5 + 0.3 * len(loads) * len(servers)), layout="constrained")
+    for place, (axes, (title, value)) in enumerate(
+        zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True)
+    ):
+        for number, server in enumerate(servers):
+            values = {one.load: value(one) for one in reports if one.server == server}
+            heights = [index + 0.8 * number / len(servers) for index in range(len(loads))]
+            widths = [values.get(load, math.nan) for load in loads]
+            bars = axes.barh(heights, widths, 0.8 / len(servers), align="edge", label=server)
+            axes.bar_label(bars, fmt="%.3g", fontsize="x-small", padding=2)
+        axes.set_title(title, fontsize="medium")
+        axes.margins(x=0.15)
+        if not place:
+            axes.set_yticks([index + 0.4 for index in range(len(loads))], loads)
+            axes.invert_yaxis()
+            axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110, format="png")
+
+
+def documents(reports: Sequence[PhaseReport]) -> list[dict[str, Any]]:
+    """For JSON, which has no NaN."""
+    text = json.dumps([asdict(one) for one in reports])
+    found: list[dict[str, Any]] = json.loads(text, parse_constant=lambda _: None)
+    return found

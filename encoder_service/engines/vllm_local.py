@@ -1,0 +1,414 @@
+"""The connector's place "local": the encoder's engine runs inside vLLM's own process.
+
+    vllm serve MODEL --ec-transfer-config '{
+        "ec_connector": "EncoderServiceConnector", "ec_role": "ec_consumer",
+        "ec_connector_module_path": "encoder_service.engines.vllm_connector",
+        "ec_connector_extra_config": {"place": "local"}}'
+
+vLLM preprocesses images as always. The scheduler's half gives an image's pixels to the engine and
+lets its request wait; the worker's half puts the rows, which never leave the device, into vLLM's
+encoder cache. Images are encoded in slices between the steps of the language model: see
+actors/engine/slices.py. What the engine cannot encode, vLLM's own tower encodes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+)
+
+from actors.engine.engine import Engine
+from actors.engine.video_chunks import rows_of
+from actors.families.registry import read
+from actors.options import ActorOptions, GraphOptions, Options
+from actors.spec.model_spec import ModelSpec
+from actors.spec.sizing import BlockSizing, WindowedSizing
+from actors.startup import open_engine
+from actors.telemetry.metrics import EncoderMetrics
+from actors.types import Item, ItemPlan
+
+log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+"""Whose patches are the same in vLLM and here."""
+KEYS = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
+"""By modality, under which names vLLM keeps an item's patches and its grid."""
+
+
+class LocalOptions(Options):
+    """`ec_connector_extra_config`."""
+
+    place: str = "local"
+    chunk_ms: float = Field(5, gt=0)
+    """How long a step of the language model waits for slices of a waiting image."""
+    ahead_bytes: int = Field(2**30, gt=0)
+    """Rows on the device that are encoded before their requests are scheduled."""
+    graphs: GraphOptions = GraphOptions(steps_per_doubling=2)
+    """Fewer budgets than the service has, as vLLM takes long enough to start."""
+
+
+@dataclass
+class LoadedRows(ECConnectorMetadata):  # type: ignore[misc]  # types are checked without vLLM
+    """For the worker's half, which is in the same process: [tokens, width] under each id."""
+
+    rows: dict[str, Tensor]
+    tokens: int  # of the step. 0: the language model does not run
+
+
+@dataclass(eq=False)
+class LocalItem:
+    """An item that waiting requests need."""
+
+    plan: ItemPlan
+    pixels: Tensor
+    size_bytes: int  # of its rows
+    requests: set[str] = field(default_factory=set)
+    rows: Future[Tensor] | None = None  # None: not given to the engine yet
+    answer: Future[Item] | None = None  # the engine's
+
+    @property
+    def done(self) -> bool:
+        return self.rows is not None and self.rows.done()
+
+    @property
+    def encoded(self) -> bool:
+        return self.rows is not None and self.rows.done() and not self.rows.exception()
+
+
+class LocalEncoder:
+    """The engine, and the items that vLLM's waiting requests need, oldest first. Its methods are
+    called from vLLM's thread."""
+
+    def __init__(self, engine: Engine, ahead_bytes: int) -> None:
+        self.engine = engine
+        self.spec: ModelSpec = engine.tower.spec
+        self.ahead_bytes = ahead_bytes
+        self.items: dict[str, LocalItem] = {}
+        self.ready: set[str] = set()  # requests all of whose items are here
+        self.loading: dict[str, Tensor] = {}  # rows for the step that is being scheduled
+        self.cached: Mapping[str, Tensor] = {}  # vLLM's encoder cache
+        self.encoded = self.left = 0  # items of ours and of vLLM
+        self.threads = ThreadPoolExecutor(1, "patches")
+        device = engine.device.device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def close(self) -> None:
+        self.threads.shutdown()
+        self.engine.close()
+        log.info("the engine encoded %d items, vLLM %d", self.encoded, self.left)
+
+    def need(self, request: Any, index: int) -> bool:
+        """Whether an item is here, or is left to vLLM. Otherwise it will be encoded."""
+        feature = request.mm_features[index]
+        name = feature.identifier
+        if name in self.cached or name in self.loading:
+            self.drop(name, request.request_id)
+            return True
+        try:
+            item = self.items.get(name) or self.accepted(request, index)
+        except Exception as error:  # no error may end vLLM's scheduler
+            log.error("vLLM encodes an item itself, because its data cannot be read: %r", error)
+            item = None
+        if item is None:
+            self.left += 1
+            if self.left == 1:
+                log.warning("vLLM encodes an item itself that is not for the engine: %s", name)
+            return True
+        self.items[name] = item
+        item.requests.add(request.request_id)
+        return item.done
+
+    def accepted(self, request: Any, index: int) -> LocalItem | None:
+        """The item, if the engine can encode it; otherwise vLLM does."""
+        feature = request.mm_features[index]
+        # With an adapter for the tower the item has another name than its pixels.
+        adapted = getattr(feature, "mm_hash", None) not in (None, feature.identifier)
+        if feature.data is None or feature.modality not in self.spec.kinds or adapted:
+            return None
+        pixels, grid = (feature.data.get(key) for key in KEYS[feature.modality])
+        if pixels is None or grid is None:  # it brings its own rows
+            return None
+        assert isinstance(self.spec.sizing, BlockSizing)
+        rows, columns = grid.data.tolist()[-2:]
+        frames = len(pixels.data) // (rows * columns)
+        video = feature.modality == "video"
+        plan = self.spec.sizing.plan_of_grid((frames, rows, columns), video=video)
+        most = self.engine.capacity.budgets[0][-1:] or self.engine.capacity.tokens
+        largest = plan.group_tokens if video else plan.tokens
+        if plan.tokens != request.get_num_encoder_embeds(index) or largest > most[0]:
+            return None
+        size_bytes = plan.tokens * self.spec.width * getattr(torch, self.spec.dtype).itemsize
+        return LocalItem(plan, pixels.data, size_bytes)
+
+    def start(self) -> None:
+        """Gives waiting items to the engine, oldest first, as far as there is room for their rows.
+        If nothing else can make progress, the oldest one is started all the same."""
+        held = [item for item in self.items.values() if item.rows]
+        used = sum(item.size_bytes for item in held)
+        stuck = not self.ready and all(item.done for item in held)
+        for item in self.items.values():
+            if item.rows:
+                continue
+            if used + item.size_bytes > self.ahead_bytes and not stuck:
+                break
+            item.rows, stuck = Future(), False
+            self.threads.submit(self.submit, item, item.rows)
+            used += item.size_bytes
+
+    def submit(self, item: LocalItem, rows: Future[Tensor]) -> None:
+        """Called from `threads`."""
+        if rows.cancelled():
+            return
+        try:
+            with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+                pixels = item.pixels.to(self.engine.device.device)
+                patches = patches_of(pixels, item.plan, self.spec)
+            if self.stream:
+                self.stream.synchronize()
+            item.answer = self.engine.submit(Item(item.plan, *patches, on_device=True))
+        except Exception as error:
+            failed(rows, error)
+            return
+        item.answer.add_done_callback(partial(completed, rows))
+        if rows.cancelled():
+            item.answer.cancel()
+
+    def waiting(self) -> int:
+        """How many requests wait for the engine."""
+        unfinished = [item.requests for item in self.items.values() if item.rows and not item.done]
+        return len(set().union(*unfinished))
+
+    def drop(self, name: str, request_id: str) -> None:
+        """Forgets an item with the last request that needs it."""
+        item = self.items.get(name)
+        if item is None:
+            return
+        item.requests.discard(request_id)
+        if not item.requests:
+            del self.items[name]
+            for future in (item.rows, item.answer):
+                if future:
+                    future.cancel()
+
+
+def completed(rows: Future[Tensor], answer: Future[Item]) -> None:
+    if answer.cancelled():
+        return
+    if error := answer.exception():
+        failed(rows, error)
+        return
+    with suppress(InvalidStateError):  # cancelled
+        rows.set_result(rows_of(answer.result()))
+
+
+def failed(rows: Future[Tensor], error: BaseException) -> None:
+    log.error("vLLM encodes an item itself, because the encoder's engine failed: %s", error)
+    with suppress(InvalidStateError):  # cancelled
+        rows.set_exception(error)
+
+
+def patches_of(pixels: Tensor, plan: ItemPlan, spec: ModelSpec) -> tuple[Tensor, Tensor | None]:
+    """`Item.patches` and `Item.later`, from vLLM's patches, in which the frames of a temporal group
+    follow one another within each channel."""
+    size = spec.sizing.patch_size**2
+    channels = pixels.view(len(pixels), 3, -1, size)
+    first = in_order(bytes_of(channels[:, :, 0], spec), plan, spec)
+    if not plan.frames:
+        return first, None
+    return first, in_order(bytes_of(channels[:, :, -1], spec), plan, spec)
+
+
+def bytes_of(patches: Tensor, spec: ModelSpec) -> Tensor:
+    """uint8 [patches, 3 x pixels], from [patches, 3, pixels] that may be normalised. Exact, but for
+    bfloat16 above 2, where it may be the next byte."""
+    if patches.dtype != torch.uint8:
+        mean, std = torch.tensor([spec.mean, spec.std], device=patches.device)[..., None]
+        patches = ((patches.float() * std + mean) * 255).round_().clamp_(0, 255).to(torch.uint8)
+    return patches.flatten(1)
+
+
+def in_order(patches: Tensor, plan: ItemPlan, spec: ModelSpec) -> Tensor:
+    """Window by window, as our patchifier has them, where the tower has windows."""
+    if not isinstance(spec.sizing, WindowedSizing):
+        return patches
+    order = torch.from_numpy(spec.sizing.order(*plan.grid_thw[1:])[0]).to(patches.device)
+    tokens = patches.view(-1, len(order), spec.sizing.merge_size**2 * patches.shape[1])
+    return tokens[:, order].reshape(patches.shape)
+
+
+class LocalConnector(ECConnectorBase):  # type: ignore[misc]
+    """Both halves of the connector. vLLM makes the worker's first, which makes the encoder."""
+
+    encoder: ClassVar[LocalEncoder | None] = None
+
+    def __init__(self, vllm_config: Any, role: Any) -> None:
+        """Raises ValueError for settings that cannot work, StartError."""
+        super().__init__(vllm_config=vllm_config, role=role)
+        if role is ECConnectorRole.WORKER:
+            check(vllm_config)
+            LocalConnector.encoder = open_encoder(vllm_config)
+        elif LocalConnector.encoder is None:
+            raise ValueError(
+                "place is local, but the worker is in another process: leave out "
+                "--distributed-executor-backend"
+            )
+
+    def shutdown(self) -> None:
+        encoder, LocalConnector.encoder = LocalConnector.encoder, None
+        if encoder is not None:
+            encoder.close()
+
+    # In the scheduler
+
+    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+        """Whether all items that a request still needs are here or are left to vLLM."""
+        encoder = the(self.encoder)
+        here = True
+        for index, feature in enumerate(request.mm_features):
+            place = feature.mm_position
+            if place.offset + place.length <= num_computed_tokens:
+                encoder.drop(feature.identifier, request.request_id)
+            else:
+                here = encoder.need(request, index) and here
+        if here:
+            encoder.ready.add(request.request_id)
+        return here
+
+    def has_cache_item(self, identifier: str) -> bool:
+        item = the(self.encoder).items.get(identifier)
+        return item is not None and item.encoded
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        """Hands item `index` to the worker with the next step, if the engine has encoded it."""
+        encoder, name = the(self.encoder), request.mm_features[index].identifier
+        encoder.ready.discard(request.request_id)
+        if self.has_cache_item(name):
+            item = encoder.items.pop(name)
+            assert item.rows
+            assert item.answer
+            encoder.loading[name] = item.rows.result()
+            encoder.encoded += 1
+            if encoder.encoded == 1:
+                seconds = item.answer.result().encode_seconds
+                log.info("the engine encoded its first item in %.0f ms", seconds * 1000)
+
+    def build_connector_meta(self, scheduler_output: Any) -> LoadedRows:
+        """Called at the end of every schedule."""
+        encoder = the(self.encoder)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        built, encoder.loading = LoadedRows(encoder.loading, tokens), {}
+        encoder.start()
+        return built
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        encoder = the(self.encoder)
+        encoder.ready.discard(request.request_id)
+        for feature in request.mm_features:
+            encoder.drop(feature.identifier, request.request_id)
+        return False, None
+
+    # In the worker
+
+    def start_load_caches(self, encoder_cache: dict[str, Tensor], **kwargs: Any) -> None:
+        """Before every step: its rows, then slices of the images that wait."""
+        encoder = the(self.encoder)
+        encoder.cached = encoder_cache
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, LoadedRows)
+        for name, rows in metadata.rows.items():
+            if rows.is_cuda:  # from the engine's stream
+                rows.record_stream(torch.cuda.current_stream())
+            encoder_cache[name] = rows
+        if metadata.tokens:
+            pace = encoder.engine.device.pace
+            assert pace is not None
+            pace.step(max(1, encoder.waiting()))
+
+    def save_caches(self, encoder_cache: dict[str, Tensor], mm_hash: str, **kwargs: Any) -> None:
+        """Does nothing: vLLM's own cache keeps what vLLM has encoded."""
+
+
+def the(encoder: LocalEncoder | None) -> LocalEncoder:
+    assert encoder is not None, "vLLM has shut the connector down"
+    return encoder
+
+
+def check(vllm_config: Any) -> None:
+    """Raises ValueError."""
+    parallel = vllm_config.parallel_config
+    if parallel.world_size_across_dp > 1:
+        raise ValueError(
+            f"place is local, which is for one GPU, not {parallel.world_size_across_dp}: use "
+            "tensor, pipeline and data parallel sizes of 1, or an encoder service (url)"
+        )
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is not None and multimodal.mm_processor_cache_type == "shm":
+        raise ValueError(
+            "mm_processor_cache_type is shm, which hides the items' data from the scheduler: "
+            "use lru"
+        )
+
+
+def open_encoder(vllm_config: Any) -> LocalEncoder:
+    """Raises ValueError, and what open_engine raises."""
+    from vllm.platforms import current_platform
+
+    options = LocalOptions.model_validate(vllm_config.ec_transfer_config.ec_connector_extra_config)
+    model, kind = vllm_config.model_config, current_platform.device_type
+    dummy = vllm_config.load_config.load_format == "dummy"
+    actor = ActorOptions.model_validate(
+        {
+            "model": {
+                "id": model.model,
+                "revision": model.revision,
+                "load_format": "dummy" if dummy else "auto",
+                "dtype": str(model.dtype).removeprefix("torch."),
+            },
+            "encoder": {"device": kind, "num_gpus": int(kind != "cpu")},
+            "graphs": options.graphs,
+        }
+    )
+    family = read(actor.model).family
+    if family not in FAMILIES:
+        raise ValueError(
+            f"place is local, which is for {', '.join(FAMILIES)}, not {family}: use an encoder "
+            "service (url)"
+        )
+    before = used_bytes(kind)
+    engine = open_engine(actor, EncoderMetrics(), options.chunk_ms / 1000)
+    taken = used_bytes(kind) - before + options.ahead_bytes
+    if kind != "cpu":
+        # vLLM measures the memory that it may use after this, as if another process had taken ours.
+        total = torch.cuda.mem_get_info()[1]
+        vllm_config.cache_config.gpu_memory_utilization -= taken / total
+    log.info(
+        "the vision encoder runs in this process, in slices of %g ms: %.2f GB of "
+        "--gpu-memory-utilization are its own (%.2f GB for rows)",
+        *(options.chunk_ms, taken / 1e9, options.ahead_bytes / 1e9),
+    )
+    return LocalEncoder(engine, options.ahead_bytes)
+
+
+def used_bytes(kind: str) -> int:
+    """Memory in use on the device, by everybody; not counted on the CPU."""
+    if kind == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free

@@ -1,0 +1,87 @@
+"""On a GPU, at full size: replays in slices are the whole, and hold up other work for a slice."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from actors.engine.budgets import Segments, capacity
+from actors.engine.device import Device, open_device
+from actors.engine.engine import PacedEngine
+from actors.engine.graphs import GraphSet, capture
+from actors.models.load import build, tensors
+from actors.models.tower import Tower
+from actors.options import GraphOptions, ModelOptions
+from actors.telemetry.metrics import EncoderMetrics
+from tests.gpu.test_graphs import item
+from tests.gpu.towers import cuda, finished, published
+
+pytestmark = pytest.mark.gpu
+
+SLICE_SECONDS = 0.005
+MODEL = "qwen3vl-8b"
+FULL_HD = (34, 60)  # tokens
+
+
+def tower(device: torch.device) -> Tower:
+    options, model = ModelOptions(id=MODEL, load_format="dummy"), published(MODEL)
+    return build(model, tensors(options, model, device), device)
+
+
+def sliced() -> Device:
+    cuda()
+    return open_device("cuda", SLICE_SECONDS)
+
+
+def test_slices_are_the_whole() -> None:
+    whole, parts = cuda(), sliced()
+    made = tower(whole.device)
+    images = [item(7, 9, seed=1), item(*FULL_HD, seed=2)]
+    rows = []
+    for device in (whole, parts):
+        graphs = GraphSet(made, "default", (64, 2048), Segments(4), device)
+        graphs.capture(lambda budget, seconds: None)
+        rows.append(
+            [finished(graphs.run(b, [one])) for b, one in zip((64, 2048), images, strict=True)]
+        )
+    assert all(map(torch.equal, *rows))
+
+
+def test_steps_are_held_up_for_one_slice_each() -> None:
+    device = sliced()
+    made = tower(device.device)
+    limits = capacity(GraphOptions(token_budgets=(2048,)), (64, 16384), 0)
+    graphs = capture(made, limits, device, EncoderMetrics())
+    engine = PacedEngine(made, graphs, limits, device, EncoderMetrics())
+    alone = engine.submit(item(*FULL_HD, seed=2)).result(60).rows
+    x = torch.randn(8192, 8192, device=device.device, dtype=torch.bfloat16)
+
+    pace = device.pace
+    assert pace is not None
+
+    def steps(count: int) -> list[float]:
+        """Milliseconds from the end of one to the end of the next."""
+        ends = []
+        for _ in range(count):
+            pace.step()
+            for _ in range(4):
+                x.mm(x)
+            ends.append(torch.cuda.Event(enable_timing=True))
+            ends[-1].record()
+            if len(ends) > 1:
+                ends[-2].synchronize()  # as vLLM runs one step ahead
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) for a, b in pairwise(ends)]
+
+    free = sorted(steps(20))[10]
+    answer = engine.submit(item(*FULL_HD, seed=2))
+    beside = steps(60)
+    assert answer.done()
+    assert torch.equal(answer.result().rows, alone)
+    held = [each - free for each in beside if each > free + 0.5]
+    print(f"a step {free:.1f} ms; {len(held)} held up, for at most {max(held):.1f} ms")
+    assert 4 <= len(held) <= 20
+    assert max(held) < 2000 * SLICE_SECONDS
+    engine.close()

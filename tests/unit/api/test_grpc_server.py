@@ -1,0 +1,195 @@
+"""The gRPC server around a fleet in memory: tokens, readers that stop, shared ports."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import grpc
+import pytest
+
+from actors.errors import StartError
+from actors.families.registry import read
+from encoder_service.api import grpc as rpc
+from encoder_service.api.grpc import ENVELOPE_BYTES, EncoderCalls, serving
+from encoder_service.bench.cluster import free_ports
+from encoder_service.config import AuthOptions, IngressOptions, LimitOptions, ServiceOptions
+from encoder_service.service import Service
+from encoder_service.wire import encoder_pb2 as pb
+from encoder_service.wire.encoder_grpc import EncoderStub
+from tests.images import jpeg
+from tests.unit.api.test_rpc import Aborted, Context, request
+from tests.unit.front_door import MODEL, Fleet, service
+
+LARGE = jpeg(1024, 1024)
+LARGE_BYTES = 1024 * 192 * 2
+
+
+@asynccontextmanager
+async def listening(one: Service) -> AsyncIterator[tuple[str, EncoderStub]]:
+    (port,) = free_ports(1)
+    target = f"127.0.0.1:{port}"
+    async with serving(one, IngressOptions(grpc_port=port)), grpc.aio.insecure_channel(target) as c:
+        yield target, EncoderStub(c)
+
+
+def images(count: int, image: bytes = LARGE) -> pb.EncodeRequest:
+    return pb.EncodeRequest(items=[pb.Item(data=image)] * count)
+
+
+def test_without_a_token_no_message_is_read() -> None:
+    tokens = AuthOptions(token_sha256=(hashlib.sha256(b"open").hexdigest(),))
+    options = ServiceOptions(model=MODEL, auth=tokens, limits=LimitOptions(max_body_bytes=2**24))
+    one = Service(options, read(MODEL), Fleet())
+    read_messages: list[object] = []
+
+    async def run() -> None:
+        async with listening(one) as (_, stub):
+            sent = images(1, bytes(2**24))
+            for call in (stub.Encode(sent), stub.EncodeStream(sent).read()):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                assert json.loads(caught.value.details() or "")["type"] == "unauthorized"
+            assert not read_messages
+            answer = await stub.GetModel(
+                pb.GetModelRequest(), metadata=(("authorization", "Bearer open"),)
+            )
+            assert json.loads(answer.json)["model"] == MODEL.id
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EncoderCalls, "taken", lambda self, sent: read_messages.append(sent))
+        asyncio.run(run())
+    for api in ("grpc", "grpc_stream"):
+        counted = f'encoder_requests_total{{api="{api}",code="UNAUTHENTICATED"}} 1.0'
+        assert counted in one.metrics.text()
+
+
+def test_a_reader_that_stops_is_cut_off_and_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rpc, "SEND_SECONDS", 0.5)
+    one = service(Fleet())
+
+    async def run() -> None:
+        async with listening(one) as (_, stub):
+            stopped = stub.EncodeStream(images(60))
+            await stopped.read()
+            chunks = [chunk async for chunk in stub.EncodeStream(images(60))]
+            assert sum(chunk.last for chunk in chunks) == 60
+            await asyncio.sleep(1)
+            received = 1
+            with suppress(grpc.aio.AioRpcError):
+                while await stopped.read() is not grpc.aio.EOF:
+                    received += 1
+            assert received < 50
+            assert await stopped.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "has read nothing for 0.5 s" in await stopped.details()
+
+    asyncio.run(run())
+
+
+def test_the_answers_of_a_stream_are_limited() -> None:
+    async def run() -> None:
+        async with listening(service(Fleet(), max_response_bytes=LARGE_BYTES)) as (_, stub):
+            assert [one.last async for one in stub.EncodeStream(images(1))] == [True]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.EncodeStream(images(2)).read()
+            assert json.loads(caught.value.details() or "")["type"] == "too_large"
+
+    asyncio.run(run())
+
+
+def test_answers_count_until_their_call_has_ended() -> None:
+    calls = EncoderCalls(
+        service(Fleet(), max_response_bytes=LARGE_BYTES, max_unsent_bytes=LARGE_BYTES)
+    )
+    first, second = Context(), Context()
+
+    async def run() -> None:
+        await calls.Encode(images(1), first)
+        with pytest.raises(Aborted):
+            await calls.Encode(request(), second)
+        assert second.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "limits.max_unsent_bytes" in second.details
+        for callback in first.ended:
+            callback(first)
+        await calls.Encode(images(1), second)
+
+    asyncio.run(run())
+
+
+def test_a_message_far_over_the_limit_is_refused_by_grpc() -> None:
+    async def run() -> None:
+        async with listening(service(Fleet(), max_body_bytes=1000)) as (_, stub):
+            for size_bytes, code in (
+                (2000, grpc.StatusCode.INVALID_ARGUMENT),
+                (ENVELOPE_BYTES + 1000, grpc.StatusCode.RESOURCE_EXHAUSTED),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.Encode(images(1, bytes(size_bytes)))
+                assert caught.value.code() is code
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet(seconds=30)
+    one = service(fleet)
+
+    async def run() -> None:
+        async with listening(one) as (_, stub):
+            waiting = stub.Encode(request())
+            reading = stub.EncodeStream(images(30))
+            while len(fleet.calls) < 1:
+                await asyncio.sleep(0.01)
+            waiting.cancel()
+            fleet.seconds = 0
+            async with asyncio.timeout(10):
+                while not fleet.cancelled:
+                    await asyncio.sleep(0.01)
+            reading.cancel()
+            reading = stub.EncodeStream(images(30))
+            await reading.read()
+            reading.cancel()
+            async with asyncio.timeout(10):
+                while 'api="grpc_stream",code="CANCELLED"' not in one.metrics.text():
+                    await asyncio.sleep(0.01)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert one.buffered.held_bytes == 0
+
+
+def test_ingresses_share_a_port_and_other_programs_do_not() -> None:
+    async def run() -> None:
+        async with listening(service(Fleet())) as (target, _):
+            port = int(target.rpartition(":")[2])
+            async with serving(service(Fleet()), IngressOptions(grpc_port=port)):
+                pass
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            options = IngressOptions(grpc_port=other.getsockname()[1])
+            with pytest.raises(StartError, match=r"ingress\.grpc_port"):
+                async with serving(service(Fleet()), options):
+                    pass
+
+    asyncio.run(run())
+
+
+def test_a_call_under_way_is_answered_when_the_server_stops() -> None:
+    async def run() -> None:
+        fleet, (port,) = Fleet(seconds=0.5), free_ports(1)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            async with serving(service(fleet), IngressOptions(grpc_port=port)):
+                call = EncoderStub(channel).Encode(request())
+                while not fleet.calls:
+                    await asyncio.sleep(0.01)
+            assert len((await call).items) == 1
+
+    asyncio.run(run())

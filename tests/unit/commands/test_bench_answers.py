@@ -1,0 +1,237 @@
+"""`bench answers` against small servers that stream as vLLM does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from actors.errors import StartError
+from encoder_service import cli
+from encoder_service.bench import answers
+from encoder_service.bench.answers import AnswersPlan, Kind, OpenAiServer, Streamed
+from tests.unit.proxied import listening
+
+FIRST_SECONDS, BETWEEN_SECONDS = 0.05, 0.01
+
+
+class Server:
+    """Streams at fixed times, in order of arrival or not. `fails`: every second request."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails = fails
+        self.bodies: list[dict[str, Any]] = []
+        self.under_way = self.most = 0
+        paths = {"/v1/chat/completions": self.chat, "/v1/models": self.models}
+        self.app = Starlette(
+            routes=[Route(path, call, methods=["GET", "POST"]) for path, call in paths.items()]
+        )
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"data": [{"id": "m"}]})
+
+    async def chat(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        if self.fails and len(self.bodies) % 2:
+            return JSONResponse({"error": "no room"}, 500)
+
+        async def stream() -> AsyncIterator[str]:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            yield 'data: {"usage": {"completion_tokens": 0}}\n\n'
+            for count in range(1, body["max_tokens"] + 1):
+                await asyncio.sleep(FIRST_SECONDS if count == 1 else BETWEEN_SECONDS)
+                yield f"data: {json.dumps({'usage': {'completion_tokens': count}})}\n\n"
+            yield "data: [DONE]\n\n"
+            self.under_way -= 1
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    def images(self) -> list[str]:
+        """Of all requests, as they were sent."""
+        contents = [body["messages"][0]["content"] for body in self.bodies]
+        return [
+            part["image_url"]["url"]
+            for content in contents
+            for part in content
+            if part["type"] == "image_url"
+        ]
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of processes, which take seconds to start."""
+    monkeypatch.setattr(answers, "ProcessPoolExecutor", lambda count, _: ThreadPoolExecutor(count))
+
+
+@pytest.fixture
+def console(threads: None) -> Console:
+    return Console(file=StringIO(), width=200)
+
+
+def plan(**changes: Any) -> AnswersPlan:
+    kinds = [Kind("text", ()), Kind("64x64*2", ((64, 64), (64, 64)))]
+    usual: dict[str, Any] = {"kinds": kinds, "per_second": [20.0], "in_flight": 3, "streams": 2}
+    return AnswersPlan(**usual | {"seconds": 0.5, "tokens": 4} | changes)
+
+
+async def measured(server: Server, what: AnswersPlan, console: Console) -> list[Any]:
+    async with listening(server.app) as url, answers.connected("one", url) as one:
+        return await answers.measure(one, what, console)
+
+
+def test_times_are_those_that_a_reader_sees(console: Console) -> None:
+    server = Server()
+    found = asyncio.run(measured(server, plan(), console))
+    assert [one.load for one in found] == [
+        *("text, 20/s", "text, 3 in flight", "2 text streams beside text, 0/s"),
+        *("64x64*2, 20/s", "64x64*2, 3 in flight", "2 text streams beside 64x64*2, 20/s"),
+    ]
+    for one in found:
+        assert one.errors == 0
+        assert one.answers
+        assert one.first_token_ms[0] >= FIRST_SECONDS * 1e3
+        assert one.between_tokens_ms[1] >= one.between_tokens_ms[0] >= BETWEEN_SECONDS * 1e3 * 0.9
+        assert 0 < one.good_per_second <= one.per_second
+    # Three at a time, each of at least 80 ms, cannot be more than these.
+    assert found[1].per_second <= 3 / (FIRST_SECONDS + 3 * BETWEEN_SECONDS)
+    images = server.images()
+    assert len(set(images)) == len(images) > 20
+
+
+def test_arrivals_do_not_wait_for_answers() -> None:
+    server = Server()
+
+    async def run() -> list[Streamed]:
+        async with listening(server.app) as url, answers.connected("one", url) as one:
+            return await answers.arrivals(one, [[]] * 40, 400.0, 4)
+
+    found = asyncio.run(run())
+    assert len(found) == 40
+    assert server.most > 5
+
+
+def test_some_images_are_repeated(console: Console) -> None:
+    server = Server()
+    what = plan(kinds=plan().kinds[1:], repeated=0.5, seconds=2.0, streams=0, in_flight=1)
+    asyncio.run(measured(server, what, console))
+    images = server.images()[2 * answers.WARM_UPS :]
+    assert 0.25 < len(set(images)) / len(images) < 0.9
+
+
+def test_failures_are_counted_and_shown(console: Console, tmp_path: Path) -> None:
+    found = asyncio.run(measured(Server(fails=True), plan(streams=0), console))
+    assert all(one.errors for one in found)
+    assert "no room" in answers.line(found[0])
+    nothing = answers.report("one", "text", [Streamed(0.0, error="gone")], 1.0)
+    assert answers.documents([nothing])[0]["first_token_ms"] == [None, None]
+    pytest.importorskip("matplotlib")
+    answers.plot([*found, nothing], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_a_short_answer_is_no_answer() -> None:
+    class Short(Server):
+        async def chat(self, request: Request) -> Response:
+            return Response('data: {"usage": {"completion_tokens": 1}}\n\n')
+
+    async def run() -> Streamed:
+        async with listening(Short().app) as url, answers.connected("one", url) as one:
+            return await one.ask([], 0, 4)
+
+    assert asyncio.run(run()).error == "1 tokens instead of 4"
+
+
+def test_the_command_measures_running_servers(tmp_path: Path) -> None:
+    written = tmp_path / "found.json"
+
+    async def run() -> int:
+        async with listening(Server().app) as url:
+            arguments = ["bench", "answers", "--url", f"stand-in={url}", "--mix", "text,64x64"]
+            arguments += ["--rate", "20", "--seconds", "0.3", "--tokens", "4", "--streams", "0"]
+            return await asyncio.to_thread(cli.main, [*arguments, "--json", str(written)])
+
+    assert asyncio.run(run()) == 0
+    found = json.loads(written.read_text())
+    assert [one["server"] for one in found] == ["stand-in"] * 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--url", "here"],
+        ["--model", "m", "--repeated", "1"],
+        ["--mix", "big"],
+        ["--local", "chunk_ms"],
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: list[str]) -> None:
+    wrong = {"--url", "--mix", "--local"} & set(arguments)
+    with pytest.raises(SystemExit) if wrong else nullcontext():
+        assert cli.main(["bench", "answers", *arguments]) == 1
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package named vllm, whose server is what a test writes there."""
+    folder = tmp_path / "vllm" / "entrypoints" / "openai"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    return folder / "api_server.py"
+
+
+SERVER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(repr(sys.argv).encode())
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
+"""
+
+
+def test_a_server_is_started_with_the_connector_and_ended(module: Path, console: Console) -> None:
+    import httpx
+
+    module.write_text(SERVER)
+    place = {"place": "local", "chunk_ms": 5.0}
+    with answers.vllm("m", place, ["--max-num-seqs", "8"], console) as url:
+        arguments = httpx.get(url).text
+        assert "--max-num-seqs" in arguments
+        assert '"place": "local"' in arguments
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+def test_a_server_that_ends_at_start_is_quoted(module: Path, console: Console) -> None:
+    module.write_text("raise SystemExit('no GPU here')")
+    with (
+        pytest.raises(StartError, match="no GPU here"),
+        answers.vllm("m", None, [], console),
+    ):
+        pass
+
+
+def test_a_server_without_a_model_is_refused() -> None:
+    async def run() -> OpenAiServer:
+        async with listening(Starlette()) as url, answers.connected("one", url) as one:
+            return one
+
+    with pytest.raises(StartError, match="names no model"):
+        asyncio.run(run())

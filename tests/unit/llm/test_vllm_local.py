@@ -1,0 +1,395 @@
+"""The place "local" over a stand-in for vLLM's own half: requests wait until the engine has their
+rows. Within vLLM itself: tests/engines.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.engine.slices import Pace
+from actors.engine.video_chunks import rows_of
+from actors.errors import EncodeFailed
+from actors.families.registry import read
+from actors.media.patchify import patchifier_of
+from actors.options import ModelOptions
+from actors.spec.model_spec import ModelSpec
+from actors.types import Clip, Item, Size
+from tests.small_presets import write_small
+from tests.unit.vllm_half import ECConnectorRole, config, stand_in
+
+FAMILIES = ("qwen2vl-7b", "qwen25vl-7b", "qwen35-27b")
+
+
+@pytest.fixture
+def connector_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """encoder_service.engines.vllm_connector as vLLM would load it."""
+    stand_in(monkeypatch)
+    import encoder_service.engines.vllm_connector as module
+
+    yield module
+    for name in ("vllm_connector", "vllm_local"):
+        sys.modules.pop(f"encoder_service.engines.{name}", None)
+
+
+@dataclass
+class Images:
+    """A request of vLLM, as far as the connector reads it."""
+
+    request_id: str
+    items: Mapping[str, Any]
+    """By identifier, what vLLM's processor made of it, and its rows."""
+    mm_features: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mm_features = []
+        offset = 0
+        for name, (modality, data, tokens) in self.items.items():
+            place = SimpleNamespace(offset=offset, length=tokens)
+            self.mm_features.append(
+                SimpleNamespace(
+                    identifier=name, mm_hash=name, modality=modality, data=data, mm_position=place
+                )
+            )
+            offset += tokens
+
+    def get_num_encoder_embeds(self, index: int) -> int:
+        return int(self.mm_features[index].mm_position.length)
+
+
+def configured(model: str, cards: int = 1, cache: str = "lru", **options: Any) -> Any:
+    """vllm.config.VllmConfig, as far as the connector reads it."""
+    vllm = config(None, cache=cache)
+    extra = {"place": "local", "graphs": {"token_budgets": [128]}, **options}
+    vllm.ec_transfer_config.ec_connector_extra_config = extra
+    vllm.ec_transfer_config.get_from_extra_config = extra.get
+    vllm.parallel_config = SimpleNamespace(world_size_across_dp=cards)
+    vllm.load_config = SimpleNamespace(load_format="dummy")
+    vllm.model_config.model, vllm.model_config.revision = model, None
+    vllm.model_config.dtype = torch.float32
+    return vllm
+
+
+class Halves:
+    """Both halves of the connector, and what vLLM does with them."""
+
+    def __init__(self, module: ModuleType, model: str, **options: Any) -> None:
+        vllm = configured(model, **options)
+        connect = module.EncoderServiceConnector
+        self.worker = connect(vllm, ECConnectorRole.WORKER)
+        self.scheduler = connect(vllm, ECConnectorRole.SCHEDULER)
+        self.cache: dict[str, Tensor] = {}
+        self.spec: ModelSpec = self.worker.encoder.spec
+
+    def step(self, *requests: Images) -> list[Images]:
+        """One turn of vLLM's loop: those of the requests that could be scheduled."""
+        scheduled = []
+        for request in requests:
+            if self.scheduler.ensure_cache_available(request, 0):
+                for index, feature in enumerate(request.mm_features):
+                    if self.scheduler.has_cache_item(feature.identifier):
+                        self.scheduler.update_state_after_alloc(request, index)
+                scheduled.append(request)
+        step = SimpleNamespace(total_num_scheduled_tokens=len(scheduled))
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(step))
+        self.worker.start_load_caches(self.cache)
+        return scheduled
+
+    def until(self, request: Images) -> None:
+        end = time.monotonic() + 60
+        while request not in self.step(request):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+
+@pytest.fixture(params=FAMILIES)
+def halves(
+    request: pytest.FixtureRequest, connector_module: ModuleType, tmp_path: Path
+) -> Iterator[Halves]:
+    made = Halves(connector_module, str(write_small(tmp_path, request.param)))
+    yield made
+    made.worker.shutdown()
+
+
+def elements(**tensors: Tensor) -> dict[str, Any]:
+    return {name: SimpleNamespace(data=tensor) for name, tensor in tensors.items()}
+
+
+def picture(seed: int, width: int = 160, height: int = 96) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=random)
+
+
+def as_vllm(item: Item, spec: ModelSpec, dtype: torch.dtype) -> Tensor:
+    """An item's patches as vLLM's processor has them: raster order, both frames, normalised."""
+    from encoder_service.engines.vllm_local import in_order
+
+    patches = [torch.as_tensor(item.patches), torch.as_tensor(item.patches)]
+    if item.later is not None:
+        patches[1] = torch.as_tensor(item.later)
+    where = torch.arange(item.plan.patches).view(-1, 1).repeat(1, 3 * spec.sizing.patch_size**2)
+    back = in_order(where, item.plan, spec)[:, 0].argsort()
+    both = torch.stack([one[back].view(len(back), 3, -1) for one in patches], 2)
+    if dtype == torch.uint8:
+        return both.flatten(1)
+    mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in (spec.mean, spec.std))
+    return ((both / 255 - mean) / std).flatten(1).to(dtype)
+
+
+def test_rows_of_images_and_videos_are_the_engines(halves: Halves) -> None:
+    spec, patchifier = halves.spec, patchifier_of(halves.spec)
+    plan, patches = patchifier.patchify(picture(1))
+    image = Item(plan, patches.numpy())
+    clip = Clip(Size(112, 84), 6, 2.0)
+    assert spec.video
+    video = patchifier.patchify_video(clip, [picture(i, 112, 84) for i in spec.video.indices(clip)])
+    engine = halves.worker.encoder.engine
+    for dtype in (torch.float32, torch.uint8):
+        items = {}
+        for name, keys, item in (
+            ("image", ("pixel_values", "image_grid_thw"), image),
+            ("video", ("pixel_values_videos", "video_grid_thw"), video),
+        ):
+            data = as_vllm(item, spec, dtype), torch.tensor(item.plan.grid_thw)
+            made = elements(**dict(zip(keys, data, strict=True)))
+            items[f"{name} {dtype}"] = (name, made, item.plan.tokens)
+        halves.until(Images("a", items))
+        for item, rows in zip((image, video), map(halves.cache.pop, items), strict=True):
+            assert torch.equal(rows, rows_of(engine.submit(item).result()))
+
+
+class StubEngine:
+    """Answers when the test says."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.tower = SimpleNamespace(spec=spec)
+        self.capacity = SimpleNamespace(budgets=((16, 64),), tokens=(64,))
+        self.device = SimpleNamespace(device=torch.device("cpu"), pace=Pace(1))
+        self.submitted: list[tuple[Item, Future[Item]]] = []
+        self.fails = ""
+
+    def submit(self, item: Item) -> Future[Item]:
+        if self.fails:
+            raise EncodeFailed(self.fails)
+        answer: Future[Item] = Future()
+        self.submitted.append((item, answer))
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+class Stubbed(Halves):
+    """Halves over an engine that does nothing by itself."""
+
+    def __init__(self, module: ModuleType, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        vllm_local = import_module("encoder_service.engines.vllm_local")
+        spec = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"))
+        self.engine = StubEngine(spec)
+        monkeypatch.setattr(vllm_local, "open_engine", lambda *args: self.engine)
+        super().__init__(module, "qwen3vl-tiny", **options)
+        self.items = self.worker.encoder.items
+
+    def submitted(self, count: int) -> list[Future[Item]]:
+        """Of everything that was submitted, once there is so much."""
+        end = time.monotonic() + 20
+        while len(self.engine.submitted) < count:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        self.worker.encoder.threads.submit(int).result()
+        return [answer for _, answer in self.engine.submitted]
+
+    def answer(self, place: int) -> Tensor:
+        """Encodes an item that was submitted."""
+        item, answer = self.engine.submitted[place]
+        rows = item.rows = torch.full((item.plan.tokens, self.spec.width), float(place))
+        answer.set_result(item)
+        return rows
+
+    def images(self, request_id: str, *names: str, rows: int = 4, **changes: Any) -> Images:
+        """A request for images of rows x 4 patches."""
+        grid = torch.tensor([1, rows, 4])
+        pixels = torch.zeros(4 * rows, 6 * self.spec.sizing.patch_size**2)
+        data = elements(pixel_values=pixels, image_grid_thw=grid)
+        made = Images(request_id, dict.fromkeys(names, ("image", data, rows)))
+        for feature in made.mm_features:
+            vars(feature).update(changes)
+        return made
+
+
+@pytest.fixture
+def stubbed(connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stubbed]:
+    made = Stubbed(connector_module, monkeypatch)
+    yield made
+    made.worker.shutdown()
+
+
+def test_a_request_waits_for_all_of_its_images_and_then_holds_none(stubbed: Stubbed) -> None:
+    request = stubbed.images("a", "x", "y")
+    assert stubbed.step(request) == []
+    stubbed.submitted(2)
+    rows = [stubbed.answer(0)]
+    assert stubbed.step(request) == []
+    rows.append(stubbed.answer(1))
+    assert stubbed.step(request) == [request]
+    assert all(map(torch.equal, rows, stubbed.cache.values()))
+    assert list(stubbed.cache) == ["x", "y"]
+    assert not stubbed.items
+
+
+def test_slices_are_launched_before_steps_of_the_model_alone(
+    stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[int] = []
+    monkeypatch.setattr(stubbed.engine.device.pace, "step", shares.append)
+    text = Images("text", {})
+    stubbed.step(stubbed.images("a", "x", "y"), stubbed.images("b", "z"))  # no tokens
+    assert shares == []
+    stubbed.submitted(3)
+    stubbed.step(text)
+    stubbed.answer(2)
+    stubbed.step(text)
+    assert shares == [2, 1]
+
+
+def test_an_image_of_two_requests_is_encoded_once(stubbed: Stubbed) -> None:
+    first, second = stubbed.images("a", "x"), stubbed.images("b", "x")
+    stubbed.step(first, second)
+    stubbed.submitted(1)
+    stubbed.answer(0)
+    assert stubbed.step(first, second) == [first, second]  # the second, from vLLM's own cache
+    third = stubbed.images("c", "x")
+    assert stubbed.step(third) == [third]
+    assert len(stubbed.submitted(1)) == 1
+
+
+def test_what_no_request_needs_any_more_is_dropped(stubbed: Stubbed) -> None:
+    first, second = stubbed.images("a", "x"), stubbed.images("b", "x", "y")
+    stubbed.step(first, second)
+    answers = stubbed.submitted(2)
+    stubbed.scheduler.request_finished(first)
+    assert set(stubbed.items) == {"x", "y"}
+    stubbed.scheduler.request_finished(second)
+    assert not stubbed.items
+    assert all(answer.cancelled() for answer in answers)
+    computed = stubbed.images("c", "z")
+    stubbed.step(computed)
+    assert stubbed.scheduler.ensure_cache_available(computed, num_computed_tokens=4)
+    assert not stubbed.items
+
+
+def test_rows_ahead_of_need_are_bounded_and_the_oldest_come_first(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"))
+    halves = Stubbed(connector_module, monkeypatch, ahead_bytes=2 * 4 * spec.width * 4)
+    requests = [halves.images(name, name) for name in "abcd"]
+    halves.step(*requests)
+    halves.submitted(2)
+    assert [name for name, item in halves.items.items() if item.rows] == ["a", "b"]
+    halves.answer(1)
+    assert halves.step(*requests) == [requests[1]]
+    halves.submitted(3)
+    assert [name for name, item in halves.items.items() if item.rows] == ["a", "c"]
+    large = halves.images("e", "e", "f", "g")  # more than there is room for
+    for request in requests:
+        halves.scheduler.request_finished(request)
+    for place in range(3, 6):
+        assert halves.step(large) == []
+        halves.submitted(place + 1)
+        halves.answer(place)
+    assert halves.step(large) == [large]
+    halves.worker.shutdown()
+
+
+def test_what_the_engine_cannot_encode_is_left_to_vllm(stubbed: Stubbed) -> None:
+    left = [
+        stubbed.images("pruned", "a"),
+        stubbed.images("adapted", "b", mm_hash="another"),
+        stubbed.images("audio", "c", modality="audio"),
+        stubbed.images("large", "d", rows=66),
+        stubbed.images("embedded", "e", data=elements(image_embeds=torch.zeros(4, 8))),
+        stubbed.images(
+            "unreadable",
+            "f",
+            data=elements(pixel_values=torch.ones(()), image_grid_thw=torch.ones(2)),
+        ),
+    ]
+    left[0].mm_features[0].mm_position.length = 3
+    assert stubbed.step(*left) == left
+    assert stubbed.cache == {}
+    stubbed.engine.fails = "out of memory"
+    request = stubbed.images("failing", "g")
+    assert stubbed.step(request) == []
+    stubbed.until(request)
+    assert stubbed.cache == {}
+    assert not stubbed.engine.submitted
+
+
+@pytest.mark.parametrize(
+    ("preset", "dtype", "exact"),
+    [
+        ("qwen2vl-7b", torch.float32, True),
+        ("qwen2vl-7b", torch.float16, True),
+        ("qwen2vl-7b", torch.bfloat16, False),
+        ("qwen3vl-8b", torch.bfloat16, True),
+    ],
+)
+def test_bytes_from_normalised_pixels(
+    connector_module: ModuleType, preset: str, dtype: torch.dtype, exact: bool
+) -> None:
+    from encoder_service.engines.vllm_local import bytes_of
+
+    spec = read(ModelOptions(id=preset, load_format="dummy"))
+    bytes_ = torch.arange(256).repeat(3, 1)[None]
+    mean, std = torch.tensor([spec.mean, spec.std])[..., None]
+    found = bytes_of(((bytes_ / 255 - mean) / std).to(dtype), spec).int() - bytes_.flatten(1)
+    assert found.abs().max() <= (0 if exact else 1)
+
+
+def test_the_engines_memory_is_not_vllms(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_local = import_module("encoder_service.engines.vllm_local")
+    spec = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
+    used = iter((10e9, 13e9))
+    monkeypatch.setattr(vllm_local, "used_bytes", lambda kind: next(used))
+    monkeypatch.setattr(vllm_local, "open_engine", lambda *args: StubEngine(spec))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 100e9))
+    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "device_type", "cuda")
+    vllm = configured("qwen3vl-tiny", ahead_bytes=int(2e9))
+    vllm.model_config.dtype = torch.bfloat16
+    vllm.cache_config = SimpleNamespace(gpu_memory_utilization=0.9)
+    vllm_local.open_encoder(vllm).close()
+    assert vllm.cache_config.gpu_memory_utilization == pytest.approx(0.9 - 0.03 - 0.02)
+
+
+def test_what_cannot_work_is_refused_at_start(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(model: str, cards: int = 1, cache: str = "lru", **options: Any) -> None:
+        Halves(connector_module, model, cards=cards, cache=cache, **options)
+
+    with pytest.raises(ValueError, match="for one GPU, not 2"):
+        start("qwen3vl-tiny", cards=2)
+    with pytest.raises(ValueError, match="is shm"):
+        start("qwen3vl-tiny", cache="shm")
+    with pytest.raises(ValueError, match="not pixtral"):
+        start("pixtral-12b")
+    with pytest.raises(ValueError, match="chunks"):
+        start("qwen3vl-tiny", chunks=1)
+    from encoder_service.engines.vllm_local import LocalConnector
+
+    with pytest.raises(ValueError, match="in another process"):
+        LocalConnector(configured("qwen3vl-tiny"), ECConnectorRole.SCHEDULER)
