@@ -16,7 +16,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from encoder_service.bench.cluster import SERVICERS, free_ports
+from encoder_service.bench.cluster import free_ports
 from tests.processes import family
 
 STORE_BYTES = 100_000_000
@@ -29,7 +29,6 @@ class Node:
     """Its process."""
     http: str
     """Where its proxy listens."""
-    grpc: str
 
     def signal(self, number: signal.Signals) -> None:
         """To all processes of the node."""
@@ -42,22 +41,17 @@ class Node:
 def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Sequence[Node]]:
     """A cluster; this process is on its first node. `wanted`: CPUs and resources of each."""
     cluster, found = Cluster(), []
-    for number, options in enumerate(wanted):
-        http, grpc = free_ports(2)
-        if number:  # all are on one address
-            os.environ["RAY_SERVE_WORKER_PROXY_HTTP_PORT"] = str(http)
-            os.environ["RAY_SERVE_WORKER_PROXY_GRPC_PORT"] = str(grpc)
-        else:
-            head = http, grpc
+    ports = free_ports(len(wanted))
+    for port, options in zip(ports, wanted, strict=True):
+        # All are on one address. The first node's proxy takes the port of `http_options`.
+        os.environ["RAY_SERVE_WORKER_PROXY_HTTP_PORT"] = str(port)
         node = cluster.add_node(object_store_memory=STORE_BYTES, include_dashboard=False, **options)
         (raylet,) = node.all_processes["raylet"]
-        urls = f"http://127.0.0.1:{http}", f"grpc://127.0.0.1:{grpc}"
-        found.append(Node(node.node_id, raylet.process.pid, *urls))
+        found.append(Node(node.node_id, raylet.process.pid, f"http://127.0.0.1:{port}"))
     ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
     serve.start(
         proxy_location=proxies,
-        http_options={"host": "127.0.0.1", "port": head[0]},
-        grpc_options={"port": head[1], "grpc_servicer_functions": SERVICERS},
+        http_options={"host": "127.0.0.1", "port": ports[0]},
     )
     try:
         yield found
