@@ -31,6 +31,7 @@ from encoder_service.llm.schema import (
 from encoder_service.service import Service
 from tests.images import jpeg
 from tests.unit.front_door import Fleet
+from tests.videos import video
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 PATH = "/v1/chat/completions"
@@ -289,6 +290,22 @@ def test_images_beyond_the_context_are_not_encoded() -> None:
     assert "12 tokens; the maximum context length" in answer.json()["error"]["message"]
     assert not replicas.calls
     assert client(replicas, max_model_len=13).post(PATH, json=request).status_code == 200
+
+
+def test_rows_that_will_be_dropped_of_a_video_do_not_count() -> None:
+    film = b64encode(video(8, size=(96, 64))).decode()
+    content = [clip(f"data:video/mp4;base64,{film}"), image(jpeg(64, 32))]
+    request = HELLO | {"messages": [{"role": "user", "content": content}]}
+    replicas = Replicas(WHOLE, WHOLE)
+    assert client(replicas).post(PATH, json=request).status_code == 200
+    assert client(replicas, video_pruning_rate=0.5).post(PATH, json=request).status_code == 200
+    whole, pruned = (call.media for call in replicas.calls)
+    assert [one.evs_rate for one in whole + pruned] == [0, 0, 0.5, 0]
+    tokens = sum(one.plan.tokens for one in whole)
+    few = client(Replicas(WHOLE), max_model_len=tokens).post(PATH, json=request)
+    assert few.status_code == 400
+    fits = client(Replicas(WHOLE), max_model_len=tokens, video_pruning_rate=0.5)
+    assert fits.post(PATH, json=request).status_code == 200
 
 
 def test_a_body_that_is_no_json() -> None:
