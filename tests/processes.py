@@ -23,11 +23,16 @@ def process(name: str) -> int:
 
 def ours() -> list[int]:
     """Ids of this process and all its descendants: Ray, Serve, HAProxy."""
+    return family(os.getpid())
+
+
+def family(ancestor: int) -> list[int]:
+    """Ids of a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for number in numbers(Path("/proc")):
         with suppress(OSError):  # it has ended
             children.setdefault(int(status(number)[1]), []).append(number)
-    found = [os.getpid()]
+    found = [ancestor]
     for number in found:  # which grows
         found += children.get(number, [])
     return found

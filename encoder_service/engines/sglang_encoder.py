@@ -313,10 +313,10 @@ def frames(call: EncodeRequest, embeddings: Sequence[Embedding]) -> Message:
         "error_msg": None,
         "error_code": None,
     }
-    if all(one.timestamps for one in embeddings):
-        attributes["video_timestamps"] = [list(one.timestamps) for one in embeddings]
-    if all(one.second_per_grid_ts for one in embeddings):
+    if call.modality == "VIDEO" and embeddings[0].family == "qwen2_5_vl":
         attributes["second_per_grid_ts"] = [one.second_per_grid_ts for one in embeddings]
+    elif call.modality == "VIDEO":  # with the other one, SGLang's positions of Qwen3-VL fail
+        attributes["video_timestamps"] = [list(one.timestamps) for one in embeddings]
     rows = embeddings[0].data if len(embeddings) == 1 else b"".join(one.data for one in embeddings)
     return [header(attributes, call.modality, dtype), rows]
 

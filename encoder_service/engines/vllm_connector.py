@@ -75,7 +75,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         if not hasattr(ECConnectorBase, "take_unavailable_requests"):
             raise ValueError(
                 "this vLLM takes no embeddings by id, and waits for ever if one is gone: use 0.32 "
-                "or newer"
+                'or newer, or "place": "local"'
             )
         if self.is_producer:
             raise ValueError('ec_role must be "ec_consumer": this connector only reads embeddings')

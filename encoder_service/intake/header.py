@@ -108,7 +108,8 @@ def read_header(data: bytes) -> Header:
     except Image.DecompressionBombError as error:
         raise TooLarge(f"the {name} declares more pixels than can be decoded: {error}") from error
     except Exception as error:  # Pillow's readers raise nearly everything
-        raise InvalidMedia(f"the {name} has no readable header: {error or 'cut short'}") from error
+        reason = "" if isinstance(error.__cause__ or error, struct.error) else str(error)
+        raise InvalidMedia(f"the {name} has no readable header: {reason or 'cut short'}") from error
 
 
 def boxed_header(name: str, data: bytes) -> Header:

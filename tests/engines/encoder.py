@@ -1,46 +1,37 @@
-"""The service of a checkpoint, and SGLang's protocol before it, for another environment's tests.
+"""A service without Ray, and SGLang's protocol before it, for tests in SGLang's environment.
 
     python -m tests.engines.encoder CHECKPOINT PORT
 
-Writes the service's own URL to CHECKPOINT/url.
+Encodes on the CPU. Writes the service's own URL to CHECKPOINT/url.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
 import uvicorn
 
-from encoder_service.bench.cluster import cluster, logical_cpus, service
+from actors.families import registry
+from actors.options import ModelOptions
+from encoder_service.api.http import build
 from encoder_service.client import AsyncClient
 from encoder_service.config import LimitOptions, ServiceOptions
+from encoder_service.engines.sglang_encoder import SglangEncoder
+from encoder_service.service import Service
+from tests.unit.api.test_plan import Encoding
+from tests.unit.proxied import listening
 
 
-def options(checkpoint: Path) -> ServiceOptions:
-    """One replica on the CPU, in float32."""
-    return ServiceOptions.model_validate(
-        {
-            "model": {"id": str(checkpoint), "dtype": "float32"},
-            "encoder": {"replicas": 1, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
-            "router": {"num_cpus": 0.1},
-            "ingress": {"num_cpus": 0.1},
-        }
-    )
-
-
-def main(checkpoint: Path, port: int) -> None:
-    from encoder_service.engines.sglang_encoder import SglangEncoder  # vLLM's tests have no pyzmq
-
-    chosen = options(checkpoint)
-    with (
-        cluster(logical_cpus(chosen), object_store_bytes=400_000_000) as where,
-        service(chosen, where),
-    ):
-        (checkpoint / "url").write_text(where.http)
-        app = SglangEncoder(AsyncClient(where.http), LimitOptions()).app()
-        uvicorn.run(app, port=port)
+async def serve(checkpoint: Path, port: int) -> None:
+    model = ModelOptions(id=str(checkpoint))
+    service = Service(ServiceOptions(model=model), registry.read(model), Encoding(model))
+    async with listening(build(service)) as url:
+        (checkpoint / "url").write_text(url)
+        app = SglangEncoder(AsyncClient(url), LimitOptions()).app()
+        await uvicorn.Server(uvicorn.Config(app, port=port)).serve()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2])))

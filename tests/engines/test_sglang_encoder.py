@@ -196,7 +196,8 @@ def test_its_schedulers_ranks_receive_rows(served: Served) -> None:
 def test_what_cannot_be_encoded_is_said_at_once(served: Served) -> None:
     receiver = served.receiver
     broken = request(clip=b"no video")
-    answer = asyncio.run(receiver.encode("r", receiver._extract_url_data(broken), 50_000, "encode"))
+    media = [one for one in receiver._extract_url_data(broken) if one["modality"] == Modality.VIDEO]
+    answer = asyncio.run(receiver.encode("r", media, 50_000, "encode"))
     assert isinstance(answer, EncoderDispatchErrorReq)
     assert answer.error_code == 415
     assert "mm_items[0]: " in answer.error_msg

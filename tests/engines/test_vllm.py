@@ -19,7 +19,8 @@ import pytest
 
 from encoder_service import Client, Embedding
 from encoder_service.bench.cluster import cluster, free_ports, logical_cpus, service
-from tests.engines import checkpoint, encoder
+from encoder_service.config import ServiceOptions
+from tests.engines import checkpoint
 from tests.engines.servers import running, vllm
 from tests.images import jpeg
 from tests.videos import video
@@ -68,7 +69,14 @@ def engines(
     family = request.param
     folder = tmp_path_factory.mktemp(family)
     checkpoint.write(folder / "model", family)
-    options = encoder.options(folder / "model")
+    options = ServiceOptions.model_validate(
+        {
+            "model": {"id": str(folder / "model"), "dtype": "float32"},
+            "encoder": {"replicas": 1, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
+            "router": {"num_cpus": 0.1},
+            "ingress": {"num_cpus": 0.1},
+        }
+    )
     with ExitStack() as stack:
         where = stack.enter_context(cluster(logical_cpus(options), object_store_bytes=400_000_000))
         stack.enter_context(service(options, where))
@@ -115,7 +123,7 @@ class Answer:
     """Logarithms of the probabilities of the likeliest tokens, at each place."""
 
 
-def ask(url: str, parts: list[Part]) -> httpx.Response:
+def ask(url: str, parts: list[Part], **more: Any) -> httpx.Response:
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}],
@@ -123,7 +131,7 @@ def ask(url: str, parts: list[Part]) -> httpx.Response:
         "max_tokens": 6,
         "logprobs": True,
         "top_logprobs": 10,
-    }
+    } | more
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=200, trust_env=False)
 
 
@@ -207,6 +215,17 @@ def test_a_reference_that_cannot_be_had_fails_its_request_alone(engines: Engines
     (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
     wrong = replace(kept, grid_thw=(1, 2, 2), tokens=1, shape=(1, kept.shape[1]))
     assert ask(engines.language, parts([wrong])).status_code == 500
+    assert answer(engines.language, parts([kept])).text
+
+
+def test_an_id_that_vllm_replaces_fails_its_request_alone(engines: Engines) -> None:
+    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
+    options = {"max_pixels": 1_000_000}
+    assert ask(engines.language, parts([kept]), mm_processor_kwargs=options).status_code == 500
+    nameless = [
+        {key: value for key, value in part.items() if key != "uuid"} for part in parts([kept])
+    ]
+    assert not ask(engines.language, nameless).is_success
     assert answer(engines.language, parts([kept])).text
 
 

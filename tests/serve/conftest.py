@@ -15,6 +15,7 @@ os.environ.update(
     RAY_DEDUP_LOGS="0",
     RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="0.5",
     RAY_worker_niceness="0",  # the default, 15, starves replicas beside the other pytest worker
+    RAY_raylet_start_wait_time_s="100",
 )
 
 import pytest

@@ -161,6 +161,24 @@ def client(protocol: str, server: Server) -> Iterator[Client]:
         grpc_server.stop(None).wait()
 
 
+@pytest.mark.parametrize("ends", ["before its first item", "within an item"])
+def test_a_stream_that_is_cut_off_is_no_response(server: Server, ends: str) -> None:
+    class Cut(Servicer):
+        def EncodeStream(self, request: Any, context: Any) -> Iterator[Any]:
+            first, *_ = super().EncodeStream(request, context)
+            return iter([first] if ends == "within an item" else [])
+
+    with ThreadPoolExecutor(2) as pool:
+        grpc_server = grpc.server(pool)
+        add_EncoderServicer_to_server(Cut(server), grpc_server)
+        port = grpc_server.add_insecure_port("127.0.0.1:0")
+        grpc_server.start()
+        with Client(f"grpc://127.0.0.1:{port}") as client, pytest.raises(ServiceError) as caught:
+            client.encode([images.jpeg(64, 64)])
+        grpc_server.stop(None).wait()
+    assert caught.value.type == "invalid_response"
+
+
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_sources_and_dtypes(client: Client, tmp_path: Path, dtype: str) -> None:
     photo = images.photograph("rocket.jpg")

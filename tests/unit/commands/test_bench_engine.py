@@ -83,6 +83,7 @@ def test_a_run_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert any(line.split()[:2] == ["1x336", "transformers"] for line in last)
 
 
+@pytest.mark.extended
 def test_only_budgets_that_a_workload_may_need_are_captured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -168,6 +168,14 @@ def test_a_gif_that_is_cut_off_after_its_first_frame_is_an_image(torn: bytes) ->
     assert look(images.animated("GIF", 1).rstrip(b";") + torn).notice == ""
 
 
+def test_a_jpeg_that_is_cut_off_says_so() -> None:
+    data = images.jpeg(64, 64)
+    for end in range(3, 100):
+        with pytest.raises(InvalidMedia, match=r"no readable header|is not an image") as raised:
+            look(data[:end])
+        assert "unpack" not in str(raised.value)
+
+
 def test_long_gifs_take_no_time() -> None:
     head, begun = b"GIF89a\x01\0\x01\0\0\0\0", b"\x2c" + bytes(8) + b"\0\x02"
     started = time.process_time()

@@ -439,6 +439,22 @@ def test_a_model_is_shown_by_its_name() -> None:
     assert "'Qwen/Qwen3-VL-8B-Instruct' is not served here" in found["message"]
 
 
+def test_rows_that_will_be_dropped_of_a_video_do_not_count() -> None:
+    film = b64encode(video(8, size=(96, 64))).decode()
+    content = [clip(f"data:video/mp4;base64,{film}"), image(jpeg(64, 32))]
+    request = HELLO | {"messages": [{"role": "user", "content": content}]}
+    replicas = Replicas(WHOLE, WHOLE)
+    assert client(replicas).post(PATH, json=request).status_code == 200
+    assert client(replicas, video_pruning_rate=0.5).post(PATH, json=request).status_code == 200
+    whole, pruned = (call.media for call in replicas.calls)
+    assert [one.evs_rate for one in whole + pruned] == [0, 0, 0.5, 0]
+    tokens = sum(one.plan.tokens for one in whole)
+    few = client(Replicas(WHOLE), max_model_len=tokens).post(PATH, json=request)
+    assert few.status_code == 400
+    fits = client(Replicas(WHOLE), max_model_len=tokens, video_pruning_rate=0.5)
+    assert fits.post(PATH, json=request).status_code == 200
+
+
 def test_a_body_that_is_no_json() -> None:
     assert client(Replicas()).post(PATH, content=b"{").status_code == 400
 

@@ -177,9 +177,13 @@ def test_videos_bring_their_times() -> None:
     found = read(bytes(header))
     assert found["modality"] == "VIDEO"
     assert found["video_timestamps"] == [[0.25, 0.75, 1.25]] * 2
-    assert found["second_per_grid_ts"] == [0.5, 0.5]
+    assert "second_per_grid_ts" not in found
     assert (found["grid_dim"], found["shape"]) == ([[3, 4, 4]] * 2, [24, 24])
     assert rows == clip.data * 2
+    other = replace(clip, family="qwen2_5_vl")
+    found = read(bytes(frames(request(modality="VIDEO"), [other, other])[0]))
+    assert found["second_per_grid_ts"] == [0.5, 0.5]
+    assert "video_timestamps" not in found
 
 
 @pytest.mark.parametrize(

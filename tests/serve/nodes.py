@@ -1,0 +1,70 @@
+"""Ray clusters of several nodes on this machine, each with a raylet and an object store of its own.
+
+A process is in one Ray cluster at a time, so tests run these in another one: test_several_nodes.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from encoder_service.bench.cluster import free_ports
+from tests.processes import family
+
+STORE_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class Node:
+    id: str
+    raylet: int
+    """Its process."""
+    http: str
+    """Where its proxy listens."""
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all processes of the node."""
+        for process in family(self.raylet):
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
+
+@contextmanager
+def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Sequence[Node]]:
+    """A cluster; this process is on its first node. `wanted`: CPUs and resources of each."""
+    cluster, found = Cluster(), []
+    ports = free_ports(len(wanted))
+    for port, options in zip(ports, wanted, strict=True):
+        # All are on one address. The first node's proxy takes the port of `http_options`.
+        os.environ["RAY_SERVE_WORKER_PROXY_HTTP_PORT"] = str(port)
+        node = cluster.add_node(object_store_memory=STORE_BYTES, include_dashboard=False, **options)
+        (raylet,) = node.all_processes["raylet"]
+        found.append(Node(node.node_id, raylet.process.pid, f"http://127.0.0.1:{port}"))
+    ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
+    serve.start(
+        proxy_location=proxies,
+        http_options={"host": "127.0.0.1", "port": ports[0]},
+    )
+    try:
+        yield found
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def node_of(actor: str) -> str:
+    """Of a replica, by its actor's name."""
+    handle = ray.get_actor(actor, namespace="serve")
+    found: str = ray.get(
+        handle.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+    )
+    return found

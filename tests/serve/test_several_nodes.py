@@ -1,0 +1,38 @@
+"""Clusters of several nodes, each test in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+RAY = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_raylet_start_wait_time_s": "100",
+}
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("program", ["two_nodes", "three_nodes"])
+def test_all_nodes_do_their_part(program: str) -> None:
+    command = [sys.executable, "-m", f"tests.serve.{program}"]
+    # A short path: those of sockets have a limit.
+    with tempfile.TemporaryDirectory(prefix="es", ignore_cleanup_errors=True) as home:
+        os.mkdir(f"{home}/ray")
+        found = subprocess.run(
+            command,
+            env={**os.environ, **RAY, "RAY_TMPDIR": home},
+            capture_output=True,
+            text=True,
+            timeout=890,
+            check=False,
+        )
+    assert "all nodes did their part" in found.stdout, found.stdout + found.stderr[-4000:]
+    assert found.returncode == 0
