@@ -301,8 +301,8 @@ def request_item(source: Source) -> RequestItem:
         return RequestItem("image", png(source))
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
-            "a source is a path, an https URL, the bytes of a file, a PIL image, Frames or Input, "
-            f"not {type(source).__name__}: PIL.Image.fromarray makes an image of an array"
+            "a source is a path, an https URL, the bytes of a file, a PIL image, Video, Frames or "
+            f"Input, not {type(source).__name__}: PIL.Image.fromarray makes an image of an array"
         )
     name = str(source)
     kind = kind_of(name) or "image"

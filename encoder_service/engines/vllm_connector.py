@@ -64,8 +64,13 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         """Another class connects vLLM to an encoder in its own process: see vllm_local.py."""
         place = vllm_config.ec_transfer_config.get_from_extra_config("place", "remote")
         if place == "local":
-            from encoder_service.engines.vllm_local import LocalConnector
-
+            try:
+                from encoder_service.engines.vllm_local import LocalConnector
+            except ModuleNotFoundError as error:
+                raise ValueError(
+                    f"place local needs {error.name}, which the light client does not bring: "
+                    "pip install --no-deps encoder-service"
+                ) from error
             return LocalConnector(vllm_config, role)
         return super().__new__(cls)
 

@@ -223,7 +223,8 @@ def test_one_source_is_no_list(client: Client, server: Server, source: Any) -> N
 def test_what_is_no_source_says_what_sources_are(
     client: Client, server: Server, source: Any
 ) -> None:
-    said = f"a source is a path, .*Frames, not {type(source).__name__}: PIL.Image.fromarray"
+    kind = type(source).__name__
+    said = f"a source is a path, .*Video, Frames or Input, not {kind}: PIL.Image.fromarray"
     with pytest.raises(TypeError, match=said):
         client.encode([source])
     assert server.calls == 0
