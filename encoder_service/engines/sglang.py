@@ -38,6 +38,10 @@ def processor_output(embeddings: Sequence[Embedding]) -> dict[str, Any]:
     widths = {embedding.shape[1] for embedding in embeddings}
     if len(widths) > 1 or any(one.shape[0] != one.tokens for one in embeddings):
         raise ValueError(f"shapes {[one.shape for one in embeddings]} are not tokens of one width")
+    if any(embedding.kept_rows for embedding in embeddings):
+        raise ValueError(
+            "SGLang takes no pruned videos: its grid counts all rows. Encode without evs_rate"
+        )
     import torch
 
     output = {

@@ -225,3 +225,5 @@ def test_what_does_not_belong_together_is_not_joined_for_sglang() -> None:
         processor_output([])
     with pytest.raises(ValueError, match="fetch"):
         replace(embedding(), reference="r1.abc").to_sglang()
+    with pytest.raises(ValueError, match="Encode without evs_rate"):
+        replace(embedding(), kept_rows=(0, 2)).to_sglang()
