@@ -133,6 +133,7 @@ class Engine:
                 self._closed = self._broken = True
                 self._changed.notify_all()
                 left = [*self._waiting, *(one for each in self._launched for one in each.waiting)]
+                self._waiting.clear()
             for waiting in left:
                 with suppress(InvalidStateError):  # completed or cancelled
                     waiting.answer.set_exception(Unavailable(f"the encoder broke down: {error}"))

@@ -17,7 +17,7 @@ from actors.types import Clip, Size
 LEAST_STEP_MS = 10
 """Between frames of the constant rate; GIF counts time in these units."""
 UNSAID_MS = 100  # of frames that declare 10 ms or less, as browsers show them
-MOST_BLOCKS = 2**20  # of one file, to bound the time of reading them
+MOST_BLOCKS = 2**20  # of one file, with the parts of their data, to bound the time of reading them
 
 EXTENSION, IMAGE, TRAILER, CONTROL = b"!,;\xf9"  # of a GIF
 TO_BACKGROUND = 2  # a frame's disposal: what it covered is cleared
@@ -68,8 +68,9 @@ def read_gif(data: bytes, most_frames: int) -> tuple[list[int], bool]:
     """The milliseconds of each frame, and whether transparent pixels may remain."""
     durations: list[int] = []
     duration, flags, transparent = 0, 0, False  # the first two of the frame that comes
-    at = 13 + palette_bytes(data[10])
-    for _ in range(MOST_BLOCKS):
+    at, blocks = 13 + palette_bytes(data[10]), 0
+    canvas = [number(data, 6), number(data, 8)]
+    while blocks < MOST_BLOCKS:
         if at >= len(data) or data[at] == TRAILER or len(durations) > most_frames:
             return durations, transparent
         kind, at = data[at], at + 1
@@ -78,11 +79,18 @@ def read_gif(data: bytes, most_frames: int) -> tuple[list[int], bool]:
             transparent |= bool(flags & 1) and (cleared or not durations)
             durations.append(duration)
             duration, flags = 0, 0
-            at = after_blocks(data, at + 10 + palette_bytes(data[at + 8]))
+            ends = [number(data, at + i) + number(data, at + i + 4) for i in (0, 2)]
+            if ends[0] > canvas[0] or ends[1] > canvas[1]:
+                raise InvalidMedia("a frame of the GIF is larger than its header says")
+            at, parts = after_blocks(data, at + 10 + palette_bytes(data[at + 8]))
+            blocks += parts
         elif kind == EXTENSION:
             if data[at] == CONTROL:
-                flags, duration = data[at + 2], 10 * int.from_bytes(data[at + 3 : at + 5], "little")
-            at = after_blocks(data, at + 1)
+                flags, duration = data[at + 2], 10 * number(data, at + 3)
+            at, parts = after_blocks(data, at + 1)
+            blocks += parts
+        else:
+            blocks += 1
     raise InvalidMedia("the GIF has too many blocks")
 
 
@@ -90,10 +98,17 @@ def palette_bytes(flags: int) -> int:
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
-def after_blocks(data: bytes, at: int) -> int:
-    while data[at]:
+def number(data: bytes, at: int) -> int:
+    return data[at] | data[at + 1] << 8
+
+
+def after_blocks(data: bytes, at: int) -> tuple[int, int]:
+    """The place after these parts, and their number."""
+    for parts in range(1, MOST_BLOCKS + 1):
+        if not data[at]:
+            return at + 1, parts
         at += 1 + data[at]
-    return at + 1
+    return at, MOST_BLOCKS
 
 
 def read_webp(data: bytes, most_frames: int) -> tuple[list[int], bool]:

@@ -9,14 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from actors.errors import DeadlineExceeded, InvalidRequest, ServiceError, StartError, Unauthorized
+from actors.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    ServiceError,
+    StartError,
+    Unauthorized,
+)
 from actors.telemetry.tracing import Origin
 from encoder_service.api.answer import head
 from encoder_service.api.errors import fault, request_id_of
@@ -40,7 +47,7 @@ MOST_DETAILS = 6000
 HEALTH_NAMES = ("", SERVICE.full_name)
 WATCH_SECONDS = 1.0
 MOST_WATCHES = 4
-"""At a time, because each occupies one of ingress.max_ongoing_requests and needs no token."""
+"""At a time, because they need no token."""
 
 ENVELOPE_BYTES = 2**20
 """How much longer than limits.max_body_bytes a message may be, so that a body that is a little too
@@ -79,10 +86,10 @@ async def serving(service: Service, options: IngressOptions) -> AsyncIterator[No
             ("grpc.max_receive_message_length", most_bytes),
             ("grpc.max_connection_age_grace_ms", round(seconds * 1000)),
         ],
-        maximum_concurrent_rpcs=options.max_ongoing_requests,
     )
-    add_EncoderServicer_to_server(EncoderCalls(service), server)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthCalls(service), server)
+    add_EncoderServicer_to_server(EncoderCalls(service, options.max_ongoing_requests), server)
+    health = HealthCalls(service)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = [SERVICE.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
     try:
@@ -95,6 +102,7 @@ async def serving(service: Service, options: IngressOptions) -> AsyncIterator[No
     try:
         yield
     finally:
+        health.stopping.set()
         await server.stop(seconds)
 
 
@@ -109,8 +117,8 @@ class TokenFirst(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         continuation: Callable[[Any], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        _, service, method = handler_call_details.method.split("/")
-        if service == SERVICE.full_name:
+        service, _, method = handler_call_details.method.rpartition("/")
+        if service == f"/{SERVICE.full_name}":
             metadata = dict(handler_call_details.invocation_metadata)
             try:
                 self.service.authorize(metadata.get("authorization"))
@@ -130,8 +138,10 @@ class TokenFirst(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 class EncoderCalls:
     """The service encoder.v1.Encoder."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, most_calls: int) -> None:
         self.service = service
+        self.most_calls = most_calls  # at a time: those that may take long
+        self.calls = 0
 
     async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> bytes:
         async with answering(self.service, "grpc", context) as exchange:
@@ -201,16 +211,25 @@ class EncoderCalls:
         """Counts the request's bytes while it is encoded or planned.
 
         Raises TooLarge before items are read, because millions of them may be empty; Overloaded if
-        too many bytes are held or, if it is for `encoding`, the router is full.
+        too many calls or bytes are held or, if it is for `encoding`, the router is full.
         """
+        if self.calls >= self.most_calls:
+            raise Overloaded(
+                f"{self.calls} calls are under way here (ingress.max_ongoing_requests): come back "
+                "later"
+            )
         check_items(len(request.items), self.service.limits)
         size_bytes: int = request.ByteSize()
         check_body_bytes(size_bytes, self.service.limits)
         if encoding:
             self.service.backend.check_room()
-        with self.service.buffered.hold() as take:
-            take(size_bytes)
-            yield
+        self.calls += 1
+        try:
+            with self.service.buffered.hold() as take:
+                take(size_bytes)
+                yield
+        finally:
+            self.calls -= 1
 
 
 COUNTED = {"Encode": "grpc", "EncodeStream": "grpc_stream", "Plan": "grpc_plan"}
@@ -232,6 +251,8 @@ async def answering(
             yield exchange
             exchange.code = grpc.StatusCode.OK.name
             return
+        except grpc.aio.InternalError as error:  # a message that was not sent: the client left
+            raise asyncio.CancelledError from error
         except Exception as error:
             if context.cancelled():  # the client left: nobody is told
                 raise
@@ -251,6 +272,7 @@ class HealthCalls:
     def __init__(self, service: Service) -> None:
         self.service = service
         self.watches = 0
+        self.stopping = asyncio.Event()
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
@@ -259,7 +281,7 @@ class HealthCalls:
         if request.service not in HEALTH_NAMES:
             await context.abort(
                 grpc.StatusCode.NOT_FOUND,
-                f"no service {request.service!r}; known are {HEALTH_NAMES}",
+                f"no service {request.service[:100]!r}; known are {HEALTH_NAMES}",
             )
         return Health(status=await self._serving())
 
@@ -281,12 +303,14 @@ class HealthCalls:
         self.watches += 1
         try:
             last = None
-            while True:
+            while not self.stopping.is_set():
                 status = await self._serving()
                 if status != last:
                     yield Health(status=status)
                     last = status
-                await asyncio.sleep(WATCH_SECONDS)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.stopping.wait(), WATCH_SECONDS)
+            yield Health(status=Health.NOT_SERVING)
         finally:
             self.watches -= 1
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actors.errors import InvalidOption
 from actors.types import Dtype, Grid, Kind, ProcessorKwargs, Source
-from encoder_service.wire.documents import KWARGS
+from encoder_service.wire.documents import KWARGS, MOST_COUNT
 
 
 def without_default(shown: dict[str, Any]) -> None:
@@ -35,27 +35,34 @@ class KwargsFields(BaseModel):
     min_pixels: int | None = Field(
         None,
         gt=0,
+        lt=MOST_COUNT,
         strict=True,
         description="Smaller images, and frames of videos, are enlarged to it.",
     )
     max_pixels: int | None = Field(
         None,
         gt=0,
+        lt=MOST_COUNT,
         strict=True,
         description="Larger images, and frames of videos, are shrunk to it.",
     )
     max_patches: int | None = Field(
         None,
         gt=0,
+        lt=MOST_COUNT,
         strict=True,
         description="Of models that cut tiles: the most tiles of an image. Of Kimi: the most "
         "patches of an image or a frame.",
     )
     fps: float | None = Field(
-        None, gt=0, strict=True, description=OF_A_FILE + "frames to take per second."
+        None, gt=0, lt=MOST_COUNT, strict=True, description=OF_A_FILE + "frames to take per second."
     )
     num_frames: int | None = Field(
-        None, gt=0, strict=True, description=OF_A_FILE + "frames to take, instead of `fps`."
+        None,
+        gt=0,
+        lt=MOST_COUNT,
+        strict=True,
+        description=OF_A_FILE + "frames to take, instead of `fps`.",
     )
 
     def kwargs(self) -> ProcessorKwargs:

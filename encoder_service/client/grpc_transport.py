@@ -134,8 +134,12 @@ def service_errors() -> Iterator[None]:
 
 
 def request_of(items: list[RequestItem], options: dict[str, Any]) -> pb.EncodeRequest:
-    parts = [message(item) for item in items]
-    return pb.EncodeRequest(items=parts, options=pb.Options(**options))
+    """Raises ServiceError for values that the message cannot hold."""
+    try:
+        parts = [message(item) for item in items]
+        return pb.EncodeRequest(items=parts, options=pb.Options(**options))
+    except (TypeError, ValueError) as error:
+        raise ServiceError("invalid_option", f"not sent: {error}") from error
 
 
 def message(item: RequestItem) -> pb.Item:

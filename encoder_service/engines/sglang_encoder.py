@@ -170,7 +170,7 @@ class SglangEncoder:
                 body = await read_body(request, self.limits, take)
             call = parse(ReceiveRequest, body)
             host, _, port = call.receive_url.rpartition(":")
-            endpoint = self.endpoint(host, int(port) if port.isdecimal() else 0)
+            endpoint = self.endpoint(host, int(port) if port.isdecimal() and len(port) < 6 else 0)
             receivers = self.waiting(call.req_id)
             receivers.endpoints.add(endpoint)
             if len(receivers.endpoints) >= call.receive_count:
@@ -210,6 +210,8 @@ class SglangEncoder:
             raise InvalidRequest(
                 f"{host[:100]!r} is not an IP address: set SGLANG_HOST_IP for the SGLang server"
             ) from None
+        if getattr(address, "scope_id", None):
+            raise InvalidRequest("an IPv6 address with a zone: name the address alone")
         if not any(address in network for network in self.networks):
             raise InvalidRequest(f"no rows are sent to {address}: allow its network with --network")
         if not 1024 <= port < 2**16:

@@ -31,6 +31,8 @@ from encoder_service.intake.limits import INLINE_BYTES, check_items, offload
 from encoder_service.wire.documents import RequestItem
 
 SAMPLED = {"fps", "num_frames"}
+MOST_ANIMATED_PIXELS = 10**9
+"""Of all frames of a GIF or WebP: each is drawn on the one before, wanted or not."""
 """Of ProcessorKwargs: which frames of a video file are taken. One of both holds."""
 
 
@@ -178,6 +180,12 @@ def probe_animation(
 ) -> Media:
     """An animated GIF or WebP as a video."""
     header, found = read_header(data), read_animation(data, limits.max_video_frames)
+    frames, size = len(found.durations_ms), header.size
+    if frames * size.width * size.height > MOST_ANIMATED_PIXELS:
+        raise TooLarge(
+            f"the animation has {frames} frames of {size.width} x {size.height}, over "
+            f"{MOST_ANIMATED_PIXELS} pixels together: send a video file"
+        )
     header = replace(header, notice="", transparent=found.transparent)
     notice, alpha = transparency([header], alpha)
     media = video_media(spec, limits, found.clip(header.size), data, (), kwargs)

@@ -5,7 +5,6 @@ Knows neither HTTP, gRPC, models nor limits on items.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -64,6 +63,8 @@ SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
 COUNTS = ("min_pixels", "max_pixels", "max_patches", "num_frames")
 KWARGS = (*COUNTS, "fps")
 """What a request may say of how an item is sized and sampled: actors.types.ProcessorKwargs."""
+MOST_COUNT = 2**31
+"""Their values are below this, whatever a model takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,8 @@ def parse_item(item: Any, where: str) -> RequestItem:
         raise WireError(f'{where} needs one of "data", "url" and "frames"')
     if url is not None and not isinstance(url, str):
         raise WireError(f"{where}.url must be a string")
-    if fps is not None and (type(fps) not in (int, float) or not 0 < fps < math.inf):
-        raise WireError(f"{where}.fps must be a number above zero")
+    if fps is not None and (type(fps) not in (int, float) or not 0 < fps < MOST_COUNT):
+        raise WireError(f"{where}.fps must be a number above zero and below {MOST_COUNT}")
     if frames is None:
         file = None if data is None else content(data, f"{where}.data")
         return RequestItem(kind, file, url, fps=fps, **counts)
@@ -157,9 +158,9 @@ def parse_item(item: Any, where: str) -> RequestItem:
 
 
 def count(value: Any, where: str) -> int | None:
-    if value is None or (type(value) is int and value > 0):
+    if value is None or (type(value) is int and 0 < value < MOST_COUNT):
         return value
-    raise WireError(f"{where} must be a whole number above zero")
+    raise WireError(f"{where} must be a whole number above zero and below {MOST_COUNT}")
 
 
 def content(data: Any, where: str) -> bytes:

@@ -157,7 +157,7 @@ def authorize(data: bytes) -> None:
 
 CUTTER = patchifier_of(registry.read(MODEL))
 APP = build(service(Fleet(), max_body_bytes=LIMITS.max_body_bytes))
-CALLS = EncoderCalls(service(Fleet(), max_body_bytes=LIMITS.max_body_bytes))
+CALLS = EncoderCalls(service(Fleet(), max_body_bytes=LIMITS.max_body_bytes), 1000)
 FETCHER = Fetcher(FetchOptions(allow_hosts=("images.example",)))
 CLOSED = Tokens(AuthOptions(token_sha256=(hashlib.sha256(b"open").hexdigest(),)))
 

@@ -107,7 +107,7 @@ def test_the_answers_of_a_stream_are_limited() -> None:
 
 def test_answers_count_until_their_call_has_ended() -> None:
     calls = EncoderCalls(
-        service(Fleet(), max_response_bytes=LARGE_BYTES, max_unsent_bytes=LARGE_BYTES)
+        service(Fleet(), max_response_bytes=LARGE_BYTES, max_unsent_bytes=LARGE_BYTES), 1000
     )
     first, second = Context(), Context()
 
@@ -193,3 +193,11 @@ def test_a_call_under_way_is_answered_when_the_server_stops() -> None:
             assert len((await call).items) == 1
 
     asyncio.run(run())
+
+
+def test_calls_are_limited_and_refused_as_overload() -> None:
+    calls, context = EncoderCalls(service(Fleet()), 0), Context()
+    with pytest.raises(Aborted):
+        asyncio.run(calls.Encode(request(), context))
+    assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "ingress.max_ongoing_requests" in context.details

@@ -249,7 +249,9 @@ def test_what_cannot_be_asked_for(source: Source, options: dict[str, Any], says:
         (ITEM | {"max_pixels": "100"}, "items[0].max_pixels must be a whole number above zero"),
         (ITEM | {"max_pixels": True}, "items[0].max_pixels must be a whole number above zero"),
         (ITEM | {"min_pixels": 0}, "items[0].min_pixels must be a whole number above zero"),
+        (ITEM | {"max_pixels": 10**400}, "items[0].max_pixels must be a whole number above zero"),
         (ITEM | {"fps": -1}, "items[0].fps must be a number above zero"),
+        (ITEM | {"fps": 10**400}, "items[0].fps must be a number above zero"),
         (
             {"type": "video", "frames": [ITEM["data"]], "num_frames": 2},
             "items[0].num_frames goes with a video file",

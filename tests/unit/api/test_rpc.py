@@ -76,7 +76,7 @@ def request(**options: Any) -> pb.EncodeRequest:
 def call(
     fleet: Fleet, sent: pb.EncodeRequest, request_id: str = "r-1", **limits: Any
 ) -> tuple[Context, EncoderCalls]:
-    context, calls = Context(request_id), EncoderCalls(service(fleet, **limits))
+    context, calls = Context(request_id), EncoderCalls(service(fleet, **limits), 1000)
     with suppress(Aborted):
         asyncio.run(calls.Encode(sent, context))
     return context, calls
@@ -107,7 +107,7 @@ def test_without_room_a_call_is_refused_before_it_is_looked_at(
     streamed = Context()
 
     with pytest.raises(Aborted):
-        asyncio.run(EncoderCalls(service(fleet)).EncodeStream(request(), streamed))
+        asyncio.run(EncoderCalls(service(fleet), 1000).EncodeStream(request(), streamed))
     for context in (whole, streamed):
         assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert context.trailing == (("request_id", "r-1"), ("retry-after", "2.5"))
@@ -207,7 +207,7 @@ def test_a_stream_ends_with_its_status() -> None:
     context = Context()
     with pytest.raises(Aborted):
         asyncio.run(
-            EncoderCalls(service(Fleet(Unavailable("none")))).EncodeStream(request(), context)
+            EncoderCalls(service(Fleet(Unavailable("none"))), 1000).EncodeStream(request(), context)
         )
     assert context.code is grpc.StatusCode.UNAVAILABLE
 

@@ -197,6 +197,10 @@ def test_a_bug_in_the_engine_leaves_nobody_waiting(
         with pytest.raises(Unavailable, match="broke down"):
             answer.result(10)
     assert not rig.engine.alive()
+    closing = threading.Thread(target=rig.engine.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
 
 
 def test_without_graphs_everything_runs_eagerly() -> None:

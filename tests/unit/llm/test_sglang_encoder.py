@@ -194,6 +194,7 @@ def test_videos_bring_their_times() -> None:
         ({"prefill_host": "::ffff:8.8.8.8"}, "no rows are sent to"),
         ({"prefill_host": "evil.example"}, "is not an IP address: set SGLANG_HOST_IP"),
         ({"prefill_host": "127.0.0.1;10.0.0.1"}, "is not an IP address"),
+        ({"prefill_host": "fc00::1%a]:0;[2001:db8::1"}, "an IPv6 address with a zone"),
         ({"embedding_port": 80}, "port 80: rows are sent to ports from 1024 on"),
         ({"embedding_port": "50000"}, "embedding_port: "),
         ({"modality": "AUDIO"}, "modality: Input should be 'IMAGE' or 'VIDEO'"),

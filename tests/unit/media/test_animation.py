@@ -176,6 +176,26 @@ def test_files_from_elsewhere() -> None:
 
 
 def test_frames_larger_than_was_admitted_are_refused() -> None:
-    media = probe(by_hand(32, 40), "video", MODEL, LimitOptions())
+    media = probe(by_hand(32, 32), "video", MODEL, LimitOptions())
     with pytest.raises(InvalidMedia, match="larger than its header says"):
-        prepare(patchifier_of(MODEL), media)
+        prepare(patchifier_of(MODEL), replace(media, data=by_hand(32, 40)))
+
+
+def test_a_frame_beyond_the_canvas_is_refused() -> None:
+    file = animated("GIF", 3)
+    with pytest.raises(InvalidMedia, match="larger than its header says"):
+        read_animation(file[:6] + b"\x01\x00" + file[8:], 10)
+
+
+def test_frames_are_limited_by_their_pixels_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = animated("GIF", 3)
+    spec = registry.read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
+    monkeypatch.setattr("encoder_service.intake.media.MOST_ANIMATED_PIXELS", 100)
+    with pytest.raises(TooLarge, match=r"has 3 frames .* send a video file"):
+        probe(file, "video", spec, LimitOptions())
+
+
+def test_the_parts_of_a_frame_are_limited() -> None:
+    file = animated("GIF", 2)
+    with pytest.raises(InvalidMedia, match="too many blocks"):
+        read_animation(file[:-1] + b"!\xfe" + b"\x01a" * MOST_BLOCKS + b"\x00;", 10)
