@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         Client,
         Embedding,
         Frames,
+        Input,
         Plan,
         ServiceError,
         Video,
@@ -17,7 +18,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncClient", "Client", "Embedding", "Frames", "Plan", "ServiceError", "Video"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Embedding",
+    "Frames",
+    "Input",
+    "Plan",
+    "ServiceError",
+    "Video",
+]
 
 
 def __getattr__(name: str) -> Any:

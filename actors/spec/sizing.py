@@ -148,7 +148,7 @@ class PackedSizing(BlockSizing):
         return longest_side(most, self.patch_size, self.merge_size)
 
     def largest_tokens(self) -> int:
-        return self.max_pixels // (self.patch_size * self.merge_size) ** 2
+        return max(1, self.max_pixels // (self.patch_size * self.merge_size) ** 2)
 
     def defaults(self) -> Defaults:
         return {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}

@@ -7,6 +7,7 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
+import encoder_service
 from encoder_service.client.items import Frames, Input, given, kind_of, request_item
 
 
@@ -29,6 +30,10 @@ def test_colours_that_pillow_does_not_make_of_others(mode: str) -> None:
 def test_values_that_are_no_colours_are_refused(mode: str) -> None:
     with pytest.raises(OSError, match=f"mode {mode}.*convert it to L or RGB"):
         request_item(Image.new(mode, (8, 8)))
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    assert {Frames, Input} <= {getattr(encoder_service, name) for name in encoder_service.__all__}
 
 
 def test_a_source_may_have_options_of_its_own() -> None:

@@ -64,6 +64,7 @@ def test_the_bound_is_not_wasteful() -> None:
 def test_budgets_begin_at_64_tokens_or_below() -> None:
     assert QWEN.token_range() == (64, 16384)
     assert PackedSizing(16, 2, 1024, 32 * 1024).token_range() == (32, 32)
+    assert PackedSizing(16, 2, 10, 10).token_range() == (1, 1), "an image has a token at least"
 
 
 KIMI = CappedSizing(patch_size=14, merge_size=2, max_patches=4096, max_side_patches=512)
