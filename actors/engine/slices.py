@@ -33,9 +33,11 @@ class Pace:
         """Waits until a slice that takes this long may be launched."""
         with self._changed:
             self._asking = True
-            while not self._allowed(seconds):
-                self._changed.wait(POLL_SECONDS)
-            self._asking = False
+            try:
+                while not self._allowed(seconds):
+                    self._changed.wait(POLL_SECONDS)
+            finally:  # a device error must not hold up later steps
+                self._asking = False
 
     def end(self) -> None:
         with self._changed:
