@@ -26,6 +26,12 @@ from tests.small_presets import SMALL, write_small
 from tests.toy_tower import ToyTower, toy_item, toy_rows
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no failure: a step waits longer for slices than it would for a device."""
+    monkeypatch.setattr(slices, "MOST_LAUNCH_SECONDS", 30.0)
+
+
 class Recorded(Pace):
     """On a device that is as busy as the test says. Writes down what was launched."""
 
