@@ -7,7 +7,7 @@ equals the code published with the model.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -43,18 +43,29 @@ class Sampling(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Evenly from the first frame to the last (transformers: Qwen3VLVideoProcessor)."""
+class ByFps:
+    """Frames per second, which a request may change."""
+
+    fps: float
+
+    def defaults(self) -> Defaults:
+        return {"fps": self.fps}
+
+    def largest(self) -> Largest:
+        return {"fps": MOST_FPS}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return replace(self, fps=kwargs.fps or self.fps)
+
+
+@dataclass(frozen=True, slots=True)
+class ByFpsOrFrames:
+    """Frames per second or in all: a request may change either."""
 
     fps: float
     least: int
     most: int
-    num_frames: int = 0  # 0: by `fps`
-
-    def indices(self, frames: int, fps: float) -> list[int]:
-        count = max(int(frames / fps * self.fps), self.least)
-        count = min(self.num_frames or count, self.most, frames)
-        return rounded(np.linspace(0, frames - 1, count).round())
+    num_frames: int = field(default=0, kw_only=True)  # 0: by `fps`
 
     def defaults(self) -> Defaults:
         return {"fps": self.fps, "num_frames": self.num_frames or None}
@@ -67,14 +78,20 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
+class Spread(ByFpsOrFrames):
+    """Evenly from the first frame to the last (transformers: Qwen3VLVideoProcessor)."""
+
+    def indices(self, frames: int, fps: float) -> list[int]:
+        count = max(int(frames / fps * self.fps), self.least)
+        count = min(self.num_frames or count, self.most, frames)
+        return rounded(np.linspace(0, frames - 1, count).round())
+
+
+@dataclass(frozen=True, slots=True)
+class Strided(ByFpsOrFrames):
     """In equal steps from the first frame on, whole groups (Qwen2VLVideoProcessor)."""
 
-    fps: float
-    least: int
-    most: int
     group: int
-    num_frames: int = 0  # 0: by `fps`
 
     def indices(self, frames: int, fps: float) -> list[int]:
         """Empty for fewer frames than a group."""
@@ -89,21 +106,11 @@ class Strided:
         # frames torch may round to a neighbour, depending on the machine's vector width.
         return rounded((np.arange(count) * (frames / count)).astype(np.float32))
 
-    def defaults(self) -> Defaults:
-        return {"fps": self.fps, "num_frames": self.num_frames or None}
-
-    def largest(self) -> Largest:
-        return {"fps": MOST_FPS, "num_frames": self.most}
-
-    def asked(self, kwargs: ProcessorKwargs) -> Self:
-        return replace(self, **fps_or_frames(kwargs, num_frames=0))
-
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class Timed(ByFps):
     """At equal times, up to a duration (Glm4vVideoProcessor)."""
 
-    fps: float
     most_seconds: float
 
     @property
@@ -125,15 +132,6 @@ class Timed:
             times = np.linspace(0, seconds, count)
             found = [min(last, math.ceil(time * fps)) for time in times]
         return paired(found)
-
-    def defaults(self) -> Defaults:
-        return {"fps": self.fps}
-
-    def largest(self) -> Largest:
-        return {"fps": MOST_FPS}
-
-    def asked(self, kwargs: ProcessorKwargs) -> Self:
-        return replace(self, fps=kwargs.fps or self.fps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,24 +172,14 @@ class Thinning:
 
 
 @dataclass(frozen=True, slots=True)
-class Paced:
+class Paced(ByFps):
     """Evenly from the first frame to the last, at most at the video's own rate (Kimi-K2.5)."""
 
-    fps: float
     most: int
 
     def indices(self, frames: int, fps: float) -> list[int]:
         count = min(max(round(frames * min(self.fps, fps) / fps), 1), self.most)
         return rounded(np.linspace(0, frames - 1, count).round())
-
-    def defaults(self) -> Defaults:
-        return {"fps": self.fps}
-
-    def largest(self) -> Largest:
-        return {"fps": MOST_FPS}
-
-    def asked(self, kwargs: ProcessorKwargs) -> Self:
-        return replace(self, fps=kwargs.fps or self.fps)
 
 
 @dataclass(frozen=True, slots=True)
