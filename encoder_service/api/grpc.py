@@ -84,6 +84,7 @@ async def serving(service: Service, options: IngressOptions) -> AsyncIterator[No
         options=[
             *SERVER_OPTIONS,
             ("grpc.max_receive_message_length", most_bytes),
+            ("grpc.max_concurrent_streams", options.max_ongoing_requests),  # of each connection
             ("grpc.max_connection_age_grace_ms", round(seconds * 1000)),
         ],
     )
@@ -179,8 +180,9 @@ class EncoderCalls:
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         """The embedding that is kept under an id, in chunks as from EncodeStream."""
         async with answering(self.service, None, context) as exchange:
-            document = await self.service.fetch(request.reference, exchange.request_id)
-            await self.send(document["items"][0], context)
+            with self.counted():
+                document = await self.service.fetch(request.reference, exchange.request_id)
+                await self.send(document["items"][0], context)
 
     async def Release(
         self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext
@@ -213,21 +215,26 @@ class EncoderCalls:
         Raises TooLarge before items are read, because millions of them may be empty; Overloaded if
         too many calls or bytes are held or, if it is for `encoding`, the router is full.
         """
-        if self.calls >= self.most_calls:
-            raise Overloaded(
-                f"{self.calls} calls are under way here (ingress.max_ongoing_requests): come back "
-                "later"
-            )
         check_items(len(request.items), self.service.limits)
         size_bytes: int = request.ByteSize()
         check_body_bytes(size_bytes, self.service.limits)
         if encoding:
             self.service.backend.check_room()
+        with self.counted(), self.service.buffered.hold() as take:
+            take(size_bytes)
+            yield
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Raises Overloaded if too many calls are under way."""
+        if self.calls >= self.most_calls:
+            raise Overloaded(
+                f"{self.calls} calls are under way here (ingress.max_ongoing_requests): come back "
+                "later"
+            )
         self.calls += 1
         try:
-            with self.service.buffered.hold() as take:
-                take(size_bytes)
-                yield
+            yield
         finally:
             self.calls -= 1
 

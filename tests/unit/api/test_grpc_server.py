@@ -196,8 +196,15 @@ def test_a_call_under_way_is_answered_when_the_server_stops() -> None:
 
 
 def test_calls_are_limited_and_refused_as_overload() -> None:
-    calls, context = EncoderCalls(service(Fleet()), 0), Context()
-    with pytest.raises(Aborted):
-        asyncio.run(calls.Encode(request(), context))
-    assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "ingress.max_ongoing_requests" in context.details
+    calls = EncoderCalls(service(Fleet()), 0)
+    for call in (
+        lambda context: calls.Encode(request(), context),
+        lambda context: calls.EncodeStream(request(), context),
+        lambda context: calls.Fetch(pb.FetchRequest(reference="r1.a"), context),
+    ):
+        context = Context()
+        with pytest.raises(Aborted):
+            asyncio.run(call(context))
+        assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "ingress.max_ongoing_requests" in context.details
+    assert calls.calls == 0
