@@ -10,6 +10,8 @@ from typing import Any
 
 OUTSTANDING_PATCHES = "outstanding_patches"
 """The metric that replicas report to the router and to Serve's autoscaler."""
+OUTSTANDING_PAIRS = "outstanding_pairs"
+"""Of the same work, to the router alone: see types.Work."""
 
 
 class PatchPolicy:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine
+from dataclasses import asdict
 from time import monotonic
 from typing import Any
 
 import ray
 from ray import serve
 
-from actors.autoscaling import OUTSTANDING_PATCHES
+from actors.autoscaling import OUTSTANDING_PAIRS, OUTSTANDING_PATCHES
 from actors.errors import Unavailable
 from actors.options import ActorOptions
 from actors.pipeline import open_pipeline
@@ -22,7 +23,7 @@ from actors.rpc.server import ReplicaServer
 from actors.store.kept import Kept
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import NOBODY, ORIGIN, Origin, name_requests, open_spans
-from actors.types import Dtype, Media, Reply
+from actors.types import Dtype, Media, Reply, Work
 
 log = logging.getLogger("ray.serve")
 
@@ -37,7 +38,7 @@ class Encoder:
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.series = EncoderMetrics()
         self.pipeline = open_pipeline(options, self.series, self.spans, self.replica)
-        self.outstanding_patches = 0
+        self.outstanding = Work(0)
         self.rpc = ReplicaServer(self)
         engine = self.pipeline.engine
         model, backend = engine.tower.spec.id, engine.device.backend
@@ -53,16 +54,16 @@ class Encoder:
     ) -> Reply:
         """See Pipeline.encode."""
         ORIGIN.set(origin)
-        patches = sum(item.plan.patches for item in media)
-        self.outstanding_patches += patches
+        work = Work.of(item.plan.work for item in media)
+        self.outstanding = Work.of([self.outstanding, work])
         try:
             with self.spans.span(
-                "shard", "server", replica=self.replica, items=len(media), patches=patches
+                "shard", "server", replica=self.replica, items=len(media), patches=work.patches
             ):
                 answers = await self.pipeline.encode(media, dtype, timeout_seconds, keep=keep)
         finally:
-            self.outstanding_patches -= patches
-        return Reply(answers, self.outstanding_patches)
+            self.outstanding = self.outstanding.without(work)
+        return Reply(answers, *self.outstanding)
 
     async def fetch(self, name: str) -> Kept | None:
         """See Pipeline.fetch."""
@@ -81,16 +82,21 @@ class Encoder:
         endpoint = await self.rpc.start(
             process.get_node_id(), ray.util.get_node_ip_address(), process.get_actor_name()
         )
-        return {"fingerprint": self.pipeline.writer.fingerprint, **endpoint.metadata}
+        said: dict[str, Any] = {"fingerprint": self.pipeline.writer.fingerprint}
+        engine = self.pipeline.engine
+        if engine.cost:
+            said |= {"device": engine.device.name, "cost": asdict(engine.cost)}
+        return said | endpoint.metadata
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """The load that this replica has accepted from all routers. Serve asks every second."""
         self.pipeline.references.expire(monotonic())
-        return {OUTSTANDING_PATCHES: self.outstanding_patches}
+        patches, pairs = self.outstanding
+        return {OUTSTANDING_PATCHES: patches, OUTSTANDING_PAIRS: pairs}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The same, for the policy in autoscaling.py."""
-        return {OUTSTANDING_PATCHES: self.outstanding_patches}
+        return {OUTSTANDING_PATCHES: self.outstanding.patches}
 
     async def check_health(self) -> None:
         """Serve replaces a replica that raises here."""

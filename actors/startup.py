@@ -1,4 +1,4 @@
-"""From options to an engine that is ready: device, weights, graphs, packing, one warm-up image.
+"""From options to an engine that is ready: device, weights, graphs, packing, warm-up, measuring.
 
 Knows nothing of Ray Serve, nor how images are decoded: the encoder actor, the engine's benchmarks
 and a language model's worker (encoder_service/engines/vllm_local.py) start the same way.
@@ -6,17 +6,26 @@ and a language model's worker (encoder_service/engines/vllm_local.py) start the 
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from time import monotonic
+
+import numpy as np
 import torch
 
 from actors.engine.budgets import model_capacity
 from actors.engine.device import open_device
 from actors.engine.engine import Engine, PacedEngine
 from actors.engine.graphs import capture, choose_packing
+from actors.engine.packing import OpenPack, fitted
 from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.options import ActorOptions
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import Item
+from actors.types import Cost, Item, Size, Work
+
+SIDES = [64 * 2**doublings for doublings in range(7)]
+"""Of the images that are measured, in pixels."""
+MEASURED_PACKS = 2  # of each size; the fastest counts
 
 
 def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: float = 0) -> Engine:
@@ -32,13 +41,40 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
     packing = choose_packing(options.packing, graphs)
     kind = PacedEngine if device.pace else Engine
     # In an engine of its own, so that the metrics count only what clients sent.
-    warm(kind(tower, graphs, capacity, device, EncoderMetrics()))
-    return kind(tower, graphs, capacity, device, series, packing)
+    cost = warm(kind(tower, graphs, capacity, device, EncoderMetrics()))
+    for of, seconds in asdict(cost).items() if cost else ():
+        series.measured_seconds.labels(of.removesuffix("_seconds")).set(seconds)
+    return kind(tower, graphs, capacity, device, series, packing, cost)
 
 
-def warm(engine: Engine) -> None:
-    """Encodes one small image and closes the engine, so that what loads at first use is loaded."""
+def warm(engine: Engine) -> Cost | None:
+    """Encodes small images, so that what loads at first use is loaded, then measures the device and
+    closes the engine. None: not measured, because replays wait for others or are captured later."""
     grey = torch.full((3, 64, 64), 128, dtype=torch.uint8)
     plan, patches = patchifier_of(engine.tower.spec).patchify(grey)
     engine.submit(Item(plan, patches.numpy())).result()
+    measurable = not (engine.device.pace or engine.capacity.exact_graphs)
+    cost = measure(engine, patches.shape[1]) if measurable else None
     engine.close()
+    return cost
+
+
+def measure(engine: Engine, patch_bytes: int) -> Cost:
+    """Of square images, one at a time, and of a full pack of the smallest."""
+    began, most_seconds = monotonic(), engine.device.measuring_seconds
+    sizing, work, seconds = engine.tower.spec.sizing, [], []
+    for plan in dict.fromkeys(sizing.plan(Size(side, side)) for side in SIDES):
+        pack = OpenPack(engine.capacity)
+        while pack.admits(plan):
+            pack.add(0, plan)
+        for count in {min(1, len(pack.items)), len(pack.items) * (not work)} - {0}:
+            if work and most_seconds and monotonic() - began > most_seconds:
+                break
+            patches = np.zeros((plan.patches, patch_bytes), np.uint8)
+            taken = []
+            for _ in range(MEASURED_PACKS):
+                answers = engine.submit_together([Item(plan, patches) for _ in range(count)])
+                taken.append(answers[0].result().encode_seconds)
+            work.append(Work.of([plan.work] * count))
+            seconds.append(min(taken))
+    return fitted(work, seconds)

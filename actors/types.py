@@ -5,8 +5,9 @@ bytes -> Media (+ ItemPlan) -> Item -> Pack -> Embedding -> Reply
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +69,26 @@ class ProcessorKwargs:
 NO_KWARGS = ProcessorKwargs()
 
 
+class Work(NamedTuple):
+    """What items are to an encoder, whatever its speed: see Cost."""
+
+    patches: int
+    pairs: int = 0
+    """Of patches that attend to each other: within an image, or a temporal group of a video."""
+
+    @classmethod
+    def of(cls, parts: Iterable[Work]) -> Work:
+        """All of it together."""
+        patches = pairs = 0
+        for part in parts:
+            patches += part.patches
+            pairs += part.pairs
+        return cls(patches, pairs)
+
+    def without(self, done: Work) -> Work:
+        return Work(self.patches - done.patches, self.pairs - done.pairs)
+
+
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
     """What an item will cost, known from its size in pixels."""
@@ -89,6 +110,10 @@ class ItemPlan:
     group_pictures: int = 1  # per temporal group, each a grid; the last group may have fewer
 
     @property
+    def work(self) -> Work:
+        return Work(self.patches, self.patches**2 // max(1, self.frames))
+
+    @property
     def group_tokens(self) -> int:
         """Rows per temporal group of a video. Remaining rows belong to no group and come last."""
         return self.tokens // self.frames
@@ -104,6 +129,28 @@ class ItemPlan:
             return slice(0, self.patches)
         begin = sum(self.path_patches[:path])
         return slice(begin, begin + self.path_patches[path])
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """How long items take on a device: one launch for all, their patches, and their attention."""
+
+    launch_seconds: float
+    patch_seconds: float
+    attention_seconds: float  # per pair of patches of the same image
+
+    def work_seconds(self, work: Work) -> float:
+        """Without the launch."""
+        return work.patches * self.patch_seconds + work.pairs * self.attention_seconds
+
+    def seconds(self, patches: Sequence[int]) -> float:
+        """Of images with so many patches each, encoded together."""
+        together = Work(sum(patches), sum(one * one for one in patches))
+        return self.launch_seconds + self.work_seconds(together)
+
+    def times(self, factor: float) -> Cost:
+        """Of a device that takes so many times as long."""
+        return Cost(*(factor * getattr(self, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,3 +300,4 @@ class Reply:
 
     answers: list[Answer]  # one for each item, in order
     outstanding_patches: int  # to do for all routers, without these items
+    outstanding_pairs: int = 0  # of the same work: see Work

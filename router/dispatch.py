@@ -15,12 +15,12 @@ from functools import partial
 
 from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceError, Unavailable
 from actors.telemetry.tracing import ORIGIN, Origin
-from actors.types import Answer, Dtype, Embedding, Media
+from actors.types import Answer, Cost, Dtype, Embedding, Media, Work
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.policy.balance import CacheAffinity, Plan, plan_around
 from router.policy.ledger import Ledger, Reservation
-from router.replicas.fleet import Fleet, ReplicaDied, ShardLost, detached
+from router.replicas.fleet import Fleet, Replica, ReplicaDied, ShardLost, costs, detached
 from router.replicas.liveness import Liveness
 
 logger = logging.getLogger("ray.serve")
@@ -95,7 +95,8 @@ class Dispatcher:
         self._options = options
         self._plan = plan
         self._metrics = metrics
-        self._reports: Mapping[str, int] | None = None
+        self._reports: Mapping[str, Replica] | None = None
+        self._costs: Mapping[str, Cost | None] = {}
         self._joinable: dict[Key, InFlightItem] = {}
         """Items in flight that other requests may join."""
         self._affinity = CacheAffinity(cache_max_bytes if options.cache_affinity else 0)
@@ -152,12 +153,13 @@ class Dispatcher:
             with self._metrics.rejections.count_exceptions(Overloaded):
                 self.ledger.check_room(now())
 
-    def refresh(self) -> Mapping[str, int]:
+    def refresh(self) -> Mapping[str, Replica]:
         """Passes the latest reports of the replicas to the ledger, and returns them."""
         reports = self._fleet.reports()
         if reports is not self._reports:
             self._reports = reports
-            self.ledger.report(reports)
+            self._costs = costs(reports)
+            self.ledger.report({name: replica.work for name, replica in reports.items()})
             self._affinity.keep(reports)
         return reports
 
@@ -202,7 +204,7 @@ class Dispatcher:
     ) -> list[InFlightItem]:
         """New items, all admitted or none."""
         with self._metrics.rejections.count_exceptions(Overloaded):
-            reservations = self.ledger.admit([one.plan.patches for one in media], now())
+            reservations = self.ledger.admit([one.plan.work for one in media], now())
         return [
             InFlightItem(one, dtype, reservation, deadline, keep)
             for one, reservation in zip(media, reservations, strict=True)
@@ -213,11 +215,11 @@ class Dispatcher:
     ) -> None:
         """Plans items over these replicas, and sends each replica its shard, or item by item."""
         media = [item.media for item in items]
-        costs = [one.plan.patches for one in media]
-        loads = self.ledger.loads(replicas, now())
-        placed = self._affinity.place(media, loads)
+        known = {replica: self._costs.get(replica) for replica in replicas}
+        kinds = self.ledger.kinds([one.plan.work for one in media], known, now())
+        placed = self._affinity.place(media, kinds)
         self._metrics.held.inc(len(placed))
-        for replica, places in plan_around(self._plan, costs, loads, placed).items():
+        for replica, places in plan_around(self._plan, kinds, placed).items():
             together = [items[place] for place in places]
             for sent in [[item] for item in together] if singly else [together]:
                 self._send(replica, sent)
@@ -250,7 +252,8 @@ class Dispatcher:
             self._deliver(replica, items, [error] * len(items), deadline)
         else:
             self._deliver(replica, items, reply.answers, deadline)
-            self.ledger.hear(replica, reply.outstanding_patches, now())
+            outstanding = Work(reply.outstanding_patches, reply.outstanding_pairs)
+            self.ledger.hear(replica, outstanding, now())
             del reply  # embeddings are large, and this frame may now wait for a replica
         if wanted := self._unanswered(items):
             await self._retry(wanted, singly=singly)

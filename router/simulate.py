@@ -10,14 +10,16 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, cycle, islice
 from math import inf, log
 from random import Random
 from statistics import fmean
+from typing import Literal
 
 from actors.errors import Overloaded
-from router.policy.balance import Plan
-from router.policy.ledger import Ledger, Reservation
+from actors.types import Cost, Work
+from router.policy.balance import Kind, Plan
+from router.policy.ledger import Ledger, Reservation, by_cost
 
 REPORT_PERIOD_SECONDS = 1.0
 REPORT_DELAY_SECONDS = 0.3
@@ -29,22 +31,7 @@ LEAST_PATCHES, MOST_PATCHES = 64, 16384
 ITEMS = (1, 1, 2, 4, 8, 20)  # items per request, equally likely
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """How long a shard takes: its launch, its patches, and the attention within each image."""
-
-    launch_seconds: float
-    patch_seconds: float
-    attention_seconds: float  # per pair of patches of the same image
-
-    def seconds(self, patches: Sequence[int]) -> float:
-        """Of one shard, from the patches of each of its items."""
-        return (
-            self.launch_seconds
-            + sum(patches) * self.patch_seconds
-            + sum(one * one for one in patches) * self.attention_seconds
-        )
-
+Known = Literal["patches", "seconds", "everything"]
 
 H200_8B = Cost(launch_seconds=1.23e-3, patch_seconds=1.61e-6, attention_seconds=2.1e-10)
 """Fitted by eye to the budget graphs of Qwen3-VL-8B's tower as of 2026-11-21 16:42 UTC
@@ -60,6 +47,11 @@ class Scenario:
     arrivals: Sequence[tuple[float, Sequence[int]]]
     """In order: the second at which each request arrives, and the patches of its items."""
     cost: Cost
+    slower: Sequence[float] = (1,)
+    """How many times as long the replicas take, in turn."""
+    known: Known = "seconds"
+    """What routers know of the replicas: patches alone, their costs too, or how many seconds each
+    has left to do."""
     queue_seconds: float = inf
     """`router.max_queue_seconds`."""
     answers_tell: bool = True
@@ -100,7 +92,7 @@ class SimulatedShard:
 
     @property
     def patches(self) -> list[int]:
-        return [one.patches for one in self.reservations]
+        return [one.work.patches for one in self.reservations]
 
 
 @dataclass(slots=True)
@@ -113,10 +105,14 @@ class SharedDevice:
     turn: int = 0
     """Grows with every change: an end that was foreseen before is void."""
 
+    def left_seconds(self, replica: int, now: float) -> float:
+        """Device seconds that a replica needs for what it has begun."""
+        done = (now - self.since) / max(1, len(self.left))
+        return self.left[replica] - done if replica in self.left else 0.0
+
     def pass_to(self, now: float) -> None:
         """Books the work done until now, before something changes."""
-        done = (now - self.since) / max(1, len(self.left))
-        self.left = {replica: seconds - done for replica, seconds in self.left.items()}
+        self.left = {replica: self.left_seconds(replica, now) for replica in self.left}
         self.since = now
         self.turn += 1
 
@@ -135,6 +131,8 @@ class Simulation:
         # Admits any number of patches; excludes nobody, because no replica dies.
         self.ledgers = [Ledger(2**62, 0, scenario.queue_seconds) for _ in self.plans]
         self.names = [str(replica) for replica in range(scenario.replicas)]
+        costs = [scenario.cost.times(slower) for slower in scenario.slower]
+        self.costs = dict(zip(self.names, cycle(costs)))
         self.queues: list[deque[SimulatedShard]] = [deque() for _ in self.names]
         self.devices = [SharedDevice() for _ in range(-(-scenario.replicas // scenario.sharing))]
         self.outcome = Outcome(
@@ -162,15 +160,16 @@ class Simulation:
     def _arrive(self, router: int, patches: Sequence[int]) -> None:
         ledger = self.ledgers[router]
         try:
-            reservations = ledger.admit(patches, self._now)
+            reservations = ledger.admit([image(one) for one in patches], self._now)
         except Overloaded:
             self.outcome.rejected += 1
             self._left -= 1
             return
         request = SimulatedRequest(router, self._now, len(patches))
-        shards = self.plans[router](patches, ledger.loads(self.names, self._now))
-        for name, items in shards.items():
-            chosen = [reservations[item] for item in items]
+        items = [one.work for one in reservations]
+        shards = self.plans[router](self._kinds(ledger, items))
+        for name, places in shards.items():
+            chosen = [reservations[place] for place in places]
             for one in chosen:
                 ledger.assign(one, name)
             replica = int(name)
@@ -178,11 +177,27 @@ class Simulation:
             if len(self.queues[replica]) == 1:
                 self._begin(replica)
 
+    def _kinds(self, ledger: Ledger, items: Sequence[Work]) -> list[Kind]:
+        if self.scenario.known == "patches":
+            return ledger.kinds(items, dict.fromkeys(self.names), self._now)
+        if self.scenario.known == "seconds":
+            return ledger.kinds(items, self.costs, self._now)
+        left = {name: self._left_seconds(replica) for replica, name in enumerate(self.names)}
+        return by_cost(items, self.costs, left)
+
+    def _left_seconds(self, replica: int) -> float:
+        device = self.devices[replica // self.scenario.sharing]
+        waiting = sum(self._seconds(replica, work) for work in list(self.queues[replica])[1:])
+        return waiting + device.left_seconds(replica, self._now)
+
     def _begin(self, replica: int) -> None:
         device = self.devices[replica // self.scenario.sharing]
         device.pass_to(self._now)
-        device.left[replica] = self.scenario.cost.seconds(self.queues[replica][0].patches)
+        device.left[replica] = self._seconds(replica, self.queues[replica][0])
         self._foresee(device)
+
+    def _seconds(self, replica: int, work: SimulatedShard) -> float:
+        return self.costs[self.names[replica]].seconds(work.patches)
 
     def _foresee(self, device: SharedDevice) -> None:
         """Schedules its next end, valid as long as nothing changes."""
@@ -199,7 +214,7 @@ class Simulation:
         queue = self.queues[replica]
         work = queue.popleft()
         ledger = self.ledgers[work.request.router]
-        self.outcome.busy_seconds[replica] += self.scenario.cost.seconds(work.patches)
+        self.outcome.busy_seconds[replica] += self._seconds(replica, work)
         self.outcome.patches[replica] += sum(work.patches)
         for one in work.reservations:
             ledger.release(one, self._now, done=True)
@@ -219,13 +234,17 @@ class Simulation:
         self._at(self._now + REPORT_DELAY_SECONDS, lambda: self._hear(reports))
         self._at(self._now + REPORT_PERIOD_SECONDS, self._report)
 
-    def _hear(self, reports: dict[str, int]) -> None:
+    def _hear(self, reports: dict[str, Work]) -> None:
         for ledger in self.ledgers:
             ledger.report(reports)
 
 
-def outstanding(queue: deque[SimulatedShard]) -> int:
-    return sum(sum(work.patches) for work in queue)
+def outstanding(queue: deque[SimulatedShard]) -> Work:
+    return Work.of(one.work for shard in queue for one in shard.reservations)
+
+
+def image(patches: int) -> Work:
+    return Work(patches, patches**2)
 
 
 def heavy_tailed(random: Random) -> int:
@@ -240,19 +259,31 @@ def drawn(random: Random, requests: int) -> list[list[int]]:
 
 
 def steady(
-    replicas: int, requests: int, load: float, *, routers: int, seed: int, cost: Cost
+    replicas: int,
+    requests: int,
+    load: float,
+    *,
+    routers: int,
+    seed: int,
+    cost: Cost,
+    slower: Sequence[float] = (1,),
 ) -> Scenario:
     """Requests at random times that keep the replicas busy for a fraction `load` of the time."""
     random = Random(seed)
     sizes = drawn(random, requests)
     seconds = fmean(sum(cost.seconds([one]) for one in items) for items in sizes)
-    return Scenario(replicas, routers, at_random(random, sizes, load * replicas / seconds), cost)
+    speed = sum(1 / each for each in islice(cycle(slower), replicas))
+    arrivals = at_random(random, sizes, load * speed / seconds)
+    return Scenario(replicas, routers, arrivals, cost, slower)
 
 
-def burst(replicas: int, requests: int, *, seed: int, cost: Cost) -> Scenario:
+def burst(
+    replicas: int, requests: int, *, seed: int, cost: Cost, slower: Sequence[float] = (1,)
+) -> Scenario:
     """All requests at once, through one router: the makespan shows how well the policy packs."""
     sizes = drawn(Random(seed), requests)
-    return Scenario(replicas, 1, [(0.0, [one for items in sizes for one in items])], cost)
+    arrivals = [(0.0, [one for items in sizes for one in items])]
+    return Scenario(replicas, 1, arrivals, cost, slower)
 
 
 def at_random(

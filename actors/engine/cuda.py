@@ -98,6 +98,7 @@ class CudaDevice(Device):
 
     def __init__(self, slice_seconds: float = 0) -> None:
         self.device = torch.device("cuda", 0)  # the only one that Ray shows a replica
+        self.name = torch.cuda.get_device_name(self.device)
         torch.cuda.set_device(self.device)
         self.compute = torch.cuda.Stream()
         self.staging = torch.cuda.Stream()

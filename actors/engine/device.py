@@ -94,9 +94,11 @@ class Device:
 
     backend = "cpu"
     device = torch.device("cpu")
+    name = "cpu"
+    """Devices of one name are equally fast."""
     measuring_seconds = 1.0
-    """How long the budgets of a path are measured at start, from the smallest on. 0: all of them,
-    from the largest on."""
+    """How long the budgets of a path are measured at start, from the smallest on; images too. 0:
+    all of them, budgets from the largest on."""
     pace: Pace | None = None
     """When slices of a replay may be launched. None: replays are whole, and never wait."""
 

@@ -28,7 +28,7 @@ from actors.engine.video_chunks import cut, joined
 from actors.errors import EncodeFailed, Unavailable
 from actors.models.tower import Tower
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import Item, Pack
+from actors.types import Cost, Item, Pack
 
 log = logging.getLogger("ray.serve")
 
@@ -68,13 +68,16 @@ class Engine:
         device: Device,
         metrics: EncoderMetrics,
         packing: Packing = smallest_first,
+        cost: Cost | None = None,
     ) -> None:
+        """`cost`: what was measured of this device; None: nothing."""
         self.tower = tower
         self.graphs = graphs
         self.capacity = capacity
         self.device = device
         self.metrics = metrics
         self.packing = packing
+        self.cost = cost
         self._waiting: deque[WaitingItem] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -95,16 +98,21 @@ class Engine:
         Cancelling the future drops the item if it has not been launched yet. A video that is longer
         than a pack is queued chunk by chunk. Raises Unavailable once closed.
         """
-        waiting = [WaitingItem(chunk) for chunk in cut(item, self.capacity)]
+        answers = self.submit_together(cut(item, self.capacity))
+        if len(answers) == 1:
+            return answers[0]
+        self.metrics.video_runs.inc(len(answers))
+        return joined(item, answers)
+
+    def submit_together(self, items: Sequence[Item]) -> list[Future[Item]]:
+        """Queues items that fit a pack each, before the next pack is formed. Raises Unavailable."""
+        waiting = [WaitingItem(item) for item in items]
         with self._changed:
             if self._closed:
                 raise Unavailable("this encoder is stopping: try again")
             self._waiting.extend(waiting)
             self._changed.notify_all()
-        if len(waiting) == 1:
-            return waiting[0].answer
-        self.metrics.video_runs.inc(len(waiting))
-        return joined(item, [one.answer for one in waiting])
+        return [one.answer for one in waiting]
 
     def stalled_seconds(self) -> float:
         """How long no pack has completed although there is work, as when the device hangs."""

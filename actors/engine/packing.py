@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.engine.budgets import Capacity, at_least
-from actors.types import ItemPlan, Pack
+from actors.types import Cost, ItemPlan, Pack, Work
 
 Integers = npt.NDArray[np.int64]
 
@@ -189,3 +189,18 @@ def monotone(measured: Mapping[int, float]) -> dict[int, float]:
         pools.append((total, count))
     means = [total / count for total, count in pools for _ in range(count)]
     return dict(zip(sorted(measured), means, strict=True))
+
+
+def fitted(work: Sequence[Work], seconds: Sequence[float]) -> Cost:
+    """The cost that is closest to the seconds of these packs, in relative terms. Nothing is
+    negative: where the best fit is, attention or the launch counts nothing."""
+    taken = np.asarray(seconds)
+    terms = np.asarray([(1, *each) for each in work], dtype=float) / taken[:, None]
+    for used in ([0, 1, 2], [0, 1], [1, 2], [1]):
+        if len(used) > len(taken):
+            continue
+        found = np.zeros(3)
+        found[used] = np.linalg.lstsq(terms[:, used], np.ones(len(taken)), rcond=None)[0]
+        if (found >= 0).all():
+            break
+    return Cost(*found.tolist())

@@ -101,7 +101,12 @@ def reply_message(reply: Reply) -> tuple[pb.EncodeReply, list[SharedBytes]]:
         else pb.Answer(error=error_message(one))
         for one in reply.answers
     ]
-    return pb.EncodeReply(answers=answers, outstanding_patches=reply.outstanding_patches), shared
+    message = pb.EncodeReply(
+        answers=answers,
+        outstanding_patches=reply.outstanding_patches,
+        outstanding_pairs=reply.outstanding_pairs,
+    )
+    return message, shared
 
 
 def reply_of(message: pb.EncodeReply, shared: Sequence[SharedBytes]) -> Reply:
@@ -110,7 +115,7 @@ def reply_of(message: pb.EncodeReply, shared: Sequence[SharedBytes]) -> Reply:
         error_of(one.error) if one.HasField("error") else embedding_of(one.embedding, shared)
         for one in message.answers
     ]
-    return Reply(answers, message.outstanding_patches)
+    return Reply(answers, message.outstanding_patches, message.outstanding_pairs)
 
 
 def kept_message(kept: Kept, shared: list[SharedBytes]) -> pb.Kept:

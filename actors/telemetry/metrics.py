@@ -90,6 +90,13 @@ class EncoderMetrics:
             "graph_memory_bytes", "Bytes of device memory used by graphs and their static buffers."
         )
 
+        self.measured_seconds = gauge(
+            "measured_seconds",
+            "Measured at start: seconds of a launch, of a patch, and of the attention between two "
+            "patches. Routers balance by them where devices differ.",
+            ("of",),
+        )
+
     def text(self) -> str:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry).decode()

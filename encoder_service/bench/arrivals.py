@@ -19,7 +19,7 @@ from encoder_service.bench.load import Callers, Load, balance, scrape, work_betw
 from encoder_service.bench.mix import Shape
 from encoder_service.config import ServiceOptions
 from router.policy.balance import POLICIES
-from router.simulate import H200_8B, Cost, Outcome, Scenario, Simulation, at_random
+from router.simulate import H200_8B, Outcome, Scenario, Simulation, at_random
 
 BURSTS = 5
 """The median is reported."""
@@ -51,11 +51,7 @@ class Traffic:
         sizes = self.patches(self.kinds)
         seconds = statistics.fmean(sum(H200_8B.seconds([one]) for one in items) for items in sizes)
         scale = math.ceil(replicas / sharing) / (seconds * self.most_per_second)
-        cost = Cost(
-            H200_8B.launch_seconds * scale,
-            H200_8B.patch_seconds * scale,
-            H200_8B.attention_seconds * scale,
-        )
+        cost = H200_8B.times(scale)
         return Scenario(replicas, self.routers, arrivals, cost, sharing=sharing)
 
     def simulate(self, arrivals: Sequence[tuple[float, Sequence[int]]], seed: int) -> Outcome:

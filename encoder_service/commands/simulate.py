@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ from encoder_service.commands import (
     positive,
     write_json,
 )
-from router.options import Policy
 from router.policy.balance import POLICIES
-from router.simulate import H200_8B, Simulation, burst, steady
+from router.simulate import H200_8B, Known, Simulation, burst, steady
 
 SEED = 1
 BURST_REQUESTS = 4
@@ -36,7 +36,9 @@ COLUMNS = {
     "makespan_ratio": ("of best", "{:.2f}"),
 }
 """imbalance: seconds of work of the busiest replica over the mean; makespan: of a burst on an idle
-fleet; its ratio is to the mean work per replica, and 1 is the optimum."""
+fleet; its ratio is to the work over the speed of all replicas, and 1 is the optimum."""
+COMPARED: dict[str, Known] = {"by patches": "patches", "omniscient": "everything"}
+"""`largest_first` of other knowledge, where replicas differ in speed."""
 PLOTTED = {"p50_ms": "p50, ms", "p99_ms": "p99, ms", "makespan_ratio": "burst over the best"}
 
 
@@ -69,6 +71,13 @@ def add(subcommands: Any) -> None:
         help="a router learns of the others' requests only from what replicas report",
     )
     parser.add_argument(
+        "--slower",
+        type=above_zero,
+        default=1,
+        metavar="K",
+        help="every second replica takes K times as long; routers know it, but for `by patches`",
+    )
+    parser.add_argument(
         "--reports-alone",
         action="store_true",
         help="replicas report their load once a second, not with every answer",
@@ -83,7 +92,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         f"simulating {len(POLICIES)} policies over fleets of {fleets} replicas ..."
     )
     rows = [
-        measure(policy, replicas, options) for replicas in options.replicas for policy in POLICIES
+        measure(name, replicas, options)
+        for replicas in options.replicas
+        for name in compared(options)
     ]
     write_json(options.json, rows)
     if options.plot:
@@ -92,31 +103,38 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def measure(policy: Policy, replicas: int, options: argparse.Namespace) -> dict[str, Any]:
+def compared(options: argparse.Namespace) -> list[str]:
+    return [*POLICIES, *(COMPARED if options.slower != 1 else ())]
+
+
+def measure(name: str, replicas: int, options: argparse.Namespace) -> dict[str, Any]:
     """One policy under steady traffic and, separately, under a burst."""
+    policy, known = POLICIES.get(name, POLICIES["largest_first"]), COMPARED.get(name, "seconds")
     requests = max(options.requests, BURST_REQUESTS * replicas)
-    traffic = steady(
-        replicas, requests, options.load, routers=options.routers, seed=SEED, cost=H200_8B
-    )
-    traffic = replace(traffic, answers_tell=not options.reports_alone)
-    flow = Simulation(traffic, POLICIES[policy], SEED).run()
-    once = burst(replicas, BURST_REQUESTS * replicas, seed=SEED, cost=H200_8B)
-    rush = Simulation(once, POLICIES[policy], SEED).run()
+    fleet: Any = {"seed": SEED, "cost": H200_8B, "slower": (1, options.slower)}
+    traffic = steady(replicas, requests, options.load, routers=options.routers, **fleet)
+    traffic = replace(traffic, answers_tell=not options.reports_alone, known=known)
+    flow = Simulation(traffic, policy, SEED).run()
+    once = replace(burst(replicas, BURST_REQUESTS * replicas, **fleet), known=known)
+    rush = Simulation(once, policy, SEED).run()
+    speeds = [1 / each for each in islice(cycle(once.slower), replicas)]
+    work_seconds = sum(busy * speed for busy, speed in zip(rush.busy_seconds, speeds, strict=True))
     p50, p99 = np.percentile(flow.latencies_seconds, [50, 99]).tolist()
     return {
         "replicas": replicas,
-        "policy": policy,
+        "policy": name,
         "p50_ms": p50 * 1e3,
         "p99_ms": p99 * 1e3,
         "imbalance": flow.imbalance,
         "makespan_ms": rush.makespan_seconds * 1e3,
-        "makespan_ratio": rush.imbalance,
+        "makespan_ratio": rush.makespan_seconds * sum(speeds) / work_seconds,
     }
 
 
 def table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Table:
+    slow = f", speeds {options.slower:g}:1" if options.slower != 1 else ""
     shown = Table(
-        title=f"load {options.load:g}, {options.routers} routers; "
+        title=f"load {options.load:g}, {options.routers} routers{slow}; "
         f"a burst of {BURST_REQUESTS} requests per replica",
         title_justify="left",
         box=HORIZONTALS,
@@ -127,7 +145,7 @@ def table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Table:
     shown.add_column("policy", no_wrap=True)
     for name, _ in COLUMNS.values():
         shown.add_column(name, justify="right")
-    last = list(POLICIES)[-1]
+    last = compared(options)[-1]
     for row in rows:
         figures = (pattern.format(row[key]) for key, (_, pattern) in COLUMNS.items())
         shown.add_row(
@@ -142,7 +160,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(11.0, 3.6), layout="constrained")
     for axes, (name, label) in zip(figure.subplots(1, len(PLOTTED)), PLOTTED.items(), strict=True):
-        for policy in POLICIES:
+        for policy in dict.fromkeys(row["policy"] for row in rows):
             own = [row for row in rows if row["policy"] == policy]
             fleets = [row["replicas"] for row in own]
             values = [row[name] for row in own]

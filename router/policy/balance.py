@@ -11,13 +11,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from random import Random
+from typing import NamedTuple
 
 from actors.types import DTYPE_BYTES, Embedding, Media
 from router.options import Policy
 
 PATIENCE = 9
 """An item goes to the replica whose cache should hold it if that carries at most this many times
-the item's own patches more than the least loaded one. A hit does not wait for that load but a miss
+the item's own cost more than the least loaded one. A hit does not wait for that load but a miss
 does, so this pays off even if one expected hit in ten is a miss."""
 MAX_ENTRIES = 100_000
 """Embeddings remembered for each replica: some 30 MB, however small the embeddings are."""
@@ -25,8 +26,19 @@ MAX_ENTRIES = 100_000
 Shards = dict[str, list[int]]
 """The positions of each replica's items, in the order in which they were assigned."""
 
-Plan = Callable[[Sequence[int], Mapping[str, int]], Shards]
-"""From the costs of items in patches, and the outstanding patches of each replica, to shards.
+
+class Kind(NamedTuple):
+    """Replicas that are equally fast. Costs and loads are in patches or seconds, in all kinds the
+    same."""
+
+    costs: Sequence[float]
+    """Of each item on these replicas."""
+    loads: Mapping[str, float]
+    """What each replica has to do before it."""
+
+
+Plan = Callable[[Sequence[Kind]], Shards]
+"""From the replicas and what the items cost there, to shards.
 
 Every item is in exactly one shard; shards are in the order of the loads, and none is empty. Raises
 ValueError where there is no replica.
@@ -35,29 +47,38 @@ ValueError where there is no replica.
 Identity = tuple[str, ...]
 
 
-def largest_first(costs: Sequence[int], loads: Mapping[str, int]) -> Shards:
-    """Greedy: sizes descending, each to the least loaded replica. Ties: the earlier one.
+def largest_first(kinds: Sequence[Kind]) -> Shards:
+    """Greedy: sizes descending, each to the replica that is done with it first. Ties: the earlier
+    kind, and the earlier replica.
 
-    On idle replicas the longest shard is within 4/3 of the best possible (Graham, 1969).
+    On idle replicas of one kind the longest shard is within 4/3 of the best possible (Graham,
+    1969).
     """
-    shards = none_assigned(loads)
-    heap = [(load, place, replica) for place, (replica, load) in enumerate(loads.items())]
-    heapq.heapify(heap)
-    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+    shards = none_assigned(kinds)
+    heaps = []
+    for costs, loads in kinds:
+        heap = [(load, place, replica) for place, (replica, load) in enumerate(loads.items())]
+        heapq.heapify(heap)
+        heaps.append((costs, heap))
+    sizes = kinds[0].costs
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        costs, heap = min(heaps, key=lambda kind: kind[0][item] + kind[1][0][0])
         load, place, replica = heap[0]
         shards[replica].append(item)
         heapq.heapreplace(heap, (load + costs[item], place, replica))
     return without_empty(shards)
 
 
-def one_by_one(choose: Callable[[Mapping[str, int]], str]) -> Plan:
+def one_by_one(choose: Callable[[Mapping[str, float]], str]) -> Plan:
     """Items in their order, each to the replica that is chosen from the loads so far."""
 
-    def plan(costs: Sequence[int], loads: Mapping[str, int]) -> Shards:
-        shards, load = none_assigned(loads), dict(loads)
-        for item, cost in enumerate(costs):
+    def plan(kinds: Sequence[Kind]) -> Shards:
+        shards = none_assigned(kinds)
+        costs = {replica: kind.costs for kind in kinds for replica in kind.loads}
+        load = {replica: load for kind in kinds for replica, load in kind.loads.items()}
+        for item in range(len(kinds[0].costs)):
             replica = choose(load)
-            load[replica] += cost
+            load[replica] += costs[replica][item]
             shards[replica].append(item)
         return without_empty(shards)
 
@@ -73,7 +94,7 @@ def round_robin() -> Plan:
 def power_of_two(random: Random) -> Plan:
     """Each item to the less loaded of two replicas drawn at random."""
 
-    def less_loaded(loads: Mapping[str, int]) -> str:
+    def less_loaded(loads: Mapping[str, float]) -> str:
         pair = random.sample(list(loads), min(2, len(loads)))
         return min(pair, key=lambda replica: loads[replica])
 
@@ -93,23 +114,22 @@ POLICIES: dict[Policy, Callable[[Random], Plan]] = {
 }
 
 
-def plan_around(
-    plan: Plan, costs: Sequence[int], loads: Mapping[str, int], placed: Mapping[int, str]
-) -> Shards:
+def plan_around(plan: Plan, kinds: Sequence[Kind], placed: Mapping[int, str]) -> Shards:
     """Shards of all items, placed ones first. The others are planned as if those cost nothing."""
-    shards = none_assigned(loads)
+    shards = none_assigned(kinds)
     for position, replica in placed.items():
         shards[replica].append(position)
-    rest = [position for position in range(len(costs)) if position not in placed]
-    for replica, items in plan([costs[position] for position in rest], loads).items():
+    rest = [position for position in range(len(kinds[0].costs)) if position not in placed]
+    left = [Kind([costs[position] for position in rest], loads) for costs, loads in kinds]
+    for replica, items in plan(left).items():
         shards[replica] += [rest[item] for item in items]
     return without_empty(shards)
 
 
-def none_assigned(loads: Mapping[str, int]) -> Shards:
-    if not loads:
+def none_assigned(kinds: Sequence[Kind]) -> Shards:
+    if not any(kind.loads for kind in kinds):
         raise ValueError("there is no replica to plan for")
-    return {replica: [] for replica in loads}
+    return {replica: [] for kind in kinds for replica in kind.loads}
 
 
 def without_empty(shards: Shards) -> Shards:
@@ -153,14 +173,15 @@ class CacheAffinity:
                 del self._replica[identity]
             del self._bytes[replica]
 
-    def place(self, media: Sequence[Media], loads: Mapping[str, int]) -> dict[int, str]:
+    def place(self, media: Sequence[Media], kinds: Sequence[Kind]) -> dict[int, str]:
         """The replica of each item that should be cached and is worth the wait, by position."""
-        least = min(loads.values(), default=0)
+        least = min((load for kind in kinds for load in kind.loads.values()), default=0)
         placed = {}
         for position, item in enumerate(media):
             replica = self._replica.get(item.identity, "")
-            if replica in loads and loads[replica] - least <= PATIENCE * item.plan.patches:
-                placed[position] = replica
+            for costs, loads in kinds:
+                if replica in loads and loads[replica] - least <= PATIENCE * costs[position]:
+                    placed[position] = replica
         return placed
 
     def _forget(self, identity: Identity) -> None:

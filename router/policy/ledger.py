@@ -6,10 +6,14 @@ Times are arguments, in seconds of any steady clock.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from actors.errors import Overloaded, TooLarge
+from actors.types import Cost, Work
+from router.policy.balance import Kind
 
 REPORT_AGE_SECONDS = 1.5
 """How old a report may be: the period of reports, and their way through Serve's controller."""
@@ -25,29 +29,57 @@ MIN_BUSY_SECONDS = 1.0  # busy time before a throughput is believed
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """The patches of one item, from admission to release."""
+    """One item, from admission to release."""
 
-    patches: int
+    work: Work
     since_seconds: float  # when it was admitted
-    replica: str | None = None  # the replica that has them; None: between two replicas
+    replica: str | None = None  # the replica that has it; None: between two replicas
 
 
 @dataclass(slots=True)
 class Account:
-    """One replica, as this router knows it."""
+    """What one replica has to do, as this router knows it."""
 
     own: int = 0
-    """Patches that this router has there."""
+    """What this router has there."""
     reported: int = 0
-    """Patches that the replica says it has, from every router."""
+    """What the replica says it has, from every router."""
     peaks: list[int] = field(default_factory=lambda: [0, 0])
     """The most that `own` was since `peaks_since_seconds`, and in the period before."""
     peaks_since_seconds: float = -math.inf
     others: int = 0
-    """Patches of other routers, when it last answered."""
+    """What other routers had there, when it last answered."""
     heard_seconds: float = -math.inf
     """When that was."""
-    excluded_until_seconds: float = -math.inf
+
+    def add(self, amount: int) -> None:
+        self.own += amount
+        self.peaks[0] = max(self.peaks[0], self.own)
+
+    def hear(self, outstanding: int, now: float) -> None:
+        self.others = max(0, outstanding - self.own)
+        self.heard_seconds = now
+
+    def load(self, now: float) -> int:
+        """Of all routers.
+
+        What a replica said with a recent answer is most accurate. Otherwise its last report counts.
+        That is old, so the most that this router had there meanwhile is subtracted: otherwise its
+        own finished work would count as that of others.
+        """
+        if now >= self.peaks_since_seconds + REPORT_AGE_SECONDS:
+            self.peaks = [self.own, self.peaks[0]]
+            self.peaks_since_seconds = now
+        if now < self.heard_seconds + REPORT_AGE_SECONDS:
+            return self.own + self.others
+        return self.own + max(0, self.reported - max(self.peaks))
+
+
+class Accounts(NamedTuple):
+    """Of one replica. Both together give its seconds, whatever its speed."""
+
+    patches: Account
+    pairs: Account
 
 
 class Throughput:
@@ -93,17 +125,20 @@ class Ledger:
         self._limit = limit_patches
         self._exclude_seconds = exclude_seconds
         self._queue_seconds = queue_seconds
-        self._accounts: dict[str, Account] = {}
+        self._accounts: defaultdict[str, Accounts] = defaultdict(
+            lambda: Accounts(Account(), Account())
+        )
+        self._excluded_until: dict[str, float] = {}
         self._throughput = Throughput()
         self._open: dict[Reservation, None] = {}
         """In the order of admission."""
 
     def own(self, replica: str) -> int:
         """Patches that this router has on a replica."""
-        account = self._accounts.get(replica)
-        return account.own if account else 0
+        accounts = self._accounts.get(replica)
+        return accounts.patches.own if accounts else 0
 
-    def admit(self, costs: Sequence[int], now: float) -> list[Reservation]:
+    def admit(self, items: Sequence[Work], now: float) -> list[Reservation]:
         """One reservation per item, all or none.
 
         Raises TooLarge for what could never be admitted, even with nothing in flight. Raises
@@ -111,7 +146,7 @@ class Ledger:
         that should have changed. The request's own size does not count towards the queue, or large
         requests would never be admitted under load.
         """
-        patches = sum(costs)
+        patches = Work.of(items).patches
         if patches > self._limit:
             raise TooLarge(
                 f"the request has {patches} patches and the router takes {self._limit} at a time; "
@@ -122,7 +157,7 @@ class Ledger:
         if not self.outstanding:
             self._throughput.resume(now)
         self.outstanding += patches
-        admitted = [Reservation(cost, now) for cost in costs]
+        admitted = [Reservation(item, now) for item in items]
         self._open.update(dict.fromkeys(admitted))
         return admitted
 
@@ -144,71 +179,77 @@ class Ledger:
             )
 
     def assign(self, reservation: Reservation, replica: str | None) -> None:
-        """Moves the patches to a replica, or away from one. Once released, does nothing."""
+        """Moves an item to a replica, or away from one. Once released, does nothing."""
         if reservation not in self._open:
             return
         if reservation.replica is not None:
-            self._accounts[reservation.replica].own -= reservation.patches
+            for account, amount in self._of(reservation.replica, reservation.work):
+                account.add(-amount)
         reservation.replica = replica
         if replica is not None:
-            account = self._accounts.setdefault(replica, Account())
-            account.own += reservation.patches
-            account.peaks[0] = max(account.peaks[0], account.own)
+            for account, amount in self._of(replica, reservation.work):
+                account.add(amount)
 
     def release(self, reservation: Reservation, now: float, *, done: bool) -> None:
-        """Gives the patches back; the second time does nothing. `done`: they were encoded."""
+        """Gives its patches back; the second time does nothing. `done`: they were encoded."""
         if reservation not in self._open:
             return
         self.assign(reservation, None)
         del self._open[reservation]
-        self.outstanding -= reservation.patches
-        self._throughput.did(reservation.patches if done else 0, now)
+        patches = reservation.work.patches
+        self.outstanding -= patches
+        self._throughput.did(patches if done else 0, now)
 
-    def report(self, reported: Mapping[str, int]) -> None:
+    def report(self, reported: Mapping[str, Work]) -> None:
         """Takes the replicas' reports of what they carry. Forgets idle replicas that are gone."""
-        for replica, patches in reported.items():
-            self._accounts.setdefault(replica, Account()).reported = patches
-        for replica in [r for r, a in self._accounts.items() if r not in reported and not a.own]:
+        for replica, work in reported.items():
+            for account, amount in self._of(replica, work):
+                account.reported = amount
+        for replica in [r for r in self._accounts if r not in reported and not self.own(r)]:
             del self._accounts[replica]
+        self._excluded_until = {
+            replica: until
+            for replica, until in self._excluded_until.items()
+            if replica in self._accounts
+        }
 
-    def hear(self, replica: str, outstanding_patches: int, now: float) -> None:
+    def hear(self, replica: str, outstanding: Work, now: float) -> None:
         """Takes the load of all routers that a replica reported with an answer to this one.
 
         Reports alone come so late that all routers avoid and then prefer the same replicas: with
         eight routers that was worse than no balancing (`simulate --reports-alone`).
         """
-        account = self._accounts.setdefault(replica, Account())
-        account.others = max(0, outstanding_patches - account.own)
-        account.heard_seconds = now
+        for account, amount in self._of(replica, outstanding):
+            account.hear(amount, now)
 
     def loads(self, replicas: Iterable[str], now: float) -> dict[str, int]:
-        """Outstanding patches, own ones and those of other routers, in the order given.
+        """Outstanding patches, own ones and those of other routers, in the order given."""
+        return {replica: self._accounts[replica].patches.load(now) for replica in replicas}
 
-        What a replica said with a recent answer is most accurate. Otherwise its last report counts.
-        That is old, so the most that this router had there meanwhile is subtracted: otherwise its
-        own finished work would count as that of others.
-        """
-        loads = {}
-        for replica in replicas:
-            account = self._accounts.setdefault(replica, Account())
-            if now >= account.peaks_since_seconds + REPORT_AGE_SECONDS:
-                account.peaks = [account.own, account.peaks[0]]
-                account.peaks_since_seconds = now
-            if now < account.heard_seconds + REPORT_AGE_SECONDS:
-                others = account.others
-            else:
-                others = max(0, account.reported - max(account.peaks))
-            loads[replica] = account.own + others
-        return loads
+    def kinds(
+        self, items: Sequence[Work], costs: Mapping[str, Cost | None], now: float
+    ) -> list[Kind]:
+        """For a plan of these items over these replicas: in seconds where the replicas differ in
+        their costs; in patches where all are equal, or the cost of one is not known."""
+        known = {replica: cost for replica, cost in costs.items() if cost is not None}
+        if len(known) < len(costs) or len(set(known.values())) < 2:
+            return [Kind([item.patches for item in items], self.loads(costs, now))]
+        seconds = {}
+        for replica, cost in known.items():
+            patches, pairs = self._accounts[replica]
+            seconds[replica] = cost.work_seconds(Work(patches.load(now), pairs.load(now)))
+        return by_cost(items, known, seconds)
 
     def exclude(self, replica: str, now: float) -> None:
         """No new work for a replica that just failed."""
-        account = self._accounts.setdefault(replica, Account())
-        account.excluded_until_seconds = now + self._exclude_seconds
+        self._excluded_until[replica] = now + self._exclude_seconds
 
     def excluded(self, replica: str, now: float) -> bool:
-        account = self._accounts.get(replica)
-        return account is not None and now < account.excluded_until_seconds
+        return now < self._excluded_until.get(replica, -math.inf)
+
+    def _of(self, replica: str, work: Work) -> Iterable[tuple[Account, int]]:
+        """Each account of a replica, and what of this work it counts."""
+        return zip(self._accounts[replica], work, strict=True)
 
     def _queues(self, now: float) -> bool:
         """Whether items really wait: the oldest has for a while, and no sound replica is idle.
@@ -220,6 +261,16 @@ class Ledger:
             return False
         sound = [replica for replica in self._accounts if not self.excluded(replica, now)]
         return 0 not in self.loads(sound, now).values()
+
+
+def by_cost(
+    items: Sequence[Work], costs: Mapping[str, Cost], loads: Mapping[str, float]
+) -> list[Kind]:
+    """The replicas of each cost. Each has to launch what it gets, after the seconds in `loads`."""
+    kinds: defaultdict[Cost, dict[str, float]] = defaultdict(dict)
+    for replica, cost in costs.items():
+        kinds[cost][replica] = loads[replica] + cost.launch_seconds
+    return [Kind([cost.work_seconds(item) for item in items], on) for cost, on in kinds.items()]
 
 
 def within(seconds: float | None) -> float:

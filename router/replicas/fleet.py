@@ -12,9 +12,12 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from actors.autoscaling import OUTSTANDING_PATCHES
+from actors.autoscaling import OUTSTANDING_PAIRS, OUTSTANDING_PATCHES
 from actors.rpc.server import METADATA_KEY, Endpoint
-from actors.types import Dtype, Media, Reply
+from actors.types import Cost, Dtype, Media, Reply, Work
+
+TYPICAL_PATCHES = 4096
+"""Of the image by which the speeds of devices are compared."""
 
 
 class ShardLost(Exception):
@@ -34,8 +37,8 @@ class PinnedReplicaUnavailable(Exception):
 
 
 class Fleet(Protocol):
-    def reports(self) -> Mapping[str, int]:
-        """The outstanding patches of each replica. Another object with every report."""
+    def reports(self) -> Mapping[str, Replica]:
+        """What each replica last said. Another object with every report."""
 
     async def encode(
         self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float, *, keep: bool
@@ -60,11 +63,38 @@ class Replica:
     """`record_routing_stats`: about once a second."""
     endpoint: Endpoint | None = None
     """None: it speaks another version of the protocol, or none."""
+    outstanding_pairs: int = 0
+    """Of the same work as the patches."""
+
+    @property
+    def work(self) -> Work:
+        return Work(self.outstanding_patches, self.outstanding_pairs)
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any], stats: Mapping[str, Any]) -> Replica:
         shown = {name: said for name, said in metadata.items() if name != METADATA_KEY}
-        return cls(shown, int(stats.get(OUTSTANDING_PATCHES, 0)), Endpoint.of(metadata))
+        patches, pairs = stats.get(OUTSTANDING_PATCHES, 0), stats.get(OUTSTANDING_PAIRS, 0)
+        return cls(shown, int(patches), Endpoint.of(metadata), int(pairs))
+
+
+def costs(replicas: Mapping[str, Replica]) -> dict[str, Cost | None]:
+    """What work costs on each replica; None: it did not say.
+
+    Of replicas on devices of one name, the fastest measurement counts for all: they are equal, and
+    the others were measured while something else ran there.
+    """
+    measured: dict[str, list[Cost]] = {}
+    for replica in replicas.values():
+        if cost := replica.metadata.get("cost"):
+            measured.setdefault(replica.metadata["device"], []).append(Cost(**cost))
+    fastest = {
+        device: min(found, key=lambda cost: cost.seconds([TYPICAL_PATCHES]))
+        for device, found in measured.items()
+    }
+    return {
+        name: fastest[replica.metadata["device"]] if "cost" in replica.metadata else None
+        for name, replica in replicas.items()
+    }
 
 
 PUBLISHED: dict[tuple[str, str], Mapping[str, Replica]] = {}

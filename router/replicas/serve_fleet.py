@@ -72,7 +72,7 @@ class ServeFleet:
         self._handle = by_reference(encoder, "encode")
         self._deployment = (encoder.app_name, encoder.deployment_name)
         self._published: Mapping[str, Replica] = {}
-        self._reports: dict[str, int] = {}
+        self._reports: dict[str, Replica] = {}
         self._node = node_id()
         self._connections: dict[str, tuple[ReplicaChannel, HandOver]] = {}
         self._confirming: dict[str, asyncio.Task[None]] = {}
@@ -82,14 +82,14 @@ class ServeFleet:
         published = PUBLISHED.get(self._deployment, {})
         return {name: one for name, one in published.items() if self._is_ours(one)}
 
-    def reports(self) -> Mapping[str, int]:
+    def reports(self) -> Mapping[str, Replica]:
         """Replicas of this node come first: where loads are equal, plans take the earlier one."""
         published = PUBLISHED.get(self._deployment, {})
         if published is not self._published:
             self._published = published
             replicas = self.replicas()
             near_first = sorted(replicas, key=lambda name: self._where(name) != LOCAL)
-            self._reports = {name: replicas[name].outstanding_patches for name in near_first}
+            self._reports = {name: replicas[name] for name in near_first}
             for gone in self._connections.keys() - replicas.keys():
                 channel, _ = self._connections.pop(gone)
                 channel.retire()

@@ -16,6 +16,7 @@ from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.policy.balance import largest_first
+from router.replicas.fleet import Replica
 
 Behaviour = Callable[[str, list[Media], float], Awaitable[list[Answer]]]
 
@@ -32,9 +33,11 @@ class MemoryFleet:
         self.hung: set[str] = set()
         """Replicas that do not answer when they are asked how they are."""
         self.asked = 0
+        self.metadata: dict[str, dict[str, Any]] = {}
+        """What replicas say of themselves, where it is anything."""
 
-    def reports(self) -> Mapping[str, int]:
-        return dict.fromkeys(self.replicas, 0)
+    def reports(self) -> Mapping[str, Replica]:
+        return {name: Replica(self.metadata.get(name, {}), 0) for name in self.replicas}
 
     async def encode(
         self,

@@ -14,13 +14,13 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import DeadlineExceeded, InvalidMedia, Overloaded, TooLarge
-from actors.types import Embedding
+from actors.types import Cost, Embedding
 from router.options import RouterOptions
 from router.policy.balance import POLICIES
 from router.policy.ledger import REPORT_AGE_SECONDS
 from router.replicas.fleet import PinnedReplicaUnavailable
 from router.router import RouterStatus
-from router.simulate import Cost, Scenario, Simulation, heavy_tailed
+from router.simulate import Scenario, Simulation, heavy_tailed
 from tests.serve.stand_in import (
     BAD,
     HELD,

@@ -16,12 +16,13 @@ from actors.engine.budgets import Capacity, powers_of_two
 from actors.engine.packing import (
     Costs,
     Packing,
+    fitted,
     least_cost,
     monotone,
     oldest_first,
     smallest_first,
 )
-from actors.types import ItemPlan
+from actors.types import Cost, ItemPlan, Work
 
 measurements = st.dictionaries(st.integers(0, 16384), st.floats(1e-4, 1.0), max_size=8)
 
@@ -43,6 +44,24 @@ def test_what_is_monotone_is_left_alone(measured: dict[int, float]) -> None:
 
 def test_noise_is_shared_between_its_neighbours() -> None:
     assert monotone({256: 1.0, 128: 3.0, 64: 1.0, 512: 5.0}) == {64: 1, 128: 2, 256: 2, 512: 5}
+
+
+@given(st.builds(Cost, st.floats(0, 1e-2), st.floats(1e-7, 1e-4), st.floats(0, 1e-9)))
+def test_what_images_take_is_a_launch_their_patches_and_their_attention(cost: Cost) -> None:
+    images = [[16] * 256, [16], [256], [4096], [65536]]
+    work = [Work.of(Work(one, one * one) for one in pack) for pack in images]
+    found = fitted(work, [cost.seconds(pack) for pack in images])
+    for pack in (*images, [1024] * 20):
+        assert found.seconds(pack) == pytest.approx(cost.seconds(pack), rel=1e-3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 65536), st.floats(1e-4, 1)), min_size=1, max_size=9))
+def test_noise_never_makes_anything_cost_less_than_nothing(
+    measured: list[tuple[int, float]],
+) -> None:
+    cost = fitted([Work(one, one * one) for one, _ in measured], [taken for _, taken in measured])
+    assert min(cost.launch_seconds, cost.patch_seconds, cost.attention_seconds) >= 0
+    assert cost.seconds([1]) > 0
 
 
 def pack_seconds(budgets: Sequence[int | None], costs: Costs) -> float:

@@ -18,6 +18,7 @@ from router.policy.balance import (
     PATIENCE,
     POLICIES,
     CacheAffinity,
+    Kind,
     largest_first,
     plan_around,
 )
@@ -28,21 +29,25 @@ ENTRY_BYTES = 32
 IDLE = {"a": 0, "b": 0}
 
 
+def place(affinity: CacheAffinity, media: list[Media], loads: dict[str, int]) -> dict[int, str]:
+    return affinity.place(media, [Kind([one.plan.patches for one in media], loads)])
+
+
 def test_an_item_goes_where_it_was_last_seen() -> None:
     affinity = CacheAffinity(10 * ENTRY_BYTES)
     for number, replica in ((1, "a"), (2, "b"), (1, "b")):
         affinity.saw(item(number), embedding(item(number), replica))
-    assert affinity.place([item(1), item(3), item(2)], IDLE) == {0: "b", 2: "b"}
-    assert affinity.place([item(1)], {"a": 0}) == {}  # its holder is excluded
+    assert place(affinity, [item(1), item(3), item(2)], IDLE) == {0: "b", 2: "b"}
+    assert place(affinity, [item(1)], {"a": 0}) == {}  # its holder is excluded
     affinity.keep({"a": 0})
-    assert (affinity.place([item(1)], IDLE), affinity._replica) == ({}, {})
+    assert (place(affinity, [item(1)], IDLE), affinity._replica) == ({}, {})
 
 
 def test_a_holder_with_much_more_to_do_is_left_alone() -> None:
     affinity = CacheAffinity(ENTRY_BYTES)
     affinity.saw(item(1, 100), embedding(item(1), "b"))
-    assert affinity.place([item(1, 100)], {"a": 50, "b": 50 + PATIENCE * 100}) == {0: "b"}
-    assert affinity.place([item(1, 100)], {"a": 50, "b": 51 + PATIENCE * 100}) == {}
+    assert place(affinity, [item(1, 100)], {"a": 50, "b": 50 + PATIENCE * 100}) == {0: "b"}
+    assert place(affinity, [item(1, 100)], {"a": 50, "b": 51 + PATIENCE * 100}) == {}
 
 
 @given(
@@ -59,14 +64,14 @@ def test_a_replica_is_believed_to_hold_what_fits(
         affinity.saw(item(number), one)
         if rows * ENTRY_BYTES <= max_bytes:
             sizes[number] = rows * ENTRY_BYTES
-            assert affinity.place([item(number)], dict.fromkeys("abc", 0)) == {0: replica}
-        held = affinity.place([item(n) for n in range(10)], dict.fromkeys("abc", 0))
+            assert place(affinity, [item(number)], dict.fromkeys("abc", 0)) == {0: replica}
+        held = place(affinity, [item(n) for n in range(10)], dict.fromkeys("abc", 0))
         for name in "abc":
             assert sum(sizes[n] for n, where in held.items() if where == name) <= max_bytes
 
 
 def test_the_rest_is_planned_around_what_is_there() -> None:
-    shards = plan_around(largest_first, [1000, 100, 200, 50], {"a": 0, "b": 0}, {0: "b"})
+    shards = plan_around(largest_first, [Kind([1000, 100, 200, 50], IDLE)], {0: "b"})
     assert shards == {"a": [2], "b": [0, 1, 3]}
 
 

@@ -113,13 +113,13 @@ def test_a_call_survives(call: EncodeCall) -> None:
     assert from_message(pb.EncodeRequest.FromString(sent), EncodeCall) == call
 
 
-@given(st.lists(EMBEDDINGS | ERRORS, max_size=4), INT)
+@given(st.lists(EMBEDDINGS | ERRORS, max_size=4), INT, INT)
 def test_a_reply_survives_and_its_shared_rows_stay_outside(
-    answers: list[Answer], patches: int
+    answers: list[Answer], patches: int, pairs: int
 ) -> None:
-    message, shared = reply_message(Reply(answers, patches))
+    message, shared = reply_message(Reply(answers, patches, pairs))
     found = reply_of(pb.EncodeReply.FromString(message.SerializeToString()), shared)
-    assert found.outstanding_patches == patches
+    assert (found.outstanding_patches, found.outstanding_pairs) == (patches, pairs)
     assert len(found.answers) == len(answers)
     assert all(map(same, answers, found.answers))
     large = [one for one in answers if isinstance(getattr(one, "data", None), SharedBytes)]

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from actors.errors import Overloaded, TooLarge
+from actors.types import Cost, Work
+from router.policy.balance import Kind
 from router.policy.ledger import Ledger, Reservation
 
 LIMIT = 1000
@@ -17,40 +19,45 @@ def ledger() -> Ledger:
     return Ledger(LIMIT, exclude_seconds=5)
 
 
+def works(*patches: int) -> list[Work]:
+    """Items without attention."""
+    return [Work(one) for one in patches]
+
+
 def test_all_of_a_request_is_admitted_or_nothing() -> None:
     book = ledger()
-    book.admit([400, 500], now=0)
+    book.admit(works(400, 500), now=0)
     with pytest.raises(Overloaded, match="900 of 1000"):
-        book.admit([50, 51], now=0)
+        book.admit(works(50, 51), now=0)
     assert book.outstanding == 900
-    book.admit([100], now=0)
+    book.admit(works(100), now=0)
 
 
 def test_what_could_never_be_admitted_is_too_large() -> None:
     with pytest.raises(TooLarge, match=r"1001 patches.*max_outstanding_patches"):
-        ledger().admit([1, 1000], now=0)
+        ledger().admit(works(1, 1000), now=0)
 
 
 def test_retry_after_follows_the_drain_rate() -> None:
     book = ledger()
     for second in range(60):
-        [reservation] = book.admit([100], now=second)
+        [reservation] = book.admit(works(100), now=second)
         book.release(reservation, now=second + 1, done=True)
-    book.admit([1000], now=60)
+    book.admit(works(1000), now=60)
     with pytest.raises(Overloaded) as refused:
-        book.admit([800], now=60)
+        book.admit(works(800), now=60)
     assert refused.value.retry_after_seconds == pytest.approx(8, rel=0.25)
 
 
 def test_retry_after_has_bounds() -> None:
     book = ledger()
-    [first, _] = book.admit([1, 999], now=0)
+    [first, _] = book.admit(works(1, 999), now=0)
     with pytest.raises(Overloaded) as refused:
-        book.admit([1], now=0)
+        book.admit(works(1), now=0)
     assert refused.value.retry_after_seconds == 1
     book.release(first, now=2, done=True)
     with pytest.raises(Overloaded) as refused:
-        book.admit([900], now=2)
+        book.admit(works(900), now=2)
     assert refused.value.retry_after_seconds == 30
 
 
@@ -58,96 +65,121 @@ def busy(queue_seconds: float) -> Ledger:
     """Replicas a and b, each with work; 100 patches were done in each of 20 seconds."""
     book = Ledger(10**6, exclude_seconds=5, queue_seconds=queue_seconds)
     for replica in "ab":
-        [held] = book.admit([1], now=0)
+        [held] = book.admit(works(1), now=0)
         book.assign(held, replica)
     for second in range(20):
-        [reservation] = book.admit([100], now=second)
+        [reservation] = book.admit(works(100), now=second)
         book.release(reservation, now=second + 1, done=True)
     return book
 
 
 def test_what_would_wait_too_long_is_refused() -> None:
     book = busy(queue_seconds=10)
-    book.admit([1500], now=20)
+    book.admit(works(1500), now=20)
     with pytest.raises(Overloaded, match=r"about 15 s.*max_queue_seconds") as refused:
-        book.admit([1], now=20)
+        book.admit(works(1), now=20)
     assert refused.value.retry_after_seconds == pytest.approx(5, rel=0.1)
-    assert book.admit([], now=20) == [], "all of its items are on their way already"
+    assert book.admit(works(), now=20) == [], "all of its items are on their way already"
 
 
 def test_room_for_anything_is_the_room_for_the_least() -> None:
     full = ledger()
     full.check_room(now=0)
-    full.admit([999], now=0)
+    full.admit(works(999), now=0)
     full.check_room(now=0)
-    full.admit([1], now=0)
+    full.admit(works(1), now=0)
     with pytest.raises(Overloaded, match="1000 of 1000"):
         full.check_room(now=0)
     slow = busy(queue_seconds=10)
     slow.check_room(now=20)
-    slow.admit([1500], now=20)
+    slow.admit(works(1500), now=20)
     with pytest.raises(Overloaded, match="about 15 s"):
         slow.check_room(now=20)
 
 
 def test_the_size_of_a_request_itself_does_not_matter() -> None:
     book = busy(queue_seconds=10)
-    book.admit([900], now=20)
-    book.admit([5000], now=20)
+    book.admit(works(900), now=20)
+    book.admit(works(5000), now=20)
 
 
 def test_nothing_is_refused_while_a_sound_replica_is_idle() -> None:
     book = busy(queue_seconds=10)
-    book.admit([1500], now=20)
-    book.report({"a": 0, "b": 0, "c": 0})
-    book.admit([1], now=20)
+    book.admit(works(1500), now=20)
+    book.report({"a": Work(0), "b": Work(0), "c": Work(0)})
+    book.admit(works(1), now=20)
     book.exclude("c", now=20)
     with pytest.raises(Overloaded):
-        book.admit([1], now=20)
+        book.admit(works(1), now=20)
 
 
 def test_nothing_is_refused_before_anything_has_waited() -> None:
     book = Ledger(10**6, exclude_seconds=5, queue_seconds=10)
-    [first] = book.admit([100], now=0)
+    [first] = book.admit(works(100), now=0)
     book.release(first, now=2, done=True)
-    book.admit([600], now=10)
-    book.admit([1], now=12.4)
+    book.admit(works(600), now=10)
+    book.admit(works(1), now=12.4)
     with pytest.raises(Overloaded):
-        book.admit([1], now=12.6)
+        book.admit(works(1), now=12.6)
 
 
 def test_time_without_work_does_not_slow_the_rate() -> None:
     book = Ledger(10**6, exclude_seconds=5, queue_seconds=10)
     for second in range(0, 600, 60):
-        [reservation] = book.admit([100], now=second)
+        [reservation] = book.admit(works(100), now=second)
         book.release(reservation, now=second + 1, done=True)
-    book.admit([950], now=900)
-    book.admit([100], now=900)
+    book.admit(works(950), now=900)
+    book.admit(works(100), now=900)
     with pytest.raises(Overloaded):
-        book.admit([1], now=903)
+        book.admit(works(1), now=903)
 
 
 def test_until_a_rate_is_measured_the_limit_alone_holds() -> None:
     book = Ledger(10**6, exclude_seconds=5, queue_seconds=10)
-    book.admit([999_999], now=0)
-    book.admit([1], now=0.5)
+    book.admit(works(999_999), now=0)
+    book.admit(works(1), now=0.5)
 
 
 def test_patches_of_other_routers_count() -> None:
     book = ledger()
-    [mine] = book.admit([100], now=0)
+    [mine] = book.admit(works(100), now=0)
     book.assign(mine, "a")
-    book.report({"a": 700, "b": 30})
+    book.report({"a": Work(700), "b": Work(30)})
     assert book.loads(["a", "b", "c"], now=0) == {"a": 700, "b": 30, "c": 0}
+
+
+FAST, SLOW = Cost(1, 0.5, 0.25), Cost(4, 2, 1)
+
+
+def test_equal_replicas_are_planned_in_patches() -> None:
+    book = ledger()
+    book.report({"a": Work(700, 9), "b": Work(30)})
+    in_patches = [Kind([2, 4], {"a": 700, "b": 30})]
+    items = [Work(2, 4), Work(4, 16)]
+    for costs in ({"a": FAST, "b": FAST}, {"a": FAST, "b": None}, {"a": None, "b": None}):
+        assert book.kinds(items, costs, now=0) == in_patches
+
+
+def test_unequal_replicas_are_planned_in_seconds() -> None:
+    book = ledger()
+    book.report({"c": Work(10, 100)})
+    [mine] = book.admit([Work(8, 64)], now=0)
+    book.assign(mine, "a")
+    book.hear("b", Work(2, 4), now=0)
+    costs = {"a": FAST, "b": SLOW, "c": FAST}
+    assert book.kinds([Work(2, 4), Work(4, 16)], costs, now=0) == [
+        Kind([2, 6], {"a": 1 + 4 + 16, "c": 1 + 5 + 25}),
+        Kind([8, 24], {"b": 4 + 4 + 4}),
+    ]
 
 
 def test_own_patches_in_an_old_report_do_not_count_as_those_of_others() -> None:
     book = ledger()
-    [mine] = book.admit([100], now=0)
+    [mine] = book.admit(works(100), now=0)
     book.assign(mine, "a")
     assert book.loads(["a"], now=0) == {"a": 100}
     book.release(mine, now=0.5, done=True)
-    book.report({"a": 100})
+    book.report({"a": Work(100)})
     assert book.loads(["a"], now=0.6) == {"a": 0}
     assert book.loads(["a"], now=1.5) == {"a": 0}
     assert book.loads(["a"], now=3.0) == {"a": 100}, "by now it cannot be ours"
@@ -155,14 +187,14 @@ def test_own_patches_in_an_old_report_do_not_count_as_those_of_others() -> None:
 
 def test_what_comes_with_an_answer_is_believed_before_a_report() -> None:
     book = ledger()
-    [mine, later] = book.admit([100, 40], now=0)
+    [mine, later] = book.admit(works(100, 40), now=0)
     book.assign(mine, "a")
     book.assign(later, "a")
     book.release(mine, now=1, done=True)
-    book.hear("a", 40 + 300, now=1)
-    book.report({"a": 900})
+    book.hear("a", Work(40 + 300), now=1)
+    book.report({"a": Work(900)})
     assert book.loads(["a"], now=1.2) == {"a": 40 + 300}
-    book.hear("a", 10, now=1.3)
+    book.hear("a", Work(10), now=1.3)
     assert book.loads(["a"], now=1.4) == {"a": 40}, "ours is still there, whatever it says"
     assert book.loads(["a"], now=3) == {"a": 900}, "too long ago"
 
@@ -188,9 +220,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(target=live, costs=st.lists(st.integers(1, 400), max_size=4))
     def admit(self, costs: list[int]) -> object:
-        before = sum(reservation.patches for reservation in self.open)
+        before = sum(reservation.work.patches for reservation in self.open)
         try:
-            admitted = self.book.admit(costs, self.now)
+            admitted = self.book.admit(works(*costs), self.now)
         except Overloaded:
             assert before + sum(costs) > LIMIT
             return multiple()
@@ -212,11 +244,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(there=st.sets(st.sampled_from(REPLICAS)), patches=st.integers(0, 2000))
     def report(self, there: set[str], patches: int) -> None:
-        self.book.report(dict.fromkeys(there, patches))
+        self.book.report(dict.fromkeys(there, Work(patches)))
 
     @rule(replica=st.sampled_from(REPLICAS), patches=st.integers(0, 2000))
     def hear(self, replica: str, patches: int) -> None:
-        self.book.hear(replica, patches, self.now)
+        self.book.hear(replica, Work(patches), self.now)
 
     @rule(replica=st.sampled_from(REPLICAS))
     def die(self, replica: str) -> None:
@@ -227,9 +259,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def balances(self) -> None:
-        assert self.book.outstanding == sum(r.patches for r in self.open) <= LIMIT
+        assert self.book.outstanding == sum(r.work.patches for r in self.open) <= LIMIT
         for replica in REPLICAS:
-            own = sum(r.patches for r in self.open if r.replica == replica)
+            own = sum(r.work.patches for r in self.open if r.replica == replica)
             assert self.book.own(replica) == own
             assert self.book.loads([replica], self.now)[replica] >= own
 

@@ -172,8 +172,8 @@ def test_a_call_without_the_token_is_refused_before_it_is_read(near: bool) -> No
 def test_a_router_does_not_use_another_version() -> None:
     endpoint = Endpoint(NODE, "/nowhere", "127.0.0.1:1", "actor", "secret")
     said = {"fingerprint": "f", **endpoint.metadata}
-    found = Replica.of(said, {"outstanding_patches": 3})
-    assert found == Replica({"fingerprint": "f"}, 3, endpoint), "the token is not shown"
+    found = Replica.of(said, {"outstanding_patches": 3, "outstanding_pairs": 9})
+    assert found == Replica({"fingerprint": "f"}, 3, endpoint, 9), "the token is not shown"
     newer = {**said, METADATA_KEY: {"version": VERSION + 1, "address": "x"}}
     assert Replica.of(newer, {}).endpoint is None
     assert Replica.of({}, {}).endpoint is None

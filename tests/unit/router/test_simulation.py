@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.types import Cost
 from encoder_service import cli
 from router.options import Policy
 from router.policy.balance import POLICIES, largest_first
-from router.simulate import Cost, Outcome, Scenario, Simulation, burst, heavy_tailed, steady
+from router.simulate import Outcome, Scenario, Simulation, burst, heavy_tailed, steady
 
 PLAIN = Cost(launch_seconds=0, patch_seconds=1, attention_seconds=0)
 SLOW = Cost(13e-3, 20e-6, 2.6e-9)
@@ -103,6 +104,17 @@ def test_many_routers_do_not_flee_to_the_same_replicas() -> None:
     assert told < 0.75 * naive < 0.75 * alone
 
 
+def test_replicas_of_different_speed_are_balanced_by_seconds() -> None:
+    """As well as if every replica's seconds were known exactly, and far better than by patches."""
+    for slower in (2, 4):
+        flow = steady(8, 2000, 0.7, routers=1, seed=1, cost=TAILED, slower=(1, slower))
+        seconds, patches = simulate(flow), simulate(replace(flow, known="patches"))
+        assert p99(seconds) < 1.15 * p99(simulate(replace(flow, known="everything")))
+        assert p99(seconds) < 0.7 * p99(patches)
+        shares = [sum(seconds.patches[first::2]) for first in (0, 1)]
+        assert shares[0] > 0.8 * slower * shares[1]
+
+
 def test_sizes_stay_within_what_a_model_takes() -> None:
     random = Random(0)
     sizes = [heavy_tailed(random) for _ in range(5000)]
@@ -118,6 +130,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "largest_first" in capsys.readouterr().out
     assert [row["replicas"] for row in json.loads(report.read_text())] == [2] * 4 + [3] * 4
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert cli.main([*arguments, "--slower", "4"]) == 0
+    assert "by patches" in (shown := capsys.readouterr().out)
+    assert "omniscient" in shown
 
 
 def p99(outcome: Outcome) -> float:
