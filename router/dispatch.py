@@ -216,10 +216,10 @@ class Dispatcher:
         """Plans items over these replicas, and sends each replica its shard, or item by item."""
         media = [item.media for item in items]
         known = {replica: self._costs.get(replica) for replica in replicas}
-        kinds = self.ledger.kinds([one.plan.work for one in media], known, now())
-        placed = self._affinity.place(media, kinds)
+        groups = self.ledger.groups([one.plan.work for one in media], known, now())
+        placed = self._affinity.place(media, groups)
         self._metrics.held.inc(len(placed))
-        for replica, places in plan_around(self._plan, kinds, placed).items():
+        for replica, places in plan_around(self._plan, groups, placed).items():
             together = [items[place] for place in places]
             for sent in [[item] for item in together] if singly else [together]:
                 self._send(replica, sent)

@@ -18,7 +18,7 @@ from typing import Literal
 
 from actors.errors import Overloaded
 from actors.types import Cost, Work
-from router.policy.balance import Kind, Plan
+from router.policy.balance import Plan, ReplicaGroup
 from router.policy.ledger import Ledger, Reservation, by_cost
 
 REPORT_PERIOD_SECONDS = 1.0
@@ -167,7 +167,7 @@ class Simulation:
             return
         request = SimulatedRequest(router, self._now, len(patches))
         items = [one.work for one in reservations]
-        shards = self.plans[router](self._kinds(ledger, items))
+        shards = self.plans[router](self._groups(ledger, items))
         for name, places in shards.items():
             chosen = [reservations[place] for place in places]
             for one in chosen:
@@ -177,11 +177,11 @@ class Simulation:
             if len(self.queues[replica]) == 1:
                 self._begin(replica)
 
-    def _kinds(self, ledger: Ledger, items: Sequence[Work]) -> list[Kind]:
+    def _groups(self, ledger: Ledger, items: Sequence[Work]) -> list[ReplicaGroup]:
         if self.scenario.known == "patches":
-            return ledger.kinds(items, dict.fromkeys(self.names), self._now)
+            return ledger.groups(items, dict.fromkeys(self.names), self._now)
         if self.scenario.known == "seconds":
-            return ledger.kinds(items, self.costs, self._now)
+            return ledger.groups(items, self.costs, self._now)
         left = {name: self._left_seconds(replica) for replica, name in enumerate(self.names)}
         return by_cost(items, self.costs, left)
 

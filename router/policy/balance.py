@@ -27,8 +27,8 @@ Shards = dict[str, list[int]]
 """The positions of each replica's items, in the order in which they were assigned."""
 
 
-class Kind(NamedTuple):
-    """Replicas that are equally fast. Costs and loads are in patches or seconds, in all kinds the
+class ReplicaGroup(NamedTuple):
+    """Replicas that are equally fast. Costs and loads are in patches or seconds, in all groups the
     same."""
 
     costs: Sequence[float]
@@ -37,7 +37,7 @@ class Kind(NamedTuple):
     """What each replica has to do before it."""
 
 
-Plan = Callable[[Sequence[Kind]], Shards]
+Plan = Callable[[Sequence[ReplicaGroup]], Shards]
 """From the replicas and what the items cost there, to shards.
 
 Every item is in exactly one shard; shards are in the order of the loads, and none is empty. Raises
@@ -47,22 +47,22 @@ ValueError where there is no replica.
 Identity = tuple[str, ...]
 
 
-def largest_first(kinds: Sequence[Kind]) -> Shards:
+def largest_first(groups: Sequence[ReplicaGroup]) -> Shards:
     """Greedy: sizes descending, each to the replica that is done with it first. Ties: the earlier
-    kind, and the earlier replica.
+    group, and the earlier replica.
 
-    On idle replicas of one kind the longest shard is within 4/3 of the best possible (Graham,
+    On idle replicas of one group the longest shard is within 4/3 of the best possible (Graham,
     1969).
     """
-    shards = none_assigned(kinds)
+    shards = none_assigned(groups)
     heaps = []
-    for costs, loads in kinds:
+    for costs, loads in groups:
         heap = [(load, place, replica) for place, (replica, load) in enumerate(loads.items())]
         heapq.heapify(heap)
         heaps.append((costs, heap))
-    sizes = kinds[0].costs
+    sizes = groups[0].costs
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        costs, heap = min(heaps, key=lambda kind: kind[0][item] + kind[1][0][0])
+        costs, heap = min(heaps, key=lambda group: group[0][item] + group[1][0][0])
         load, place, replica = heap[0]
         shards[replica].append(item)
         heapq.heapreplace(heap, (load + costs[item], place, replica))
@@ -72,11 +72,11 @@ def largest_first(kinds: Sequence[Kind]) -> Shards:
 def one_by_one(choose: Callable[[Mapping[str, float]], str]) -> Plan:
     """Items in their order, each to the replica that is chosen from the loads so far."""
 
-    def plan(kinds: Sequence[Kind]) -> Shards:
-        shards = none_assigned(kinds)
-        costs = {replica: kind.costs for kind in kinds for replica in kind.loads}
-        load = {replica: load for kind in kinds for replica, load in kind.loads.items()}
-        for item in range(len(kinds[0].costs)):
+    def plan(groups: Sequence[ReplicaGroup]) -> Shards:
+        shards = none_assigned(groups)
+        costs = {replica: group.costs for group in groups for replica in group.loads}
+        load = {replica: load for group in groups for replica, load in group.loads.items()}
+        for item in range(len(groups[0].costs)):
             replica = choose(load)
             load[replica] += costs[replica][item]
             shards[replica].append(item)
@@ -114,22 +114,22 @@ POLICIES: dict[Policy, Callable[[Random], Plan]] = {
 }
 
 
-def plan_around(plan: Plan, kinds: Sequence[Kind], placed: Mapping[int, str]) -> Shards:
+def plan_around(plan: Plan, groups: Sequence[ReplicaGroup], placed: Mapping[int, str]) -> Shards:
     """Shards of all items, placed ones first. The others are planned as if those cost nothing."""
-    shards = none_assigned(kinds)
+    shards = none_assigned(groups)
     for position, replica in placed.items():
         shards[replica].append(position)
-    rest = [position for position in range(len(kinds[0].costs)) if position not in placed]
-    left = [Kind([costs[position] for position in rest], loads) for costs, loads in kinds]
+    rest = [position for position in range(len(groups[0].costs)) if position not in placed]
+    left = [ReplicaGroup([costs[position] for position in rest], loads) for costs, loads in groups]
     for replica, items in plan(left).items():
         shards[replica] += [rest[item] for item in items]
     return without_empty(shards)
 
 
-def none_assigned(kinds: Sequence[Kind]) -> Shards:
-    if not any(kind.loads for kind in kinds):
+def none_assigned(groups: Sequence[ReplicaGroup]) -> Shards:
+    if not any(group.loads for group in groups):
         raise ValueError("there is no replica to plan for")
-    return {replica: [] for kind in kinds for replica in kind.loads}
+    return {replica: [] for group in groups for replica in group.loads}
 
 
 def without_empty(shards: Shards) -> Shards:
@@ -173,13 +173,13 @@ class CacheAffinity:
                 del self._replica[identity]
             del self._bytes[replica]
 
-    def place(self, media: Sequence[Media], kinds: Sequence[Kind]) -> dict[int, str]:
+    def place(self, media: Sequence[Media], groups: Sequence[ReplicaGroup]) -> dict[int, str]:
         """The replica of each item that should be cached and is worth the wait, by position."""
-        least = min((load for kind in kinds for load in kind.loads.values()), default=0)
+        least = min((load for group in groups for load in group.loads.values()), default=0)
         placed = {}
         for position, item in enumerate(media):
             replica = self._replica.get(item.identity, "")
-            for costs, loads in kinds:
+            for costs, loads in groups:
                 if replica in loads and loads[replica] - least <= PATIENCE * costs[position]:
                     placed[position] = replica
         return placed

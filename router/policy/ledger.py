@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from actors.errors import Overloaded, TooLarge
 from actors.types import Cost, Work
-from router.policy.balance import Kind
+from router.policy.balance import ReplicaGroup
 
 REPORT_AGE_SECONDS = 1.5
 """How old a report may be: the period of reports, and their way through Serve's controller."""
@@ -226,14 +226,14 @@ class Ledger:
         """Outstanding patches, own ones and those of other routers, in the order given."""
         return {replica: self._accounts[replica].patches.load(now) for replica in replicas}
 
-    def kinds(
+    def groups(
         self, items: Sequence[Work], costs: Mapping[str, Cost | None], now: float
-    ) -> list[Kind]:
+    ) -> list[ReplicaGroup]:
         """For a plan of these items over these replicas: in seconds where the replicas differ in
         their costs; in patches where all are equal, or the cost of one is not known."""
         known = {replica: cost for replica, cost in costs.items() if cost is not None}
         if len(known) < len(costs) or len(set(known.values())) < 2:
-            return [Kind([item.patches for item in items], self.loads(costs, now))]
+            return [ReplicaGroup([item.patches for item in items], self.loads(costs, now))]
         seconds = {}
         for replica, cost in known.items():
             patches, pairs = self._accounts[replica]
@@ -265,12 +265,14 @@ class Ledger:
 
 def by_cost(
     items: Sequence[Work], costs: Mapping[str, Cost], loads: Mapping[str, float]
-) -> list[Kind]:
+) -> list[ReplicaGroup]:
     """The replicas of each cost. Each has to launch what it gets, after the seconds in `loads`."""
-    kinds: defaultdict[Cost, dict[str, float]] = defaultdict(dict)
+    groups: defaultdict[Cost, dict[str, float]] = defaultdict(dict)
     for replica, cost in costs.items():
-        kinds[cost][replica] = loads[replica] + cost.launch_seconds
-    return [Kind([cost.work_seconds(item) for item in items], on) for cost, on in kinds.items()]
+        groups[cost][replica] = loads[replica] + cost.launch_seconds
+    return [
+        ReplicaGroup([cost.work_seconds(item) for item in items], on) for cost, on in groups.items()
+    ]
 
 
 def within(seconds: float | None) -> float:

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from actors.engine import budgets
+from actors.options import ActorOptions, EncoderOptions, ModelOptions, PackingOptions
+from actors.startup import open_engine
+from actors.telemetry.metrics import EncoderMetrics
 from encoder_service import cli
 from encoder_service.bench import engine
 from encoder_service.bench.report import ModelReport
@@ -44,6 +47,25 @@ def test_every_family_in_every_mode(
         assert budget["budgets"]
         assert 0 <= budget["padding_ratio"] < 1
     assert "our own plain torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("preset", [*SMALL, "deepseek-ocr-tiny"])
+def test_what_images_of_every_family_take_is_measured_at_start(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "MOST_TOKENS", 200)
+    model = str(write_small(tmp_path, preset)) if preset in SMALL else preset
+    options = ActorOptions(
+        model=ModelOptions(id=model, load_format="dummy", dtype="float32"),
+        encoder=EncoderOptions(device="cpu", num_gpus=0),
+        packing=PackingOptions(policy="smallest_first"),
+    )
+    series = EncoderMetrics()
+    opened = open_engine(options, series)
+    opened.close()
+    assert opened.cost
+    assert 0 < opened.cost.seconds([256]) <= opened.cost.seconds([4096]) < 100
+    assert 'encoder_measured_seconds{of="launch"}' in series.text()
 
 
 def test_all_goes_on_after_a_model_that_fails(

@@ -22,6 +22,9 @@ from actors.engine.packing import (
     oldest_first,
     smallest_first,
 )
+from actors.options import ActorOptions
+from actors.startup import open_engine
+from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Cost, ItemPlan, Work
 
 measurements = st.dictionaries(st.integers(0, 16384), st.floats(1e-4, 1.0), max_size=8)
@@ -62,6 +65,23 @@ def test_noise_never_makes_anything_cost_less_than_nothing(
     cost = fitted([Work(one, one * one) for one, _ in measured], [taken for _, taken in measured])
     assert min(cost.launch_seconds, cost.patch_seconds, cost.attention_seconds) >= 0
     assert cost.seconds([1]) > 0
+
+
+@pytest.mark.parametrize("mode", ["budget", "exact"])
+def test_images_are_measured_at_start_unless_graphs_are_captured_later(mode: str) -> None:
+    options = ActorOptions.model_validate(
+        {
+            "model": {"id": "qwen3vl-tiny", "load_format": "dummy", "dtype": "float32"},
+            "encoder": {"device": "cpu", "num_gpus": 0},
+            "graphs": {"mode": mode, "token_budgets": [16, 64]},
+        }
+    )
+    series = EncoderMetrics()
+    engine = open_engine(options, series)
+    engine.close()
+    assert (engine.cost is not None) == (mode == "budget")
+    assert ("encoder_measured_seconds{" in series.text()) == (mode == "budget")
+    assert series.registry.get_sample_value("encoder_patches_total") == 0, "nothing of a client"
 
 
 def pack_seconds(budgets: Sequence[int | None], costs: Costs) -> float:

@@ -18,7 +18,7 @@ from router.policy.balance import (
     PATIENCE,
     POLICIES,
     CacheAffinity,
-    Kind,
+    ReplicaGroup,
     largest_first,
     plan_around,
 )
@@ -30,7 +30,7 @@ IDLE = {"a": 0, "b": 0}
 
 
 def place(affinity: CacheAffinity, media: list[Media], loads: dict[str, int]) -> dict[int, str]:
-    return affinity.place(media, [Kind([one.plan.patches for one in media], loads)])
+    return affinity.place(media, [ReplicaGroup([one.plan.patches for one in media], loads)])
 
 
 def test_an_item_goes_where_it_was_last_seen() -> None:
@@ -71,7 +71,7 @@ def test_a_replica_is_believed_to_hold_what_fits(
 
 
 def test_the_rest_is_planned_around_what_is_there() -> None:
-    shards = plan_around(largest_first, [Kind([1000, 100, 200, 50], IDLE)], {0: "b"})
+    shards = plan_around(largest_first, [ReplicaGroup([1000, 100, 200, 50], IDLE)], {0: "b"})
     assert shards == {"a": [2], "b": [0, 1, 3]}
 
 

@@ -52,6 +52,24 @@ def test_only_the_items_of_a_lost_shard_are_planned_again_and_elsewhere() -> Non
     settled(test())
 
 
+def test_slower_replicas_get_less_as_soon_as_all_have_said_how_fast_they_are() -> None:
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("ab", well)
+        router, _ = dispatcher(fleet)
+        fast = {"launch_seconds": 0.0, "patch_seconds": 1e-6, "attention_seconds": 0.0}
+        fleet.metadata["a"] = {"device": "fast", "cost": fast}
+        media = [item(number) for number in range(10)]
+        assert right(media, await collect(router, media))
+        assert [len(items) for _, items in fleet.calls] == [5, 5]
+        slow = {"launch_seconds": 0.0, "patch_seconds": 4e-6, "attention_seconds": 0.0}
+        fleet.metadata["b"] = {"device": "slow", "cost": slow}
+        assert right(media, await collect(router, media))
+        assert [(replica, len(items)) for replica, items in fleet.calls[2:]] == [("a", 8), ("b", 2)]
+        return router
+
+    settled(test())
+
+
 def test_attempts_are_bounded() -> None:
     async def lost(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
         raise ShardLost("killed")

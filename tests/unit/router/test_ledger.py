@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 
 from actors.errors import Overloaded, TooLarge
 from actors.types import Cost, Work
-from router.policy.balance import Kind
+from router.policy.balance import ReplicaGroup
 from router.policy.ledger import Ledger, Reservation
 
 LIMIT = 1000
@@ -154,10 +154,10 @@ FAST, SLOW = Cost(1, 0.5, 0.25), Cost(4, 2, 1)
 def test_equal_replicas_are_planned_in_patches() -> None:
     book = ledger()
     book.report({"a": Work(700, 9), "b": Work(30)})
-    in_patches = [Kind([2, 4], {"a": 700, "b": 30})]
+    in_patches = [ReplicaGroup([2, 4], {"a": 700, "b": 30})]
     items = [Work(2, 4), Work(4, 16)]
     for costs in ({"a": FAST, "b": FAST}, {"a": FAST, "b": None}, {"a": None, "b": None}):
-        assert book.kinds(items, costs, now=0) == in_patches
+        assert book.groups(items, costs, now=0) == in_patches
 
 
 def test_unequal_replicas_are_planned_in_seconds() -> None:
@@ -167,9 +167,9 @@ def test_unequal_replicas_are_planned_in_seconds() -> None:
     book.assign(mine, "a")
     book.hear("b", Work(2, 4), now=0)
     costs = {"a": FAST, "b": SLOW, "c": FAST}
-    assert book.kinds([Work(2, 4), Work(4, 16)], costs, now=0) == [
-        Kind([2, 6], {"a": 1 + 4 + 16, "c": 1 + 5 + 25}),
-        Kind([8, 24], {"b": 4 + 4 + 4}),
+    assert book.groups([Work(2, 4), Work(4, 16)], costs, now=0) == [
+        ReplicaGroup([2, 6], {"a": 1 + 4 + 16, "c": 1 + 5 + 25}),
+        ReplicaGroup([8, 24], {"b": 4 + 4 + 4}),
     ]
 
 

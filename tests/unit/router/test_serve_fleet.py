@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from actors.errors import InvalidMedia, NotFound, Unavailable
 from actors.rpc.server import Endpoint, ReplicaServer
 from actors.store.kept import Kept
-from actors.types import Embedding, SharedBytes
+from actors.types import Cost, Embedding, SharedBytes
 from router.replicas import serve_fleet
 from router.replicas.fleet import (
     PUBLISHED,
@@ -23,6 +23,7 @@ from router.replicas.fleet import (
     Replica,
     ReplicaUnreachable,
     ShardLost,
+    costs,
 )
 from router.replicas.serve_fleet import ServeFleet
 from tests.unit.fleet import embedding, item, right
@@ -99,6 +100,24 @@ async def served(
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(test)
+
+
+def test_of_equal_devices_the_fastest_measurement_counts() -> None:
+    """The others were measured while something else ran on their device."""
+
+    def replica(device: str, cost: Cost) -> Replica:
+        return Replica({"device": device, "cost": asdict(cost)}, 0)
+
+    fast, held_up, slow = Cost(1e-3, 1e-6, 1e-10), Cost(1e-4, 4e-6, 1e-10), Cost(4e-3, 5e-6, 5e-10)
+    found = costs(
+        {
+            "a": replica("H200", held_up),
+            "b": replica("L4", slow),
+            "c": replica("H200", fast),
+            "d": Replica({}, 0),
+        }
+    )
+    assert found == {"a": fast, "b": slow, "c": fast, "d": None}
 
 
 @pytest.mark.parametrize(
