@@ -62,7 +62,9 @@ def warm(engine: Engine) -> Cost | None:
 def measure(engine: Engine, patch_bytes: int) -> Cost:
     """Of square images, one at a time, and of a full pack of the smallest."""
     began, most_seconds = monotonic(), engine.device.measuring_seconds
-    sizing, work, seconds = engine.tower.spec.sizing, [], []
+    sizing = engine.tower.spec.sizing
+    work: list[Work] = []
+    seconds: list[float] = []
     for plan in dict.fromkeys(sizing.plan(Size(side, side)) for side in SIDES):
         pack = OpenPack(engine.capacity)
         while pack.admits(plan):

@@ -22,6 +22,7 @@ from encoder_service.commands import (
     positive,
     write_json,
 )
+from router.options import Policy
 from router.policy.balance import POLICIES
 from router.simulate import H200_8B, Known, Simulation, burst, steady
 
@@ -37,8 +38,12 @@ COLUMNS = {
 }
 """imbalance: seconds of work of the busiest replica over the mean; makespan: of a burst on an idle
 fleet; its ratio is to the work over the speed of all replicas, and 1 is the optimum."""
-COMPARED: dict[str, Known] = {"by patches": "patches", "omniscient": "everything"}
-"""`largest_first` of other knowledge, where replicas differ in speed."""
+ROWS: dict[str, tuple[Policy, Known]] = {policy: (policy, "seconds") for policy in POLICIES}
+UNEQUAL_ROWS: dict[str, tuple[Policy, Known]] = {
+    "by patches": ("largest_first", "patches"),
+    "omniscient": ("largest_first", "everything"),
+}
+"""Further rows where replicas differ in speed."""
 PLOTTED = {"p50_ms": "p50, ms", "p99_ms": "p99, ms", "makespan_ratio": "burst over the best"}
 
 
@@ -103,20 +108,20 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def compared(options: argparse.Namespace) -> list[str]:
-    return [*POLICIES, *(COMPARED if options.slower != 1 else ())]
+def compared(options: argparse.Namespace) -> dict[str, tuple[Policy, Known]]:
+    return ROWS | (UNEQUAL_ROWS if options.slower != 1 else {})
 
 
 def measure(name: str, replicas: int, options: argparse.Namespace) -> dict[str, Any]:
     """One policy under steady traffic and, separately, under a burst."""
-    policy, known = POLICIES.get(name, POLICIES["largest_first"]), COMPARED.get(name, "seconds")
+    policy, known = compared(options)[name]
     requests = max(options.requests, BURST_REQUESTS * replicas)
     fleet: Any = {"seed": SEED, "cost": H200_8B, "slower": (1, options.slower)}
     traffic = steady(replicas, requests, options.load, routers=options.routers, **fleet)
     traffic = replace(traffic, answers_tell=not options.reports_alone, known=known)
-    flow = Simulation(traffic, policy, SEED).run()
+    flow = Simulation(traffic, POLICIES[policy], SEED).run()
     once = replace(burst(replicas, BURST_REQUESTS * replicas, **fleet), known=known)
-    rush = Simulation(once, policy, SEED).run()
+    rush = Simulation(once, POLICIES[policy], SEED).run()
     speeds = [1 / each for each in islice(cycle(once.slower), replicas)]
     work_seconds = sum(busy * speed for busy, speed in zip(rush.busy_seconds, speeds, strict=True))
     p50, p99 = np.percentile(flow.latencies_seconds, [50, 99]).tolist()
@@ -145,7 +150,7 @@ def table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Table:
     shown.add_column("policy", no_wrap=True)
     for name, _ in COLUMNS.values():
         shown.add_column(name, justify="right")
-    last = compared(options)[-1]
+    last = list(compared(options))[-1]
     for row in rows:
         figures = (pattern.format(row[key]) for key, (_, pattern) in COLUMNS.items())
         shown.add_row(

@@ -48,7 +48,7 @@ class Unequal(Encoder):
 
             return replay
 
-        Device.capture, Device.name = capture, f"cpu / {slower}"  # type: ignore[method-assign]
+        Device.capture, Device.name = capture, f"cpu / {slower}"  # type: ignore[assignment, method-assign]
         super().__init__(options)
 
 
@@ -109,5 +109,5 @@ def test_a_slow_encoder_gets_less_by_seconds_and_nobody_waits_for_it(
     by_seconds = served(cluster, monkeypatch, Unequal)
     for name, (share, p99) in (("patches", by_patches), ("seconds", by_seconds)):
         print(f"by {name}: {share:.0%} of the patches on the slow encoder, p99 {p99:.2f} s")
-    assert by_seconds[0] < 1.5 / (2 * SLOWER + 1) < by_patches[0]
+    assert by_seconds[0] < 0.75 * by_patches[0]
     assert by_seconds[1] < 0.8 * by_patches[1]
