@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from actors.autoscaling import OUTSTANDING_PAIRS, OUTSTANDING_PATCHES
+from actors.autoscaling import OUTSTANDING_PAIRS, OUTSTANDING_PATCHES, OUTSTANDING_SECONDS
 from actors.errors import Unavailable
 from actors.options import ActorOptions
 from actors.pipeline import open_pipeline
@@ -96,7 +96,10 @@ class Encoder:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The same, for the policy in autoscaling.py."""
-        return {OUTSTANDING_PATCHES: self.outstanding.patches}
+        stats: dict[str, float] = {OUTSTANDING_PATCHES: self.outstanding.patches}
+        if cost := self.pipeline.engine.cost:
+            stats[OUTSTANDING_SECONDS] = cost.work_seconds(self.outstanding)
+        return stats
 
     async def check_health(self) -> None:
         """Serve replaces a replica that raises here."""

@@ -176,13 +176,16 @@ class DeviceOptions(Options):
 
 
 class AutoscalingOptions(Options):
-    """The number of replicas follows the outstanding patches, within bounds."""
+    """The number of replicas follows the outstanding work, within bounds."""
 
     min_replicas: PositiveInt = 1
     max_replicas: PositiveInt
     target_patches: PositiveInt = 100_000
     """Mean outstanding patches per replica to aim at: the seconds that an item may wait, times the
     patches that a replica encodes per second (BENCHMARKS.md)."""
+    target_seconds: float | None = Field(None, gt=0)
+    """Instead of `target_patches`: the seconds that an item may wait, by what each replica measured
+    at start. With `graphs.mode: exact` nothing is measured, and the number of replicas stays."""
     look_back_seconds: float = Field(10, gt=0)  # the load is averaged over this time
     upscale_delay_seconds: float = Field(10, ge=0)
     """How long the load must be higher before replicas are added."""
@@ -193,6 +196,8 @@ class AutoscalingOptions(Options):
     def bounds_are_in_order(self) -> Self:
         if self.min_replicas > self.max_replicas:
             raise ValueError("min_replicas is more than max_replicas")
+        if self.target_seconds and "target_patches" in self.model_fields_set:
+            raise ValueError("target_patches and target_seconds are both given: keep one of them")
         return self
 
 

@@ -13,6 +13,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
+from actors.autoscaling import OUTSTANDING_SECONDS
 from actors.encoder import Encoder
 from actors.errors import ConfigError, StartError
 from actors.families.registry import read
@@ -157,8 +158,10 @@ def replicas(encoder: EncoderOptions) -> dict[str, Any]:
             upscale_delay_s=scaling.upscale_delay_seconds,
             downscale_delay_s=scaling.downscale_delay_seconds,
             policy=AutoscalingPolicy(
-                policy_function="actors.autoscaling:PatchPolicy",
-                policy_kwargs={"target_patches": scaling.target_patches},
+                policy_function="actors.autoscaling:WorkPolicy",
+                policy_kwargs={"target": scaling.target_seconds, "metric": OUTSTANDING_SECONDS}
+                if scaling.target_seconds
+                else {"target": scaling.target_patches},
             ),
         )
     }

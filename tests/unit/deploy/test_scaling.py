@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-from actors.autoscaling import PatchPolicy
+from actors.autoscaling import WorkPolicy
+from actors.errors import ConfigError
 from encoder_service.app import check_resources, replicas
 from encoder_service.config import parse
 
@@ -33,20 +34,20 @@ class Now:
     ],
 )
 def test_replicas_follow_the_sum_of_patches(reports: dict[Any, float], wanted: int) -> None:
-    policy = PatchPolicy(target_patches=1000)
+    policy = WorkPolicy(1000)
     assert policy(Now(3, {"outstanding_patches": reports})) == (wanted, {})
 
 
 def test_without_reports_nothing_changes() -> None:
-    assert PatchPolicy(1000)(Now(4, None)) == (4, {})
-    assert PatchPolicy(1000)(Now(4, {"other": {"a": 9e9}})) == (4, {})
+    assert WorkPolicy(1000)(Now(4, None)) == (4, {})
+    assert WorkPolicy(1000)(Now(4, {"other": {"a": 9e9}})) == (4, {})
 
 
 def test_serve_gives_what_the_policy_reads() -> None:
     fields = dict.fromkeys(list(signature(AutoscalingContext).parameters))
     known = {"target_num_replicas": 1, "aggregated_metrics": {"outstanding_patches": {"a": 2500}}}
     assert fields.keys() >= known.keys()
-    assert PatchPolicy(1000)(AutoscalingContext(**fields | known)) == (3, {})
+    assert WorkPolicy(1000)(AutoscalingContext(**fields | known)) == (3, {})
 
 
 def test_serve_is_told_bounds_delays_and_policy() -> None:
@@ -59,6 +60,17 @@ def test_serve_is_told_bounds_delays_and_policy() -> None:
     told = replicas(options.encoder)["autoscaling_config"]
     assert isinstance(told, AutoscalingConfig)
     assert (told.min_replicas, told.max_replicas) == (2, 5)
-    assert isinstance(told.policy.get_policy()(target_patches=7), PatchPolicy)
+    assert isinstance(told.policy.get_policy()(target=7), WorkPolicy)
+    assert told.policy.policy_kwargs == {"target": 100_000}
     # Only the least must find room at once.
     check_resources(options, {"GPU": 2, "CPU": 8})
+
+
+def test_a_target_in_seconds_takes_the_place_of_patches() -> None:
+    scaling = {"max_replicas": 5, "target_seconds": 0.5}
+    options = parse({"model": {"id": "m"}, "encoder": {"autoscaling": scaling}})
+    policy = WorkPolicy(**replicas(options.encoder)["autoscaling_config"].policy.policy_kwargs)
+    reports = {"outstanding_patches": {"a": 9e9}, "outstanding_seconds": {"a": 1.0, "b": 0.6}}
+    assert policy(Now(1, reports)) == (4, {})
+    with pytest.raises(ConfigError, match="target_patches and target_seconds are both given"):
+        parse({"model": {"id": "m"}, "encoder": {"autoscaling": scaling | {"target_patches": 1}}})
