@@ -197,7 +197,8 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
             f"router.max_outstanding_patches is {most}, less than the "
             f"{patches} patches of one largest image: raise it"
         )
-    if scaling := options.encoder.autoscaling:
+    scaling = options.encoder.autoscaling
+    if scaling and not scaling.target_seconds:
         admitted = most * options.ingress.replicas
         asked = scaling.target_patches * (scaling.max_replicas - 1)
         if admitted <= asked:

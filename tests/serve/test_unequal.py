@@ -25,9 +25,9 @@ from tests.serve.tiny import ARGS, running
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 SLOWER = 4
-TOKEN_SECONDS = 2e-4
+TOKEN_SECONDS = 5e-4
 """Of the encoders that are not slowed down; the real work on top of it is a fraction."""
-CALLERS, REQUESTS = 4, 60
+CALLERS, REQUESTS = 4, 100
 
 
 class Unequal(Encoder):
