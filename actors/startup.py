@@ -49,7 +49,8 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
 
 def warm(engine: Engine) -> Cost | None:
     """Encodes small images, so that what loads at first use is loaded, then measures the device and
-    closes the engine. None: not measured, because replays wait for others or are captured later."""
+    closes the engine. None: not measured, as where replays wait for others or graphs are captured
+    later."""
     grey = torch.full((3, 64, 64), 128, dtype=torch.uint8)
     plan, patches = patchifier_of(engine.tower.spec).patchify(grey)
     engine.submit(Item(plan, patches.numpy())).result()
@@ -59,8 +60,9 @@ def warm(engine: Engine) -> Cost | None:
     return cost
 
 
-def measure(engine: Engine, patch_bytes: int) -> Cost:
-    """Of square images, one at a time, and of a full pack of the smallest."""
+def measure(engine: Engine, patch_bytes: int) -> Cost | None:
+    """Of square images, one at a time, and of a full pack of the smallest. None: no pack holds
+    one."""
     began, most_seconds = monotonic(), engine.device.measuring_seconds
     sizing = engine.tower.spec.sizing
     work: list[Work] = []
@@ -79,4 +81,4 @@ def measure(engine: Engine, patch_bytes: int) -> Cost:
                 taken.append(answers[0].result().encode_seconds)
             work.append(Work.of([plan.work] * count))
             seconds.append(min(taken))
-    return fitted(work, seconds)
+    return fitted(work, seconds) if work else None

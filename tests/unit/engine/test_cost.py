@@ -67,20 +67,26 @@ def test_noise_never_makes_anything_cost_less_than_nothing(
     assert cost.seconds([1]) > 0
 
 
-@pytest.mark.parametrize("mode", ["budget", "exact"])
-def test_images_are_measured_at_start_unless_graphs_are_captured_later(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "largest", "measured"),
+    [("budget", 64, True), ("exact", 64, False), ("budget", 2, False)],
+    ids=["budget", "captured later", "no image fits"],
+)
+def test_images_that_graphs_hold_are_measured_at_start(
+    mode: str, largest: int, measured: bool
+) -> None:
     options = ActorOptions.model_validate(
         {
             "model": {"id": "qwen3vl-tiny", "load_format": "dummy", "dtype": "float32"},
             "encoder": {"device": "cpu", "num_gpus": 0},
-            "graphs": {"mode": mode, "token_budgets": [16, 64]},
+            "graphs": {"mode": mode, "token_budgets": [largest]},
         }
     )
     series = EncoderMetrics()
     engine = open_engine(options, series)
     engine.close()
-    assert (engine.cost is not None) == (mode == "budget")
-    assert ("encoder_measured_seconds{" in series.text()) == (mode == "budget")
+    assert (engine.cost is not None) == measured
+    assert ("encoder_measured_seconds{" in series.text()) == measured
     assert series.registry.get_sample_value("encoder_patches_total") == 0, "nothing of a client"
 
 
