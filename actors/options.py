@@ -185,7 +185,7 @@ class AutoscalingOptions(Options):
     patches that a replica encodes per second (BENCHMARKS.md)."""
     target_seconds: float | None = Field(None, gt=0)
     """Instead of `target_patches`: the seconds that an item may wait, by what each replica measured
-    at start. With `graphs.mode: exact` nothing is measured, and the number of replicas stays."""
+    at start. With `graphs.mode: exact` or `off` nothing is: the number of replicas stays."""
     look_back_seconds: float = Field(10, gt=0)  # the load is averaged over this time
     upscale_delay_seconds: float = Field(10, ge=0)
     """How long the load must be higher before replicas are added."""

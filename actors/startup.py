@@ -49,20 +49,21 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
 
 def warm(engine: Engine) -> Cost | None:
     """Encodes small images, so that what loads at first use is loaded, then measures the device and
-    closes the engine. None: not measured, as where replays wait for others or graphs are captured
-    later."""
+    closes the engine. None: not measured, as where replays wait for others or no budget is
+    captured."""
     grey = torch.full((3, 64, 64), 128, dtype=torch.uint8)
     plan, patches = patchifier_of(engine.tower.spec).patchify(grey)
     engine.submit(Item(plan, patches.numpy())).result()
-    measurable = not (engine.device.pace or engine.capacity.exact_graphs)
+    captured = any(engine.capacity.budgets) and not engine.capacity.exact_graphs
+    measurable = captured and not engine.device.pace
     cost = measure(engine, patches.shape[1]) if measurable else None
     engine.close()
     return cost
 
 
 def measure(engine: Engine, patch_bytes: int) -> Cost | None:
-    """Of square images, one at a time, and of a full pack of the smallest. None: no pack holds
-    one."""
+    """Of square images, one at a time, and on a GPU of a full pack of the smallest. None: no pack
+    holds one."""
     began, most_seconds = monotonic(), engine.device.measuring_seconds
     sizing = engine.tower.spec.sizing
     work: list[Work] = []
@@ -71,7 +72,8 @@ def measure(engine: Engine, patch_bytes: int) -> Cost | None:
         pack = OpenPack(engine.capacity)
         while pack.admits(plan):
             pack.add(0, plan)
-        for count in {min(1, len(pack.items)), len(pack.items) * (not work)} - {0}:
+        full = len(pack.items) if not (work or most_seconds) else 0
+        for count in {min(1, len(pack.items)), full} - {0}:
             if work and most_seconds and monotonic() - began > most_seconds:
                 break
             patches = np.zeros((plan.patches, patch_bytes), np.uint8)

@@ -69,8 +69,8 @@ def test_noise_never_makes_anything_cost_less_than_nothing(
 
 @pytest.mark.parametrize(
     ("mode", "largest", "measured"),
-    [("budget", 64, True), ("exact", 64, False), ("budget", 2, False)],
-    ids=["budget", "captured later", "no image fits"],
+    [("budget", 64, True), ("exact", 64, False), ("off", 64, False), ("budget", 2, False)],
+    ids=["budget", "captured later", "eager", "no image fits"],
 )
 def test_images_that_graphs_hold_are_measured_at_start(
     mode: str, largest: int, measured: bool
