@@ -172,6 +172,7 @@ def test_rows_that_are_left_of_a_video_are_named() -> None:
 
 PHOTO = jpeg(640, 480)
 ITEM = {"data": b64encode(PHOTO).decode()}
+FILM = b64encode(video(8)).decode()
 RANGE = {"min_pixels": 4096, "max_pixels": 65536}
 QUERY = "/v1/plan?min_pixels=4096&max_pixels=65536"
 
@@ -244,24 +245,47 @@ def test_what_cannot_be_asked_for(source: Source, options: dict[str, Any], says:
 
 
 @pytest.mark.parametrize(
-    ("item", "says"),
+    ("wrong", "says"),
     [
-        (ITEM | {"max_pixels": "100"}, "items[0].max_pixels must be a whole number above zero"),
-        (ITEM | {"max_pixels": True}, "items[0].max_pixels must be a whole number above zero"),
-        (ITEM | {"min_pixels": 0}, "items[0].min_pixels must be a whole number above zero"),
-        (ITEM | {"max_pixels": 10**400}, "items[0].max_pixels must be a whole number above zero"),
-        (ITEM | {"fps": -1}, "items[0].fps must be a number above zero"),
-        (ITEM | {"fps": 10**400}, "items[0].fps must be a number above zero"),
-        (
-            {"type": "video", "frames": [ITEM["data"]], "num_frames": 2},
-            "items[0].num_frames goes with a video file",
-        ),
+        ({"max_pixels": "100"}, "max_pixels must be a whole number above zero and below 2147483648"
+         ", not '100'"),
+        ({"max_pixels": True}, "max_pixels must be a whole number above zero"),
+        ({"min_pixels": 0}, "min_pixels must be a whole number above zero"),
+        ({"max_pixels": 10**400}, "max_pixels must be a whole number above zero"),
+        ({"max_pixels": 2**21}, "max_pixels: 2097152 is over 1048576"),
+        ({"min_pixels": 9000, "max_pixels": 8000}, "min_pixels: 9000 is over max_pixels, 8000"),
+        ({"fps": -1}, "fps must be a number above zero"),
+        ({"fps": 10**400}, "fps must be a number above zero"),
+        ({"num_frames": [1]}, "num_frames must be a whole number above zero"),
     ],
-)
-def test_values_that_are_no_numbers(item: dict[str, Any], says: str) -> None:
+)  # fmt: skip
+def test_a_wrong_option_is_its_item_s_error_or_its_request_s(
+    wrong: dict[str, Any], says: str
+) -> None:
+    http, video_item = client(Fleet()), {"type": "video", "data": FILM}
+    item = video_item if wrong.keys() & {"fps", "num_frames"} else ITEM
+
+    def post(**body: Any) -> tuple[int, dict[str, Any]]:
+        answer = http.post("/v1/plan", json=body)
+        return answer.status_code, answer.json()
+
+    status, document = post(items=[ITEM, item | wrong])
+    assert (status, document["error"]["item"]) == (422, 1)
+    assert says in document["error"]["message"]
+    returned = {"on_error": "return"}
+    status, document = post(items=[ITEM, item | wrong], options=returned)
+    assert (status, document["items"][0]["tokens"]) == (200, 300)
+    assert document["items"][1]["error"]["type"] == "invalid_option"
+    status, document = post(items=[ITEM, item], options=returned | wrong)
+    assert (status, document["error"]["item"]) == (422, None)
+    assert document["error"]["type"] == "invalid_option"
+
+
+def test_a_list_of_frames_takes_no_number_of_frames() -> None:
+    item = {"type": "video", "frames": [ITEM["data"]], "num_frames": 2}
     response = client(Fleet()).post("/v1/plan", json={"items": [item]})
-    assert response.status_code == 400
-    assert says in response.json()["error"]["message"]
+    assert response.status_code == 422
+    assert "num_frames goes with a video file" in response.json()["error"]["message"]
 
 
 def test_limits_hold_for_what_is_asked() -> None:
