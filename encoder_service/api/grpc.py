@@ -354,10 +354,12 @@ def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:
 def request_item(index: int, one: pb.Item) -> RequestItem:
     """Checked as an item of an HTTP request is. Raises InvalidRequest."""
     given: Document = {"type": one.type or "image"}
-    given |= {name: getattr(one, name) or None for name in KWARGS}
+    given |= {name: getattr(one, name) for name in KWARGS if one.HasField(name)}
     source = one.WhichOneof("source")
     if source == "frames":
-        given |= {"frames": list(one.frames.data), "fps": one.frames.fps or one.fps or None}
+        given["frames"] = list(one.frames.data)
+        if one.frames.HasField("fps"):
+            given["fps"] = one.frames.fps
     elif source:
         given[source] = getattr(one, source)
     try:

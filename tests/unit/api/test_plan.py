@@ -230,6 +230,16 @@ def test_options_of_a_request_are_for_the_kinds_that_take_them() -> None:
         (PHOTO, {"fps": 2, "num_frames": 4}, "fps and num_frames exclude each other"),
         (Input(video(8), num_frames=900), {}, "num_frames: 900 is over the 768 of qwen3vl-tiny"),
         (video(8), {"fps": 500}, "fps: 500 is over the 240 of qwen3vl-tiny"),
+        (PHOTO, {"max_pixels": "x"}, "options.max_pixels must be a whole number above zero and "
+         "below 2147483648, not 'x'"),
+        (Input(PHOTO, max_pixels="x"), {}, "max_pixels must be a whole number above zero"),  # type: ignore[arg-type]
+        (PHOTO, {"max_pixels": 0}, "options.max_pixels must be a whole number above zero and "
+         "below 2147483648, not 0"),
+        (Input(PHOTO, max_pixels=0), {}, "max_pixels must be a whole number above zero"),
+        (video(8), {"fps": 0.0}, "options.fps must be a number above zero"),
+        (Input(video(8), fps=0.0), {}, "fps must be a number above zero"),
+        (Frames([jpeg(64, 48)] * 4, fps=0.0), {}, "fps must be a number above zero"),
+        (PHOTO, {"dtype": 5}, "options.dtype cannot be 5"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_for(source: Source, options: dict[str, Any], says: str) -> None:
