@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,10 @@ CHANNEL_OPTIONS = [
     # By default up to two minutes, during which every call fails with the last error.
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
+
+
+TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
+"""Of a message that gRPC refuses before the service sees it."""
 
 
 class GrpcTransport:
@@ -125,12 +130,20 @@ def service_errors() -> Iterator[None]:
         try:
             document = dict(json.loads(details))
         except (ValueError, TypeError):
-            document = {
-                "type": code.name.lower(),
-                "message": details,
-                "retryable": code is grpc.StatusCode.UNAVAILABLE,
-            }
+            document = document_of_grpc(code, details)
         raise service_error(document, code.name, document.get("retry_after_s")) from error
+
+
+def document_of_grpc(code: grpc.StatusCode, details: str) -> Document:
+    """An error of gRPC itself, as the service would have said it."""
+    if found := TOO_LARGE.search(details):
+        message = (
+            f"the request has {found[1]} bytes, over the {found[2]} that the service takes in one "
+            "message, a little more than its limits.max_body_bytes: send fewer items at a time"
+        )
+        return {"type": "too_large", "message": message}
+    retryable = code is grpc.StatusCode.UNAVAILABLE
+    return {"type": code.name.lower(), "message": details, "retryable": retryable}
 
 
 def request_of(items: list[RequestItem], options: dict[str, Any]) -> pb.EncodeRequest:

@@ -370,6 +370,17 @@ def test_errors_and_limits_are_those_of_encoding(sources: list[Source], kind: st
     asyncio.run(run())
 
 
+def test_a_message_that_grpc_itself_refuses_is_too_large() -> None:
+    async def run() -> None:
+        async with clients(service(Fleet(), max_body_bytes=1000)) as both:
+            for one in both:
+                with pytest.raises(ServiceError, match=r"limits\.max_body_bytes.*fewer") as refused:
+                    await one.encode([bytes(2**21)])
+                assert (refused.value.type, refused.value.retryable) == ("too_large", False)
+
+    asyncio.run(run())
+
+
 def test_urls_are_fetched() -> None:
     photo = jpeg(64, 64)
     sent = httpx.MockTransport(lambda request: httpx.Response(200, content=photo))
