@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
@@ -100,21 +101,59 @@ def test_a_general_brand_is_told_by_the_others(kind: str) -> None:
         ("RGBA", "WEBP", "transparency is composited on white (preprocess.alpha)"),
         ("RGBA", "HEIF", "transparency is composited on white (preprocess.alpha)"),
         ("RGBA", "AVIF", "transparency is composited on white (preprocess.alpha)"),
-        ("I;16", "PNG", "16-bit grey is scaled to 8 bits"),
-        ("I;16", "TIFF", "16-bit grey is scaled to 8 bits"),
-        ("I", "TIFF", "32-bit grey is scaled to 8 bits"),
-        ("F", "TIFF", "floating-point grey is scaled to 8 bits"),
+        ("I;16", "PNG", "16-bit grey is scaled to 8 bits: 0 to 65535 becomes 0 to 255"),
+        ("I;16", "TIFF", "16-bit grey is scaled to 8 bits: 0 to 65535 becomes 0 to 255"),
+        ("I", "TIFF", "32-bit grey is scaled to 8 bits: 0 to 255, or 0 to 65535 if a value is over "
+         "255, becomes 0 to 255; others are refused when it is decoded"),
+        ("F", "TIFF", "floating-point grey is scaled to 8 bits: 0 to 1, or 0 to 255 if a value is "
+         "over 1, becomes 0 to 255; others are refused when it is decoded"),
         ("RGB", "HEIF", ""),
         ("RGB", "AVIF", ""),
         ("L", "PNG", ""),
         ("P", "PNG", ""),
     ],
-)
+)  # fmt: skip
 def test_notices_of_modes(mode: str, format: str, notice: str) -> None:
     image = images.opened().resize((60, 40)).convert(mode)
     if mode == "RGBA":
         image.putalpha(99)  # an alpha channel of nothing but 255 is left out
     assert look(images.encoded(image, format)).notice == notice
+
+
+def tiff(samples: int, dtype: type, **options: Any) -> bytes:
+    file = BytesIO()
+    shape = (40, 60) if samples == 1 else (40, 60, samples)
+    tifffile.imwrite(file, np.ones(shape, dtype), **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        tiff(3, np.uint16, photometric="rgb"),
+        tiff(3, np.uint16, photometric="rgb", compression="zlib"),
+        tiff(4, np.uint16, photometric="separated"),
+        images.deep_png(2),
+    ],
+)
+def test_colours_of_16_bits_have_a_notice(data: bytes) -> None:
+    assert look(data).notice == "16-bit colours are scaled to 8 bits: 0 to 65535 becomes 0 to 255"
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (
+            tiff(5, np.uint8, photometric="minisblack", planarconfig="contig"),
+            "5 values per pixel, 8-bit integers,",
+        ),
+        (tiff(1, np.float64), "1 value per pixel, 64-bit floats,"),
+        (tiff(3, np.float32, photometric="rgb", bigtiff=True), "3 values per pixel, 32-bit floats"),
+    ],
+)
+def test_a_tiff_that_is_not_supported_says_what_it_holds(data: bytes, says: str) -> None:
+    with pytest.raises(UnsupportedMedia, match=f"{says}.* is not supported: save it as grey, RGB"):
+        look(data)
 
 
 def test_options_are_part_of_the_identity_where_they_make_a_difference() -> None:
