@@ -178,7 +178,8 @@ class ItemDocument(BaseModel):
     notice: str | None = Field(
         None,
         description="Set if the picture was changed before encoding: transparency was composited, "
-        "more than 8 bits per channel were scaled, or only the first frame was encoded.",
+        "more than 8 bits per channel were scaled, CMYK was converted, or only the first frame was "
+        "encoded.",
     )
     timestamps: list[float] | None = Field(None, description=TIMES)
     second_per_grid_ts: float | None = Field(None, description=PACE)

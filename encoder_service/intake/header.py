@@ -143,8 +143,9 @@ def boxed_header(name: str, data: bytes) -> Header:
         for start in starts:
             check_exif(exif[start:])
     animated = data[8:12] in (b"avis", b"msf1", b"hevc", b"hevx")
-    remark = f"animated {name}: only the first frame is encoded" if animated else ""
-    return Header(name, found.size, remark, found.transparent)
+    remarks = [f"animated {name}: only the first frame is encoded"] if animated else []
+    remarks += [deep("colours are", found.bits)] if found.bits > 8 else []
+    return Header(name, found.size, "; ".join(remarks), found.transparent)
 
 
 def is_simple(data: bytes) -> bool:
@@ -252,9 +253,14 @@ def notice(name: str, image: ImageFile) -> str:
     elif image.mode == "I":
         remarks.append(f"{bits}-bit grey {UNKNOWN_RANGE.format(255, 65535)}")
     elif bits > 8:
-        kind = "grey is" if image.mode.startswith("I;16") else "colours are"
-        remarks.append(f"{bits}-bit {kind} scaled to 8 bits: 0 to {2**bits - 1} becomes 0 to 255")
+        remarks.append(deep("grey is" if image.mode.startswith("I;16") else "colours are", bits))
+    if image.mode == "CMYK":
+        remarks.append("CMYK is converted to RGB without its colour profile")
     return "; ".join(remarks)
+
+
+def deep(kind: str, bits: int) -> str:
+    return f"{bits}-bit {kind} scaled to 8 bits: 0 to {2**bits - 1} becomes 0 to 255"
 
 
 def bits_per_sample(name: str, image: ImageFile) -> int:

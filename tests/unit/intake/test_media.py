@@ -13,11 +13,12 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import pillow_heif
 import pytest
 import tifffile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 
 from actors.errors import InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
 from actors.families import registry
@@ -127,17 +128,19 @@ def tiff(samples: int, dtype: type, **options: Any) -> bytes:
     return file.getvalue()
 
 
+DEEP = "16-bit colours are scaled to 8 bits: 0 to 65535 becomes 0 to 255"
+
+
 @pytest.mark.parametrize(
     "data",
     [
         tiff(3, np.uint16, photometric="rgb"),
         tiff(3, np.uint16, photometric="rgb", compression="zlib"),
-        tiff(4, np.uint16, photometric="separated"),
         images.deep_png(2),
     ],
 )
 def test_colours_of_16_bits_have_a_notice(data: bytes) -> None:
-    assert look(data).notice == "16-bit colours are scaled to 8 bits: 0 to 65535 becomes 0 to 255"
+    assert look(data).notice == DEEP
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,76 @@ def test_colours_of_16_bits_have_a_notice(data: bytes) -> None:
 def test_a_tiff_that_is_not_supported_says_what_it_holds(data: bytes, says: str) -> None:
     with pytest.raises(UnsupportedMedia, match=f"{says}.* is not supported: save it as grey, RGB"):
         look(data)
+
+
+CMYK = "CMYK is converted to RGB without its colour profile"
+WHITE = "transparency is composited on white (preprocess.alpha)"
+COFFEE = images.opened()
+
+
+def display_p3() -> bytes:
+    """The profile of phones' photographs: sRGB's with other primaries."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    for tag, *primary in (
+        (b"rXYZ", 0.51512, 0.2412, -0.00105),
+        (b"gXYZ", 0.29198, 0.69225, 0.04189),
+        (b"bXYZ", 0.1571, 0.06657, 0.78407),
+    ):
+        (start,) = struct.unpack_from(">I", profile, profile.index(tag) + 4)
+        struct.pack_into(">3i", profile, start + 8, *(round(one * 2**16) for one in primary))
+    return bytes(profile)
+
+
+def heic_of_10_bits() -> bytes:
+    grey = np.linspace(0, 65535, 60 * 40).astype(np.uint16).repeat(3)
+    file = BytesIO()
+    pillow_heif.from_bytes("RGB;16", (60, 40), grey.tobytes()).save(file)
+    return file.getvalue()
+
+
+LARGE = "progressive, 12 megapixels"
+PHONE: dict[str, tuple[Callable[[], bytes], str]] = {
+    "JPEG, turned, Display P3": (
+        lambda: images.encoded(COFFEE, "JPEG", 6, icc_profile=display_p3()),
+        "",
+    ),
+    "MPO": (
+        lambda: images.encoded(
+            COFFEE, "MPO", 6, save_all=True, append_images=[COFFEE.resize((60, 40))]
+        ),
+        "",
+    ),
+    "CMYK": (lambda: images.encoded(COFFEE.convert("CMYK"), "JPEG", 6), CMYK),
+    "CMYK TIFF": (lambda: tiff(4, np.uint16, photometric="separated"), DEEP + "; " + CMYK),
+    LARGE: (
+        lambda: images.encoded(COFFEE.resize((4000, 3000)), "JPEG", progressive=True),
+        "",
+    ),
+    "palette with transparency": (
+        lambda: images.encoded(COFFEE.quantize(16), "PNG", transparency=bytes([0, 128])),
+        WHITE,
+    ),
+    "HEIC, turned": (lambda: images.encoded(COFFEE, "HEIF", 6), ""),
+    "HEIC of 10 bits": (heic_of_10_bits, DEEP.replace("16", "10").replace("65535", "1023")),
+    "AVIF, turned": (lambda: images.encoded(COFFEE, "AVIF", 6), ""),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize(
+    "name", [*sorted(PHONE.keys() - {LARGE}), pytest.param(LARGE, marks=pytest.mark.extended)]
+)
+def test_pictures_of_a_phone_are_upright_and_say_what_was_converted(name: str) -> None:
+    made, notice = PHONE[name]
+    data = made()
+    image = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+    media = look(data)
+    assert (media.notice, media.size) == (notice, Size(*image.size))
+    if image.has_transparency_data:
+        canvas = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(canvas, image.convert("RGBA"))
+    shown = decode(data, media.alpha).permute(1, 2, 0).numpy()
+    assert np.abs(shown - np.asarray(image.convert("RGB"), np.int16)).max() <= 1
 
 
 def test_options_are_part_of_the_identity_where_they_make_a_difference() -> None:
