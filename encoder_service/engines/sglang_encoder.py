@@ -42,7 +42,7 @@ from encoder_service.client.items import read_items
 from encoder_service.config import LimitOptions
 from encoder_service.engines.openai_proxy import of_encoder
 from encoder_service.intake.limits import Buffered
-from encoder_service.llm.schema import ImagePart, ImageUrl, VideoPart, VideoUrl, item
+from encoder_service.llm.schema import ImagePart, ImageUrl, VideoPart, VideoUrl, item, reason
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WireError, check_json, read_json
 
@@ -281,7 +281,7 @@ def parse(kind: type[Read], body: bytes) -> Read:
         raise InvalidRequest(str(error)) from None
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {reason(first)}") from None
 
 
 def items_of(call: EncodeRequest) -> list[RequestItem]:

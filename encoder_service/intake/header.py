@@ -114,10 +114,15 @@ def read_header(data: bytes) -> Header:
     except UnsupportedMedia:
         raise
     except Image.DecompressionBombError as error:
-        raise TooLarge(f"the {name} declares more pixels than can be decoded: {error}") from error
+        raise TooLarge(
+            f"the {name} declares more pixels than can be decoded: scale it down ({error})"
+        ) from error
     except Exception as error:  # Pillow's readers raise nearly everything
         reason = "" if isinstance(error.__cause__ or error, struct.error) else str(error)
-        raise InvalidMedia(f"the {name} has no readable header: {reason or 'cut short'}") from error
+        raise InvalidMedia(
+            f"the {name} has no readable header: send the whole file, or save it again "
+            f"({reason or 'cut short'})"
+        ) from error
 
 
 def opened(name: str, data: bytes) -> ImageFile:

@@ -70,7 +70,7 @@ class Boxes:
                 across, by, down, by_too = struct.unpack_from(">4I", self.data, at)
                 width, height = across // by, down // by_too
             elif kind == b"pixi":
-                bits = max(self.data[at + 5 : at + 5 + self.data[at + 4]])
+                bits = max(self.data[at + 5 : at + 5 + self.data[at + 4]], default=8)
             elif kind == b"irot" and self.data[at] & 3 in QUARTER_TURNS:
                 width, height = height, width
         if not (width and height):

@@ -315,7 +315,12 @@ def place(keys: Sequence[int | str]) -> str:
 def reason(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return "not supported here; leave it out"
-    return str(problem["msg"]).removeprefix("Value error, ")  # pydantic's, for our validators
+    if problem["type"] == "missing":
+        return "missing; add it"
+    said = str(problem["msg"])
+    if problem["type"] == "value_error":
+        return said.removeprefix("Value error, ")  # pydantic's, for our validators
+    return f"wrong value; {said[0].lower()}{said[1:]}"
 
 
 def item(where: str, part: ImagePart | VideoPart) -> RequestItem:

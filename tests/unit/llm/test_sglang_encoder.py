@@ -197,7 +197,7 @@ def test_videos_bring_their_times() -> None:
         ({"prefill_host": "fc00::1%a]:0;[2001:db8::1"}, "an IPv6 address with a zone"),
         ({"embedding_port": 80}, "port 80: rows are sent to ports from 1024 on"),
         ({"embedding_port": "50000"}, "embedding_port: "),
-        ({"modality": "AUDIO"}, "modality: Input should be 'IMAGE' or 'VIDEO'"),
+        ({"modality": "AUDIO"}, "modality: wrong value; input should be 'IMAGE' or 'VIDEO'"),
         ({"part_idx": 1}, "part_idx 1 of 1 parts"),
         ({"mm_items": []}, "mm_items: "),
         ({"mm_items": ["/etc/passwd"]}, "mm_items[0]: '/etc/passwd' is neither a data: URL nor"),
