@@ -24,7 +24,7 @@ from actors.errors import InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
 from actors.families import registry
 from actors.media.image import decode
 from actors.options import ModelOptions
-from actors.spec.sampling import Thinning
+from actors.spec.sampling import Middles, Paced, Sampling, Thinning, Timed
 from actors.types import Alpha, Clip, Media, ProcessorKwargs, Size
 from encoder_service.config import LimitOptions
 from encoder_service.intake.header import MOST_READS, read_header
@@ -408,6 +408,12 @@ def test_a_sampling_that_takes_nothing_of_a_video_says_so() -> None:
     with pytest.raises(InvalidMedia, match=r"100 frames at 1000 a second.*takes 0 .* needs 2"):
         sizing.plan(clip)
     assert sizing.plan(replace(clip, fps=30.0)).frames > 1
+
+
+@pytest.mark.parametrize("rule", [Timed(0.001, 300), Paced(0.001, 10), Middles(10, 0.001, True)])
+@pytest.mark.parametrize("frames", [10, 10_000])
+def test_a_very_low_rate_takes_a_frame(rule: Sampling, frames: int) -> None:
+    assert rule.indices(frames, 30.0)
 
 
 def test_truncated_files_pass_when_their_header_is_whole() -> None:
