@@ -28,6 +28,11 @@ from router.options import RouterOptions
 BUILD = "encoder_service.app:build"
 """The `import_path` of our applications."""
 
+OPEN_CLUSTER = (
+    "RAY_AUTH_MODE is not token: whoever reaches Ray's ports, other users of its machines among them, "
+    "can run code in the cluster: set RAY_AUTH_MODE=token before Ray is started"
+)
+
 Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
 
