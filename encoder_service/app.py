@@ -20,7 +20,7 @@ from actors.options import ActorOptions, EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import check_transport
 from actors.telemetry.tracing import LOG, check_tracing
-from encoder_service.config import ServiceOptions, fit, parse, resources
+from encoder_service.config import OPEN_CLUSTER, ServiceOptions, fit, parse, resources
 from encoder_service.ingress import Ingress
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.chat import Chat
@@ -71,6 +71,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         llm = llm_spec.read(options.llm, options.model, spec) if options.llm else None
     except StartError as error:
         raise RayServeException(f"{type(error).__name__}: {error}") from None
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":  # Ray's processes inherit it
+        log.warning(OPEN_CLUSTER)
     if spec.dummy:
         log.warning(DUMMY.format(key="model.load_format", results="embeddings"))
     if llm and llm.dummy:

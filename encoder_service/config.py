@@ -28,6 +28,11 @@ from router.options import RouterOptions
 BUILD = "encoder_service.app:build"
 """The `import_path` of our applications."""
 
+OPEN_CLUSTER = (
+    "RAY_AUTH_MODE is not token: whoever reaches Ray's ports, other users of its machines among them, "
+    "can run code in the cluster: set RAY_AUTH_MODE=token before Ray is started"
+)
+
 Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
 
@@ -54,8 +59,8 @@ class LimitOptions(Options):
     max_response_bytes: int = Field(2**30, gt=0, le=2_000_000_000)
     """Of a response's tensors; base64 adds a third. A gRPC message holds less than 2 GiB."""
     max_unsent_bytes: PositiveInt = 2 * 2**30
-    """Responses that one ingress replica is sending over gRPC as one message, together; beyond it
-    429."""
+    """Responses that one ingress replica is sending, together, until their clients have read them;
+    beyond it 429. Over gRPC only those of one message: streams hold a chunk each."""
     max_items: int = Field(64, gt=0, le=1000)
     max_pixels: int = Field(40_000_000, gt=0, le=178_000_000)
     """Of one image, as its header declares. Decoding takes up to 16 bytes of memory per pixel,

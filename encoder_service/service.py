@@ -94,6 +94,7 @@ class Service:
         )
         self.backend = backend
         self.metrics = ServiceMetrics()
+        self.metrics.unsent_bytes.set_function(lambda: self.unsent.held_bytes)
         spans = open_spans(options.tracing, "ingress")
         self.observer = Observer(self.metrics, spans, options.logging.access_log)
         self.card = model_card(options, spec)
@@ -116,7 +117,9 @@ class Service:
         """The response document. Raises ServiceError, or AtItem for the first item that failed."""
         started = time.perf_counter()
         deadline, admitted, media = await self._admit(items, options, exchange)
-        check_size(media, options, self.spec, self.limits, self.references)
+        size_bytes = check_size(media, options, self.spec, self.limits, self.references)
+        if not options.reference:
+            self.unsent.check_room(size_bytes)  # rather than encode what could not be sent
         found: list[Answer] = []
         if media:
             work = self.backend.encode(

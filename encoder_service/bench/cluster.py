@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from secrets import token_hex
 
 from actors.errors import StartError
 from encoder_service.config import ServiceOptions, resources
@@ -60,10 +61,12 @@ def logical_cpus(options: ServiceOptions) -> int:
 @contextmanager
 def cluster(num_cpus: int, object_store_bytes: int | None = None) -> Iterator[Cluster]:
     """Starts the cluster, yields its addresses, and stops it with everything that runs on it."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # nobody else connects; leaves no token in $HOME
+    # Whoever may call Ray's own ports may run code here. Leaves no token in $HOME.
+    os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", token_hex(32)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
     home = tempfile.mkdtemp(prefix="es")  # short: the paths of sockets have a limit
+    umask = os.umask(0o077)  # of Ray's processes too
     os.environ.update(ha_proxy(home, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     # Behind HAProxy, a deleted replica otherwise drains for half a minute.
     os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "1"
@@ -91,6 +94,7 @@ def cluster(num_cpus: int, object_store_bytes: int | None = None) -> Iterator[Cl
         serve.shutdown()
     finally:
         ray.shutdown()
+        os.umask(umask)
         shutil.rmtree(home, ignore_errors=True)
 
 

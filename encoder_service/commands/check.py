@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
@@ -28,6 +30,7 @@ from actors.types import Size
 from encoder_service.api.answer import kwargs_card
 from encoder_service.commands import add_command
 from encoder_service.config import (
+    OPEN_CLUSTER,
     IngressOptions,
     LlmOptions,
     ServiceOptions,
@@ -67,7 +70,19 @@ def run(options: argparse.Namespace, console: Console) -> int:
             console.print(llm_table(service.llm, llm_spec.read(service.llm, service.model, spec)))
         if spec.dummy:
             console.print("[bold yellow]dummy weights: the embeddings will be random numbers[/]")
+    for warning in exposed():
+        console.print(f"[bold yellow]{escape(warning)}[/]", soft_wrap=True)
     return 0
+
+
+def exposed() -> Iterator[str]:
+    """What lets other users run code in a cluster that is started from here."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        yield OPEN_CLUSTER
+    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    with suppress(OSError):
+        if token.stat().st_mode & 0o077:
+            yield f"{token}: other users may read Ray's token: chmod 600 it, and start with umask 077"
 
 
 def missing(service: ServiceOptions) -> Iterator[str]:

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from secrets import token_hex
 
 import pytest
 
 RAY = {
-    "RAY_AUTH_MODE": "disabled",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": token_hex(32),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",

@@ -186,6 +186,25 @@ def test_check_warns_of_what_may_be_meant(
     assert message in capsys.readouterr().out
 
 
+def test_check_warns_of_a_cluster_that_others_can_run_code_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "auth_token"
+    token.write_text("secret")
+    token.chmod(0o600)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    for mode, rights, said in (
+        ("token", 0o600, None),
+        ("disabled", 0o600, "RAY_AUTH_MODE is not token"),
+        ("token", 0o644, "other users may read Ray's token"),
+    ):
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        token.chmod(rights)
+        assert cli.main(["check", str(CONFIGS / "tiny.yaml")]) == 0
+        shown = capsys.readouterr().out
+        assert said in shown if said else "other users" not in shown
+
+
 def test_check_looks_at_every_application_of_ours(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
