@@ -99,7 +99,7 @@ class Dispatcher:
         self._joinable: dict[Key, InFlightItem] = {}
         """Items in flight that other requests may join."""
         self._affinity = CacheAffinity(cache_max_bytes if options.cache_affinity else 0)
-        self._liveness = Liveness(fleet.check, options.stall_seconds)
+        self._liveness = Liveness(fleet.check, fleet.reach, options.stall_seconds)
         self.ledger = Ledger(
             options.max_outstanding_patches, options.exclude_seconds, options.max_queue_seconds
         )

@@ -49,6 +49,9 @@ class Fleet(Protocol):
     async def check(self, replica: str) -> None:
         """Returns if the replica is healthy. Raises as `encode`; one that hangs never answers."""
 
+    async def reach(self, replica: str) -> None:
+        """Returns if the replica's node answers, whatever the replica does. Raises OSError."""
+
 
 @dataclass(frozen=True, slots=True)
 class Replica:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from typing import Any
 
@@ -44,8 +45,8 @@ class ReplicaChannel:
     def __init__(self, endpoint: Endpoint, node: str) -> None:
         """`node`: Ray's id of this process's node."""
         self.endpoint = endpoint
-        near = endpoint.node == node and os.access(endpoint.unix, os.W_OK)
-        target = f"unix:{endpoint.unix}" if near else endpoint.tcp
+        self._near = endpoint.node == node and os.access(endpoint.unix, os.W_OK)
+        target = f"unix:{endpoint.unix}" if self._near else endpoint.tcp
         self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
         self._stubs = stubs(self._channel)
         self._metadata = ((TOKEN_KEY, endpoint.token),)
@@ -68,6 +69,18 @@ class ReplicaChannel:
         finally:
             self._calls -= 1
             self._close_if_done()
+
+    async def reach(self) -> None:
+        """Returns if the node accepts or refuses a connection. Raises OSError if it is cut off."""
+        if self._near:
+            return
+        host, _, port = self.endpoint.tcp.rpartition(":")
+        try:
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.close()
+        except OSError as error:
+            if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+                raise
 
     def retire(self) -> None:
         """Closes once the calls in progress have ended, which a draining replica still answers."""

@@ -7,8 +7,8 @@ handed over by a call of Ray, because object references only travel through Ray.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import ray
@@ -32,6 +32,7 @@ from router.replicas.fleet import (
     ShardLost,
     detached,
 )
+from router.replicas.liveness import Liveness
 from router.replicas.pinned import by_reference, pinned
 from router.replicas.rpc import ReplicaChannel
 
@@ -45,7 +46,8 @@ LOST = (
 """What Ray raises where the replica is at fault, not the request."""
 
 GRACE_SECONDS = 1.0  # how much longer than its items a call may take as a whole
-FETCH_SECONDS = 10.0
+TAKE_SECONDS = 10.0  # time limit of a hand-over of rows in shared memory
+FETCH_SECONDS = 5.0
 """Time limit of a fetch or a release. A fetch may wait until rows are written to shared memory."""
 CONFIRM_SECONDS, CONFIRMATIONS = 0.5, 10
 """Pause between two questions to Serve whether an unreachable replica is dead, and their number."""
@@ -76,6 +78,7 @@ class ServeFleet:
         self._node = node_id()
         self._connections: dict[str, tuple[ReplicaChannel, HandOver]] = {}
         self._confirming: dict[str, asyncio.Task[None]] = {}
+        self._keepers = Liveness(self.check, self.reach, FETCH_SECONDS)
 
     def replicas(self) -> Mapping[str, Replica]:
         """All that can be used, in the order of their ids. Serve scrapes them in another thread."""
@@ -135,11 +138,15 @@ class ServeFleet:
     async def check(self, replica: str) -> None:
         await self._call(replica, "Check", pb.CheckRequest())
 
+    async def reach(self, replica: str) -> None:
+        if connection := self._connections.get(replica):
+            await connection[0].reach()
+
     async def fetch(self, reference: str) -> Kept:
         """What is kept under an id. Raises NotFound, or Unavailable for now."""
-        with self._keeper(reference) as (replica, name):
+        async with self._keeper(reference) as (replica, name):
             request, where = pb.FetchRequest(name=name), self._where(replica)
-            reply, rows = await self._call(replica, "Fetch", request, FETCH_SECONDS)
+            reply, rows = await self._call(replica, "Fetch", request)
         if not reply.HasField("kept"):
             raise unknown(reference)
         kept = kept_of(reply.kept, rows)
@@ -148,14 +155,13 @@ class ServeFleet:
 
     async def release(self, reference: str) -> None:
         """Drops what is kept under an id. Raises NotFound, or Unavailable for now."""
-        with self._keeper(reference) as (replica, name):
-            request = pb.ReleaseRequest(name=name)
-            reply, _ = await self._call(replica, "Release", request, FETCH_SECONDS)
+        async with self._keeper(reference) as (replica, name):
+            reply, _ = await self._call(replica, "Release", pb.ReleaseRequest(name=name))
         if not reply.released:
             raise unknown(reference)
 
-    @contextmanager
-    def _keeper(self, reference: str) -> Iterator[tuple[str, str]]:
+    @asynccontextmanager
+    async def _keeper(self, reference: str) -> AsyncIterator[tuple[str, str]]:
         """The replica and the name that an id stands for, around a call to that replica."""
         replicas = self.reports()
         if not replicas:
@@ -164,9 +170,15 @@ class ServeFleet:
         if replica not in replicas:
             raise unknown(reference)
         try:
-            yield replica, name
-        except ShardLost as error:
-            raise Unavailable(f"replica {replica} cannot be reached: try again") from error
+            if replica in self._keepers.silent:
+                raise ShardLost("it does not answer")
+            async with asyncio.timeout(FETCH_SECONDS), self._keepers.guard(replica):
+                yield replica, name
+        except (ShardLost, TimeoutError) as error:
+            raise Unavailable(
+                f"replica {replica}, which keeps the embedding, cannot be reached: try again, or "
+                "encode the item again"
+            ) from error
 
     async def _call(
         self, replica: str, method: str, request: Any, timeout_seconds: float | None = None
@@ -249,7 +261,7 @@ class HandOver:
 
     async def _take(self, waiting: dict[str, asyncio.Future[list[SharedBytes]]]) -> None:
         try:
-            async with asyncio.timeout(FETCH_SECONDS):
+            async with asyncio.timeout(TAKE_SECONDS):
                 if self._actor is None:
                     self._actor = await asyncio.to_thread(
                         ray.get_actor, self._actor_name, SERVE_NAMESPACE

@@ -65,6 +65,9 @@ class MemoryFleet:
         while replica in self.hung:
             await asyncio.sleep(0.01)
 
+    async def reach(self, replica: str) -> None:
+        pass
+
 
 def item(number: int, patches: int = 100) -> Media:
     """Equal numbers: identical items."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,26 @@ def test_a_call_has_a_deadline() -> None:
             with pytest.raises(DeadlineExceeded):
                 await encode(channel, seconds=0.1)
             await encoder.ended.wait()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [(None, False), (errno.ECONNREFUSED, False), (errno.EMFILE, False), (errno.EHOSTUNREACH, True)],
+)
+def test_only_a_node_that_is_cut_off_is_out_of_reach(
+    failure: int | None, raised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise OSError(failure, "")
+
+    async def test() -> None:
+        async with opened(near=False) as (_, _, channel):
+            if failure:
+                monkeypatch.setattr(asyncio, "open_connection", fails)
+            with pytest.raises(OSError, match=str(failure)) if raised else nullcontext():
+                await channel.reach()
 
     run(test)
 
