@@ -33,6 +33,7 @@ much."""
 MOST_SCANS = 50
 """Limit for a progressive JPEG; encoders write about ten. Each scan is a pass over all
 coefficients, and an empty one takes only 30 bytes."""
+MOST_MARKERS = 5000  # of a JPEG, without restarts; 50 scans have some hundreds
 START_OF_IMAGE = b"\xff\xd8"
 SEGMENT = re.compile(rb"\xff[\xc0-\xcf\xdb-\xfe]")  # the marker of a segment that has a length
 FEW_SEGMENTS = 32
@@ -158,12 +159,12 @@ def is_simple(data: bytes) -> bool:
 
     True for a JPEG without EXIF and with few segments, which follow each other up to the pixels.
     """
-    if not data.startswith(START_OF_IMAGE) or b"Exif" in data:
+    if not data.startswith(START_OF_IMAGE):
         return False
     start = len(START_OF_IMAGE)
     for _ in range(FEW_SEGMENTS):
         if data[start : start + 2] == START_OF_SCAN:
-            return data.count(START_OF_SCAN) <= MOST_SCANS
+            return data.find(b"Exif", 0, start) < 0
         if not SEGMENT.match(data, start):
             return False
         start += 2 + max(2, int.from_bytes(data[start + 2 : start + 4], "big"))
@@ -175,7 +176,7 @@ def many_scans(data: bytes) -> bool:
     if data.count(START_OF_SCAN) <= MOST_SCANS:  # nearly all files, random matches included
         return False
     scans, start = 0, 2
-    for _ in range(MOST_READS):
+    for _ in range(MOST_MARKERS):
         marker = NEXT_MARKER.search(data, start)
         if not marker or marker[1] in b"\xd8\xd9":  # the image ends here, whatever follows
             return False

@@ -70,7 +70,8 @@ class Admission:
         if not items:
             raise InvalidRequest("the request has no items: send at least one image")
         check_items(len(items), self.limits)
-        self.spec.check_taken(kwargs, *self.spec.kinds)
+        if kwargs != NO_KWARGS:
+            self.spec.check_taken(kwargs, *self.spec.kinds)
         if all(item.data is not None for item in items):  # no task per item is needed
             files: list[bytes | ServiceError] = [item.data or b"" for item in items]
         else:
@@ -121,6 +122,8 @@ class Admission:
 
     def _kwargs(self, item: RequestItem, wide: ProcessorKwargs) -> ProcessorKwargs:
         """What holds for an item: its own, then those of its request. Raises InvalidOption."""
+        if wide == NO_KWARGS and not item.own():
+            return NO_KWARGS
         try:
             given, taken = item.kwargs(), self.spec.defaults(item.type)
         except WireError as error:

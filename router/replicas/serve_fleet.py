@@ -17,8 +17,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import NotFound, Unavailable
-from actors.rpc import replica_pb2 as pb
-from actors.rpc.codec import EncodeCall, kept_of, message_fields, reply_of
+from actors.rpc.codec import EncodeCall, Fields, kept_of, message_fields, reply_of
 from actors.rpc.server import take
 from actors.store.kept import Kept
 from actors.telemetry.tracing import ORIGIN, Spans
@@ -124,11 +123,11 @@ class ServeFleet:
             "route", "client", replica=replica, items=len(media), patches=patches
         ):
             call = EncodeCall(media, dtype, timeout_seconds, ORIGIN.get(), keep)
-            request = pb.EncodeRequest(**message_fields(call))
+            request = message_fields(call)
             where = self._where(replica)  # before the call, which the replica may not outlive
             self._metrics.bytes.labels("items", where).inc(sum(one.size_bytes for one in media))
             message, rows = await self._call(
-                replica, "Encode", request, timeout_seconds + GRACE_SECONDS
+                replica, "encode", request, timeout_seconds + GRACE_SECONDS
             )
             reply = reply_of(message, rows)
             embeddings = [one for one in reply.answers if isinstance(one, Embedding)]
@@ -136,7 +135,7 @@ class ServeFleet:
             return reply
 
     async def check(self, replica: str) -> None:
-        await self._call(replica, "Check", pb.CheckRequest())
+        await self._call(replica, "check", {})
 
     async def reach(self, replica: str) -> None:
         if connection := self._connections.get(replica):
@@ -145,8 +144,8 @@ class ServeFleet:
     async def fetch(self, reference: str) -> Kept:
         """What is kept under an id. Raises NotFound, or Unavailable for now."""
         async with self._keeper(reference) as (replica, name):
-            request, where = pb.FetchRequest(name=name), self._where(replica)
-            reply, rows = await self._call(replica, "Fetch", request)
+            where = self._where(replica)
+            reply, rows = await self._call(replica, "fetch", {"name": name})
         if not reply.HasField("kept"):
             raise unknown(reference)
         kept = kept_of(reply.kept, rows)
@@ -156,7 +155,7 @@ class ServeFleet:
     async def release(self, reference: str) -> None:
         """Drops what is kept under an id. Raises NotFound, or Unavailable for now."""
         async with self._keeper(reference) as (replica, name):
-            reply, _ = await self._call(replica, "Release", pb.ReleaseRequest(name=name))
+            reply, _ = await self._call(replica, "release", {"name": name})
         if not reply.released:
             raise unknown(reference)
 
@@ -181,7 +180,7 @@ class ServeFleet:
             ) from error
 
     async def _call(
-        self, replica: str, method: str, request: Any, timeout_seconds: float | None = None
+        self, replica: str, method: str, request: Fields, timeout_seconds: float | None = None
     ) -> tuple[Any, list[SharedBytes]]:
         """The reply, and the rows in shared memory that belong to it."""
         # Taken before the call: a draining replica answers, but is no longer listed.
