@@ -268,9 +268,7 @@ def test_ray_refuses_who_has_no_token(cluster: Cluster) -> None:
     """The port on which Serve calls replicas, and unpickles what it is sent."""
     (name,) = (one for one in actors() if "#Ingress#" in one)
     replica = ray.get_actor(name, namespace="serve")
-    port = ray.get(
-        replica.__ray_call__.remote(lambda self: self._replica_impl._internal_grpc_port)
-    )
+    port = ray.get(replica.__ray_call__.remote(lambda self: self._replica_impl._internal_grpc_port))
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
         with pytest.raises(grpc.RpcError) as caught:

@@ -8,7 +8,6 @@ import socket
 from contextlib import suppress
 
 import httpx
-import numpy as np
 import pytest
 import uvicorn
 import uvloop
