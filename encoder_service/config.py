@@ -29,7 +29,7 @@ BUILD = "encoder_service.app:build"
 """The `import_path` of our applications."""
 
 OPEN_CLUSTER = (
-    "RAY_AUTH_MODE is not token: whoever reaches Ray's ports, other users of its machines among them, "
+    "RAY_AUTH_MODE is not token: whoever reaches Ray's ports, as every user of its machines does, "
     "can run code in the cluster: set RAY_AUTH_MODE=token before Ray is started"
 )
 

@@ -10,9 +10,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from inspect import isasyncgen
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -22,6 +25,7 @@ from actors.errors import (
     Overloaded,
     ServiceError,
     StartError,
+    TooLarge,
     Unauthorized,
 )
 from actors.telemetry.tracing import Origin
@@ -48,6 +52,10 @@ HEALTH_NAMES = ("", SERVICE.full_name)
 WATCH_SECONDS = 1.0
 MOST_WATCHES = 4
 """At a time, because they need no token."""
+
+OPEN_BYTES, OPEN_READS, OPEN_SECONDS = 2**16, 4, 5.0
+"""Messages of calls without a token: how large, how many are read at a time, and for how long. A
+stream that sends none for that time ends."""
 
 ENVELOPE_BYTES = 2**20
 """How much longer than limits.max_body_bytes a message may be, so that a body that is a little too
@@ -79,8 +87,9 @@ async def serving(service: Service, options: IngressOptions) -> AsyncIterator[No
     address = f"{host}:{options.grpc_port}"
     seconds = service.limits.timeout_seconds + GRACE_SECONDS
     most_bytes = service.limits.max_body_bytes + ENVELOPE_BYTES
+    health = HealthCalls(service)
     server = grpc.aio.server(
-        interceptors=[TokenFirst(service)],
+        interceptors=[Doorkeeper(service, most_bytes, health.stopping)],
         options=[
             *SERVER_OPTIONS,
             ("grpc.max_receive_message_length", most_bytes),
@@ -89,7 +98,6 @@ async def serving(service: Service, options: IngressOptions) -> AsyncIterator[No
         ],
     )
     add_EncoderServicer_to_server(EncoderCalls(service, options.max_ongoing_requests), server)
-    health = HealthCalls(service)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = [SERVICE.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
@@ -107,11 +115,23 @@ async def serving(service: Service, options: IngressOptions) -> AsyncIterator[No
         await server.stop(seconds)
 
 
-class TokenFirst(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls to encoder.v1.Encoder without a valid token, before their message is read."""
+class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Bounds what is in memory before a call counts: gRPC reads each message as a whole.
 
-    def __init__(self, service: Service) -> None:
+    Calls to encoder.v1.Encoder need a valid token before their message is read. Those to the other
+    services need none, so that fewer are read at a time, and only small messages are accepted.
+    All handlers become streaming ones, because gRPC reads the message before it calls others.
+    """
+
+    def __init__(self, service: Service, most_bytes: int, stopping: asyncio.Event) -> None:
+        """`most_bytes`: of the largest message that gRPC accepts. `stopping`: ends streams."""
         self.service = service
+        self.stopping = stopping
+        self.most_bytes = most_bytes
+        self.reads = Reads(
+            service.limits.max_buffered_bytes // most_bytes, service.limits.timeout_seconds
+        )
+        self.open_reads = Reads(OPEN_READS, OPEN_SECONDS)
 
     async def intercept_service(
         self,
@@ -119,21 +139,84 @@ class TokenFirst(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         service, _, method = handler_call_details.method.rpartition("/")
+        reads, most_bytes, error = self.open_reads, OPEN_BYTES, None
         if service == f"/{SERVICE.full_name}":
+            reads, most_bytes = self.reads, self.most_bytes
             metadata = dict(handler_call_details.invocation_metadata)
             try:
                 self.service.authorize(metadata.get("authorization"))
-            except Unauthorized as error:
-                return self._refusal(COUNTED.get(method), error)
-        return await continuation(handler_call_details)
+            except Unauthorized as found:
+                error = found
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        api = COUNTED.get(method)
 
-    def _refusal(self, api: str | None, error: Unauthorized) -> grpc.RpcMethodHandler:
-        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+        async def first(context: grpc.aio.ServicerContext) -> Any:
+            """The call's message; None at the end of a stream. Refuses the call otherwise."""
+            problem: ServiceError
+            try:
+                if error:
+                    raise error
+                raw = await reads.read(context)
+                if raw is grpc.aio.EOF and handler.request_streaming:
+                    return None
+                if raw is grpc.aio.EOF:
+                    raise InvalidRequest("the call has no message")
+                if len(raw) > most_bytes:
+                    raise TooLarge(f"the message is over {most_bytes} bytes")
+                return handler.request_deserializer(raw)
+            except DecodeError:
+                problem = InvalidRequest("the message cannot be read: is it of another .proto?")
+            except ServiceError as found:
+                problem = found
             async with answering(self.service, api, context):
-                raise error
+                raise problem
 
-        # Streaming, so that nothing is read; a unary handler starts with the whole message.
-        return grpc.stream_unary_rpc_method_handler(refuse)
+        async def messages(context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            while not self.stopping.is_set() and (message := await first(context)) is not None:
+                yield message
+
+        async def unary(_: Any, context: grpc.aio.ServicerContext) -> Any:
+            return await handler.unary_unary(await first(context), context)
+
+        async def stream(_: Any, context: grpc.aio.ServicerContext) -> None:
+            if handler.request_streaming:
+                answers = handler.stream_stream(messages(context), context)
+            else:
+                answers = handler.unary_stream(await first(context), context)
+            if not isasyncgen(answers):
+                await answers
+                return
+            async with aclosing(answers):
+                async for answer in answers:
+                    await context.write(answer)
+
+        serializer = handler.response_serializer
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(stream, None, serializer)
+        return grpc.stream_unary_rpc_method_handler(unary, None, serializer)
+
+
+class Reads:
+    """How many messages are read at a time, and for how long. One connection reads half of them."""
+
+    def __init__(self, at_once: int, seconds: float) -> None:
+        self.seconds = seconds
+        self.each = max(1, at_once // 2)
+        self.all = asyncio.Semaphore(max(1, at_once))
+        self.peers = WeakValueDictionary[str, asyncio.Semaphore]()
+
+    async def read(self, context: grpc.aio.ServicerContext) -> Any:
+        """The next message, as bytes, or EOF. Raises DeadlineExceeded."""
+        peer = self.peers.setdefault(context.peer(), asyncio.Semaphore(self.each))
+        try:
+            async with asyncio.timeout(self.seconds), peer, self.all:
+                return await context.read()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the message did not arrive within {self.seconds:g} s"
+            ) from None
 
 
 class EncoderCalls:

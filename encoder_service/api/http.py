@@ -47,9 +47,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
     # Rows hardly shrink, and are sent from shared memory; base64 shrinks by a quarter at any level.
     unpacked = (*DEFAULT_EXCLUDED_CONTENT_TYPES, MSGPACK, SAFETENSORS, NPZ)
     app.add_middleware(GZipMiddleware, compresslevel=1, exclude_content_types=unpacked)
-    app.add_middleware(
-        Envelope, observer=service.observer, counted=COUNTED, unsent=service.unsent
-    )
+    app.add_middleware(Envelope, observer=service.observer, counted=COUNTED, unsent=service.unsent)
     # Routes without `authorize` serve probes, scrapers and browsers, which send no token. They show
     # nothing of any request's content.
 

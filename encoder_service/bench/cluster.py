@@ -61,8 +61,10 @@ def logical_cpus(options: ServiceOptions) -> int:
 @contextmanager
 def cluster(num_cpus: int, object_store_bytes: int | None = None) -> Iterator[Cluster]:
     """Starts the cluster, yields its addresses, and stops it with everything that runs on it."""
-    # Whoever may call Ray's own ports may run code here. Leaves no token in $HOME.
-    os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", token_hex(32)
+    # Whoever may call Ray's own ports may run code here: `ray.init` asks for a token unless it is
+    # told not to. Ours leaves no file in $HOME.
+    os.environ.pop("RAY_AUTH_MODE", None)
+    os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
     home = tempfile.mkdtemp(prefix="es")  # short: the paths of sockets have a limit
@@ -74,6 +76,7 @@ def cluster(num_cpus: int, object_store_bytes: int | None = None) -> Iterator[Cl
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     http_port, grpc_port = free_ports(2)
     try:
         ray.init(

@@ -82,7 +82,7 @@ def exposed() -> Iterator[str]:
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     with suppress(OSError):
         if token.stat().st_mode & 0o077:
-            yield f"{token}: other users may read Ray's token: chmod 600 it, and start with umask 077"
+            yield f"{token}: other users may read Ray's token: chmod 600 it, and set umask 077"
 
 
 def missing(service: ServiceOptions) -> Iterator[str]:
