@@ -134,6 +134,8 @@ def value(shown: dict[str, float | None]) -> str:
     """The default and the largest value of an option."""
     default, largest = shown["default"], shown["largest"]
     said = "not set" if default is None else f"{default:,}"
+    if default is not None and default > largest:  # budgets or limits.max_image_tokens are smaller
+        return f"{said} if not given, else at most {largest:,}"
     return f"{said}, at most {largest:,}"
 
 

@@ -70,6 +70,24 @@ def test_check_follows_the_size_of_images(
     assert "max_pixels 262,144, at most 1,048,576" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("graphs", "says"),
+    [
+        ("", "max_pixels 100,001, at most 100,001"),
+        (", token_budgets: [32, 64]", "max_pixels 100,001 if not given, else at most"),
+    ],
+)
+def test_check_of_pixels_that_are_no_whole_number_of_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], graphs: str, says: str
+) -> None:
+    kwargs = "images_kwargs: {max_pixels: 100001}, id: qwen3vl-tiny"
+    config = changed(tmp_path, "id: qwen3vl-tiny", kwargs)
+    graphs = f"graphs: {{mode: budget{graphs}}}\n      router:"
+    Path(config).write_text(Path(config).read_text().replace("router:", graphs))
+    assert cli.main(["check", config]) == 0
+    assert says in capsys.readouterr().out
+
+
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("│")[1:-1]]
 
