@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from encoder_service import cli
+from encoder_service import __version__, cli
 from encoder_service.commands import check
 from router.policy.balance import POLICIES
 
@@ -295,6 +295,12 @@ def test_a_bench_without_a_gpu_says_what_works(
 ) -> None:
     assert cli.main(["bench", kind, "--model", "qwen3vl-tiny"]) == 1
     assert "--device" in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"encoder-service {__version__}\n"
 
 
 def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
