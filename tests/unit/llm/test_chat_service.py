@@ -432,8 +432,8 @@ def test_null_is_as_nothing_everywhere() -> None:
     request = dict.fromkeys(ChatRequest.model_fields.keys()) | HELLO | {"messages": messages}
     request |= {"reasoning_effort": None}
     assert client(replicas).post(PATH, json=request).status_code == 200
-    kwargs = {"mm_processor_kwargs": dict.fromkeys(ChatKwargs.model_fields)}
-    assert tokens_of(picture, **kwargs) == [6]
+    kwargs = dict.fromkeys(ChatKwargs.model_fields)
+    assert tokens_of(picture, mm_processor_kwargs=kwargs) == [6]
     streamed = HELLO | {"stream": True, "stream_options": {"include_usage": None}}
     assert client(Replicas(WHOLE)).post(PATH, json=streamed).status_code == 200
 
