@@ -10,6 +10,7 @@ from importlib import import_module
 from rich.console import Console
 
 from actors.errors import ServiceError
+from encoder_service import __version__
 from encoder_service.commands import fail
 
 COMMANDS = (
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "encoder-service",
         description="Runs the vision encoders of vision-language models as a separate service.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
     # Only the subcommand that runs is imported: `bench engine` needs neither Ray nor a web server.
     for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:

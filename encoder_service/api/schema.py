@@ -110,13 +110,13 @@ class RequestOptions(KwargsFields):
 
 
 def request_options(values: dict[str, Any], *, strings: bool = False) -> RequestOptions:
-    """The options of a request. Raises InvalidOption, which names every wrong one.
+    """The options of a request. Null is absent. Raises InvalidOption, which names every wrong one.
 
     `strings`: the values are strings, as in a query.
     """
     read = RequestOptions.model_validate_strings if strings else RequestOptions.model_validate
     try:
-        return read(values)
+        return read({name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
         problems = [reason(str(one["loc"][0]), one) for one in error.errors()]
         raise InvalidOption("; ".join(f"options.{one}" for one in problems)) from None

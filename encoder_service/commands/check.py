@@ -149,6 +149,8 @@ def value(shown: dict[str, float | None]) -> str:
     """The default and the largest value of an option."""
     default, largest = shown["default"], shown["largest"]
     said = "not set" if default is None else f"{default:,}"
+    if default and largest and default > largest:  # a budget or limits.max_image_tokens is smaller
+        return f"{said} if not given, else at most {largest:,}"
     return f"{said}, at most {largest:,}"
 
 

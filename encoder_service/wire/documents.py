@@ -142,7 +142,7 @@ def parse_item(item: Any, where: str) -> RequestItem:
     if not isinstance(item, dict):
         raise WireError(f"{where} must be a map")
     check_keys(item, {"type", "data", "url", "frames", *KWARGS}, where)
-    kind = item.get("type", "image")
+    kind: Any = "image" if item.get("type") is None else item["type"]
     options = {name: item[name] for name in KWARGS if name in item}
     data, url, frames = item.get("data"), item.get("url"), item.get("frames")
     if kind not in ("image", "video"):

@@ -27,6 +27,7 @@ from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Kind, Media
 from encoder_service.api.grpc import serving
 from encoder_service.api.http import build
+from encoder_service.api.schema import RequestOptions
 from encoder_service.bench.cluster import free_ports
 from encoder_service.client import (
     AsyncClient,
@@ -41,6 +42,7 @@ from encoder_service.client import (
 from encoder_service.config import AuthOptions, FetchOptions, IngressOptions, ServiceOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.service import Service
+from encoder_service.wire.documents import KWARGS
 from tests.images import animated, encoded, jpeg, opened, png
 from tests.small_presets import SMALL, write_small
 from tests.unit.front_door import JSON, MODEL, Fleet, client, service
@@ -289,6 +291,15 @@ def test_a_wrong_option_is_its_item_s_error_or_its_request_s(
     status, document = post(items=[ITEM, item], options=returned | wrong)
     assert (status, document["error"]["item"]) == (422, None)
     assert document["error"]["type"] == "invalid_option"
+
+
+def test_null_is_as_nothing() -> None:
+    options = dict.fromkeys(RequestOptions.model_fields)
+    item = dict.fromkeys([*KWARGS, "type", "url", "frames"]) | ITEM
+    fleet = Fleet()
+    answer = client(fleet).post("/v1/encode", json={"items": [item], "options": options})
+    assert answer.status_code == 200
+    assert fleet.calls[0][0] == "float32", "as without a dtype"
 
 
 def test_a_list_of_frames_takes_no_number_of_frames() -> None:

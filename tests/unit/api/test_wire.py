@@ -191,7 +191,8 @@ def test_broken_requests(body: bytes, message: str) -> None:
 
 @pytest.mark.parametrize("fps", [True, 0, [], float("nan"), 2**31])
 def test_options_of_an_item_are_checked_one_by_one(fps: Any) -> None:
-    for source in ({"data": ""}, {"frames": []}):
+    sources: list[dict[str, Any]] = [{"data": ""}, {"frames": []}]
+    for source in sources:
         body = json.dumps({"items": [{"type": "video", "fps": fps} | source]}).encode()
         ((item,), _) = wire.parse_request(body, JSON)
         with pytest.raises(WireError, match="fps must be a number above zero"):

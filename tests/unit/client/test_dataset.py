@@ -359,7 +359,11 @@ def test_rows_with_images_to_parquet(tmp_path: Path) -> None:
 def test_the_manifest_has_what_an_answer_says(
     tmp_path: Path, format: Literal["safetensors", "parquet"]
 ) -> None:
-    remarks = {"timestamps": (0.25, 0.75), "second_per_grid_ts": 0.5, "notice": "16-bit"}
+    remarks: dict[str, Any] = {
+        "timestamps": (0.25, 0.75),
+        "second_per_grid_ts": 0.5,
+        "notice": "16-bit",
+    }
 
     class Film(Caller):
         async def encode(self, *args: Any, **options: Any) -> list[Embedding]:

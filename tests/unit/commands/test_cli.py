@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from encoder_service import cli
+from encoder_service import __version__, cli
 from encoder_service.commands import check
 from router.policy.balance import POLICIES
 
@@ -68,6 +68,24 @@ def test_check_follows_the_size_of_images(
     Path(config).write_text(text)
     assert cli.main(["check", config]) == 0
     assert "max_pixels 262,144, at most 1,048,576" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("graphs", "says"),
+    [
+        ("", "max_pixels 100,001, at most 100,001"),
+        (", token_budgets: [32, 64]", "max_pixels 100,001 if not given, else at most"),
+    ],
+)
+def test_check_of_pixels_that_are_no_whole_number_of_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], graphs: str, says: str
+) -> None:
+    kwargs = "images_kwargs: {max_pixels: 100001}, id: qwen3vl-tiny"
+    config = changed(tmp_path, "id: qwen3vl-tiny", kwargs)
+    graphs = f"graphs: {{mode: budget{graphs}}}\n      router:"
+    Path(config).write_text(Path(config).read_text().replace("router:", graphs))
+    assert cli.main(["check", config]) == 0
+    assert says in capsys.readouterr().out
 
 
 def cells(line: str) -> list[str]:
@@ -296,6 +314,12 @@ def test_a_bench_without_a_gpu_says_what_works(
 ) -> None:
     assert cli.main(["bench", kind, "--model", "qwen3vl-tiny"]) == 1
     assert "--device" in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"encoder-service {__version__}\n"
 
 
 def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:

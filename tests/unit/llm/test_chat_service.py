@@ -26,6 +26,7 @@ from encoder_service.llm.schema import (
     ChatCall,
     ChatEvent,
     ChatKwargs,
+    ChatRequest,
     Finish,
     InvalidKey,
     SamplingParams,
@@ -266,7 +267,8 @@ TORN = {"type": "image_url", "image_url": {"url": "data:image/jpeg,abc"}}
     ("change", "param"),
     [
         ({"tools": [{}]}, "tools"),
-        ({"unknown": None}, "unknown"),
+        ({"unknown": 0}, "unknown"),
+        ({"model": None}, "model"),
         ({"temperature": 3, "tools": [{}]}, "temperature"),
         ({"stream_options": {}}, None),
         (
@@ -418,6 +420,22 @@ def test_parameters_that_change_nothing_are_accepted(values: dict[str, Any]) -> 
     assert http.post(PATH, json=HELLO | values).status_code == 200
     assert http.post(PATH, json=HELLO).status_code == 200
     assert replicas.calls[0].sampling == replicas.calls[1].sampling
+
+
+def test_null_is_as_nothing_everywhere() -> None:
+    """As clients send it for all that is optional, and messages as they were answered."""
+    replicas = Replicas(WHOLE)
+    picture = image(jpeg(64, 32))
+    picture["image_url"]["detail"] = None
+    answered = {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None}
+    messages = [{"role": "user", "content": [picture], "name": None}, answered]
+    request = dict.fromkeys(ChatRequest.model_fields.keys()) | HELLO | {"messages": messages}
+    request |= {"reasoning_effort": None}
+    assert client(replicas).post(PATH, json=request).status_code == 200
+    kwargs = dict.fromkeys(ChatKwargs.model_fields)
+    assert tokens_of(picture, mm_processor_kwargs=kwargs) == [6]
+    streamed = HELLO | {"stream": True, "stream_options": {"include_usage": None}}
+    assert client(Replicas(WHOLE)).post(PATH, json=streamed).status_code == 200
 
 
 def test_the_openapi_document_describes_chats() -> None:
