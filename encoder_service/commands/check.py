@@ -199,7 +199,10 @@ def losses(application: Mapping[str, Any], which: str) -> str:
 
 
 def missing(service: ServiceOptions) -> Iterator[str]:
-    """Packages not installed here; a warning only, as this may not be a node of the cluster."""
+    """Packages not installed here; a warning only, as this may not be a node of the cluster. And
+    options without effect."""
+    if service.encoder.gpu_memory_bytes and service.encoder.device == "cpu":
+        yield "encoder.gpu_memory_bytes has no effect: encoder.device is cpu"
     if service.encoder.transport == "nixl" and find_spec("nixl") is None:
         yield (
             "encoder.transport is nixl: nixl is not installed here; every node of an encoder needs "
@@ -238,6 +241,8 @@ def table(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Table:
     shown.add_row("a pack", f"up to {room.items} items, {room.frames} video frames")
     encoder = service.encoder
     each = f"{encoder.num_gpus:g} GPU, {encoder.num_cpus:g} CPU each, on {encoder.device}"
+    if encoder.gpu_memory_bytes:
+        each += f", {encoder.gpu_memory_bytes:,} bytes of GPU memory"
     shown.add_row("encoders", f"{count(encoder)}: {each}")
     shown.add_row("routers", f"{service.router.replicas}: {service.router.policy}")
     shown.add_row("ingresses", f"{service.ingress.replicas}")

@@ -275,6 +275,7 @@ def test_check_names_what_is_wrong(
     ("old", "new", "message"),
     [
         ("num_gpus: 0, ", "num_gpus: 0, transport: nixl, ", "nixl is not installed here; every"),
+        ("num_gpus: 0, ", "num_gpus: 0, gpu_memory_bytes: 9, ", "has no effect: encoder.device is"),
         (
             "router: {",
             "graphs: {token_budgets: [512, 1023]}\n      router: {",
