@@ -205,6 +205,9 @@ class EncoderOptions(DeviceOptions):
     nixl_bytes: PositiveInt = 2**30
     """Memory on each replica's device where rows wait for their readers. Rows that do not fit use
     shared memory."""
+    gpu_memory_bytes: PositiveInt | None = None
+    """Limit of the GPU memory that a replica takes through torch: weights, graphs, buffers,
+    `nixl_bytes`. The CUDA context and modules come on top. None: all that is free."""
     max_stall_seconds: float = Field(60, gt=0)
     """A replica that has work but finishes no pack for this long reports itself unhealthy."""
 

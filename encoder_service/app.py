@@ -83,9 +83,10 @@ def build(args: dict[str, Any]) -> serve.Application:
 def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve.Application:
     """Encoder <- Router <- Ingress, and Router <- Chat <- Ingress if there is a language model.
 
-    Each deployment gets only the options that it reads, because Serve restarts those whose
-    arguments change. The ingress has a router in its own process; the Router deployment is for
-    callers in Ray.
+    A change of any option restarts every replica, because Serve makes the version of all
+    deployments of an application of its `args`. The `deployments` of a configuration may override
+    what is given here, without a restart. The ingress has a router in its own process; the Router
+    deployment is for callers in Ray.
     """
     # Serve's access log would write a line per inner call, and block for it.
     logs = LoggingConfig(encoding=options.logging.format.upper(), enable_access_log=False)

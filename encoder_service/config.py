@@ -33,6 +33,9 @@ OPEN_CLUSTER = (
     "can run code in the cluster: set RAY_AUTH_MODE=token before Ray is started"
 )
 
+SECTIONS = {"Encoder": "encoder", "Router": "router", "Ingress": "ingress", "Chat": "llm"}
+"""Our deployments, and the sections of `args` that describe them."""
+
 Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
 
@@ -231,6 +234,36 @@ def is_ours(application: Mapping[str, Any]) -> bool:
     return str(application.get("import_path")).replace(":", ".") == BUILD.replace(":", ".")
 
 
+def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceOptions:
+    """The options with the counts of the application's `deployments`, which Serve prefers.
+
+    Raises ConfigError.
+    """
+    found: dict[str, Any] = {}
+    for entry in application.get("deployments", []):
+        name, replicas = entry.get("name"), entry.get("num_replicas")
+        section = getattr(options, SECTIONS.get(name, ""), None)
+        if section is None:
+            there = [one for one, key in SECTIONS.items() if getattr(options, key)]
+            raise ConfigError(
+                f"deployments: no deployment is named {name!r}; there are {', '.join(there)}"
+            )
+        if replicas is None:
+            continue
+        if type(replicas) is not int or replicas < 1:
+            raise ConfigError(
+                f"deployments: num_replicas of {name} is {replicas!r}: give a number from 1 on, "
+                "or set encoder.autoscaling"
+            )
+        if getattr(section, "autoscaling", None):
+            raise ConfigError(
+                "encoder.autoscaling and num_replicas of the deployment Encoder are both given: "
+                "keep one of them"
+            )
+        found[SECTIONS[name]] = section.model_copy(update={"replicas": replicas})
+    return options.model_copy(update=found)
+
+
 def load_all(path: Path) -> list[ServiceOptions]:
     """The options of each of our applications. Raises ConfigError if there is none."""
     found = []
@@ -241,7 +274,7 @@ def load_all(path: Path) -> list[ServiceOptions]:
         if not isinstance(args, Mapping):
             raise ConfigError(f"{path}: applications[{index}].args is not a mapping")
         try:
-            found.append(parse(args))
+            found.append(counted(parse(args), application))
         except ConfigError as error:
             raise ConfigError(f"{path}: applications[{index}].args: {error}") from None
     if not found:

@@ -94,7 +94,7 @@ class ReplicaServer:
         self._encoder = encoder
         self._endpoint: Endpoint | None = None
         self._server: grpc.aio.Server | None = None
-        self._streams: set[CallStream] = set()
+        self._streams: set[RouterStream] = set()
         self._works = {
             "encode": self._encode,
             "check": self._check,
@@ -154,7 +154,7 @@ class ReplicaServer:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this replica's")
         # The router can tell a replica that died of its calls from one that was dead before.
         await context.send_initial_metadata(((BEGUN_KEY, "1"),))
-        stream = CallStream(self, calls)
+        stream = RouterStream(self, calls)
         self._streams.add(stream)
         try:
             while (outcome := await stream.outcomes.get()) is not None:
@@ -200,7 +200,7 @@ class ReplicaServer:
         return {"released": await self._encoder.release(request.name)}
 
 
-class CallStream:
+class RouterStream:
     """The calls of one stream: a task for each, whose outcomes wait in `outcomes` to be sent."""
 
     def __init__(self, server: ReplicaServer, calls: AsyncIterator[pb.Call]) -> None:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from hashlib import sha256
 from inspect import isasyncgen
+from pathlib import Path
+from secrets import token_hex
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -73,16 +77,61 @@ SERVER_OPTIONS = [
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
 
+PROC_UNIX = Path("/proc/net/unix")
+CLAIM = "encoder-service-grpc"
+
 Health = health_pb2.HealthCheckResponse
 Message = TypeVar("Message", pb.Embedding, pb.Plan)
 
 
 @asynccontextmanager
-async def serving(service: Service, options: IngressOptions) -> AsyncIterator[None]:
+async def serving(
+    service: Service, options: IngressOptions, owner: str = ""
+) -> AsyncIterator[None]:
     """Listens on ingress.grpc_host and grpc_port. Calls under way at the end are answered.
 
-    Raises StartError if the port is taken by another program.
+    `owner`: names the service; its ingresses on one machine share the port. Raises StartError if
+    the port is taken by another service or program.
     """
+    with claim(options, owner):
+        async with listening(service, options):
+            yield
+
+
+@contextmanager
+def claim(options: IngressOptions, owner: str) -> Iterator[None]:
+    """Raises StartError while another service of this user has the port, which the kernel would
+    divide between both (SO_REUSEPORT).
+
+    The claim is the name of an abstract unix socket, which ends with its process. All of a network
+    namespace are in /proc/net/unix. Linux only.
+    """
+    if not PROC_UNIX.exists():
+        yield
+        return
+    host, port = options.grpc_host[:40], str(options.grpc_port)
+    mark = sha256(owner.encode()).hexdigest()[:16]
+    with socket.socket(socket.AF_UNIX) as own:
+        own.bind("\0" + "/".join((CLAIM, host, port, mark, token_hex(8))))
+        # After `bind`: of two that start at the same time at least one sees the other.
+        for line in PROC_UNIX.read_text().splitlines():
+            _, found, name = line.rpartition(f"@{CLAIM}/")
+            there = name.split("/")
+            if found and there[1:2] == [port] and there[2:3] != [mark] and shared(host, there[0]):
+                raise StartError(
+                    f"another service on this machine listens on port {port} (ingress.grpc_port): "
+                    "give this one another port, or stop the other one"
+                )
+        yield
+
+
+def shared(one: str, other: str) -> bool:
+    """Whether listening on both hosts uses an address twice, as far as their names tell."""
+    return one == other or not {one, other}.isdisjoint(("0.0.0.0", "::"))
+
+
+@asynccontextmanager
+async def listening(service: Service, options: IngressOptions) -> AsyncIterator[None]:
     host = f"[{options.grpc_host}]" if ":" in options.grpc_host else options.grpc_host
     address = f"{host}:{options.grpc_port}"
     seconds = service.limits.timeout_seconds + GRACE_SECONDS
@@ -142,9 +191,9 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         reads, most_bytes, error = self.open_reads, OPEN_BYTES, None
         if service == f"/{SERVICE.full_name}":
             reads, most_bytes = self.reads, self.most_bytes
-            metadata = dict(handler_call_details.invocation_metadata)
+            metadata = handler_call_details.invocation_metadata
             try:
-                self.service.authorize(metadata.get("authorization"))
+                self.service.authorize(*(one for key, one in metadata if key == "authorization"))
             except Unauthorized as found:
                 error = found
         handler = await continuation(handler_call_details)

@@ -92,7 +92,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
 
     def check_head(request: Request, default: str, formats: Collection[str]) -> str:
         """Checks a request before its body is read. Returns the content type of the response."""
-        service.authorize(request.headers.get("authorization"))
+        service.authorize(*request.headers.getlist("authorization"))
         if request.query_params and not is_file(request.headers.get("content-type", "")):
             raise InvalidOption(
                 "options belong in the body's `options`: only a bare file has them in the query"
@@ -111,7 +111,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
     @app.get(REFERENCE_PATH, responses=schema.MISSING | schema.ANSWER, response_class=Response)
     async def fetch(request: Request, reference: str) -> Response:
         """The embedding that is kept under an id: a response with one item."""
-        service.authorize(request.headers.get("authorization"))
+        service.authorize(*request.headers.getlist("authorization"))
         accept = choose(request.headers.get("accept", ""))
         document = await service.fetch(reference, request.state.exchange.request_id)
         return await rendered(request, document, accept)
@@ -119,19 +119,19 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
     @app.delete(REFERENCE_PATH, responses=schema.MISSING, status_code=204)
     async def release(request: Request, reference: str) -> None:
         """Releases a kept embedding before it expires."""
-        service.authorize(request.headers.get("authorization"))
+        service.authorize(*request.headers.getlist("authorization"))
         await service.release(reference)
 
     @app.get("/v1/model", responses=schema.ERRORS)
     async def model(request: Request) -> dict[str, Any]:
         """What is served: the model, its budgets and limits, versions."""
-        service.authorize(request.headers.get("authorization"))
+        service.authorize(*request.headers.getlist("authorization"))
         return service.card
 
     @app.get("/v1/status", responses=schema.ERRORS)
     async def status(request: Request) -> dict[str, Any]:
         """The fleet at a glance: totals since the replicas started, about a second old."""
-        service.authorize(request.headers.get("authorization"))
+        service.authorize(*request.headers.getlist("authorization"))
         return await service.status.get()
 
     @app.head("/", include_in_schema=False)

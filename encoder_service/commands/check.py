@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -41,6 +41,19 @@ from encoder_service.config import (
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.spec import LlmSpec
 
+ONLY_AT_START = {
+    "proxy_location", "http_options", "grpc_options", "controller_options", "tracing_config",
+}  # fmt: skip
+"""Keys of a Serve configuration that are ignored while Serve runs."""
+VERSIONED = ("import_path", "runtime_env", "args", "autoscaling_policy")
+"""Keys of an application whose change restarts all its replicas."""
+RESTARTING = {
+    "ray_actor_options", "placement_group_bundles", "placement_group_strategy",
+    "placement_group_bundle_label_selector", "placement_group_fallback_strategy",
+    "max_replicas_per_node", "gang_scheduling_config", "deployment_actors",
+}  # fmt: skip
+"""Options in `deployments` whose change restarts the replicas of that deployment."""
+
 SIDES = range(1, 5)
 """Numerators and denominators of the aspect ratios tried to find the image with most tokens."""
 
@@ -50,11 +63,26 @@ def add(subcommands: Any) -> None:
         subcommands, "check", run, "validate a configuration and show what it would serve"
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="such as configs/tiny.yaml")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="OLD",
+        help="the configuration that is served now: show what changing it to CONFIG would restart, "
+        "capture again and lose",
+    )
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Prints a table for each of our applications. Raises StartError, naming the offending key."""
     document = read_document(options.config)
+    if options.against:
+        check_serve(document, str(options.config))
+        load_all(options.config)
+        shown = Table(show_header=False)
+        for kind, what in rollout(read_document(options.against), document):
+            shown.add_row(kind, escape(what))
+        console.print(shown if shown.rows else "nothing changes")
+        return 0
     check_serve(document, str(options.config))
     for service in load_all(options.config):
         check_timeouts(document, service.limits.timeout_seconds, str(options.config))
@@ -85,8 +113,111 @@ def exposed() -> Iterator[str]:
             yield f"{token}: other users may read Ray's token: chmod 600 it, and set umask 077"
 
 
+def rollout(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What changing a Serve configuration does: pairs of kind and effect; none if nothing changes.
+
+    From the documents alone, as Ray 2.60 compares them (`get_app_code_version` and
+    `DeploymentVersion`): `args` as written, so that writing a default out counts as a change.
+    """
+    found = []
+    for key in differences(old, new):
+        if (section := key.split(".")[0]) in ONLY_AT_START:
+            remedy = "shut Serve down and start it again, or start a second cluster"
+            found.append(("ignored", f"{key}: read only when Serve starts: {remedy}"))
+        elif section != "applications":
+            found.append(("live", key))
+    before, after = named(old, "applications"), named(new, "applications")
+    for name in before.keys() - after.keys():
+        found.append(("removed", f"application {name}"))
+        found.append(("lost", losses(before[name], "all")))
+    found += [("started", f"application {name}") for name in after.keys() - before.keys()]
+    for name in before.keys() & after.keys():
+        found += rollout_of(before[name], after[name])
+    return sorted(found)
+
+
+def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The same, of one application."""
+    encoders_restart = False
+    if changed := differences(versioned(old), versioned(new)):
+        encoders_restart = True
+        yield "restarts", f"every replica, because of {', '.join(changed)}"
+        if counts := [key for key in changed if key.endswith(".replicas")]:
+            yield "avoidable", f"{', '.join(counts)}: set num_replicas in `deployments` instead"
+    for key in differences(old, new):
+        if key.split(".")[0] not in (*VERSIONED, "deployments"):
+            yield "live", key
+    before, after = named(old, "deployments"), named(new, "deployments")
+    for name in before.keys() | after.keys():
+        was, now = before.get(name, {}), after.get(name, {})
+        for key in differences(was, now):
+            if (option := key.split(".")[0]) in RESTARTING:
+                encoders_restart |= name == "Encoder"
+                yield "restarts", f"every {name}, because of deployments.{key}"
+            elif option == "num_replicas":
+                before_it, after_it = (one.get(option, "default") for one in (was, now))
+                yield "live", f"{name}: {option} {before_it} -> {after_it}"
+            elif option != "name":
+                yield "live", f"{name}: {key}"
+    least, most = encoders(old)
+    if encoders_restart:
+        yield "captured again", "the graphs of every encoder"
+        yield "lost", losses(old, "all")
+    elif least == most > (left := encoders(new)[1]):
+        yield "lost", losses(old, f"{most - left} of")
+
+
+def named(parent: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
+    """The elements of a list by their names."""
+    return {str(one.get("name")): one for one in parent.get(key, [])}
+
+
+def versioned(application: Mapping[str, Any]) -> dict[str, Any]:
+    """What Serve makes the version of all deployments of an application of."""
+    found: dict[str, Any] = {key: application.get(key) for key in VERSIONED}
+    for name, options in named(application, "deployments").items():
+        found[name] = {
+            "autoscaling_config.policy": options.get("autoscaling_config", {}).get("policy"),
+            "request_router_config": options.get("request_router_config"),
+        }
+    return found
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, the most deeply nested ones, with dots."""
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        was, now = old.get(key), new.get(key)
+        if was == now:
+            continue
+        if isinstance(was or {}, Mapping) and isinstance(now or {}, Mapping):
+            found += [f"{key}.{inner}" for inner in differences(was or {}, now or {})]
+        else:
+            found.append(key)
+    return found
+
+
+def encoders(application: Mapping[str, Any]) -> tuple[int, int]:
+    """The least and the largest number. OLD may be of a release that `parse` does not know."""
+    encoder = application.get("args", {}).get("encoder", {})
+    if scaling := encoder.get("autoscaling"):
+        return scaling.get("min_replicas", 1), scaling["max_replicas"]
+    options = named(application, "deployments").get("Encoder", {})
+    replicas = options.get("num_replicas") or encoder.get("replicas", 1)
+    return replicas, replicas
+
+
+def losses(application: Mapping[str, Any], which: str) -> str:
+    caches = application.get("args", {}).get("cache", {}).get("max_bytes")
+    what = "the ids kept by, and the caches of," if caches else "the ids kept by"
+    return f"{what} {which} {' to '.join(map(str, sorted({*encoders(application)})))} encoders"
+
+
 def missing(service: ServiceOptions) -> Iterator[str]:
-    """Packages not installed here; a warning only, as this may not be a node of the cluster."""
+    """Packages not installed here; a warning only, as this may not be a node of the cluster. And
+    options without effect."""
+    if service.encoder.gpu_memory_bytes and service.encoder.device == "cpu":
+        yield "encoder.gpu_memory_bytes has no effect: encoder.device is cpu"
     if service.encoder.transport == "nixl" and find_spec("nixl") is None:
         yield (
             "encoder.transport is nixl: nixl is not installed here; every node of an encoder needs "
@@ -125,6 +256,8 @@ def table(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Table:
     shown.add_row("a pack", f"up to {room.items} items, {room.frames} video frames")
     encoder = service.encoder
     each = f"{encoder.num_gpus:g} GPU, {encoder.num_cpus:g} CPU each, on {encoder.device}"
+    if encoder.gpu_memory_bytes:
+        each += f", {encoder.gpu_memory_bytes:,} bytes of GPU memory"
     shown.add_row("encoders", f"{count(encoder)}: {each}")
     shown.add_row("routers", f"{service.router.replicas}: {service.router.policy}")
     shown.add_row("ingresses", f"{service.ingress.replicas}")
@@ -193,6 +326,7 @@ def check_serve(document: dict[str, Any], path: str) -> None:
     """
     # Ray takes seconds to import.
     from ray.serve.schema import (
+        DeploymentSchema,
         HTTPOptionsSchema,
         ServeApplicationSchema,
         ServeDeploySchema,
@@ -216,6 +350,8 @@ def check_serve(document: dict[str, Any], path: str) -> None:
     for index, application in enumerate(document["applications"]):
         where = f"{path}: applications[{index}]"
         check_keys(application, ServeApplicationSchema, where)
+        for place, options in enumerate(application.get("deployments", [])):
+            check_keys(options, DeploymentSchema, f"{where}.deployments[{place}]")
         # Importing code that is not ours may have any effect.
         if application["import_path"].startswith("encoder_service."):
             check_import(application["import_path"].replace(":", "."), f"{where}.import_path")

@@ -258,7 +258,7 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
         answers = Answers(chat.spec, exchange.request_id)
         parsed = None
         try:
-            service.authorize(request.headers.get("authorization"))
+            service.authorize(*request.headers.getlist("authorization"))
             async with AsyncExitStack() as held:
                 take = held.enter_context(service.buffered.hold())
                 parsed = await chat.parse(await read_body(request, service.limits, take))
@@ -279,14 +279,14 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
     @app.get("/v1/models")
     async def list_models(request: Request) -> dict[str, Any]:
         """The language model that is served."""
-        service.authorize(request.headers.get("authorization"))
+        service.authorize(*request.headers.getlist("authorization"))
         return {"object": "list", "data": [entry]}
 
     @app.get("/v1/models/{model:path}", response_model=None)
     async def show_model(request: Request, model: str) -> dict[str, Any] | Response:
         """The language model of this name, which may contain slashes."""
         try:
-            service.authorize(request.headers.get("authorization"))
+            service.authorize(*request.headers.getlist("authorization"))
             chat.check_model(model)
         except Exception as problem:
             return refusal(problem, None, request.state.exchange)

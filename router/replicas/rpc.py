@@ -52,7 +52,7 @@ class ReplicaChannel:
         target = f"unix:{endpoint.unix}" if self._near else endpoint.tcp
         self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
         self._ids = count(1)
-        self._stream: CallStream | None = None
+        self._stream: ReplicaStream | None = None
         self._calls = 0
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
@@ -66,7 +66,7 @@ class ReplicaChannel:
         self._calls += 1
         try:
             if self._stream is None or self._stream.ended:
-                self._stream = CallStream(self._channel, self.endpoint.token)
+                self._stream = ReplicaStream(self._channel, self.endpoint.token)
             async with asyncio.timeout(timeout_seconds):
                 outcome = await self._stream.outcome(number, data)
         except TimeoutError:
@@ -102,7 +102,7 @@ class ReplicaChannel:
             self._closing = asyncio.get_running_loop().create_task(self._channel.close())
 
 
-class CallStream:
+class ReplicaStream:
     """The calls over one stream, until it breaks."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:

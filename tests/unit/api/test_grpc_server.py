@@ -60,6 +60,11 @@ def test_without_a_token_no_message_is_read() -> None:
                     await call
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
                 assert json.loads(caught.value.details() or "")["type"] == "unauthorized"
+            for values in (["Bearer open", "Bearer no"], ["Bearer no", "Bearer open"]):
+                with pytest.raises(grpc.aio.AioRpcError, match="send one"):
+                    await stub.GetModel(
+                        pb.GetModelRequest(), metadata=[("authorization", one) for one in values]
+                    )
             assert not read_messages
             answer = await stub.GetModel(
                 pb.GetModelRequest(), metadata=(("authorization", "Bearer open"),)
@@ -253,6 +258,14 @@ def test_ingresses_share_a_port_and_other_programs_do_not() -> None:
         async with listening(service(Fleet())) as (target, _):
             port = int(target.rpartition(":")[2])
             async with serving(service(Fleet()), IngressOptions(grpc_port=port)):
+                pass
+            for host in ("127.0.0.1", "0.0.0.0"):
+                one = IngressOptions(grpc_host=host, grpc_port=port)
+                with pytest.raises(StartError, match="another service on this machine"):
+                    async with serving(service(Fleet()), one, "another service"):
+                        pass
+            elsewhere = IngressOptions(grpc_host="127.0.0.2", grpc_port=port)
+            async with serving(service(Fleet()), elsewhere, "another service"):
                 pass
         with socket.create_server(("127.0.0.1", 0)) as other:
             options = IngressOptions(grpc_port=other.getsockname()[1])
