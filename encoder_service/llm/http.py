@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from actors.errors import InvalidRequest, ServiceError, Unavailable
+from actors.errors import InvalidOption, InvalidRequest, ServiceError, Unavailable
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import EnlargingSizing
 from actors.spec.video import FRAMES_PER_GROUP, TotalPixels, retained_tokens
@@ -298,6 +298,8 @@ def refusal(problem: Exception, parsed: Parsed | None, exchange: Exchange) -> Re
     found = fault(problem, exchange.request_id)
     exchange.failed(found.row.type, found.message)
     param = problem.param if isinstance(problem, InvalidKey | UnknownModel) else None
+    if isinstance(problem, InvalidOption):
+        param = "mm_processor_kwargs"
     if parsed and found.item is not None:
         param = parsed.place(found.item)
     return error_response(found, found.openai_document(param))

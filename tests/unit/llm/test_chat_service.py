@@ -201,6 +201,13 @@ def test_a_size_of_all_frames_is_not_that_of_each() -> None:
     assert "give min_pixels and max_pixels, those of each frame" in answer.text
 
 
+@pytest.mark.parametrize("kwargs", [{"max_pixels": 2**30}, {"max_patches": 2}])
+def test_kwargs_that_the_model_does_not_take_are_the_param(kwargs: dict[str, int]) -> None:
+    chat = HELLO | {"messages": [{"role": "user", "content": [image(jpeg(64, 32))]}]}
+    answer = client(Replicas()).post(PATH, json=chat | {"mm_processor_kwargs": kwargs})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (422, "mm_processor_kwargs")
+
+
 def test_glm_counts_an_image_once_for_each_of_two_frames() -> None:
     glm = read(ModelOptions(id="glm41v-9b", load_format="dummy"))
     kwargs = ChatKwargs(size=SizeRange(shortest_edge=12545, longest_edge=65536))
