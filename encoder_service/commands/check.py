@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
@@ -81,7 +81,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         console.print(shown if shown.rows else "nothing changes")
         return 0
     check_serve(document, str(options.config))
-    for service in load_all(options.config):
+    services = load_all(options.config)
+    check_ports([one.ingress.grpc_port for one in services], str(options.config))
+    for service in services:
         check_timeouts(document, service.limits.timeout_seconds, str(options.config))
         spec = read(service.model)
         room = fit(service, spec)
@@ -345,6 +347,15 @@ def check_keys(given: Iterable[str], schema: type[BaseModel], where: str) -> Non
     unknown = sorted(str(key) for key in set(given) - schema.model_fields.keys())
     if unknown:
         raise ConfigError(f"{where}: {', '.join(unknown)}: Serve knows no such key")
+
+
+def check_ports(ports: Sequence[int | None], path: str) -> None:
+    """Raises ConfigError if two applications would listen on one port: see grpc.claim."""
+    for port in filter(None, ports):
+        if ports.count(port) > 1:
+            raise ConfigError(
+                f"{path}: several applications have ingress.grpc_port {port}: give each its own"
+            )
 
 
 def check_timeouts(

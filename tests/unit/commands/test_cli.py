@@ -310,6 +310,10 @@ def test_check_looks_at_every_application_of_ours(
     second = application.replace("name: encoder", "name: second").replace("prefix: /", "prefix: /2")
     path = tmp_path / "several.yaml"
     path.write_text(f"{head}applications:\n{other}{application}{second}")
+    assert cli.main(["check", str(path)]) == 1
+    assert "several applications have ingress.grpc_port 9000" in capsys.readouterr().err
+    second = second.replace("ingress: {", "ingress: {grpc_port: 9001, ")
+    path.write_text(f"{head}applications:\n{other}{application}{second}")
     assert cli.main(["check", str(path)]) == 0
     assert capsys.readouterr().out.count("largest_first") == 2
     wrong = second.replace("encoder: {", "encoder: {replica: 3, ")
