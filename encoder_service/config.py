@@ -235,7 +235,7 @@ def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceO
     Raises ConfigError.
     """
     found: dict[str, Any] = {}
-    for entry in application.get("deployments", []):
+    for entry in application.get("deployments") or []:
         name, replicas = entry.get("name"), entry.get("num_replicas")
         section = getattr(options, SECTIONS.get(name, ""), None)
         if section is None:
