@@ -200,6 +200,12 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
             f"router.max_outstanding_patches is {most}, less than the "
             f"{patches} patches of one largest image: raise it"
         )
+    return room
+
+
+def check_scaling(options: ServiceOptions) -> None:
+    """Raises ConfigError if the encoders would never have work enough for the most of them."""
+    most = options.router.max_outstanding_patches
     if scaling := options.encoder.autoscaling:
         admitted = most * options.ingress.replicas
         asked = scaling.target_patches * (scaling.max_replicas - 1)
@@ -207,9 +213,8 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
             raise ConfigError(
                 f"encoder.autoscaling reaches {scaling.max_replicas} replicas beyond {asked} "
                 f"outstanding patches, and the ingresses admit {admitted}: raise "
-                "router.max_outstanding_patches or ingress.replicas, or lower target_patches"
+                "router.max_outstanding_patches or the number of ingresses, or lower target_patches"
             )
-    return room
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from encoder_service.config import (
     IngressOptions,
     LlmOptions,
     ServiceOptions,
+    check_scaling,
     fit,
     load_all,
     read_document,
@@ -89,6 +90,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         check_timeouts(document, service.limits.timeout_seconds, str(options.config))
         spec = read(service.model)
         room = fit(service, spec)
+        check_scaling(service)
         shown = table(service, spec, room)
         shown.add_row("listens on", ports(document, service.ingress, str(options.config)))
         console.print(shown)
