@@ -154,6 +154,7 @@ class DeviceOptions(Options):
     """A deployment whose replicas own one device each."""
 
     replicas: PositiveInt = 1
+    """`num_replicas` in the `deployments` of the application changes without a restart."""
     num_gpus: float = Field(1, ge=0, le=1)
     """GPUs that Ray reserves per replica: 0 with `device: cpu`; below 1, replicas share a GPU."""
     num_cpus: float = Field(1, ge=0)

@@ -20,7 +20,14 @@ from actors.options import ActorOptions, EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import check_transport
 from actors.telemetry.tracing import LOG, check_tracing
-from encoder_service.config import OPEN_CLUSTER, ServiceOptions, fit, parse, resources
+from encoder_service.config import (
+    OPEN_CLUSTER,
+    ServiceOptions,
+    check_scaling,
+    fit,
+    parse,
+    resources,
+)
 from encoder_service.ingress import Ingress
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.chat import Chat
@@ -66,6 +73,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         spec = read(options.model)
         # Checked here too: one sentence instead of a traceback in every replica.
         fit(options, spec)
+        if "replicas" in options.ingress.model_fields_set:  # otherwise perhaps in `deployments`
+            check_scaling(options)
         check_tracing(options.tracing)
         check_transport(options.encoder.transport)
         llm = llm_spec.read(options.llm, options.model, spec) if options.llm else None

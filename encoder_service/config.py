@@ -205,6 +205,12 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
             f"router.max_outstanding_patches is {most}, less than the "
             f"{patches} patches of one largest image: raise it"
         )
+    return room
+
+
+def check_scaling(options: ServiceOptions) -> None:
+    """Raises ConfigError if the encoders would never have work enough for the most of them."""
+    most = options.router.max_outstanding_patches
     if scaling := options.encoder.autoscaling:
         admitted = most * options.ingress.replicas
         asked = scaling.target_patches * (scaling.max_replicas - 1)
@@ -212,9 +218,8 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
             raise ConfigError(
                 f"encoder.autoscaling reaches {scaling.max_replicas} replicas beyond {asked} "
                 f"outstanding patches, and the ingresses admit {admitted}: raise "
-                "router.max_outstanding_patches or ingress.replicas, or lower target_patches"
+                "router.max_outstanding_patches or the number of ingresses, or lower target_patches"
             )
-    return room
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -240,7 +245,7 @@ def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceO
     Raises ConfigError.
     """
     found: dict[str, Any] = {}
-    for entry in application.get("deployments", []):
+    for entry in application.get("deployments") or []:
         name, replicas = entry.get("name"), entry.get("num_replicas")
         section = getattr(options, SECTIONS.get(name, ""), None)
         if section is None:

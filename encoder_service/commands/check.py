@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
@@ -34,6 +36,7 @@ from encoder_service.config import (
     IngressOptions,
     LlmOptions,
     ServiceOptions,
+    check_scaling,
     fit,
     load_all,
     read_document,
@@ -50,7 +53,7 @@ VERSIONED = ("import_path", "runtime_env", "args", "autoscaling_policy")
 RESTARTING = {
     "ray_actor_options", "placement_group_bundles", "placement_group_strategy",
     "placement_group_bundle_label_selector", "placement_group_fallback_strategy",
-    "max_replicas_per_node", "gang_scheduling_config", "deployment_actors",
+    "max_replicas_per_node", "gang_scheduling_config",
 }  # fmt: skip
 """Options in `deployments` whose change restarts the replicas of that deployment."""
 
@@ -84,10 +87,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
         console.print(shown if shown.rows else "nothing changes")
         return 0
     check_serve(document, str(options.config))
-    for service in load_all(options.config):
+    services = load_all(options.config)
+    check_ports([one.ingress.grpc_port for one in services], str(options.config))
+    for service in services:
         check_timeouts(document, service.limits.timeout_seconds, str(options.config))
         spec = read(service.model)
         room = fit(service, spec)
+        check_scaling(service)
         shown = table(service, spec, room)
         shown.add_row("listens on", ports(document, service.ingress, str(options.config)))
         console.print(shown)
@@ -169,32 +175,36 @@ def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple
 
 def named(parent: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
     """The elements of a list by their names."""
-    return {str(one.get("name")): one for one in parent.get(key, [])}
+    return {str(one.get("name")): one for one in parent.get(key) or []}
 
 
 def versioned(application: Mapping[str, Any]) -> dict[str, Any]:
     """What Serve makes the version of all deployments of an application of."""
     found: dict[str, Any] = {key: application.get(key) for key in VERSIONED}
-    for name, options in named(application, "deployments").items():
-        found[name] = {
-            "autoscaling_config.policy": options.get("autoscaling_config", {}).get("policy"),
-            "request_router_config": options.get("request_router_config"),
-        }
+    deployments = application.get("deployments") or []
+    for key in ("autoscaling_config", "request_router_config", "deployment_actors"):
+        given = [one[key] for one in deployments if one.get(key)]
+        if key == "autoscaling_config":
+            given = [one.get("policy") for one in given]
+        found[f"deployments.{key}"] = given
     return found
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, the most deeply nested ones, with dots."""
+    """The keys whose values differ as JSON (1 and 1.0 do), the most deeply nested, with dots."""
     found = []
     for key in sorted(old.keys() | new.keys()):
         was, now = old.get(key), new.get(key)
-        if was == now:
+        if written(was) == written(now):
             continue
+        inner = []
         if isinstance(was or {}, Mapping) and isinstance(now or {}, Mapping):
-            found += [f"{key}.{inner}" for inner in differences(was or {}, now or {})]
-        else:
-            found.append(key)
+            inner = [f"{key}.{one}" for one in differences(was or {}, now or {})]
+        found += inner or [key]
     return found
+
+
+written = partial(json.dumps, sort_keys=True, default=str)
 
 
 def encoders(application: Mapping[str, Any]) -> tuple[int, int]:
@@ -350,7 +360,7 @@ def check_serve(document: dict[str, Any], path: str) -> None:
     for index, application in enumerate(document["applications"]):
         where = f"{path}: applications[{index}]"
         check_keys(application, ServeApplicationSchema, where)
-        for place, options in enumerate(application.get("deployments", [])):
+        for place, options in enumerate(application.get("deployments") or []):
             check_keys(options, DeploymentSchema, f"{where}.deployments[{place}]")
         # Importing code that is not ours may have any effect.
         if application["import_path"].startswith("encoder_service."):
@@ -362,6 +372,15 @@ def check_keys(given: Iterable[str], schema: type[BaseModel], where: str) -> Non
     unknown = sorted(str(key) for key in set(given) - schema.model_fields.keys())
     if unknown:
         raise ConfigError(f"{where}: {', '.join(unknown)}: Serve knows no such key")
+
+
+def check_ports(ports: Sequence[int | None], path: str) -> None:
+    """Raises ConfigError if two applications would listen on one port: see grpc.claim."""
+    for port in filter(None, ports):
+        if ports.count(port) > 1:
+            raise ConfigError(
+                f"{path}: several applications have ingress.grpc_port {port}: give each its own"
+            )
 
 
 def check_timeouts(

@@ -76,7 +76,11 @@ def test_what_an_overlay_serves_deploys(cluster: Cluster, tmp_path: Path, overla
             assert embedding.shape[0] > 0
         if overlay == "dev":
             before = set(actors())
-            application["deployments"][0]["num_replicas"] = 2
+            logs = {"log_level": "DEBUG", "enable_access_log": False}
+            application["deployments"] = [
+                {"name": "Encoder", "num_replicas": 2, "health_check_period_s": 2},
+                {"name": "Ingress", "max_ongoing_requests": 900, "logging_config": logs},
+            ]
             deploy(document)
             within(60, lambda: httpx.get(f"{cluster.http}/readyz").json() == {"ready_replicas": 2})
             assert before < set(actors()), "nothing restarts"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from ray.serve._private.deploy_utils import get_app_code_version
+from ray.serve.schema import ServeApplicationSchema
 
 from encoder_service import __version__, cli
 from encoder_service.commands import check
@@ -91,6 +93,15 @@ applications:
         ),
         ("replicas: 2", "replicas: 1", ["live: Ingress: num_replicas 2 -> 1"]),
         (
+            "args: {",
+            "args: {cache: {}, ",
+            [
+                "captured again: the graphs of every encoder",
+                "lost: the ids kept by all 3 encoders",
+                "restarts: every replica, because of args.cache",
+            ],
+        ),
+        (
             "{num_cpus: 4}",
             "{num_cpus: 4, replicas: 2}",
             [
@@ -124,13 +135,23 @@ applications:
             ["live: Ingress: logging_config.log_level"],
         ),
         (
-            "name: Ingress, ",
-            "name: Ingress, autoscaling_config: {policy: {name: p}}, ",
+            "name: Ingress, num_replicas: 2",
+            "name: Ingress, autoscaling_config: {policy: {name: p}}",
             [
                 "captured again: the graphs of every encoder",
                 "live: Ingress: autoscaling_config.policy.name",
+                "live: Ingress: num_replicas 2 -> default",
                 "lost: the ids kept by all 3 encoders",
-                "restarts: every replica, because of Ingress.autoscaling_config.policy.name",
+                "restarts: every replica, because of deployments.autoscaling_config",
+            ],
+        ),
+        (
+            "num_cpus: 4",
+            "num_cpus: 4.0",
+            [
+                "captured again: the graphs of every encoder",
+                "lost: the ids kept by all 3 encoders",
+                "restarts: every replica, because of args.encoder.num_cpus",
             ],
         ),
         ("prefix: /", "prefix: /v", ["live: route_prefix"]),
@@ -148,8 +169,15 @@ applications:
 )
 def test_what_a_change_does(old: str, new: str, found: list[str]) -> None:
     assert old in OLD
-    shown = rollout(yaml.safe_load(OLD), yaml.safe_load(OLD.replace(old, new, 1)))
+    before, after = yaml.safe_load(OLD), yaml.safe_load(OLD.replace(old, new, 1))
+    shown = rollout(before, after)
     assert [f"{kind}: {what}".split(": read only")[0] for kind, what in shown] == found
+    versions = {
+        get_app_code_version(ServeApplicationSchema(**one))
+        for (one,) in (before["applications"], after["applications"])
+    }
+    told = any(one.startswith("restarts: every replica") for one in found)
+    assert told == (len(versions) == 2), "as Serve itself decides"
 
 
 def test_caches_are_lost_with_their_encoders() -> None:
@@ -346,6 +374,10 @@ def test_check_looks_at_every_application_of_ours(
     other = "  - {name: other, route_prefix: /other, import_path: somewhere.else:app}\n"
     second = application.replace("name: encoder", "name: second").replace("prefix: /", "prefix: /2")
     path = tmp_path / "several.yaml"
+    path.write_text(f"{head}applications:\n{other}{application}{second}")
+    assert cli.main(["check", str(path)]) == 1
+    assert "several applications have ingress.grpc_port 9000" in capsys.readouterr().err
+    second = second.replace("ingress: {", "ingress: {grpc_port: 9001, ")
     path.write_text(f"{head}applications:\n{other}{application}{second}")
     assert cli.main(["check", str(path)]) == 0
     assert capsys.readouterr().out.count("largest_first") == 2

@@ -254,7 +254,7 @@ MANY = 1500
 
 
 def test_more_sockets_than_zmq_has_are_served_in_turn() -> None:
-    async def story(_: httpx.AsyncClient, context: zmq.asyncio.Context) -> None:
+    async def story(client: httpx.AsyncClient, context: zmq.asyncio.Context) -> None:
         front = SglangEncoder(AsyncClient("http://127.0.0.1:1"), LimitOptions())
         receiver = context.socket(zmq.PULL)
         port = receiver.bind_to_random_port("tcp://127.0.0.1")
@@ -269,7 +269,7 @@ def test_more_sockets_than_zmq_has_are_served_in_turn() -> None:
 
 
 def test_what_zmq_cannot_do_is_said_and_leaves_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(_: httpx.AsyncClient, context: zmq.asyncio.Context) -> None:
+    async def story(client: httpx.AsyncClient, context: zmq.asyncio.Context) -> None:
         front = SglangEncoder(AsyncClient("http://127.0.0.1:1"), LimitOptions())
         opened: list[str] = []
 
