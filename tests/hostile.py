@@ -1,8 +1,8 @@
 """`make hostile`: clients that mean harm, and how long others wait meanwhile.
 
 Prints the longest wait of other callers, the growth of memory, and whether what was held is free
-again. Exits with 1 if others waited for over a second. RAY_SERVE_ENABLE_HA_PROXY=0 shows what
-Serve's own proxy makes of it.
+again. Exits with 1 if that is more than it may be. RAY_SERVE_ENABLE_HA_PROXY=0 shows what Serve's
+own proxy makes of it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pathlib import Path
 import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
 from encoder_service.bench.cluster import Cluster, cluster, logical_cpus, service
 from encoder_service.config import load
-from tests.images import jpeg
+from tests.images import encoded, jpeg
 from tests.processes import ours
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
@@ -31,9 +32,10 @@ STOPPED_SECONDS = 3
 """After this time HAProxy cuts off a client that neither sends nor reads."""
 SECONDS = 6.0
 """Of each attack."""
-MOST_SECONDS = 1.0
+MOST_SECONDS = 2.0
 """That others may wait."""
-MOST_GROWN = 400 * 2**20
+MOST_GROWN = 300 * 2**20
+"""Bytes by which memory may grow: a body of limits.max_body_bytes, and the rest."""
 
 os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")
 os.environ["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] = str(STOPPED_SECONDS)
@@ -48,7 +50,7 @@ class Attacker:
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**12)
-        self.stack.callback(lambda: writer.is_closing() or writer.transport.abort())
+        self.stack.callback(abort, writer)
         return reader, writer
 
     async def endless(self, begin: bytes, chunk: bytes) -> None:
@@ -90,18 +92,22 @@ class Attacker:
         await self.endless(begin, b"10000\r\n" + b"a" * 2**16 + b"\r\n")
 
     async def unread(self) -> None:
-        """The same image 64 times: 25 MB of rows for one that is encoded."""
+        """The same small file 64 times: 25 MB of rows for one that is encoded."""
         client = httpx.AsyncClient()
-        file = ("image", ("a.jpg", jpeg(1024, 1024)))
+        file = ("image", ("a.png", encoded(Image.new("RGB", (1024, 1024)), "PNG")))
         given = client.build_request("POST", "http://a/v1/encode", files=[file] * 64)
         content = await given.aread()
         begin = post(given.headers["content-type"], len(content))
         for _ in range(50):
             _, writer = await self.connect()
             writer.transport.get_extra_info("socket").setsockopt(1, 8, 4096)  # SO_RCVBUF
-            writer.write(begin + content)
-            writer.transport.pause_reading()
+            writer.write(begin + content)  # the reader takes no more than its limit
         await asyncio.sleep(SECONDS)
+
+
+def abort(writer: asyncio.StreamWriter) -> None:
+    if not writer.is_closing():
+        writer.transport.abort()
 
 
 def post(content_type: str, length: int | None) -> bytes:
@@ -211,7 +217,6 @@ async def attacks(where: Cluster) -> bool:
         held = await unsent(where)
         said = ", ".join(f"{call} {seconds:.2f}" for call, seconds in waited.items())
         shown.add_row(name, said, f"{grown / 1e6:.0f}", f"{held / 1e6:.0f}")
-        print(name, said, flush=True)
         good &= max(waited.values()) < MOST_SECONDS and grown < MOST_GROWN and not held
     Console().print(shown)
     return good

@@ -113,6 +113,7 @@ def ha_proxy(home: str, most_files: int) -> dict[str, str]:
         "STATS_PORT": str(stats_port),
         "CONFIG_FILE_LOC": f"{home}/haproxy/haproxy.cfg",
         "SOCKET_PATH": f"{home}/haproxy/admin.sock",
+        "METRICS_SOCKET_PATH": f"{home}/haproxy/metrics.sock",
         "SERVER_STATE_BASE": f"{home}/haproxy",
         "SERVER_STATE_FILE": f"{home}/haproxy/server-state",
     }
