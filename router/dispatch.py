@@ -214,7 +214,10 @@ class Dispatcher:
         """Plans items over these replicas, and sends each replica its shard, or item by item."""
         media = [item.media for item in items]
         costs = [one.plan.patches for one in media]
-        loads = self.ledger.loads(replicas, now())
+        near = self._fleet.near()
+        # Where loads are equal, plans take the earlier one.
+        in_turn = sorted(replicas, key=lambda one: (one not in near, self.ledger.turn(one)))
+        loads = self.ledger.loads(in_turn, now())
         placed = self._affinity.place(media, loads)
         self._metrics.held.inc(len(placed))
         for replica, places in plan_around(self._plan, costs, loads, placed).items():

@@ -32,7 +32,7 @@ STOPPED_SECONDS = 3
 """After this time HAProxy cuts off a client that neither sends nor reads."""
 SECONDS = 6.0
 """Of each attack."""
-MOST_SECONDS = 2.0
+MOST_SECONDS = 4.0
 """That others may wait."""
 MOST_GROWN = 300 * 2**20
 """Bytes by which memory may grow: a body of limits.max_body_bytes, and the rest."""

@@ -48,6 +48,8 @@ class Account:
     heard_seconds: float = -math.inf
     """When that was."""
     excluded_until_seconds: float = -math.inf
+    turn: int = 0
+    """When it last got an item of this router, counted in items."""
 
 
 class Throughput:
@@ -95,6 +97,7 @@ class Ledger:
         self._queue_seconds = queue_seconds
         self._accounts: dict[str, Account] = {}
         self._throughput = Throughput()
+        self._turns = 0
         self._open: dict[Reservation, None] = {}
         """In the order of admission."""
 
@@ -102,6 +105,11 @@ class Ledger:
         """Patches that this router has on a replica."""
         account = self._accounts.get(replica)
         return account.own if account else 0
+
+    def turn(self, replica: str) -> int:
+        """Lower: it has waited longer for an item of this router."""
+        account = self._accounts.get(replica)
+        return account.turn if account else 0
 
     def admit(self, costs: Sequence[int], now: float) -> list[Reservation]:
         """One reservation per item, all or none.
@@ -153,6 +161,8 @@ class Ledger:
         if replica is not None:
             account = self._accounts.setdefault(replica, Account())
             account.own += reservation.patches
+            self._turns += 1
+            account.turn = self._turns
             account.peaks[0] = max(account.peaks[0], account.own)
 
     def release(self, reservation: Reservation, now: float, *, done: bool) -> None:

@@ -7,7 +7,7 @@ module of a request router (pinned.py) by value, so that state there would be a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,6 +36,9 @@ class PinnedReplicaUnavailable(Exception):
 class Fleet(Protocol):
     def reports(self) -> Mapping[str, int]:
         """The outstanding patches of each replica. Another object with every report."""
+
+    def near(self) -> Collection[str]:
+        """Those on this process's node: where loads are equal, they get the next item."""
 
     async def encode(
         self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float, *, keep: bool

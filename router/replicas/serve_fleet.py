@@ -74,6 +74,7 @@ class ServeFleet:
         self._deployment = (encoder.app_name, encoder.deployment_name)
         self._published: Mapping[str, Replica] = {}
         self._reports: dict[str, int] = {}
+        self._near: frozenset[str] = frozenset()
         self._node = node_id()
         self._connections: dict[str, tuple[ReplicaChannel, HandOver]] = {}
         self._confirming: dict[str, asyncio.Task[None]] = {}
@@ -85,17 +86,19 @@ class ServeFleet:
         return {name: one for name, one in published.items() if self._is_ours(one)}
 
     def reports(self) -> Mapping[str, int]:
-        """Replicas of this node come first: where loads are equal, plans take the earlier one."""
         published = PUBLISHED.get(self._deployment, {})
         if published is not self._published:
             self._published = published
             replicas = self.replicas()
-            near_first = sorted(replicas, key=lambda name: self._where(name) != LOCAL)
-            self._reports = {name: replicas[name].outstanding_patches for name in near_first}
+            self._reports = {name: one.outstanding_patches for name, one in replicas.items()}
+            self._near = frozenset(name for name in replicas if self._where(name) == LOCAL)
             for gone in self._connections.keys() - replicas.keys():
                 channel, _ = self._connections.pop(gone)
                 channel.retire()
         return self._reports
+
+    def near(self) -> frozenset[str]:
+        return self._near
 
     def _is_ours(self, replica: Replica) -> bool:
         """In a rollout a deployment has replicas of two models, or of two protocol versions."""

@@ -36,6 +36,9 @@ class MemoryFleet:
     def reports(self) -> Mapping[str, int]:
         return dict.fromkeys(self.replicas, 0)
 
+    def near(self) -> Sequence[str]:
+        return self.replicas
+
     async def encode(
         self,
         replica: str,

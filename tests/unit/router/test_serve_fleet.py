@@ -114,11 +114,13 @@ def test_only_replicas_of_the_own_model_and_version_are_planned_for(
     assert list(fleet.replicas()) == list(names)
 
 
-def test_replicas_of_the_own_node_come_first() -> None:
+def test_replicas_of_the_own_node_are_told_from_others() -> None:
     away = replace(NOWHERE, node="another")
     named = {"a": away, "b": NOWHERE, "c": away, "d": NOWHERE}
     PUBLISHED[DEPLOYMENT] = {name: Replica({}, 7, where) for name, where in named.items()}
-    assert list(ServeFleet(Handle(), None).reports()) == ["b", "d", "a", "c"]
+    fleet = ServeFleet(Handle(), None)
+    assert list(fleet.reports()) == ["a", "b", "c", "d"]
+    assert fleet.near() == {"b", "d"}
 
 
 @pytest.mark.parametrize(("node", "where"), [(NODE, "local"), ("another", "remote")])
