@@ -4,7 +4,7 @@ CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
 .PHONY: setup serve demo test test-extended vllm sglang lint bench manifests api-fuzz openapi-client fuzz audit \
-	screenshot soak soak-service chaos overload refusals
+	screenshot soak soak-service chaos overload refusals hostile
 
 setup: .venv/.installed
 
@@ -15,10 +15,10 @@ setup: .venv/.installed
 
 # Serves in the foreground on ports 8000 and 9000 until Ctrl-C.
 serve: setup
-	$(BIN)/serve run $(CONFIG)
+	umask 077; $(BIN)/serve run $(CONFIG)
 
 demo: setup
-	tests/loopback $(BIN)/python -m tests.demo
+	RAY_SERVE_ENABLE_HA_PROXY=1 tests/loopback $(BIN)/python -m tests.demo
 
 # Two workers: one runs everything that needs Ray (tests/conftest.py).
 PYTEST := OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -n 2 --dist loadscope
@@ -65,6 +65,10 @@ overload: setup
 # CPU time of one rejection (429), by process.
 refusals: setup
 	tests/loopback $(BIN)/python -m tests.refusals
+
+# Clients that mean harm: endless headers, slow bodies, unread answers. Prints how long others wait.
+hostile: setup
+	tests/loopback $(BIN)/python -m tests.hostile
 
 # Writes the served configuration of the Kustomize overlays from configs/.
 manifests: setup

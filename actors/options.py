@@ -154,6 +154,7 @@ class DeviceOptions(Options):
     """A deployment whose replicas own one device each."""
 
     replicas: PositiveInt = 1
+    """`num_replicas` in the `deployments` of the application changes without a restart."""
     num_gpus: float = Field(1, ge=0, le=1)
     """GPUs that Ray reserves per replica: 0 with `device: cpu`; below 1, replicas share a GPU."""
     num_cpus: float = Field(1, ge=0)
@@ -210,6 +211,9 @@ class EncoderOptions(DeviceOptions):
     nixl_bytes: PositiveInt = 2**30
     """Memory on each replica's device where rows wait for their readers. Rows that do not fit use
     shared memory."""
+    gpu_memory_bytes: PositiveInt | None = None
+    """Limit of the GPU memory that a replica takes through torch: weights, graphs, buffers,
+    `nixl_bytes`. The CUDA context and modules come on top. None: all that is free."""
     max_stall_seconds: float = Field(60, gt=0)
     """A replica that has work but finishes no pack for this long reports itself unhealthy."""
 

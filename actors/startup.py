@@ -15,8 +15,9 @@ import torch
 from actors.engine.budgets import model_capacity
 from actors.engine.device import open_device
 from actors.engine.engine import Engine, PacedEngine
-from actors.engine.graphs import capture, choose_packing
+from actors.engine.graphs import capture, choose_packing, more
 from actors.engine.packing import OpenPack, fitted
+from actors.errors import StartError
 from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.options import ActorOptions
@@ -34,8 +35,15 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
     `slice_seconds`: see Device.
     """
     device = open_device(options.encoder.device, slice_seconds)
+    if options.encoder.gpu_memory_bytes:
+        device.limit(options.encoder.gpu_memory_bytes)
     captured = options.graphs.mode != "off"
-    tower = load(options.model, device.device, captured=captured, blocks=options.graphs.blocks)
+    try:
+        tower = load(options.model, device.device, captured=captured, blocks=options.graphs.blocks)
+    except torch.OutOfMemoryError as error:
+        raise StartError(
+            f"out of device memory while weights were loaded: {more(device)}. torch said: {error}"
+        ) from error
     capacity = model_capacity(options.graphs, tower.spec)
     graphs = capture(tower, capacity, device, series)
     packing = choose_packing(options.packing, graphs)

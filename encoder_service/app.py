@@ -21,7 +21,14 @@ from actors.options import ActorOptions, EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import check_transport
 from actors.telemetry.tracing import LOG, check_tracing
-from encoder_service.config import ServiceOptions, fit, parse, resources
+from encoder_service.config import (
+    OPEN_CLUSTER,
+    ServiceOptions,
+    check_scaling,
+    fit,
+    parse,
+    resources,
+)
 from encoder_service.ingress import Ingress
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.chat import Chat
@@ -67,11 +74,15 @@ def build(args: dict[str, Any]) -> serve.Application:
         spec = read(options.model)
         # Checked here too: one sentence instead of a traceback in every replica.
         fit(options, spec)
+        if "replicas" in options.ingress.model_fields_set:  # otherwise perhaps in `deployments`
+            check_scaling(options)
         check_tracing(options.tracing)
         check_transport(options.encoder.transport)
         llm = llm_spec.read(options.llm, options.model, spec) if options.llm else None
     except StartError as error:
         raise RayServeException(f"{type(error).__name__}: {error}") from None
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":  # Ray's processes inherit it
+        log.warning(OPEN_CLUSTER)
     if spec.dummy:
         log.warning(DUMMY.format(key="model.load_format", results="embeddings"))
     if llm and llm.dummy:
@@ -82,9 +93,10 @@ def build(args: dict[str, Any]) -> serve.Application:
 def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve.Application:
     """Encoder <- Router <- Ingress, and Router <- Chat <- Ingress if there is a language model.
 
-    Each deployment gets only the options that it reads, because Serve restarts those whose
-    arguments change. The ingress has a router in its own process; the Router deployment is for
-    callers in Ray.
+    A change of any option restarts every replica, because Serve makes the version of all
+    deployments of an application of its `args`. The `deployments` of a configuration may override
+    what is given here, without a restart. The ingress has a router in its own process; the Router
+    deployment is for callers in Ray.
     """
     # Serve's access log would write a line per inner call, and block for it.
     logs = LoggingConfig(encoding=options.logging.format.upper(), enable_access_log=False)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
+from types import FrameType
 
 from rich.console import Console
 
 from actors.errors import ServiceError
+from encoder_service import __version__
 from encoder_service.commands import fail
 
 COMMANDS = (
@@ -17,13 +21,22 @@ COMMANDS = (
 )  # fmt: skip
 
 
+def terminated(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. 0: done, 1: it failed and said why, 2: the command line is wrong."""
+    """Runs one subcommand. 0: done, 1: it failed and said why, 2: the command line is wrong,
+    128 + signal: it was ended."""
+    # As an exception, so that the servers and clusters that a command started end with it.
+    with suppress(ValueError):  # in another thread than the main one
+        signal.signal(signal.SIGTERM, terminated)
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         "encoder-service",
         description="Runs the vision encoders of vision-language models as a separate service.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
     # Only the subcommand that runs is imported: `bench engine` needs neither Ray nor a web server.
     for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:

@@ -28,6 +28,14 @@ from router.options import RouterOptions
 BUILD = "encoder_service.app:build"
 """The `import_path` of our applications."""
 
+OPEN_CLUSTER = (
+    "RAY_AUTH_MODE is not token: whoever reaches Ray's ports, as every user of its machines does, "
+    "can run code in the cluster: set RAY_AUTH_MODE=token before Ray is started"
+)
+
+SECTIONS = {"Encoder": "encoder", "Router": "router", "Ingress": "ingress", "Chat": "llm"}
+"""Our deployments, and the sections of `args` that describe them."""
+
 Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
 
@@ -54,8 +62,8 @@ class LimitOptions(Options):
     max_response_bytes: int = Field(2**30, gt=0, le=2_000_000_000)
     """Of a response's tensors; base64 adds a third. A gRPC message holds less than 2 GiB."""
     max_unsent_bytes: PositiveInt = 2 * 2**30
-    """Responses that one ingress replica is sending over gRPC as one message, together; beyond it
-    429."""
+    """Responses that one ingress replica is sending, together, until their clients have read them;
+    beyond it 429. Over gRPC only those of one message: streams hold a chunk each."""
     max_items: int = Field(64, gt=0, le=1000)
     max_pixels: int = Field(40_000_000, gt=0, le=178_000_000)
     """Of one image, as its header declares. Decoding takes up to 16 bytes of memory per pixel,
@@ -197,6 +205,12 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
             f"router.max_outstanding_patches is {most}, less than the "
             f"{patches} patches of one largest image: raise it"
         )
+    return room
+
+
+def check_scaling(options: ServiceOptions) -> None:
+    """Raises ConfigError if the encoders would never have work enough for the most of them."""
+    most = options.router.max_outstanding_patches
     scaling = options.encoder.autoscaling
     if scaling and not scaling.target_seconds:
         admitted = most * options.ingress.replicas
@@ -205,9 +219,8 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
             raise ConfigError(
                 f"encoder.autoscaling reaches {scaling.max_replicas} replicas beyond {asked} "
                 f"outstanding patches, and the ingresses admit {admitted}: raise "
-                "router.max_outstanding_patches or ingress.replicas, or lower target_patches"
+                "router.max_outstanding_patches or the number of ingresses, or lower target_patches"
             )
-    return room
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -227,6 +240,36 @@ def is_ours(application: Mapping[str, Any]) -> bool:
     return str(application.get("import_path")).replace(":", ".") == BUILD.replace(":", ".")
 
 
+def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceOptions:
+    """The options with the counts of the application's `deployments`, which Serve prefers.
+
+    Raises ConfigError.
+    """
+    found: dict[str, Any] = {}
+    for entry in application.get("deployments") or []:
+        name, replicas = entry.get("name"), entry.get("num_replicas")
+        section = getattr(options, SECTIONS.get(name, ""), None)
+        if section is None:
+            there = [one for one, key in SECTIONS.items() if getattr(options, key)]
+            raise ConfigError(
+                f"deployments: no deployment is named {name!r}; there are {', '.join(there)}"
+            )
+        if replicas is None:
+            continue
+        if type(replicas) is not int or replicas < 1:
+            raise ConfigError(
+                f"deployments: num_replicas of {name} is {replicas!r}: give a number from 1 on, "
+                "or set encoder.autoscaling"
+            )
+        if getattr(section, "autoscaling", None):
+            raise ConfigError(
+                "encoder.autoscaling and num_replicas of the deployment Encoder are both given: "
+                "keep one of them"
+            )
+        found[SECTIONS[name]] = section.model_copy(update={"replicas": replicas})
+    return options.model_copy(update=found)
+
+
 def load_all(path: Path) -> list[ServiceOptions]:
     """The options of each of our applications. Raises ConfigError if there is none."""
     found = []
@@ -237,7 +280,7 @@ def load_all(path: Path) -> list[ServiceOptions]:
         if not isinstance(args, Mapping):
             raise ConfigError(f"{path}: applications[{index}].args is not a mapping")
         try:
-            found.append(parse(args))
+            found.append(counted(parse(args), application))
         except ConfigError as error:
             raise ConfigError(f"{path}: applications[{index}].args: {error}") from None
     if not found:

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from time import monotonic
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayTaskError
@@ -55,6 +56,7 @@ class Ingress:
         context = serve.get_replica_context()
         own = serve.get_deployment_handle(context.deployment, context.app_name)
         self.replica = context.replica_id.unique_id
+        self.owner = f"{ray.get_runtime_context().gcs_address} {context.app_name}"
         self.router = Router(
             encoder, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
         )
@@ -75,7 +77,7 @@ class Ingress:
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         """Serves gRPC as long as Serve has the application run."""
-        async with grpc.serving(self.service, self.options):
+        async with grpc.serving(self.service, self.options, self.owner):
             yield
 
     def scrape(self) -> tuple[str, str]:

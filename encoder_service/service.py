@@ -37,6 +37,10 @@ from encoder_service.ops.status import Glance, Scrape, SingleFlight, status
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import Document
 
+FETCH_SECONDS = 10.0
+"""Limit for fetching or releasing an id, if limits.timeout_seconds is not lower: the replica that
+keeps it may be cut off."""
+
 STATUS_SECONDS = 1.0
 """Maximum age of the status: replicas are asked this often, however many clients look."""
 
@@ -79,6 +83,7 @@ class Service:
         self.spec = spec
         self.limits = options.limits
         self.references = options.references
+        self.fetch_seconds = min(FETCH_SECONDS, options.limits.timeout_seconds)
         self.tokens = Tokens(options.auth)
         self.authorize = self.tokens.authorize
         budget = model_capacity(options.graphs, spec).tokens[-1]
@@ -94,6 +99,7 @@ class Service:
         )
         self.backend = backend
         self.metrics = ServiceMetrics()
+        self.metrics.unsent_bytes.set_function(lambda: self.unsent.held_bytes)
         spans = open_spans(options.tracing, "ingress")
         self.observer = Observer(self.metrics, spans, options.logging.access_log)
         self.card = model_card(options, spec)
@@ -116,7 +122,9 @@ class Service:
         """The response document. Raises ServiceError, or AtItem for the first item that failed."""
         started = time.perf_counter()
         deadline, admitted, media = await self._admit(items, options, exchange)
-        check_size(media, options, self.spec, self.limits, self.references)
+        size_bytes = check_size(media, options, self.spec, self.limits, self.references)
+        if not options.reference:
+            self.unsent.check_room(size_bytes)  # rather than encode what could not be sent
         found: list[Answer] = []
         if media:
             work = self.backend.encode(
@@ -174,13 +182,15 @@ class Service:
     async def fetch(self, reference: str, request_id: str) -> Document:
         """The response document of the item that is kept under an id. Raises NotFound."""
         started = time.perf_counter()
-        kept = await Deadline(self.limits.timeout_seconds).keep(self.backend.fetch(reference))
+        deadline = Deadline(self.fetch_seconds, "try again, or encode the item again")
+        kept = await deadline.keep(self.backend.fetch(reference))
         media, embedding = kept.media, kept.embedding
         found = item_document(self.spec, 0, media.kind, media, embedding, request_id)
         return document(self.spec, [found], [embedding], time.perf_counter() - started)
 
     async def release(self, reference: str) -> None:
-        await Deadline(self.limits.timeout_seconds).keep(self.backend.release(reference))
+        deadline = Deadline(self.fetch_seconds, "try again, or let the id expire")
+        await deadline.keep(self.backend.release(reference))
 
     async def _admit(
         self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange

@@ -100,7 +100,7 @@ class Dispatcher:
         self._joinable: dict[Key, InFlightItem] = {}
         """Items in flight that other requests may join."""
         self._affinity = CacheAffinity(cache_max_bytes if options.cache_affinity else 0)
-        self._liveness = Liveness(fleet.check, options.stall_seconds)
+        self._liveness = Liveness(fleet.check, fleet.reach, options.stall_seconds)
         self.ledger = Ledger(
             options.max_outstanding_patches, options.exclude_seconds, options.max_queue_seconds
         )
@@ -215,7 +215,10 @@ class Dispatcher:
     ) -> None:
         """Plans items over these replicas, and sends each replica its shard, or item by item."""
         media = [item.media for item in items]
-        known = {replica: self._costs.get(replica) for replica in replicas}
+        near = self._fleet.near()
+        # Where loads are equal, plans take the earlier one.
+        in_turn = sorted(replicas, key=lambda one: (one not in near, self.ledger.turn(one)))
+        known = {replica: self._costs.get(replica) for replica in in_turn}
         groups = self.ledger.groups([one.plan.work for one in media], known, now())
         placed = self._affinity.place(media, groups)
         self._metrics.held.inc(len(placed))

@@ -64,6 +64,14 @@ def png(width: int, height: int, *chunks: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + pixels + b"".join(chunks) + chunk(b"IEND", b"")
 
 
+def deep_png(colours: int) -> bytes:
+    """A PNG of 16 bits per sample. `colours`: its kind, as in the header; 2 is RGB, 6 RGBA."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 64, 16, colours, 0, 0, 0))
+    row = b"\0" + bytes(range(128)) * {0: 1, 2: 3, 4: 2, 6: 4}[colours]
+    pixels = chunk(b"IDAT", zlib.compress(row * 64))
+    return b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b"")
+
+
 def exif_with(entries: Sequence[tuple[int, int, int, int]]) -> bytes:
     table = b"".join(struct.pack("<HHII", *entry) for entry in entries)
     return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + table + bytes(4)

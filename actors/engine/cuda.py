@@ -19,6 +19,7 @@ from torch import Tensor
 
 from actors.engine.device import Device, Inputs, MediaRows, Rows, copy_rows, count
 from actors.engine.slices import EveryNth, Pace, layers_per_slice
+from actors.errors import StartError
 from actors.kernels import Shapes
 from actors.kernels.gemm.gemm import tuning
 from actors.models.layers.block import between_layers
@@ -109,6 +110,15 @@ class CudaDevice(Device):
         if slice_seconds:
             self.pace = CudaPace(slice_seconds, self.compute)
 
+    def limit(self, size_bytes: int) -> None:
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        if size_bytes > total:
+            raise StartError(
+                f"encoder.gpu_memory_bytes is {size_bytes}, and the GPU has {total}: lower it"
+            )
+        torch.cuda.set_per_process_memory_fraction(size_bytes / total, self.device)
+        self.limit_bytes = size_bytes
+
     def running(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.compute)
 
@@ -116,6 +126,7 @@ class CudaDevice(Device):
         """With streams and a graph pool of its own: graphs of one pool must not overlap."""
         other = CudaDevice()
         other.pace = self.pace
+        other.limit_bytes = self.limit_bytes
         self._beside.append(other)
         return other
 

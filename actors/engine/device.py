@@ -99,6 +99,8 @@ class Device:
     measuring_seconds = 1.0
     """How long the budgets of a path are measured at start, from the smallest on; images too. 0:
     all of them, budgets from the largest on."""
+    limit_bytes: int | None = None
+    """Of `memory_bytes`, set by `limit`."""
     pace: Pace | None = None
     """When slices of a replay may be launched. None: replays are whole, and never wait."""
 
@@ -106,6 +108,9 @@ class Device:
         """`slice_seconds`: about how long a slice of a replay may take; 0: replays are whole."""
         if slice_seconds:
             self.pace = Pace(slice_seconds)
+
+    def limit(self, size_bytes: int) -> None:
+        """Bounds `memory_bytes` from now on; not on the CPU. Raises StartError."""
 
     def running(self) -> AbstractContextManager[object]:
         """The context for forward passes and replays."""

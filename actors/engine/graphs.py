@@ -344,8 +344,8 @@ def capture(
         except torch.OutOfMemoryError as error:
             raise StartError(
                 f"out of device memory after {done} of {total} graphs, while those of path {path} "
-                "were captured: lower the largest of graphs.token_budgets, or give the replica a "
-                f"GPU of its own (encoder.num_gpus: 1). torch said: {error}"
+                f"were captured: lower the largest of graphs.token_budgets, or {more(device)}. "
+                f"torch said: {error}"
             ) from error
         metrics.captured_graphs.labels(path).set(graphs[path].captured())
     ours = device.memory_bytes() - before
@@ -356,6 +356,13 @@ def capture(
         (device.used_bytes() - used_before - ours) / 1e9,
     )
     return graphs
+
+
+def more(device: Device) -> str:
+    """How a replica gets more device memory."""
+    if device.limit_bytes:
+        return f"raise encoder.gpu_memory_bytes, which is {device.limit_bytes}"
+    return "give the replica a GPU of its own (encoder.num_gpus: 1)"
 
 
 def choose_packing(options: PackingOptions, graphs: Mapping[str, GraphSet]) -> Packing:

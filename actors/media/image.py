@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import simplejpeg
 import torch
-from PIL import AvifImagePlugin, ExifTags, Image, ImageOps
+from PIL import AvifImagePlugin, ExifTags, Image, ImageOps, UnidentifiedImageError
 from pillow_heif import register_heif_opener
 from torch import Tensor
 
@@ -104,10 +104,12 @@ def decoding() -> Iterator[None]:
     except (InvalidMedia, UnsupportedMedia):
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise TooLarge(f"the image is too large to be decoded: {error}") from error
+        raise TooLarge(f"the image is too large to be decoded: scale it down ({error})") from error
     except Exception as error:  # Pillow's decoders raise nearly everything
+        reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error
         raise InvalidMedia(
-            f"the image cannot be decoded, it is truncated or corrupt: {error}"
+            "the image cannot be decoded, it is truncated or corrupt: send the whole file, or save "
+            f"it again ({reason})"
         ) from error
 
 

@@ -67,8 +67,10 @@ def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
             context.options = {"max_pixels": str(max(width * height, FREE_PIXELS))}
             yield container, stream
     except (av.error.FFmpegError, ValueError, IndexError) as error:
-        reason = f"the video cannot be read, it is truncated or corrupt: {error}"
-        raise InvalidMedia(reason) from error
+        raise InvalidMedia(
+            "the video cannot be read, it is truncated or corrupt: send the whole file, or encode "
+            f"it again ({error})"
+        ) from error
 
 
 def read_clip(data: bytes, most_frames: int) -> Clip:

@@ -22,9 +22,13 @@ from actors.store.kept import Kept
 from actors.telemetry.tracing import Origin
 from actors.types import Answer, Dtype, Embedding, Media, Reply, SharedBytes
 
-VERSION = 3  # version of the protocol. Routers use no replica that speaks another one
+VERSION = 4  # version of the protocol. Routers use no replica that speaks another one
 
 EMBEDDING_FIELDS = [field.name for field in fields(Embedding) if field.name != "data"]
+
+Fields = dict[str, Any]
+"""What a message is made of: one that is made of others' fields, rather than of others, copies
+nothing."""
 
 Value = TypeVar("Value")
 
@@ -92,25 +96,23 @@ def _reader(name: str, hint: Any) -> Callable[[Any], Any]:
     return lambda message: getattr(message, name)
 
 
-def reply_message(reply: Reply) -> tuple[pb.EncodeReply, list[SharedBytes]]:
-    """The message without a ticket, and the rows that it refers to by their places."""
-    shared: list[SharedBytes] = []
+def reply_fields(reply: Reply, shared: list[SharedBytes]) -> Fields:
+    """The message's fields without a ticket. Rows in shared memory are appended to `shared`."""
     answers = [
-        pb.Answer(embedding=embedding_message(one, shared))
+        {"embedding": embedding_fields(one, shared)}
         if isinstance(one, Embedding)
-        else pb.Answer(error=error_message(one))
+        else {"error": error_fields(one)}
         for one in reply.answers
     ]
-    message = pb.EncodeReply(
-        answers=answers,
-        outstanding_patches=reply.outstanding_patches,
-        outstanding_pairs=reply.outstanding_pairs,
-    )
-    return message, shared
+    return {
+        "answers": answers,
+        "outstanding_patches": reply.outstanding_patches,
+        "outstanding_pairs": reply.outstanding_pairs,
+    }
 
 
 def reply_of(message: pb.EncodeReply, shared: Sequence[SharedBytes]) -> Reply:
-    """The inverse of reply_message. `shared`: the rows that its ticket stands for."""
+    """The inverse of reply_fields. `shared`: the rows that its ticket stands for."""
     answers: list[Answer] = [
         error_of(one.error) if one.HasField("error") else embedding_of(one.embedding, shared)
         for one in message.answers
@@ -118,26 +120,28 @@ def reply_of(message: pb.EncodeReply, shared: Sequence[SharedBytes]) -> Reply:
     return Reply(answers, message.outstanding_patches, message.outstanding_pairs)
 
 
-def kept_message(kept: Kept, shared: list[SharedBytes]) -> pb.Kept:
+def kept_fields(kept: Kept, shared: list[SharedBytes]) -> Fields:
     """Rows in shared memory are appended to `shared`."""
-    media = message_fields(kept.media)
-    return pb.Kept(media=media, embedding=embedding_message(kept.embedding, shared))
+    return {
+        "media": message_fields(kept.media),
+        "embedding": embedding_fields(kept.embedding, shared),
+    }
 
 
 def kept_of(message: pb.Kept, shared: Sequence[SharedBytes]) -> Kept:
     return Kept(from_message(message.media, Media), embedding_of(message.embedding, shared))
 
 
-def embedding_message(embedding: Embedding, shared: list[SharedBytes]) -> pb.Embedding:
+def embedding_fields(embedding: Embedding, shared: list[SharedBytes]) -> Fields:
     """Rows in shared memory are appended to `shared`."""
     data = embedding.data
     others = {name: message_fields(getattr(embedding, name)) for name in EMBEDDING_FIELDS}
     if isinstance(data, SharedBytes):
         shared.append(data)
-        return pb.Embedding(shared=len(shared) - 1, **others)
+        return others | {"shared": len(shared) - 1}
     if not isinstance(data, np.ndarray):
         raise TypeError(f"rows that are {type(data).__name__} in a message. This is a bug.")
-    return pb.Embedding(data=data.tobytes(), **others)
+    return others | {"data": data.tobytes()}
 
 
 def embedding_of(message: pb.Embedding, shared: Sequence[SharedBytes]) -> Embedding:
@@ -147,16 +151,20 @@ def embedding_of(message: pb.Embedding, shared: Sequence[SharedBytes]) -> Embedd
     return Embedding(np.frombuffer(message.data, np.uint8), **found)
 
 
-def error_message(error: Exception) -> pb.Error:
-    """The message of any error. One that is no ServiceError becomes EncodeFailed."""
+def error_fields(error: Exception) -> Fields:
+    """Of any error. One that is no ServiceError becomes EncodeFailed."""
     if not isinstance(error, ServiceError):
         error = EncodeFailed(f"the encoder failed: {error!r}")
     retry = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
-    return pb.Error(type=type(error).__name__, message=error.message, retry_after_seconds=retry)
+    return {
+        "type": type(error).__name__,
+        "message": error.message,
+        "retry_after_seconds": retry,
+    }
 
 
 def error_of(message: pb.Error) -> ServiceError:
-    """The inverse of error_message; EncodeFailed for a type that this version does not know."""
+    """The inverse of error_fields; EncodeFailed for a type that this version does not know."""
     kind = ERROR_TYPES.get(message.type, EncodeFailed)
     if issubclass(kind, Overloaded):
         return kind(message.message, message.retry_after_seconds)

@@ -12,7 +12,7 @@ import logging
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import asdict, dataclass, field
 from hmac import compare_digest
 from pathlib import Path
@@ -21,35 +21,35 @@ from shutil import rmtree
 from typing import Any
 
 import grpc
-from google.protobuf.descriptor import ServiceDescriptor
-from google.protobuf.message_factory import GetMessageClass
 
-from actors.errors import ServiceError, Unavailable
+from actors.errors import ServiceError, TooLarge, Unavailable
 from actors.rpc import replica_pb2 as pb
 from actors.rpc.codec import (
     VERSION,
     EncodeCall,
-    error_message,
+    Fields,
+    error_fields,
     from_message,
-    kept_message,
-    reply_message,
+    kept_fields,
+    reply_fields,
 )
 from actors.types import SharedBytes
 
 log = logging.getLogger("ray.serve")
 
 METADATA_KEY = "rpc"  # key of the endpoint in `record_replica_metadata`
-TOKEN_KEY, BEGUN_KEY, ERROR_KEY = "token", "begun", "error-bin"
-"""Keys of gRPC metadata: with a call; in return, before any work; at the end."""
+TOKEN_KEY, BEGUN_KEY = "token", "begun"
+"""Keys of gRPC metadata: with a stream; in return, before it is read."""
 
 MAX_MESSAGE_BYTES = 2**30  # a reply holds at most 1000 items (limits.max_items) of INLINE_BYTES
-MAX_ERROR_CHARS = 2000  # limit of an error message in the metadata, for which gRPC allows 8 KiB
+END_SECONDS = 1.0  # how long streams that end may take to send what is left
 TICKET_SECONDS = 30.0  # how long rows wait to be taken. Routers ask at once, unless they died
 STALE_SECONDS = 60.0  # an older socket without a listener was left by a killed replica
 DIRECTORY_PREFIX = "encoder-rpc-"
 SOCKET_NAME = "replica.sock"
 
-SERVICE: ServiceDescriptor = pb.DESCRIPTOR.services_by_name["Replica"]
+SERVICE: str = pb.DESCRIPTOR.services_by_name["Replica"].full_name
+METHOD = "Calls"
 
 COMMON_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -94,6 +94,13 @@ class ReplicaServer:
         self._encoder = encoder
         self._endpoint: Endpoint | None = None
         self._server: grpc.aio.Server | None = None
+        self._streams: set[RouterStream] = set()
+        self._works = {
+            "encode": self._encode,
+            "check": self._check,
+            "fetch": self._fetch,
+            "release": self._release,
+        }
 
     @property
     def running(self) -> bool:
@@ -105,8 +112,11 @@ class ReplicaServer:
             return self._endpoint
         token = token_hex(32)
         options = [*COMMON_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
-        server = grpc.aio.server(interceptors=[TokenCheck(token)], options=options)
-        server.add_generic_rpc_handlers([self._handlers()])
+        server = grpc.aio.server(options=options)
+        handler = grpc.stream_stream_rpc_method_handler(self._calls, pb.Call.FromString)
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})]
+        )
         host = f"[{host}]" if ":" in host else host
         port = server.add_insecure_port(f"{host}:0")
         directory = await asyncio.to_thread(make_directory)
@@ -122,29 +132,43 @@ class ReplicaServer:
         if (server := self._server) is None or self._endpoint is None:
             return
         self._server = None
-        await server.stop(grace_seconds)
+        tasks = [task for stream in self._streams for task in stream.tasks.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_seconds)
+        for stream in self._streams:
+            stream.end()
+        await server.stop(END_SECONDS)
         for _ in range(40):  # at most 2 s: routers exchange their last tickets
             if not TICKETS:
                 break
             await asyncio.sleep(0.05)
         rmtree(Path(self._endpoint.unix).parent, ignore_errors=True)
 
-    def _handlers(self) -> grpc.GenericRpcHandler:
-        works = {
-            "Encode": self._encode,
-            "Check": self._check,
-            "Fetch": self._fetch,
-            "Release": self._release,
-        }
-        handlers = {
-            method.name: grpc.unary_unary_rpc_method_handler(
-                _method(works[method.name]),
-                request_deserializer=GetMessageClass(method.input_type).FromString,
-                response_serializer=GetMessageClass(method.output_type).SerializeToString,
-            )
-            for method in SERVICE.methods
-        }
-        return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
+    async def _calls(
+        self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[bytes]:
+        """One router's calls. Its stream ends when the router is gone, or this replica stops."""
+        token = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
+        endpoint = self._endpoint
+        if not endpoint or not compare_digest(str(token).encode(), endpoint.token.encode()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this replica's")
+        # The router can tell a replica that died of its calls from one that was dead before.
+        await context.send_initial_metadata(((BEGUN_KEY, "1"),))
+        stream = RouterStream(self, calls)
+        self._streams.add(stream)
+        try:
+            while (outcome := await stream.outcomes.get()) is not None:
+                yield outcome
+        finally:
+            self._streams.discard(stream)
+            stream.close()
+
+    async def reply(self, call: pb.Call) -> Fields:
+        """The fields of a call's outcome. Raises what the encoder raises."""
+        if not self.running:
+            raise Unavailable("this encoder is stopping: try again")
+        kind = call.WhichOneof("request")
+        return {kind: await self._works[kind](getattr(call, kind))}
 
     def _ticket(self, shared: list[SharedBytes]) -> str:
         """A ticket for rows in shared memory, which stay until it is exchanged or expires."""
@@ -155,97 +179,94 @@ class ReplicaServer:
         asyncio.get_running_loop().call_later(TICKET_SECONDS, TICKETS.pop, ticket, None)
         return ticket
 
-    async def _encode(self, request: pb.EncodeRequest) -> pb.EncodeReply:
-        call = from_message(request, EncodeCall)
-        message, shared = reply_message(
-            await self._encoder.encode(
-                call.media, call.dtype, call.timeout_seconds, call.origin, call.keep
-            )
+    async def _encode(self, request: pb.EncodeRequest) -> Fields:
+        call, shared = from_message(request, EncodeCall), list[SharedBytes]()
+        reply = await self._encoder.encode(
+            call.media, call.dtype, call.timeout_seconds, call.origin, call.keep
         )
-        message.ticket = self._ticket(shared)
-        return message
+        return reply_fields(reply, shared) | {"ticket": self._ticket(shared)}
 
-    async def _check(self, request: pb.CheckRequest) -> pb.CheckReply:
+    async def _check(self, _: pb.CheckRequest) -> Fields:
         await self._encoder.check_health()
-        return pb.CheckReply()
+        return {}
 
-    async def _fetch(self, request: pb.FetchRequest) -> pb.FetchReply:
-        kept = await self._encoder.fetch(request.name)
+    async def _fetch(self, request: pb.FetchRequest) -> Fields:
+        if (kept := await self._encoder.fetch(request.name)) is None:
+            return {}
         shared: list[SharedBytes] = []
-        message = kept and kept_message(kept, shared)
-        return pb.FetchReply(kept=message, ticket=self._ticket(shared))
+        return {"kept": kept_fields(kept, shared), "ticket": self._ticket(shared)}
 
-    async def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
-        return pb.ReleaseReply(released=await self._encoder.release(request.name))
-
-
-def take(_: object, tickets: list[str]) -> list[list[SharedBytes] | None]:
-    """The rows that each ticket stands for, once. None: it was taken, or expired. Runs in the
-    replica's process, as `actor.__ray_call__.remote(take, tickets)`."""
-    return [TICKETS.pop(ticket, None) for ticket in tickets]
+    async def _release(self, request: pb.ReleaseRequest) -> Fields:
+        return {"released": await self._encoder.release(request.name)}
 
 
-def _method(
-    work: Callable[[Any], Awaitable[Any]],
-) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
-    """A handler that announces the start of a call, and ends it with the result or error."""
+class RouterStream:
+    """The calls of one stream: a task for each, whose outcomes wait in `outcomes` to be sent."""
 
-    async def method(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        # Before the work: the router can tell a replica that died of the call from one that
-        # was dead before.
-        await context.send_initial_metadata(((BEGUN_KEY, "1"),))
+    def __init__(self, server: ReplicaServer, calls: AsyncIterator[pb.Call]) -> None:
+        self.outcomes: asyncio.Queue[bytes | None] = asyncio.Queue()
+        """Serialised. None: the stream ends."""
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self._server = server
+        self._reader = asyncio.create_task(self._read(calls))
+
+    def end(self) -> None:
+        """Ends the stream after the outcomes that there are."""
+        self.outcomes.put_nowait(None)
+
+    def close(self) -> None:
+        """Cancels what nobody waits for any more."""
+        self._reader.cancel()
+        tasks, self.tasks = self.tasks, {}
+        for task in tasks.values():
+            task.cancel()
+
+    async def _read(self, calls: AsyncIterator[pb.Call]) -> None:
+        try:
+            async for call in calls:
+                if not call.HasField("cancel"):
+                    self.tasks[call.id] = asyncio.create_task(self._answer(call))
+                elif task := self.tasks.pop(call.id, None):
+                    task.cancel()
+        finally:
+            self.end()
+
+    async def _answer(self, call: pb.Call) -> None:
         failure: Exception
         try:
-            return await work(request)
+            fields = await self._server.reply(call)
+            self._send(pb.Outcome(id=call.id, **fields))
+            return
         except asyncio.CancelledError:
-            if context.cancelled():
+            if call.id not in self.tasks:  # the router does not wait
                 raise
             failure = Unavailable("the encoder dropped the call")
         except Exception as error:
             if not isinstance(error, ServiceError):
                 log.exception("a call of a router failed")
             failure = error
-        message = error_message(failure)
-        message.message = message.message[:MAX_ERROR_CHARS]
-        details = ((ERROR_KEY, message.SerializeToString()),)
-        await context.abort(grpc.StatusCode.ABORTED, message.type, details)
+        self._send(pb.Outcome(id=call.id, error=error_fields(failure)))
 
-    return method
-
-
-class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without the token, before their message is read."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
-
-        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this replica's")
-
-        # Streaming, so that nothing is read; a unary handler starts with the whole message.
-        self._refuse = grpc.stream_unary_rpc_method_handler(refuse)
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[Any], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        for key, value in handler_call_details.invocation_metadata:
-            if key == TOKEN_KEY and compare_digest(value.encode(), self._token):
-                return await continuation(handler_call_details)
-        return self._refuse
+    def _send(self, outcome: pb.Outcome) -> None:
+        self.outcomes.put_nowait(serialized(outcome))
+        self.tasks.pop(outcome.id, None)
 
 
-def stubs(channel: grpc.aio.Channel) -> dict[str, grpc.aio.UnaryUnaryMultiCallable]:
-    """The calls of a client, by the method's name."""
-    return {
-        method.name: channel.unary_unary(
-            f"/{SERVICE.full_name}/{method.name}",
-            request_serializer=GetMessageClass(method.input_type).SerializeToString,
-            response_deserializer=GetMessageClass(method.output_type).FromString,
+def serialized(message: pb.Call | pb.Outcome) -> bytes:
+    """Raises TooLarge for a message that gRPC would refuse, and end the stream."""
+    data: bytes = message.SerializeToString()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise TooLarge(
+            f"the items or their embeddings are {len(data)} bytes, over the {MAX_MESSAGE_BYTES} of "
+            "a call to a replica: send fewer at a time"
         )
-        for method in SERVICE.methods
-    }
+    return data
+
+
+def take(_: object, tickets: list[str]) -> list[list[SharedBytes] | None]:
+    """The rows that each ticket stands for, once. None: it was taken, or expired. Runs in the
+    replica's process, as `actor.__ray_call__.remote(take, tickets)`."""
+    return [TICKETS.pop(ticket, None) for ticket in tickets]
 
 
 def make_directory() -> Path:

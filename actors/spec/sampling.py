@@ -109,7 +109,8 @@ class Strided(ByFpsOrFrames):
 
 @dataclass(frozen=True, slots=True)
 class Timed(ByFps):
-    """At equal times, up to a duration (Glm4vVideoProcessor)."""
+    """At equal times, up to a duration (Glm4vVideoProcessor, which takes no frame of a longer video
+    if `fps` is too low for one in that duration)."""
 
     most_seconds: float
 
@@ -126,7 +127,7 @@ class Timed(ByFps):
         elif seconds <= self.most_seconds:
             count = max(int(seconds * self.fps), 1)
             found = [min(last, math.ceil(i * fps / self.fps)) for i in range(count)]
-        elif (count := int(self.most_seconds * self.fps)) >= frames:
+        elif (count := max(int(self.most_seconds * self.fps), 1)) >= frames:
             found = list(range(frames))
         else:
             times = np.linspace(0, seconds, count)

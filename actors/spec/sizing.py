@@ -155,6 +155,8 @@ class PackedSizing(BlockSizing):
 
     def largest(self, tokens: int) -> Largest:
         pixels = tokens * (self.patch_size * self.merge_size) ** 2
+        if self.largest_tokens() <= tokens:  # its own may be up to a token's pixels more
+            pixels = max(pixels, self.max_pixels)
         return {"min_pixels": pixels, "max_pixels": pixels}
 
     def asked(self, kwargs: ProcessorKwargs) -> Self:

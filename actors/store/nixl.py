@@ -45,7 +45,7 @@ class DeviceMemory:
         except torch.OutOfMemoryError as error:
             raise StartError(
                 f"encoder.nixl_bytes is {size_bytes}, which the device's memory does not hold "
-                "beside weights and graphs: lower it"
+                "(encoder.gpu_memory_bytes of it) beside weights and graphs: lower it"
             ) from error
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         register_nixl_memory(self._memory)

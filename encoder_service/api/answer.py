@@ -32,8 +32,8 @@ def check_size(
     spec: ModelSpec,
     limits: LimitOptions,
     references: ReferenceOptions,
-) -> None:
-    """Raises TooLarge if the tensors of one response are too large to send, or to keep."""
+) -> int:
+    """The bytes of the tensors. Raises TooLarge if they are too large to send, or to keep."""
     most, name = limits.max_response_bytes, "limits.max_response_bytes"
     advice = "send fewer items at a time, or ask for ids with options.reference"
     if options.encoding == "float" and most > MOST_FLOAT_BYTES:
@@ -46,6 +46,7 @@ def check_size(
     size_bytes = tokens * spec.width * WIDTHS[options.dtype]
     if size_bytes > most:
         raise TooLarge(f"the answer would be {size_bytes} bytes, over {most} ({name}): {advice}")
+    return size_bytes
 
 
 def document(

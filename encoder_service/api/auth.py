@@ -29,11 +29,13 @@ class Tokens:
     def required(self) -> bool:
         return bool(self._file or self._named)
 
-    def authorize(self, authorization: str | None) -> None:
-        """Checks the value of the `Authorization` header. Raises Unauthorized."""
+    def authorize(self, *given: str) -> None:
+        """Checks the values of all `Authorization` headers. Raises Unauthorized."""
         if not self.required:
             return
-        scheme, _, token = (authorization or "").partition(" ")
+        if len(given) > 1:  # a gateway may have checked another one
+            raise Unauthorized(f"{len(given)} `Authorization` headers: send one")
+        scheme, _, token = "".join(given).partition(" ")
         digest = hashlib.sha256(token.strip().encode(errors="replace")).hexdigest()
         # Every token is compared, so that the time taken reveals nothing.
         matches = [hmac.compare_digest(digest, known) for known in self._known()]

@@ -7,6 +7,7 @@ import math
 import re
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from actors import errors
 from actors.errors import Overloaded, ServiceError
 from actors.telemetry.tracing import LOG, Origin
+from encoder_service.intake.limits import Buffered
 from encoder_service.ops.exchange import Exchange, Observer
 
 log = logging.getLogger(LOG)
@@ -131,11 +133,17 @@ def request_id_of(given: str | None) -> str:
 class Envelope:
     """Middleware that gives each HTTP request an id, records it, and answers exceptions."""
 
-    def __init__(self, app: ASGIApp, observer: Observer, counted: Mapping[str, str]) -> None:
-        """`counted`: the paths that the metrics count, and under which `api`."""
+    def __init__(
+        self, app: ASGIApp, observer: Observer, counted: Mapping[str, str], unsent: Buffered
+    ) -> None:
+        """`counted`: the paths that the metrics count, and under which `api`.
+
+        `unsent`: what a response takes of it, as `state.unsent`, is held until it has been sent.
+        """
         self.app = app
         self.observer = observer
         self.counted = counted
+        self.unsent = unsent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Turns every exception of the application into a response; only cancellation passes."""
@@ -145,9 +153,15 @@ class Envelope:
         headers = Headers(scope=scope)
         origin = Origin(request_id_of(headers.get("x-request-id")), headers.get("traceparent", ""))
         api = self.counted.get(scope["path"])
-        with self.observer.exchange(api, origin, CLIENT_GONE) as exchange:
-            scope.setdefault("state", {})["exchange"] = exchange
-            await self._answer(exchange, scope, receive, send)
+        with self.unsent.hold() as unsent:
+            with self.observer.exchange(api, origin, CLIENT_GONE) as exchange:
+                scope.setdefault("state", {}).update(exchange=exchange, unsent=unsent)
+                await self._answer(exchange, scope, receive, send)
+            # Serve queues what it is given. Servers say "disconnect" once the response has been
+            # sent; Serve may raise instead.
+            with suppress(Exception):
+                while unsent.size_bytes and (await receive())["type"] != "http.disconnect":
+                    pass
 
     async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = exchange.request_id

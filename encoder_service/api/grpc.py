@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from hashlib import sha256
+from inspect import isasyncgen
+from pathlib import Path
+from secrets import token_hex
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -22,6 +29,7 @@ from actors.errors import (
     Overloaded,
     ServiceError,
     StartError,
+    TooLarge,
     Unauthorized,
 )
 from actors.telemetry.tracing import Origin
@@ -49,6 +57,10 @@ WATCH_SECONDS = 1.0
 MOST_WATCHES = 4
 """At a time, because they need no token."""
 
+OPEN_BYTES, OPEN_READS, OPEN_SECONDS = 2**16, 4, 5.0
+"""Messages of calls without a token: how large, how many are read at a time, and for how long. A
+stream that sends none for that time ends."""
+
 ENVELOPE_BYTES = 2**20
 """How much longer than limits.max_body_bytes a message may be, so that a body that is a little too
 large gets our own error. gRPC refuses longer ones before they are in memory."""
@@ -65,22 +77,68 @@ SERVER_OPTIONS = [
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
 
+PROC_UNIX = Path("/proc/net/unix")
+CLAIM = "encoder-service-grpc"
+
 Health = health_pb2.HealthCheckResponse
 Message = TypeVar("Message", pb.Embedding, pb.Plan)
 
 
 @asynccontextmanager
-async def serving(service: Service, options: IngressOptions) -> AsyncIterator[None]:
+async def serving(
+    service: Service, options: IngressOptions, owner: str = ""
+) -> AsyncIterator[None]:
     """Listens on ingress.grpc_host and grpc_port. Calls under way at the end are answered.
 
-    Raises StartError if the port is taken by another program.
+    `owner`: names the service; its ingresses on one machine share the port. Raises StartError if
+    the port is taken by another service or program.
     """
+    with claim(options, owner):
+        async with listening(service, options):
+            yield
+
+
+@contextmanager
+def claim(options: IngressOptions, owner: str) -> Iterator[None]:
+    """Raises StartError while another service of this user has the port, which the kernel would
+    divide between both (SO_REUSEPORT).
+
+    The claim is the name of an abstract unix socket, which ends with its process. All of a network
+    namespace are in /proc/net/unix. Linux only.
+    """
+    if not PROC_UNIX.exists():
+        yield
+        return
+    host, port = options.grpc_host[:40], str(options.grpc_port)
+    mark = sha256(owner.encode()).hexdigest()[:16]
+    with socket.socket(socket.AF_UNIX) as own:
+        own.bind("\0" + "/".join((CLAIM, host, port, mark, token_hex(8))))
+        # After `bind`: of two that start at the same time at least one sees the other.
+        for line in PROC_UNIX.read_text().splitlines():
+            _, found, name = line.rpartition(f"@{CLAIM}/")
+            there = name.split("/")
+            if found and there[1:2] == [port] and there[2:3] != [mark] and shared(host, there[0]):
+                raise StartError(
+                    f"another service on this machine listens on port {port} (ingress.grpc_port): "
+                    "give this one another port, or stop the other one"
+                )
+        yield
+
+
+def shared(one: str, other: str) -> bool:
+    """Whether listening on both hosts uses an address twice, as far as their names tell."""
+    return one == other or not {one, other}.isdisjoint(("0.0.0.0", "::"))
+
+
+@asynccontextmanager
+async def listening(service: Service, options: IngressOptions) -> AsyncIterator[None]:
     host = f"[{options.grpc_host}]" if ":" in options.grpc_host else options.grpc_host
     address = f"{host}:{options.grpc_port}"
     seconds = service.limits.timeout_seconds + GRACE_SECONDS
     most_bytes = service.limits.max_body_bytes + ENVELOPE_BYTES
+    health = HealthCalls(service)
     server = grpc.aio.server(
-        interceptors=[TokenFirst(service)],
+        interceptors=[Doorkeeper(service, most_bytes, health.stopping)],
         options=[
             *SERVER_OPTIONS,
             ("grpc.max_receive_message_length", most_bytes),
@@ -89,7 +147,6 @@ async def serving(service: Service, options: IngressOptions) -> AsyncIterator[No
         ],
     )
     add_EncoderServicer_to_server(EncoderCalls(service, options.max_ongoing_requests), server)
-    health = HealthCalls(service)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = [SERVICE.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
@@ -107,11 +164,23 @@ async def serving(service: Service, options: IngressOptions) -> AsyncIterator[No
         await server.stop(seconds)
 
 
-class TokenFirst(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls to encoder.v1.Encoder without a valid token, before their message is read."""
+class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Bounds what is in memory before a call counts: gRPC reads each message as a whole.
 
-    def __init__(self, service: Service) -> None:
+    Calls to encoder.v1.Encoder need a valid token before their message is read. Those to the other
+    services need none, so that fewer are read at a time, and only small messages are accepted.
+    All handlers become streaming ones, because gRPC reads the message before it calls others.
+    """
+
+    def __init__(self, service: Service, most_bytes: int, stopping: asyncio.Event) -> None:
+        """`most_bytes`: of the largest message that gRPC accepts. `stopping`: ends streams."""
         self.service = service
+        self.stopping = stopping
+        self.most_bytes = most_bytes
+        self.reads = Reads(
+            service.limits.max_buffered_bytes // most_bytes, service.limits.timeout_seconds
+        )
+        self.open_reads = Reads(OPEN_READS, OPEN_SECONDS)
 
     async def intercept_service(
         self,
@@ -119,21 +188,84 @@ class TokenFirst(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         service, _, method = handler_call_details.method.rpartition("/")
+        reads, most_bytes, error = self.open_reads, OPEN_BYTES, None
         if service == f"/{SERVICE.full_name}":
-            metadata = dict(handler_call_details.invocation_metadata)
+            reads, most_bytes = self.reads, self.most_bytes
+            metadata = handler_call_details.invocation_metadata
             try:
-                self.service.authorize(metadata.get("authorization"))
-            except Unauthorized as error:
-                return self._refusal(COUNTED.get(method), error)
-        return await continuation(handler_call_details)
+                self.service.authorize(*(one for key, one in metadata if key == "authorization"))
+            except Unauthorized as found:
+                error = found
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        api = COUNTED.get(method)
 
-    def _refusal(self, api: str | None, error: Unauthorized) -> grpc.RpcMethodHandler:
-        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+        async def first(context: grpc.aio.ServicerContext) -> Any:
+            """The call's message; None at the end of a stream. Refuses the call otherwise."""
+            problem: ServiceError
+            try:
+                if error:
+                    raise error
+                raw = await reads.read(context)
+                if raw is grpc.aio.EOF and handler.request_streaming:
+                    return None
+                if raw is grpc.aio.EOF:
+                    raise InvalidRequest("the call has no message")
+                if len(raw) > most_bytes:
+                    raise TooLarge(f"the message is over {most_bytes} bytes")
+                return handler.request_deserializer(raw)
+            except DecodeError:
+                problem = InvalidRequest("the message cannot be read: is it of another .proto?")
+            except ServiceError as found:
+                problem = found
             async with answering(self.service, api, context):
-                raise error
+                raise problem
 
-        # Streaming, so that nothing is read; a unary handler starts with the whole message.
-        return grpc.stream_unary_rpc_method_handler(refuse)
+        async def messages(context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            while not self.stopping.is_set() and (message := await first(context)) is not None:
+                yield message
+
+        async def unary(_: Any, context: grpc.aio.ServicerContext) -> Any:
+            return await handler.unary_unary(await first(context), context)
+
+        async def stream(_: Any, context: grpc.aio.ServicerContext) -> None:
+            if handler.request_streaming:
+                answers = handler.stream_stream(messages(context), context)
+            else:
+                answers = handler.unary_stream(await first(context), context)
+            if not isasyncgen(answers):
+                await answers
+                return
+            async with aclosing(answers):
+                async for answer in answers:
+                    await context.write(answer)
+
+        serializer = handler.response_serializer
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(stream, None, serializer)
+        return grpc.stream_unary_rpc_method_handler(unary, None, serializer)
+
+
+class Reads:
+    """How many messages are read at a time, and for how long. One connection reads half of them."""
+
+    def __init__(self, at_once: int, seconds: float) -> None:
+        self.seconds = seconds
+        self.each = max(1, at_once // 2)
+        self.all = asyncio.Semaphore(max(1, at_once))
+        self.peers = WeakValueDictionary[str, asyncio.Semaphore]()
+
+    async def read(self, context: grpc.aio.ServicerContext) -> Any:
+        """The next message, as bytes, or EOF. Raises DeadlineExceeded."""
+        peer = self.peers.setdefault(context.peer(), asyncio.Semaphore(self.each))
+        try:
+            async with asyncio.timeout(self.seconds), peer, self.all:
+                return await context.read()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the message did not arrive within {self.seconds:g} s"
+            ) from None
 
 
 class EncoderCalls:
@@ -354,10 +486,12 @@ def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:
 def request_item(index: int, one: pb.Item) -> RequestItem:
     """Checked as an item of an HTTP request is. Raises InvalidRequest."""
     given: Document = {"type": one.type or "image"}
-    given |= {name: getattr(one, name) or None for name in KWARGS}
+    given |= {name: getattr(one, name) for name in KWARGS if one.HasField(name)}
     source = one.WhichOneof("source")
     if source == "frames":
-        given |= {"frames": list(one.frames.data), "fps": one.frames.fps or one.fps or None}
+        given["frames"] = list(one.frames.data)
+        if one.frames.HasField("fps"):
+            given["fps"] = one.frames.fps
     elif source:
         given[source] = getattr(one, source)
     try:

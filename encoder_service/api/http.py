@@ -47,7 +47,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
     # Rows hardly shrink, and are sent from shared memory; base64 shrinks by a quarter at any level.
     unpacked = (*DEFAULT_EXCLUDED_CONTENT_TYPES, MSGPACK, SAFETENSORS, NPZ)
     app.add_middleware(GZipMiddleware, compresslevel=1, exclude_content_types=unpacked)
-    app.add_middleware(Envelope, observer=service.observer, counted=COUNTED)
+    app.add_middleware(Envelope, observer=service.observer, counted=COUNTED, unsent=service.unsent)
     # Routes without `authorize` serve probes, scrapers and browsers, which send no token. They show
     # nothing of any request's content.
 
@@ -61,6 +61,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
         """Embeddings of images and videos, in the order of the request."""
         accept = check_head(request, default_of(request), WRITERS)
         service.backend.check_room()  # 413 before 429: retrying would not help
+        service.unsent.check_room(1)
         with service.buffered.hold() as take:
             items, options = await read_items(request, take)
             widened = "dtype" not in options.model_fields_set if accept == JSON else accept == NPZ
@@ -70,7 +71,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
             if options.encoding and accept != JSON:
                 raise InvalidOption(f"options.encoding: only with `Accept: {JSON}`, not {accept}")
             document = await service.encode(items, options, request.state.exchange)
-        return await rendered(document, accept, options.encoding or "base64")
+        return await rendered(request, document, accept, options.encoding or "base64")
 
     @app.post(
         PLAN_PATH,
@@ -87,11 +88,11 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
         with service.buffered.hold() as take:
             items, options = await read_items(request, take)
             document = await service.plan(items, options, request.state.exchange)
-        return await rendered(document, accept)
+        return await rendered(request, document, accept)
 
     def check_head(request: Request, default: str, formats: Collection[str]) -> str:
         """Checks a request before its body is read. Returns the content type of the response."""
-        service.authorize(request.headers.get("authorization"))
+        service.authorize(*request.headers.getlist("authorization"))
         if request.query_params and not is_file(request.headers.get("content-type", "")):
             raise InvalidOption(
                 "options belong in the body's `options`: only a bare file has them in the query"
@@ -110,27 +111,27 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
     @app.get(REFERENCE_PATH, responses=schema.MISSING | schema.ANSWER, response_class=Response)
     async def fetch(request: Request, reference: str) -> Response:
         """The embedding that is kept under an id: a response with one item."""
-        service.authorize(request.headers.get("authorization"))
+        service.authorize(*request.headers.getlist("authorization"))
         accept = choose(request.headers.get("accept", ""))
         document = await service.fetch(reference, request.state.exchange.request_id)
-        return await rendered(document, accept)
+        return await rendered(request, document, accept)
 
     @app.delete(REFERENCE_PATH, responses=schema.MISSING, status_code=204)
     async def release(request: Request, reference: str) -> None:
         """Releases a kept embedding before it expires."""
-        service.authorize(request.headers.get("authorization"))
+        service.authorize(*request.headers.getlist("authorization"))
         await service.release(reference)
 
     @app.get("/v1/model", responses=schema.ERRORS)
     async def model(request: Request) -> dict[str, Any]:
         """What is served: the model, its budgets and limits, versions."""
-        service.authorize(request.headers.get("authorization"))
+        service.authorize(*request.headers.getlist("authorization"))
         return service.card
 
     @app.get("/v1/status", responses=schema.ERRORS)
     async def status(request: Request) -> dict[str, Any]:
         """The fleet at a glance: totals since the replicas started, about a second old."""
-        service.authorize(request.headers.get("authorization"))
+        service.authorize(*request.headers.getlist("authorization"))
         return await service.status.get()
 
     @app.head("/", include_in_schema=False)
@@ -192,12 +193,31 @@ def choose(accept: str, default: str = MSGPACK, available: Collection[str] = tup
     return max(offers)[1]
 
 
-async def rendered(document: Document, accept: str, encoding: str = "base64") -> Response:
-    """The document as a response. Formats that copy the data are written in a thread."""
+async def rendered(
+    request: Request, document: Document, accept: str, encoding: str = "base64"
+) -> Response:
+    """The document as a response. Formats that copy the data are written in a thread.
+
+    Raises Overloaded (429) if too much waits to be sent already.
+    """
+    take: Take = request.state.unsent
     size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
     copied_bytes = size_bytes if accept in (JSON, NPZ) else 0
+    take(copied_bytes)
     pieces = await offload(copied_bytes, WRITERS[accept], document, encoding)
+    take(held_bytes(pieces) - copied_bytes)
     return await response(pieces, accept)
+
+
+def held_bytes(pieces: Sequence[Piece]) -> int:
+    """The memory that a body needs until it has been sent: rows that it has twice count once."""
+    return sum({place(piece): len(piece) for piece in pieces if piece}.values())
+
+
+def place(piece: Piece) -> tuple[int, int]:
+    """Address and length."""
+    found: int = np.frombuffer(piece, np.uint8).ctypes.data
+    return found, len(piece)
 
 
 async def response(pieces: Sequence[Piece], media_type: str) -> Response:
@@ -240,12 +260,15 @@ class BodyView(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def gathered(pieces: Sequence[Piece]) -> list[bytes | BodyView]:
+    """The same body. Equal memory becomes the same view, which pickle writes once."""
     found: list[bytes | BodyView] = []
     small: list[Piece] = []
+    views: dict[tuple[int, int], BodyView] = {}
     for piece in pieces:
         if len(piece) <= INLINE_BYTES:
             small.append(piece)
             continue
-        found += [b"".join(small), np.frombuffer(piece, np.uint8).view(BodyView)]
+        view = np.frombuffer(piece, np.uint8).view(BodyView)
+        found += [b"".join(small), views.setdefault(place(piece), view)]
         small = []
     return [*found, b"".join(small)]

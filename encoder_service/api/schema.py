@@ -5,6 +5,7 @@ FastAPI cannot derive those shapes, because bodies are read and written by wire/
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -12,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actors.errors import InvalidOption
 from actors.types import Dtype, Grid, Kind, ProcessorKwargs, Source
-from encoder_service.wire.documents import KWARGS, MOST_COUNT
+from encoder_service.wire.documents import KWARGS, MOST_COUNT, check_option
+from encoder_service.wire.formats import WireError
 
 
 def without_default(shown: dict[str, Any]) -> None:
@@ -108,21 +110,29 @@ class RequestOptions(KwargsFields):
 
 
 def request_options(values: dict[str, Any], *, strings: bool = False) -> RequestOptions:
-    """The options of a request. Raises InvalidOption, which names every wrong one.
+    """The options of a request. Null is absent. Raises InvalidOption, which names every wrong one.
 
     `strings`: the values are strings, as in a query.
     """
     read = RequestOptions.model_validate_strings if strings else RequestOptions.model_validate
     try:
-        return read(values)
+        return read({name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
-        known = ", ".join(RequestOptions.model_fields)
-        problems = []
-        for problem in error.errors():
-            unknown = problem["type"] == "extra_forbidden"
-            said = f"unknown; known are {known}" if unknown else problem["msg"]
-            problems.append(f"options.{'.'.join(map(str, problem['loc']))}: {said}")
-        raise InvalidOption("; ".join(problems)) from None
+        problems = [reason(str(one["loc"][0]), one) for one in error.errors()]
+        raise InvalidOption("; ".join(f"options.{one}" for one in problems)) from None
+
+
+def reason(name: str, problem: Mapping[str, Any]) -> str:
+    """What is wrong with an option."""
+    if problem["type"] == "extra_forbidden":
+        return f"{name}: unknown; known are {', '.join(RequestOptions.model_fields)}"
+    try:
+        if name in KWARGS:
+            check_option(name, problem["input"])
+    except WireError as error:
+        return str(error)
+    said = problem["msg"]
+    return f"{name} cannot be {problem['input']!r:.40}: {said[0].lower()}{said[1:]}"
 
 
 class ErrorBody(BaseModel):
@@ -168,7 +178,8 @@ class ItemDocument(BaseModel):
     notice: str | None = Field(
         None,
         description="Set if the picture was changed before encoding: transparency was composited, "
-        "more than 8 bits per channel were scaled, or only the first frame was encoded.",
+        "more than 8 bits per channel were scaled, CMYK was converted, or only the first frame was "
+        "encoded.",
     )
     timestamps: list[float] | None = Field(None, description=TIMES)
     second_per_grid_ts: float | None = Field(None, description=PACE)

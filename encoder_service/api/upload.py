@@ -167,4 +167,6 @@ def refusal(reason: str, limits: LimitOptions) -> InvalidRequest:
             f"a part without a filename is over {MOST_OPTIONS_BYTES} bytes: "
             "send files with a filename, and short options"
         )
-    return InvalidRequest(f"the multipart body cannot be read: {reason}")
+    return InvalidRequest(
+        f"the multipart body cannot be read: have it written by an HTTP library ({reason})"
+    )

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from secrets import token_hex
 
 from actors.errors import StartError
 from encoder_service.config import ServiceOptions, resources
@@ -60,10 +61,14 @@ def logical_cpus(options: ServiceOptions) -> int:
 @contextmanager
 def cluster(num_cpus: int, object_store_bytes: int | None = None) -> Iterator[Cluster]:
     """Starts the cluster, yields its addresses, and stops it with everything that runs on it."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # nobody else connects; leaves no token in $HOME
+    # Whoever may call Ray's own ports may run code here: `ray.init` asks for a token unless it is
+    # told not to. Ours leaves no file in $HOME.
+    os.environ.pop("RAY_AUTH_MODE", None)
+    os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
     home = tempfile.mkdtemp(prefix="es")  # short: the paths of sockets have a limit
+    umask = os.umask(0o077)  # of Ray's processes too
     os.environ.update(ha_proxy(home, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     # Behind HAProxy, a deleted replica otherwise drains for half a minute.
     os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "1"
@@ -71,6 +76,7 @@ def cluster(num_cpus: int, object_store_bytes: int | None = None) -> Iterator[Cl
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     http_port, grpc_port = free_ports(2)
     try:
         ray.init(
@@ -91,6 +97,7 @@ def cluster(num_cpus: int, object_store_bytes: int | None = None) -> Iterator[Cl
         serve.shutdown()
     finally:
         ray.shutdown()
+        os.umask(umask)
         shutil.rmtree(home, ignore_errors=True)
 
 
@@ -106,6 +113,7 @@ def ha_proxy(home: str, most_files: int) -> dict[str, str]:
         "STATS_PORT": str(stats_port),
         "CONFIG_FILE_LOC": f"{home}/haproxy/haproxy.cfg",
         "SOCKET_PATH": f"{home}/haproxy/admin.sock",
+        "METRICS_SOCKET_PATH": f"{home}/haproxy/metrics.sock",
         "SERVER_STATE_BASE": f"{home}/haproxy",
         "SERVER_STATE_FILE": f"{home}/haproxy/server-state",
     }

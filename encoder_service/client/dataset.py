@@ -47,6 +47,8 @@ ITEMS_PER_SHARD = 10_000  # at most
 MANIFEST = "manifest.jsonl"
 FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
 """What the manifest says of an embedding."""
+REMARKS = ("notice", "timestamps", "second_per_grid_ts")
+"""What it says besides, of an embedding that has them."""
 
 Sample = tuple[str, Source]
 """A source and its name: its path as it was found, or the number of its row."""
@@ -85,6 +87,9 @@ class Written:
     """Failed items that the same call would retry."""
     failures: tuple[str, ...] = ()
     """The first few, with their errors."""
+    skipped: tuple[str, ...] = ()
+    """Files below the given folders that are no images or videos by their names, and links that
+    lead to nothing or to a folder."""
 
 
 class EncodeCalls(Protocol):
@@ -108,16 +113,18 @@ async def encode_dataset(
         served = {key: card.get(key) for key in ("model", "revision", "weights")}
         chosen = {key: value for key, value in asdict(options).items() if key != "concurrency"}
         manifest = await asyncio.to_thread(Manifest, out, served | chosen)
+        skipped: list[str] = []
+        found = samples(given, options.column, skipped)
         resumed = sum(not is_retried(item) for item in manifest.items)
         total = await asyncio.to_thread(count, given, options.column)
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress("items", *columns, console=console, disable=console is None) as progress:
             task = progress.add_task("items", total=total, completed=resumed)
-            await write(caller, given, manifest, options, partial(progress.advance, task))
-    return result(manifest, resumed)
+            await write(caller, found, manifest, options, partial(progress.advance, task))
+    return result(manifest, resumed, skipped)
 
 
-def result(manifest: Manifest, resumed: int = 0) -> Written:
+def result(manifest: Manifest, resumed: int = 0, skipped: Sequence[str] = ()) -> Written:
     items = manifest.items
     failed = [item for item in items if "error" in item]
     return Written(
@@ -130,17 +137,18 @@ def result(manifest: Manifest, resumed: int = 0) -> Written:
             f"{item['name']}: {item['error']['type']}: {item['error']['message']}"
             for item in failed[:SHOWN_FAILURES]
         ),
+        skipped=tuple(skipped),
     )
 
 
 async def write(
     caller: EncodeCalls,
-    given: Samples,
+    found: Iterator[Sample],
     manifest: Manifest,
     options: DatasetOptions,
     advance: Callable[[], None],
 ) -> None:
-    left = remaining(samples(given, options.column), manifest.items)
+    left = remaining(found, manifest.items)
     waiting: list[Entry] = []
     held_bytes, flushed = 0, time.monotonic()
 
@@ -192,19 +200,22 @@ def remaining(found: Iterator[Sample], before: list[Document]) -> Iterator[Sampl
     yield from found
 
 
-def samples(given: Samples, column: str) -> Iterator[Sample]:
-    """The items, in the same order every time. Raises ValueError if two have the same name."""
+def samples(given: Samples, column: str, skipped: list[str]) -> Iterator[Sample]:
+    """The items, in the same order every time. Raises ValueError if two have the same name.
+
+    Adds what is no item to `skipped`: see Written.
+    """
     seen: set[str] = set()
     entries: Iterable[Any] = [given] if isinstance(given, str | Path) else given
     for position, entry in enumerate(entries):
-        for name, source in expanded_entry(entry, position, column):
+        for name, source in expanded_entry(entry, position, column, skipped):
             if name in seen:
                 raise ValueError(f"{name!r} is there twice: names must be unique")
             seen.add(name)
             yield name, source
 
 
-def expanded_entry(entry: Any, position: int, column: str) -> Iterator[Sample]:
+def expanded_entry(entry: Any, position: int, column: str, skipped: list[str]) -> Iterator[Sample]:
     """A row or a file is one item; a folder is all images and videos below it, by name."""
     if isinstance(entry, Mapping):
         yield f"{position:09}", row_image(entry, position, column)
@@ -216,6 +227,8 @@ def expanded_entry(entry: Any, position: int, column: str) -> Iterator[Sample]:
     for path in sorted(Path(name).rglob("*")):
         if kind_of(path.name) and path.is_file():
             yield str(path), path
+        elif path.is_symlink() or not path.is_dir():
+            skipped.append(str(path))
 
 
 def row_image(row: Mapping[str, Any], position: int, column: str) -> Source:
@@ -235,9 +248,9 @@ def count(given: Samples, column: str) -> int | None:
     """How many items there are, if that is known without reading them."""
     if isinstance(given, Sequence) and not isinstance(given, str):
         rows = given and isinstance(given[0], Mapping)
-        return len(given) if rows else sum(1 for _ in samples(given, column))
+        return len(given) if rows else sum(1 for _ in samples(given, column, []))
     if isinstance(given, str | Path):
-        return sum(1 for _ in samples(given, column))
+        return sum(1 for _ in samples(given, column, []))
     return len(given) if isinstance(given, Sized) else None
 
 
@@ -311,12 +324,12 @@ class Manifest:
         self.path = folder / MANIFEST
         self.shards: list[Document] = []
         lines = self.read()
+        if len(lines) == 1 and settings is not None:  # no item was finished under these settings
+            os.truncate(self.path, 0)
+            lines = []
         self.settings: Mapping[str, Any] = lines[0]["settings"] if lines else settings or {}
-        if settings is None:
+        if settings is None or not lines:
             self.shards = lines[1:]
-            return
-        if not lines:
-            self.append({"settings": dict(settings)})
             return
         for key in {**self.settings, **settings}:
             before, now = self.settings.get(key), settings.get(key)
@@ -351,6 +364,8 @@ class Manifest:
 
     def add(self, file: str | None, items: list[Document]) -> None:
         """Records a shard that is on disk; `file` is None if all of its items failed."""
+        if not self.shards:
+            self.append({"settings": dict(self.settings)})
         self.shards.append({"file": file, "items": items})
         self.append(self.shards[-1])
 
@@ -380,7 +395,8 @@ def write_shard(manifest: Manifest, entries: Sequence[Entry], suffix: str) -> No
 def manifest_entry(name: str, one: Embedding | ServiceError) -> Document:
     if isinstance(one, ServiceError):
         return {"name": name, "error": {"type": one.type, "message": one.message}}
-    return {"name": name} | {fact: getattr(one, fact) for fact in FACTS}
+    remarks = {name: value for name in REMARKS if (value := getattr(one, name))}
+    return {"name": name} | {fact: getattr(one, fact) for fact in FACTS} | remarks
 
 
 def tensor_file(entries: Sequence[tuple[str, Embedding]]) -> bytes:
@@ -390,19 +406,26 @@ def tensor_file(entries: Sequence[tuple[str, Embedding]]) -> bytes:
     }
     first = entries[0][1]
     items = [manifest_entry(name, one) for name, one in entries]
-    metadata = {"model": first.model, "weights": first.weights, "items": json.dumps(items)}
+    metadata = {"model": first.model, "family": first.family, "weights": first.weights}
+    metadata["items"] = json.dumps(items)
     return b"".join(to_safetensors(tensors, metadata))
 
 
 def parquet_file(entries: Sequence[tuple[str, Embedding]]) -> memoryview:
-    """One row per item: its manifest entry, and its bytes in the column "data"."""
+    """One row per item: its manifest entry, with nulls, and its bytes in the column "data"."""
     import pyarrow
     from pyarrow import parquet
 
     rows = [
-        manifest_entry(name, one) | {"model": one.model, "weights": one.weights, "data": one.data}
+        {"name": name}
+        | {fact: getattr(one, fact) for fact in (*FACTS, "model", "family", "weights", "data")}
         for name, one in entries
     ]
+    table = pyarrow.Table.from_pylist(rows)
+    kinds = (pyarrow.string(), pyarrow.list_(pyarrow.float64()), pyarrow.float64())
+    for name, kind in zip(REMARKS, kinds, strict=True):  # of one type also where all are null
+        values = [getattr(one, name) or None for _, one in entries]
+        table = table.append_column(name, pyarrow.array(values, kind))
     sink = pyarrow.BufferOutputStream()
-    parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    parquet.write_table(table, sink)
     return memoryview(sink.getvalue())

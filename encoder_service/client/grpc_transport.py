@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from encoder_service.client.items import ServiceError, service_error
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.documents import KWARGS, RequestItem, check_option
 from encoder_service.wire.encoder_grpc import EncoderStub, unpacked
-from encoder_service.wire.formats import Document
+from encoder_service.wire.formats import Document, WireError, without
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -24,6 +25,10 @@ CHANNEL_OPTIONS = [
     # By default up to two minutes, during which every call fails with the last error.
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
+
+
+TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
+"""Of a message that gRPC refuses before the service sees it."""
 
 
 class GrpcTransport:
@@ -125,12 +130,20 @@ def service_errors() -> Iterator[None]:
         try:
             document = dict(json.loads(details))
         except (ValueError, TypeError):
-            document = {
-                "type": code.name.lower(),
-                "message": details,
-                "retryable": code is grpc.StatusCode.UNAVAILABLE,
-            }
+            document = document_of_grpc(code, details)
         raise service_error(document, code.name, document.get("retry_after_s")) from error
+
+
+def document_of_grpc(code: grpc.StatusCode, details: str) -> Document:
+    """An error of gRPC itself, as the service would have said it."""
+    if found := TOO_LARGE.search(details):
+        message = (
+            f"the request has {found[1]} bytes, over the {found[2]} that the service takes in one "
+            "message, a little more than its limits.max_body_bytes: send fewer items at a time"
+        )
+        return {"type": "too_large", "message": message}
+    retryable = code is grpc.StatusCode.UNAVAILABLE
+    return {"type": code.name.lower(), "message": details, "retryable": retryable}
 
 
 def request_of(items: list[RequestItem], options: dict[str, Any]) -> pb.EncodeRequest:
@@ -139,14 +152,31 @@ def request_of(items: list[RequestItem], options: dict[str, Any]) -> pb.EncodeRe
         parts = [message(item) for item in items]
         return pb.EncodeRequest(items=parts, options=pb.Options(**options))
     except (TypeError, ValueError) as error:
+        check(options, pb.Options, "options")
+        for index, item in enumerate(items):
+            check(item.own(), pb.Item, f"items[{index}]")
         raise ServiceError("invalid_option", f"not sent: {error}") from error
+
+
+def check(values: dict[str, Any], kind: Any, where: str) -> None:
+    """Raises ServiceError for the first value that a message of this kind cannot hold."""
+    for name, value in values.items():
+        try:
+            if name in KWARGS:
+                check_option(name, value)
+            kind(**{name: value})
+        except WireError as error:
+            raise ServiceError("invalid_option", f"not sent: {where}.{error}") from None
+        except (TypeError, ValueError):
+            shown = f"not sent: {where}.{name} cannot be {value!r:.40}"
+            raise ServiceError("invalid_option", shown) from None
 
 
 def message(item: RequestItem) -> pb.Item:
     if item.frames is None:
         return pb.Item(**item.document())
-    frames = pb.Frames(data=item.frames, fps=item.fps or 0)
-    return pb.Item(type=item.type, frames=frames, **item.kwargs())
+    frames = pb.Frames(data=item.frames, fps=item.fps)
+    return pb.Item(type=item.type, frames=frames, **without(item.own(), "fps"))
 
 
 def item_document(item: Any) -> Document:

@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
@@ -28,15 +32,30 @@ from actors.types import Size
 from encoder_service.api.answer import kwargs_card
 from encoder_service.commands import add_command
 from encoder_service.config import (
+    OPEN_CLUSTER,
     IngressOptions,
     LlmOptions,
     ServiceOptions,
+    check_scaling,
     fit,
     load_all,
     read_document,
 )
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.spec import LlmSpec
+
+ONLY_AT_START = {
+    "proxy_location", "http_options", "grpc_options", "controller_options", "tracing_config",
+}  # fmt: skip
+"""Keys of a Serve configuration that are ignored while Serve runs."""
+VERSIONED = ("import_path", "runtime_env", "args", "autoscaling_policy")
+"""Keys of an application whose change restarts all its replicas."""
+RESTARTING = {
+    "ray_actor_options", "placement_group_bundles", "placement_group_strategy",
+    "placement_group_bundle_label_selector", "placement_group_fallback_strategy",
+    "max_replicas_per_node", "gang_scheduling_config",
+}  # fmt: skip
+"""Options in `deployments` whose change restarts the replicas of that deployment."""
 
 SIDES = range(1, 5)
 """Numerators and denominators of the aspect ratios tried to find the image with most tokens."""
@@ -47,16 +66,34 @@ def add(subcommands: Any) -> None:
         subcommands, "check", run, "validate a configuration and show what it would serve"
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="such as configs/tiny.yaml")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="OLD",
+        help="the configuration that is served now: show what changing it to CONFIG would restart, "
+        "capture again and lose",
+    )
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Prints a table for each of our applications. Raises StartError, naming the offending key."""
     document = read_document(options.config)
+    if options.against:
+        check_serve(document, str(options.config))
+        load_all(options.config)
+        shown = Table(show_header=False)
+        for kind, what in rollout(read_document(options.against), document):
+            shown.add_row(kind, escape(what))
+        console.print(shown if shown.rows else "nothing changes")
+        return 0
     check_serve(document, str(options.config))
-    for service in load_all(options.config):
+    services = load_all(options.config)
+    check_ports([one.ingress.grpc_port for one in services], str(options.config))
+    for service in services:
         check_timeouts(document, service.limits.timeout_seconds, str(options.config))
         spec = read(service.model)
         room = fit(service, spec)
+        check_scaling(service)
         shown = table(service, spec, room)
         shown.add_row("listens on", ports(document, service.ingress, str(options.config)))
         console.print(shown)
@@ -67,11 +104,130 @@ def run(options: argparse.Namespace, console: Console) -> int:
             console.print(llm_table(service.llm, llm_spec.read(service.llm, service.model, spec)))
         if spec.dummy:
             console.print("[bold yellow]dummy weights: the embeddings will be random numbers[/]")
+    for warning in exposed():
+        console.print(f"[bold yellow]{escape(warning)}[/]", soft_wrap=True)
     return 0
 
 
+def exposed() -> Iterator[str]:
+    """What lets other users run code in a cluster that is started from here."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        yield OPEN_CLUSTER
+    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    with suppress(OSError):
+        if token.stat().st_mode & 0o077:
+            yield f"{token}: other users may read Ray's token: chmod 600 it, and set umask 077"
+
+
+def rollout(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What changing a Serve configuration does: pairs of kind and effect; none if nothing changes.
+
+    From the documents alone, as Ray 2.60 compares them (`get_app_code_version` and
+    `DeploymentVersion`): `args` as written, so that writing a default out counts as a change.
+    """
+    found = []
+    for key in differences(old, new):
+        if (section := key.split(".")[0]) in ONLY_AT_START:
+            remedy = "shut Serve down and start it again, or start a second cluster"
+            found.append(("ignored", f"{key}: read only when Serve starts: {remedy}"))
+        elif section != "applications":
+            found.append(("live", key))
+    before, after = named(old, "applications"), named(new, "applications")
+    for name in before.keys() - after.keys():
+        found.append(("removed", f"application {name}"))
+        found.append(("lost", losses(before[name], "all")))
+    found += [("started", f"application {name}") for name in after.keys() - before.keys()]
+    for name in before.keys() & after.keys():
+        found += rollout_of(before[name], after[name])
+    return sorted(found)
+
+
+def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The same, of one application."""
+    encoders_restart = False
+    if changed := differences(versioned(old), versioned(new)):
+        encoders_restart = True
+        yield "restarts", f"every replica, because of {', '.join(changed)}"
+        if counts := [key for key in changed if key.endswith(".replicas")]:
+            yield "avoidable", f"{', '.join(counts)}: set num_replicas in `deployments` instead"
+    for key in differences(old, new):
+        if key.split(".")[0] not in (*VERSIONED, "deployments"):
+            yield "live", key
+    before, after = named(old, "deployments"), named(new, "deployments")
+    for name in before.keys() | after.keys():
+        was, now = before.get(name, {}), after.get(name, {})
+        for key in differences(was, now):
+            if (option := key.split(".")[0]) in RESTARTING:
+                encoders_restart |= name == "Encoder"
+                yield "restarts", f"every {name}, because of deployments.{key}"
+            elif option == "num_replicas":
+                before_it, after_it = (one.get(option, "default") for one in (was, now))
+                yield "live", f"{name}: {option} {before_it} -> {after_it}"
+            elif option != "name":
+                yield "live", f"{name}: {key}"
+    least, most = encoders(old)
+    if encoders_restart:
+        yield "captured again", "the graphs of every encoder"
+        yield "lost", losses(old, "all")
+    elif least == most > (left := encoders(new)[1]):
+        yield "lost", losses(old, f"{most - left} of")
+
+
+def named(parent: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
+    """The elements of a list by their names."""
+    return {str(one.get("name")): one for one in parent.get(key) or []}
+
+
+def versioned(application: Mapping[str, Any]) -> dict[str, Any]:
+    """What Serve makes the version of all deployments of an application of."""
+    found: dict[str, Any] = {key: application.get(key) for key in VERSIONED}
+    deployments = application.get("deployments") or []
+    for key in ("autoscaling_config", "request_router_config", "deployment_actors"):
+        given = [one[key] for one in deployments if one.get(key)]
+        if key == "autoscaling_config":
+            given = [one.get("policy") for one in given]
+        found[f"deployments.{key}"] = given
+    return found
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ as JSON (1 and 1.0 do), the most deeply nested, with dots."""
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        was, now = old.get(key), new.get(key)
+        if written(was) == written(now):
+            continue
+        inner = []
+        if isinstance(was or {}, Mapping) and isinstance(now or {}, Mapping):
+            inner = [f"{key}.{one}" for one in differences(was or {}, now or {})]
+        found += inner or [key]
+    return found
+
+
+written = partial(json.dumps, sort_keys=True, default=str)
+
+
+def encoders(application: Mapping[str, Any]) -> tuple[int, int]:
+    """The least and the largest number. OLD may be of a release that `parse` does not know."""
+    encoder = application.get("args", {}).get("encoder", {})
+    if scaling := encoder.get("autoscaling"):
+        return scaling.get("min_replicas", 1), scaling["max_replicas"]
+    options = named(application, "deployments").get("Encoder", {})
+    replicas = options.get("num_replicas") or encoder.get("replicas", 1)
+    return replicas, replicas
+
+
+def losses(application: Mapping[str, Any], which: str) -> str:
+    caches = application.get("args", {}).get("cache", {}).get("max_bytes")
+    what = "the ids kept by, and the caches of," if caches else "the ids kept by"
+    return f"{what} {which} {' to '.join(map(str, sorted({*encoders(application)})))} encoders"
+
+
 def missing(service: ServiceOptions) -> Iterator[str]:
-    """Packages not installed here; a warning only, as this may not be a node of the cluster."""
+    """Packages not installed here; a warning only, as this may not be a node of the cluster. And
+    options without effect."""
+    if service.encoder.gpu_memory_bytes and service.encoder.device == "cpu":
+        yield "encoder.gpu_memory_bytes has no effect: encoder.device is cpu"
     if service.encoder.transport == "nixl" and find_spec("nixl") is None:
         yield (
             "encoder.transport is nixl: nixl is not installed here; every node of an encoder needs "
@@ -110,6 +266,8 @@ def table(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Table:
     shown.add_row("a pack", f"up to {room.items} items, {room.frames} video frames")
     encoder = service.encoder
     each = f"{encoder.num_gpus:g} GPU, {encoder.num_cpus:g} CPU each, on {encoder.device}"
+    if encoder.gpu_memory_bytes:
+        each += f", {encoder.gpu_memory_bytes:,} bytes of GPU memory"
     shown.add_row("encoders", f"{count(encoder)}: {each}")
     shown.add_row("routers", f"{service.router.replicas}: {service.router.policy}")
     shown.add_row("ingresses", f"{service.ingress.replicas}")
@@ -134,6 +292,8 @@ def value(shown: dict[str, float | None]) -> str:
     """The default and the largest value of an option."""
     default, largest = shown["default"], shown["largest"]
     said = "not set" if default is None else f"{default:,}"
+    if default and largest and default > largest:  # a budget or limits.max_image_tokens is smaller
+        return f"{said} if not given, else at most {largest:,}"
     return f"{said}, at most {largest:,}"
 
 
@@ -176,6 +336,7 @@ def check_serve(document: dict[str, Any], path: str) -> None:
     """
     # Ray takes seconds to import.
     from ray.serve.schema import (
+        DeploymentSchema,
         HTTPOptionsSchema,
         ServeApplicationSchema,
         ServeDeploySchema,
@@ -199,6 +360,8 @@ def check_serve(document: dict[str, Any], path: str) -> None:
     for index, application in enumerate(document["applications"]):
         where = f"{path}: applications[{index}]"
         check_keys(application, ServeApplicationSchema, where)
+        for place, options in enumerate(application.get("deployments") or []):
+            check_keys(options, DeploymentSchema, f"{where}.deployments[{place}]")
         # Importing code that is not ours may have any effect.
         if application["import_path"].startswith("encoder_service."):
             check_import(application["import_path"].replace(":", "."), f"{where}.import_path")
@@ -209,6 +372,15 @@ def check_keys(given: Iterable[str], schema: type[BaseModel], where: str) -> Non
     unknown = sorted(str(key) for key in set(given) - schema.model_fields.keys())
     if unknown:
         raise ConfigError(f"{where}: {', '.join(unknown)}: Serve knows no such key")
+
+
+def check_ports(ports: Sequence[int | None], path: str) -> None:
+    """Raises ConfigError if two applications would listen on one port: see grpc.claim."""
+    for port in filter(None, ports):
+        if ports.count(port) > 1:
+            raise ConfigError(
+                f"{path}: several applications have ingress.grpc_port {port}: give each its own"
+            )
 
 
 def check_timeouts(

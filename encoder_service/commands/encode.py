@@ -26,6 +26,7 @@ PROCESSOR = {
     "num_frames": "frames to take of a video, instead of --fps",
 }
 """For items whose kind takes them; the service refuses what its model does not take."""
+SHOWN_SKIPPED = 5
 RETRIES = 100
 """Of retryable errors; --timeout ends them earlier."""
 
@@ -109,7 +110,8 @@ async def write(options: argparse.Namespace, console: Console) -> int:
         console.print(f"interrupted; {so_far(options.out)}", soft_wrap=True)
         return 128 + signals[0]
     except ServiceError as error:
-        console.print(so_far(options.out), soft_wrap=True)
+        if Manifest(options.out).shards:
+            console.print(so_far(options.out), soft_wrap=True)
         return fail(error)
     except ValueError as wrong:
         raise ConfigError(f"--out: {wrong}") from None
@@ -128,7 +130,10 @@ def so_far(out: Path) -> str:
 
 def show(written: Written, out: Path, console: Console) -> int:
     if not written.encoded and not written.failed:
-        raise ConfigError("there is no image and no video among the files, judging by their names")
+        raise ConfigError(
+            "there is no image and no video among the files, judging by their names"
+            + left_out(written)
+        )
     for failure in written.failures:
         console.print(f"[red]failed:[/] {escape(failure)}", soft_wrap=True)
     if more := written.failed - len(written.failures):
@@ -143,10 +148,21 @@ def show(written: Written, out: Path, console: Console) -> int:
     elif written.resumed:
         earlier = f" ({written.resumed} of them by earlier runs)"
     console.print(
-        f"{written.encoded} encoded, {written.failed} failed{earlier}: "
+        f"{written.encoded} encoded, {written.failed} failed{earlier}{escape(left_out(written))}: "
         f"{escape(str(out / MANIFEST))}",
         soft_wrap=True,
     )
     if written.weights == "dummy":
         console.print("[bold yellow]dummy weights: these embeddings are random numbers[/]")
     return 1 if written.failed else 0
+
+
+def left_out(written: Written) -> str:
+    """How many files were skipped, and the first few."""
+    if not written.skipped:
+        return ""
+    names = [*written.skipped[:SHOWN_SKIPPED], "..."][: len(written.skipped)]
+    return (
+        f"; {len(written.skipped)} skipped, because of their names or as links to nothing or to "
+        f"folders ({', '.join(names)})"
+    )

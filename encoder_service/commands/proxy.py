@@ -94,7 +94,12 @@ async def serve(
     except httpx.InvalidURL as wrong:
         raise ConfigError(f"--upstream: {wrong}") from None
     with listen(options.host, options.port) as listener:
-        await uvicorn.Server(uvicorn.Config(app)).serve(sockets=[listener])
+        await server(app).serve(sockets=[listener])
+
+
+def server(app: Starlette, **options: Any) -> uvicorn.Server:
+    # h11 refuses headers over 16 KB. uvicorn's other parser has no limit: one stalls the server.
+    return uvicorn.Server(uvicorn.Config(app, http="h11", **options))
 
 
 def listen(host: str, port: int) -> socket.socket:

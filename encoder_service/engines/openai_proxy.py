@@ -111,7 +111,7 @@ class Proxy:
     async def answer(self, request: Request) -> Response:
         try:
             if request.method != "OPTIONS":  # browsers send no key with it, and vLLM asks for none
-                self.tokens.authorize(request.headers.get("authorization"))
+                self.tokens.authorize(*request.headers.getlist("authorization"))
             with ExitStack() as held:
                 take = held.enter_context(self.buffered.hold())
                 body = await read_body(request, self.limits, take)

@@ -42,7 +42,7 @@ from encoder_service.client.items import read_items
 from encoder_service.config import LimitOptions
 from encoder_service.engines.openai_proxy import of_encoder
 from encoder_service.intake.limits import Buffered
-from encoder_service.llm.schema import ImagePart, ImageUrl, VideoPart, VideoUrl, item
+from encoder_service.llm.schema import ImagePart, ImageUrl, VideoPart, VideoUrl, item, reason
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WireError, check_json, read_json
 
@@ -66,6 +66,8 @@ MOST_WAITING = 4096
 MOST_RANKS = 1024
 MOST_VALUES = 2**16
 """In a body, as wire/formats.py counts."""
+MOST_SOCKETS = 256
+"""That rows are sent to at a time; others wait. ZMQ takes a few open files for each."""
 LINGER_MS = 1000
 """How long a closed socket may go on sending what its kernel buffer did not take yet."""
 POLL_SECONDS = 0.001
@@ -138,6 +140,7 @@ class SglangEncoder:
         )
         self.receivers: dict[str, Receivers] = {}
         self.context = zmq.asyncio.Context()
+        self.sockets = asyncio.Semaphore(MOST_SOCKETS)
 
     async def encode(self, request: Request) -> Response:
         """Answers after the rows were sent, or with an error, which SGLang gives to its client."""
@@ -235,23 +238,37 @@ class SglangEncoder:
                 f"{len(receivers.endpoints)} ranks of SGLang's scheduler named their sockets "
                 f"within {self.limits.timeout_seconds:g} s, fewer than it has"
             ) from None
-        await asyncio.gather(*(self.push(one, message) for one in receivers.endpoints))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for one in receivers.endpoints:
+                    group.create_task(self.push(one, message))
+        except ExceptionGroup as failures:  # the first one cancelled the others
+            raise failures.exceptions[0] from None
 
     async def push(self, endpoint: str, message: Message) -> None:
         """Returns when ZMQ has handed the message to the kernel. Raises Unavailable."""
+        try:
+            async with asyncio.timeout(self.limits.timeout_seconds), self.sockets:
+                await self.send(endpoint, message)
+        except TimeoutError:
+            raise Unavailable(
+                f"{endpoint} did not take the rows within {self.limits.timeout_seconds:g} s"
+            ) from None
+        except zmq.ZMQError as error:
+            raise Unavailable(
+                f"no socket for {endpoint}: {error}: try again, or raise the limit of open files "
+                "(ulimit -n) of `encoder-service sglang`"
+            ) from None
+
+    async def send(self, endpoint: str, message: Message) -> None:
         socket = self.context.socket(zmq.PUSH)
         try:
             socket.setsockopt(zmq.IPV6, 1)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # sending waits for the connection
             socket.connect(endpoint)
-            async with asyncio.timeout(self.limits.timeout_seconds):
-                sent = await socket.send_multipart(message, copy=False, track=True)
-                while sent and not sent.done:
-                    await asyncio.sleep(POLL_SECONDS)
-        except TimeoutError:
-            raise Unavailable(
-                f"{endpoint} did not take the rows within {self.limits.timeout_seconds:g} s"
-            ) from None
+            sent = await socket.send_multipart(message, copy=False, track=True)
+            while sent and not sent.done:
+                await asyncio.sleep(POLL_SECONDS)
         finally:
             socket.close(linger=LINGER_MS)
 
@@ -281,7 +298,7 @@ def parse(kind: type[Read], body: bytes) -> Read:
         raise InvalidRequest(str(error)) from None
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {reason(first)}") from None
 
 
 def items_of(call: EncodeRequest) -> list[RequestItem]:

@@ -18,6 +18,9 @@ from actors.errors import DeadlineExceeded, InvalidMedia, InvalidRequest, TooLar
 from encoder_service.config import FetchOptions
 
 MOST_REDIRECTS = 3
+CLOUDS_OWN = [ipaddress.IPv4Network("168.63.129.16/32"), ipaddress.IPv4Network("192.0.0.0/24")]
+"""Public by Python's tables, but Azure's wire server and Oracle's metadata for virtual machines.
+Those of other clouds are link-local, shared or private."""
 GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
@@ -41,6 +44,8 @@ def is_public(address: str) -> bool:
         # Outside 2000::/3 are loopback, link-local and NAT64; inside it, 6to4 embeds IPv4.
         if parsed not in GLOBAL_UNICAST or parsed.sixtofour or parsed.teredo:
             return False
+    elif any(parsed in network for network in CLOUDS_OWN):
+        return False
     return parsed.is_global and not parsed.is_multicast
 
 

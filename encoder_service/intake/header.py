@@ -18,7 +18,7 @@ from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
-from PIL.TiffImagePlugin import TiffImageFile
+from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
@@ -33,6 +33,7 @@ much."""
 MOST_SCANS = 50
 """Limit for a progressive JPEG; encoders write about ten. Each scan is a pass over all
 coefficients, and an empty one takes only 30 bytes."""
+MOST_MARKERS = 5000  # of a JPEG, without restarts; 50 scans have some hundreds
 START_OF_IMAGE = b"\xff\xd8"
 SEGMENT = re.compile(rb"\xff[\xc0-\xcf\xdb-\xfe]")  # the marker of a segment that has a length
 FEW_SEGMENTS = 32
@@ -52,7 +53,13 @@ READERS: dict[str, Callable[[BytesIO], ImageFile]] = {
 FORMATS = (*READERS, "HEIC", "AVIF")
 TIFF_HEADER = re.compile(rb"II[*+]\0|MM\0[*+]")
 MOST_TIFF_HEADERS = 16  # in the Exif of a HEIC or AVIF: its own, and those of makers' notes
-WIDE_MODES = {"I": "32-bit", "F": "floating-point"}
+UNKNOWN_RANGE = (
+    "is scaled to 8 bits: 0 to {0}, or 0 to {1} if a value is over {0}, becomes 0 to 255; others "
+    "are refused when it is decoded"
+)
+"""What becomes of values whose range no header tells."""
+BITS_PER_SAMPLE, SAMPLES, SAMPLE_FORMAT = 258, 277, 339  # tags of TIFF
+SAMPLE_FORMATS = {1: "integers", 2: "signed integers", 3: "floats", 6: "complex numbers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +106,37 @@ def read_header(data: bytes) -> Header:
     try:
         if name not in READERS:
             return boxed_header(name, data)
-        with READERS[name](BoundedStream(metadata_first(data) if name == "PNG" else data)) as image:
+        with opened(name, metadata_first(data) if name == "PNG" else data) as image:
             size = Size(*image.size)
             # Pillow's TIFF reader applies the orientation to the size itself.
             if name != "TIFF" and orientation(image) in (5, 6, 7, 8):
                 size = Size(size.height, size.width)
             return Header(name, size, notice(name, image), image.has_transparency_data)
+    except UnsupportedMedia:
+        raise
     except Image.DecompressionBombError as error:
-        raise TooLarge(f"the {name} declares more pixels than can be decoded: {error}") from error
+        raise TooLarge(
+            f"the {name} declares more pixels than can be decoded: scale it down ({error})"
+        ) from error
     except Exception as error:  # Pillow's readers raise nearly everything
         reason = "" if isinstance(error.__cause__ or error, struct.error) else str(error)
-        raise InvalidMedia(f"the {name} has no readable header: {reason or 'cut short'}") from error
+        raise InvalidMedia(
+            f"the {name} has no readable header: send the whole file, or save it again "
+            f"({reason or 'cut short'})"
+        ) from error
+
+
+def opened(name: str, data: bytes) -> ImageFile:
+    """Raises what Pillow raises; UnsupportedMedia for a TIFF of samples that it does not read."""
+    try:
+        return READERS[name](BoundedStream(data))
+    except SyntaxError as error:
+        if str(error) != "unknown pixel mode":
+            raise
+        raise UnsupportedMedia(
+            f"a TIFF with {samples(data)} is not supported: save it as grey, RGB or CMYK with 8 or "
+            "16 bits, or as grey of 32-bit floats from 0 to 1"
+        ) from error
 
 
 def boxed_header(name: str, data: bytes) -> Header:
@@ -122,8 +149,9 @@ def boxed_header(name: str, data: bytes) -> Header:
         for start in starts:
             check_exif(exif[start:])
     animated = data[8:12] in (b"avis", b"msf1", b"hevc", b"hevx")
-    remark = f"animated {name}: only the first frame is encoded" if animated else ""
-    return Header(name, found.size, remark, found.transparent)
+    remarks = [f"animated {name}: only the first frame is encoded"] if animated else []
+    remarks += [deep("colours are", found.bits)] if found.bits > 8 else []
+    return Header(name, found.size, "; ".join(remarks), found.transparent)
 
 
 def is_simple(data: bytes) -> bool:
@@ -131,12 +159,12 @@ def is_simple(data: bytes) -> bool:
 
     True for a JPEG without EXIF and with few segments, which follow each other up to the pixels.
     """
-    if not data.startswith(START_OF_IMAGE) or b"Exif" in data:
+    if not data.startswith(START_OF_IMAGE):
         return False
     start = len(START_OF_IMAGE)
     for _ in range(FEW_SEGMENTS):
         if data[start : start + 2] == START_OF_SCAN:
-            return data.count(START_OF_SCAN) <= MOST_SCANS
+            return data.find(b"Exif", 0, start) < 0
         if not SEGMENT.match(data, start):
             return False
         start += 2 + max(2, int.from_bytes(data[start + 2 : start + 4], "big"))
@@ -148,7 +176,7 @@ def many_scans(data: bytes) -> bool:
     if data.count(START_OF_SCAN) <= MOST_SCANS:  # nearly all files, random matches included
         return False
     scans, start = 0, 2
-    for _ in range(MOST_READS):
+    for _ in range(MOST_MARKERS):
         marker = NEXT_MARKER.search(data, start)
         if not marker or marker[1] in b"\xd8\xd9":  # the image ends here, whatever follows
             return False
@@ -225,9 +253,39 @@ def notice(name: str, image: ImageFile) -> str:
         remarks = ["TIFF of several pages: only the first is encoded"]
     elif several:
         remarks = [f"animated {name}: only the first frame is encoded"]
-    if image.mode in WIDE_MODES or image.mode.startswith("I;16"):
-        remarks.append(f"{WIDE_MODES.get(image.mode, '16-bit')} grey is scaled to 8 bits")
+    bits = bits_per_sample(name, image)
+    if image.mode == "F":
+        remarks.append(f"floating-point grey {UNKNOWN_RANGE.format(1, 255)}")
+    elif image.mode == "I":
+        remarks.append(f"{bits}-bit grey {UNKNOWN_RANGE.format(255, 65535)}")
+    elif bits > 8:
+        remarks.append(deep("grey is" if image.mode.startswith("I;16") else "colours are", bits))
+    if image.mode == "CMYK":
+        remarks.append("CMYK is converted to RGB without its colour profile")
     return "; ".join(remarks)
+
+
+def deep(kind: str, bits: int) -> str:
+    return f"{bits}-bit {kind} scaled to 8 bits: 0 to {2**bits - 1} becomes 0 to 255"
+
+
+def bits_per_sample(name: str, image: ImageFile) -> int:
+    """Of a PNG or TIFF; 8 of other formats."""
+    if isinstance(image, TiffImageFile):
+        return int(max(image.tag_v2.get(BITS_PER_SAMPLE, (1,))))
+    return 16 if name == "PNG" and image.tile and ";16" in str(image.tile[0].args) else 8
+
+
+def samples(data: bytes) -> str:
+    """What a pixel of a TIFF is made of."""
+    file = BoundedStream(data)
+    start = file.read(8)
+    tags = ImageFileDirectory_v2(start + file.read(8) if start[2] == 43 else start)
+    file.seek(tags.next)
+    tags.load(file)
+    count, bits = tags.get(SAMPLES, 1), max(tags.get(BITS_PER_SAMPLE, (1,)))
+    kind = SAMPLE_FORMATS.get(tags.get(SAMPLE_FORMAT, (1,))[0], "values")
+    return f"{count} {'value' if count == 1 else 'values'} per pixel, {bits}-bit {kind},"
 
 
 def alpha_notice(alpha: Alpha) -> str:

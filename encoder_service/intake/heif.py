@@ -32,6 +32,7 @@ class HeifHeader:
 
     size: Size  # upright
     transparent: bool
+    bits: int  # per sample
     exif: list[bytes]  # each Exif item's content
 
 
@@ -59,6 +60,7 @@ class Boxes:
         primary, _ = self.item_id(begin + 4, wide=self.data[begin] > 0)
         properties, references = self.properties(), list(self.references())
         width = height = 0
+        bits = 8
         for kind, at in properties[primary]:  # in the order in which they apply
             if kind == b"ispe":
                 width, height = struct.unpack_from(">II", self.data, at + 4)
@@ -67,6 +69,8 @@ class Boxes:
             elif kind == b"clap" and crops:
                 across, by, down, by_too = struct.unpack_from(">4I", self.data, at)
                 width, height = across // by, down // by_too
+            elif kind == b"pixi":
+                bits = max(self.data[at + 5 : at + 5 + self.data[at + 4]], default=8)
             elif kind == b"irot" and self.data[at] & 3 in QUARTER_TURNS:
                 width, height = height, width
         if not (width and height):
@@ -80,7 +84,7 @@ class Boxes:
         owners = Counter(
             item for reference, item, to in references if reference == b"cdsc" for _ in to
         )
-        return HeifHeader(Size(width, height), transparent, self.exif(owners))
+        return HeifHeader(Size(width, height), transparent, bits, self.exif(owners))
 
     def track_sizes(self) -> set[Span]:
         """Width and height of the tracks of frames and sound, in whole pixels."""

@@ -52,21 +52,31 @@ class Buffered:
         self.held_bytes = 0
 
     @contextmanager
-    def hold(self) -> Iterator[Take]:
+    def hold(self) -> Iterator[Held]:
         """For one request or answer: the bytes it took are released at the end."""
-        taken = 0
-
-        def take(size_bytes: int) -> None:
-            nonlocal taken
-            if self.held_bytes + size_bytes > self.most_bytes:
-                raise Overloaded(f"{self.reason}, over {self.most_bytes} bytes: come back later")
-            self.held_bytes += size_bytes
-            taken += size_bytes
-
+        held = Held(self)
         try:
-            yield take
+            yield held
         finally:
-            self.held_bytes -= taken
+            self.held_bytes -= held.size_bytes
+
+    def check_room(self, size_bytes: int) -> None:
+        """Raises Overloaded where taking this many bytes would."""
+        if self.held_bytes + size_bytes > self.most_bytes:
+            raise Overloaded(f"{self.reason}, over {self.most_bytes} bytes: come back later")
+
+
+class Held:
+    """What one request or answer has taken; a `Take`."""
+
+    def __init__(self, buffered: Buffered) -> None:
+        self.buffered = buffered
+        self.size_bytes = 0
+
+    def __call__(self, size_bytes: int) -> None:
+        self.buffered.check_room(size_bytes)
+        self.buffered.held_bytes += size_bytes
+        self.size_bytes += size_bytes
 
 
 class Deadline:

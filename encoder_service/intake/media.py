@@ -29,6 +29,7 @@ from encoder_service.intake.fetch import Fetcher
 from encoder_service.intake.header import Header, alpha_notice, is_simple, read_header
 from encoder_service.intake.limits import INLINE_BYTES, check_items, offload
 from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.formats import WireError
 
 SAMPLED = {"fps", "num_frames"}
 MOST_ANIMATED_PIXELS = 10**9
@@ -64,12 +65,13 @@ class Admission:
         """Each item's media, or why it is rejected. `evs_rate` applies to videos.
 
         `kwargs` apply to items that do not say themselves and whose kind takes them.
-        Raises InvalidRequest or TooLarge if the request as a whole is rejected.
+        Raises InvalidRequest, InvalidOption or TooLarge if the request as a whole is rejected.
         """
         if not items:
             raise InvalidRequest("the request has no items: send at least one image")
         check_items(len(items), self.limits)
-        self.spec.check_taken(kwargs, *self.spec.kinds)
+        if kwargs != NO_KWARGS:
+            self.spec.check_taken(kwargs, *self.spec.kinds)
         if all(item.data is not None for item in items):  # no task per item is needed
             files: list[bytes | ServiceError] = [item.data or b"" for item in items]
         else:
@@ -110,13 +112,22 @@ class Admission:
                 )
             else:
                 media = probe(data, item.type, self.spec, self.limits, self.alpha, asked)
+        except InvalidOption as error:
+            if item.own():
+                return error
+            raise  # only those of the request can be wrong
         except ServiceError as error:
             return error
         return replace(media, evs_rate=evs_rate) if media.clip else media
 
     def _kwargs(self, item: RequestItem, wide: ProcessorKwargs) -> ProcessorKwargs:
         """What holds for an item: its own, then those of its request. Raises InvalidOption."""
-        given, taken = item.kwargs(), self.spec.defaults(item.type)
+        if wide == NO_KWARGS and not item.own():
+            return NO_KWARGS
+        try:
+            given, taken = item.kwargs(), self.spec.defaults(item.type)
+        except WireError as error:
+            raise InvalidOption(str(error)) from None
         sampled = item.frames is None and not SAMPLED & given.keys()
         for name, value in wide.given().items():
             if name in taken and (sampled or name not in SAMPLED):

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from actors.errors import InvalidRequest, ServiceError, Unavailable
+from actors.errors import InvalidOption, InvalidRequest, ServiceError, Unavailable
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import EnlargingSizing
 from actors.spec.video import FRAMES_PER_GROUP, TotalPixels, retained_tokens
@@ -258,7 +258,7 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
         answers = Answers(chat.spec, exchange.request_id)
         parsed = None
         try:
-            service.authorize(request.headers.get("authorization"))
+            service.authorize(*request.headers.getlist("authorization"))
             async with AsyncExitStack() as held:
                 take = held.enter_context(service.buffered.hold())
                 parsed = await chat.parse(await read_body(request, service.limits, take))
@@ -279,14 +279,14 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
     @app.get("/v1/models")
     async def list_models(request: Request) -> dict[str, Any]:
         """The language model that is served."""
-        service.authorize(request.headers.get("authorization"))
+        service.authorize(*request.headers.getlist("authorization"))
         return {"object": "list", "data": [entry]}
 
     @app.get("/v1/models/{model:path}", response_model=None)
     async def show_model(request: Request, model: str) -> dict[str, Any] | Response:
         """The language model of this name, which may contain slashes."""
         try:
-            service.authorize(request.headers.get("authorization"))
+            service.authorize(*request.headers.getlist("authorization"))
             chat.check_model(model)
         except Exception as problem:
             return refusal(problem, None, request.state.exchange)
@@ -298,6 +298,8 @@ def refusal(problem: Exception, parsed: Parsed | None, exchange: Exchange) -> Re
     found = fault(problem, exchange.request_id)
     exchange.failed(found.row.type, found.message)
     param = problem.param if isinstance(problem, InvalidKey | UnknownModel) else None
+    if isinstance(problem, InvalidOption):
+        param = "mm_processor_kwargs"
     if parsed and found.item is not None:
         param = parsed.place(found.item)
     return error_response(found, found.openai_document(param))

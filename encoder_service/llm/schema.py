@@ -3,7 +3,7 @@
     ChatRequest -> ChatCall -> str, str, ..., Finish (or ChatFailed)
 
 Parameters that the language model cannot serve are accepted with values that change nothing.
-Unknown keys are rejected.
+Null is the same as nothing. Unknown keys are rejected.
 """
 
 from __future__ import annotations
@@ -59,11 +59,18 @@ Message = dict[str, Any]
 class StrictModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
 
 def as_tuple(stop: Any) -> Any:
     if isinstance(stop, list):
         return tuple(stop)
-    return (stop,) if isinstance(stop, str) else () if stop is None else stop
+    return (stop,) if isinstance(stop, str) else stop
 
 
 class SamplingParams(StrictModel):
@@ -185,7 +192,7 @@ class SizeRange(StrictModel):
     longest_edge: int | None = Field(None, gt=0)
 
 
-class ChatKwargs(KwargsFields):
+class ChatKwargs(KwargsFields, StrictModel):
     """vLLM's `mm_processor_kwargs`, for all images and videos whose kind takes them."""
 
     size: SizeRange | None = None
@@ -198,13 +205,13 @@ class StreamOptions(StrictModel):
 
 
 class Only:
-    """Of a parameter: null and `accepted`, the values that change nothing. Others are rejected."""
+    """Of a parameter: `accepted`, the values that change nothing. Others are rejected."""
 
     def __init__(self, *accepted: Any) -> None:
         self.accepted = accepted
 
     def check(self, value: Any) -> Any:
-        if value is None or value in self.accepted:
+        if value in self.accepted:
             return value
         shown = " or ".join(map(json.dumps, self.accepted))
         raise ValueError(f"only {shown} is supported here")
@@ -315,7 +322,12 @@ def place(keys: Sequence[int | str]) -> str:
 def reason(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return "not supported here; leave it out"
-    return str(problem["msg"]).removeprefix("Value error, ")  # pydantic's, for our validators
+    if problem["type"] == "missing":
+        return "missing; add it"
+    said = str(problem["msg"])
+    if problem["type"] == "value_error":
+        return said.removeprefix("Value error, ")  # pydantic's, for our validators
+    return f"wrong value; {said[0].lower()}{said[1:]}"
 
 
 def item(where: str, part: ImagePart | VideoPart) -> RequestItem:

@@ -14,7 +14,7 @@ from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 
 from opentelemetry.trace import INVALID_SPAN, Span, StatusCode
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from actors.telemetry.tracing import LOG, ORIGIN, Origin, Spans, named
 from actors.types import Media
@@ -42,6 +42,11 @@ class ServiceMetrics:
             "Seconds from the first byte of such a request to the last byte of its response.",
             ("api",),
             buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.unsent_bytes = Gauge(
+            "encoder_unsent_bytes",
+            "Responses that this ingress holds until their clients have read them.",
             registry=self.registry,
         )
 

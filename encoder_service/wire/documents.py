@@ -81,11 +81,21 @@ class RequestItem:
     max_patches: int | None = None
     num_frames: int | None = None
 
-    def kwargs(self) -> dict[str, Any]:
-        """What it says of how it is sized and sampled."""
-        names = COUNTS if self.frames is not None else KWARGS
-        values = {name: getattr(self, name) for name in names}
+    def own(self) -> dict[str, Any]:
+        """Its own options, which are not checked."""
+        values = {name: getattr(self, name) for name in KWARGS}
         return {name: value for name, value in values.items() if value is not None}
+
+    def kwargs(self) -> dict[str, Any]:
+        """What it says of how it is sized and sampled. Raises WireError for a wrong value."""
+        given = self.own()
+        for name, value in given.items():
+            check_option(name, value)
+        if self.frames is None:
+            return given
+        if "num_frames" in given:
+            raise WireError("num_frames goes with a video file: all `frames` are encoded")
+        return {name: value for name, value in given.items() if name != "fps"}
 
     def document(self) -> Document:
         """The entry of "items" in a msgpack request."""
@@ -127,14 +137,13 @@ def parse_request(body: bytes, content_type: str) -> tuple[list[RequestItem], di
 
 
 def parse_item(item: Any, where: str) -> RequestItem:
-    """One entry of "items". Files are bytes in msgpack, base64 in JSON."""
+    """One entry of "items", whose options are not checked. Files are bytes in msgpack, base64 in
+    JSON."""
     if not isinstance(item, dict):
         raise WireError(f"{where} must be a map")
     check_keys(item, {"type", "data", "url", "frames", *KWARGS}, where)
-    kind, fps = item.get("type", "image"), item.get("fps")
-    counts: dict[str, Any] = {
-        name: count(item[name], f"{where}.{name}") for name in COUNTS if name in item
-    }
+    kind: Any = "image" if item.get("type") is None else item["type"]
+    options = {name: item[name] for name in KWARGS if name in item}
     data, url, frames = item.get("data"), item.get("url"), item.get("frames")
     if kind not in ("image", "video"):
         raise WireError(f'{where}.type must be "image" or "video", not {kind!r}')
@@ -142,25 +151,24 @@ def parse_item(item: Any, where: str) -> RequestItem:
         raise WireError(f'{where} needs one of "data", "url" and "frames"')
     if url is not None and not isinstance(url, str):
         raise WireError(f"{where}.url must be a string")
-    if fps is not None and (type(fps) not in (int, float) or not 0 < fps < MOST_COUNT):
-        raise WireError(f"{where}.fps must be a number above zero and below {MOST_COUNT}")
     if frames is None:
         file = None if data is None else content(data, f"{where}.data")
-        return RequestItem(kind, file, url, fps=fps, **counts)
+        return RequestItem(kind, file, url, **options)
     if kind != "video":
         raise WireError(f'{where}.frames: the type must be "video"')
     if not isinstance(frames, list):
         raise WireError(f"{where}.frames must be a list")
-    if counts.get("num_frames"):
-        raise WireError(f"{where}.num_frames goes with a video file: all `frames` are encoded")
     files = tuple(content(one, f"{where}.frames[{i}]") for i, one in enumerate(frames))
-    return RequestItem("video", frames=files, fps=fps, **counts)
+    return RequestItem("video", frames=files, **options)
 
 
-def count(value: Any, where: str) -> int | None:
-    if value is None or (type(value) is int and 0 < value < MOST_COUNT):
-        return value
-    raise WireError(f"{where} must be a whole number above zero and below {MOST_COUNT}")
+def check_option(name: str, value: Any) -> None:
+    """Raises WireError unless it is a value that one of KWARGS may have."""
+    kinds: tuple[type, ...] = (int,) if name in COUNTS else (int, float)
+    if type(value) not in kinds or not 0 < value < MOST_COUNT:
+        number = "a whole number" if name in COUNTS else "a number"
+        shown = f"{value!r:.40}"
+        raise WireError(f"{name} must be {number} above zero and below {MOST_COUNT}, not {shown}")
 
 
 def content(data: Any, where: str) -> bytes:

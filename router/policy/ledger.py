@@ -51,6 +51,8 @@ class Account:
     """What other routers had there, when it last answered."""
     heard_seconds: float = -math.inf
     """When that was."""
+    turn: int = 0
+    """When it last got an item of this router, counted in items."""
 
     def add(self, amount: int) -> None:
         self.own += amount
@@ -130,6 +132,7 @@ class Ledger:
         )
         self._excluded_until: dict[str, float] = {}
         self._throughput = Throughput()
+        self._turns = 0
         self._open: dict[Reservation, None] = {}
         """In the order of admission."""
 
@@ -137,6 +140,11 @@ class Ledger:
         """Patches that this router has on a replica."""
         accounts = self._accounts.get(replica)
         return accounts.patches.own if accounts else 0
+
+    def turn(self, replica: str) -> int:
+        """Lower: it has waited longer for an item of this router."""
+        accounts = self._accounts.get(replica)
+        return accounts.patches.turn if accounts else 0
 
     def admit(self, items: Sequence[Work], now: float) -> list[Reservation]:
         """One reservation per item, all or none.
@@ -187,6 +195,8 @@ class Ledger:
                 account.add(-amount)
         reservation.replica = replica
         if replica is not None:
+            self._turns += 1
+            self._accounts[replica].patches.turn = self._turns
             for account, amount in self._of(replica, reservation.work):
                 account.add(amount)
 

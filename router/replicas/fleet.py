@@ -7,7 +7,7 @@ module of a request router (pinned.py) by value, so that state there would be a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,6 +40,9 @@ class Fleet(Protocol):
     def reports(self) -> Mapping[str, Replica]:
         """What each replica last said. Another object with every report."""
 
+    def near(self) -> Collection[str]:
+        """Those on this process's node: where loads are equal, they get the next item."""
+
     async def encode(
         self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float, *, keep: bool
     ) -> Reply:
@@ -51,6 +54,9 @@ class Fleet(Protocol):
 
     async def check(self, replica: str) -> None:
         """Returns if the replica is healthy. Raises as `encode`; one that hangs never answers."""
+
+    async def reach(self, replica: str) -> None:
+        """Returns if the replica's node answers, whatever the replica does. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)

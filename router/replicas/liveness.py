@@ -4,6 +4,9 @@ A call may take long because there is much to do, but a process that hangs answe
 Serve takes a while to replace it. So a replica that has been quiet for half of `stall_seconds`
 while it has calls of ours is asked for its health. If no answer comes in the other half, or a bad
 one, its calls are lost, and it gets no new ones until it answers.
+
+A node that is cut off or gone is noticed sooner: its kernel accepts no connection, whereas that of
+a process that is busy or hangs does.
 """
 
 from __future__ import annotations
@@ -15,15 +18,26 @@ from contextlib import asynccontextmanager
 
 from router.replicas.fleet import ShardLost, detached
 
+PROBE_SECONDS = 0.5
+"""How often the node of a replica that is quiet is probed."""
+REACH_SECONDS = 1.5
+"""How long a probe may take: TCP sends the first packet again after 1 s if it was lost."""
+
 
 class Liveness:
     """Watches the replicas that have calls of one router."""
 
-    def __init__(self, check: Callable[[str], Awaitable[None]], stall_seconds: float) -> None:
-        """`check` returns if the replica is healthy."""
+    def __init__(
+        self,
+        check: Callable[[str], Awaitable[None]],
+        reach: Callable[[str], Awaitable[None]],
+        stall_seconds: float,
+    ) -> None:
+        """`check` returns if the replica is healthy, `reach` if its node answers."""
         self.silent: set[str] = set()
         """Replicas that have been asked and have not answered yet."""
         self._check = check
+        self._reach = reach
         self._half_seconds = stall_seconds / 2
         self._calls: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         self._answered_at: dict[str, float] = {}
@@ -52,17 +66,32 @@ class Liveness:
         """Checks a replica whenever it has been quiet for long enough; ends without calls."""
         loop = asyncio.get_running_loop()
         while self._calls[replica]:
-            left = self._answered_at[replica] + self._half_seconds - loop.time()
-            if left > 0:
-                await asyncio.sleep(left)
-            else:
-                await self._check_health(replica)
+            answered_at = self._answered_at[replica]
+            left = answered_at + self._half_seconds - loop.time()
+            if left <= 0:
+                await self._check_health(replica, self._half_seconds)
+                self._answered_at[replica] = loop.time()
+                continue
+            await asyncio.sleep(min(left, PROBE_SECONDS))
+            if self._answered_at[replica] != answered_at or await self._reachable(replica):
+                continue
+            if self._answered_at[replica] == answered_at:
+                await self._check_health(replica, 0)
                 self._answered_at[replica] = loop.time()
         del self._calls[replica], self._answered_at[replica], self._watches[replica]
 
-    async def _check_health(self, replica: str) -> None:
+    async def _reachable(self, replica: str) -> bool:
+        try:
+            async with asyncio.timeout(REACH_SECONDS):
+                await self._reach(replica)
+        except OSError:  # TimeoutError, too
+            return False
+        return True
+
+    async def _check_health(self, replica: str, wait_seconds: float) -> None:
+        """Gives the replica up if no good answer comes in time, until it answers."""
         answer = asyncio.ensure_future(self._check(replica))
-        await asyncio.wait([answer], timeout=self._half_seconds)
+        await asyncio.wait([answer], timeout=wait_seconds)
         if not answer.done() or answer.cancelled() or answer.exception():
             self.silent.add(replica)
             for call in self._calls[replica]:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+from collections.abc import AsyncGenerator
+from itertools import count
 from typing import Any
 
 import grpc
 from grpc import StatusCode
 
-from actors.errors import DeadlineExceeded, TooLarge
+from actors.errors import DeadlineExceeded
 from actors.rpc import replica_pb2 as pb
-from actors.rpc.codec import error_of
+from actors.rpc.codec import Fields, error_of
 from actors.rpc.server import (
     BEGUN_KEY,
     COMMON_OPTIONS,
-    ERROR_KEY,
+    METHOD,
+    SERVICE,
     TOKEN_KEY,
     Endpoint,
-    stubs,
+    serialized,
 )
-from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost
+from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost, detached
 
 CHANNEL_OPTIONS = [
     *COMMON_OPTIONS,
@@ -29,7 +33,7 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # While there are calls: a node that vanishes never closes its connections.
+    # A node that vanishes never closes its connections.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
@@ -39,35 +43,54 @@ STOPPED = "Cancelling all calls"
 
 
 class ReplicaChannel:
-    """A channel to one replica, for one event loop. gRPC reopens it when it breaks."""
+    """A channel to one replica, for one event loop. Opens a stream again when it broke."""
 
     def __init__(self, endpoint: Endpoint, node: str) -> None:
         """`node`: Ray's id of this process's node."""
         self.endpoint = endpoint
-        near = endpoint.node == node and os.access(endpoint.unix, os.W_OK)
-        target = f"unix:{endpoint.unix}" if near else endpoint.tcp
+        self._near = endpoint.node == node and os.access(endpoint.unix, os.W_OK)
+        target = f"unix:{endpoint.unix}" if self._near else endpoint.tcp
         self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
-        self._stubs = stubs(self._channel)
-        self._metadata = ((TOKEN_KEY, endpoint.token),)
+        self._ids = count(1)
+        self._stream: ReplicaStream | None = None
         self._calls = 0
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
 
-    async def call(self, method: str, request: Any, timeout_seconds: float | None = None) -> Any:
-        """The reply. Cancelling it cancels the call.
+    async def call(self, method: str, request: Fields, timeout_seconds: float | None = None) -> Any:
+        """The reply to a `method` of replica.proto's Call. Cancelling it cancels the call.
 
         Raises ReplicaDied, ReplicaUnreachable, ShardLost, or the ServiceError of the replica.
         """
+        data = serialized(pb.Call(id=(number := next(self._ids)), **{method: request}))
         self._calls += 1
         try:
-            call = self._stubs[method](request, timeout=timeout_seconds, metadata=self._metadata)
-            try:
-                return await call
-            except grpc.aio.AioRpcError as error:
-                raise failure(error) from None
+            if self._stream is None or self._stream.ended:
+                self._stream = ReplicaStream(self._channel, self.endpoint.token)
+            async with asyncio.timeout(timeout_seconds):
+                outcome = await self._stream.outcome(number, data)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the replica did not answer within the time that was left"
+            ) from None
         finally:
             self._calls -= 1
             self._close_if_done()
+        if outcome.HasField("error"):
+            raise error_of(outcome.error)
+        return getattr(outcome, method)
+
+    async def reach(self) -> None:
+        """Returns if the node accepts or refuses a connection. Raises OSError if it is cut off."""
+        if self._near:
+            return
+        host, _, port = self.endpoint.tcp.rpartition(":")
+        try:
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.close()
+        except OSError as error:
+            if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+                raise
 
     def retire(self) -> None:
         """Closes once the calls in progress have ended, which a draining replica still answers."""
@@ -79,18 +102,60 @@ class ReplicaChannel:
             self._closing = asyncio.get_running_loop().create_task(self._channel.close())
 
 
-def failure(error: grpc.aio.AioRpcError) -> Exception:
-    """The exception for a call that ended with this status."""
+class ReplicaStream:
+    """The calls over one stream, until it breaks."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self.ended = False
+        self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._waiting: dict[int, asyncio.Future[pb.Outcome]] = {}
+        self._reader = detached(self._read(channel, token))
+
+    async def outcome(self, number: int, call: bytes) -> pb.Outcome:
+        """Of the call with this id. Raises ShardLost."""
+        outcome: asyncio.Future[pb.Outcome] = asyncio.Future()
+        self._waiting[number] = outcome
+        self._unsent.put_nowait(call)
+        try:
+            return await outcome
+        except asyncio.CancelledError:
+            self._unsent.put_nowait(serialized(pb.Call(id=number, cancel={})))
+            raise
+        finally:
+            self._waiting.pop(number, None)
+            del outcome  # a failure's traceback would refer to it, in a cycle
+
+    async def _messages(self) -> AsyncGenerator[bytes]:
+        """gRPC sends one after another. A write that is cancelled would end the stream."""
+        while (message := await self._unsent.get()) is not None:
+            yield message
+
+    async def _read(self, channel: grpc.aio.Channel, token: str) -> None:
+        open_stream = channel.stream_stream(f"/{SERVICE}/{METHOD}", None, pb.Outcome.FromString)
+        stream = open_stream(self._messages(), metadata=((TOKEN_KEY, token),))
+        lost, begun = ShardLost("the replica stopped"), False
+        try:
+            begun = any(key == BEGUN_KEY for key, _ in await stream.initial_metadata())
+            async for outcome in stream:
+                if (waiting := self._waiting.get(outcome.id)) and not waiting.done():
+                    waiting.set_result(outcome)
+        except grpc.aio.AioRpcError as error:
+            lost = failure(error, begun=begun)
+        except asyncio.CancelledError:  # the channel was closed
+            lost = ShardLost("the channel to the replica was closed")
+        self.ended = True
+        self._unsent.put_nowait(None)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(lost)
+
+
+def failure(error: grpc.aio.AioRpcError, *, begun: bool) -> ShardLost:
+    """The exception for the calls of a stream that ended with this status.
+
+    `begun`: the replica had begun to read the stream.
+    """
     code, details = error.code(), error.details() or error.code().name
-    for key, value in error.trailing_metadata() or ():
-        if key == ERROR_KEY:
-            return error_of(pb.Error.FromString(value))
-    if code == StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded("the replica did not answer within the time that was left")
-    if code == StatusCode.RESOURCE_EXHAUSTED:
-        return TooLarge(f"the items or their embeddings are too large for a call: {details}")
     if code in {StatusCode.CANCELLED, StatusCode.UNAUTHENTICATED} or details == STOPPED:
         return ShardLost(details)
-    if any(key == BEGUN_KEY for key, _ in error.initial_metadata() or ()):
-        return ReplicaDied(details)
-    return ReplicaUnreachable(details)
+    return ReplicaDied(details) if begun else ReplicaUnreachable(details)

@@ -7,8 +7,8 @@ handed over by a call of Ray, because object references only travel through Ray.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import ray
@@ -17,8 +17,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import NotFound, Unavailable
-from actors.rpc import replica_pb2 as pb
-from actors.rpc.codec import EncodeCall, kept_of, message_fields, reply_of
+from actors.rpc.codec import EncodeCall, Fields, kept_of, message_fields, reply_of
 from actors.rpc.server import take
 from actors.store.kept import Kept
 from actors.telemetry.tracing import ORIGIN, Spans
@@ -32,6 +31,7 @@ from router.replicas.fleet import (
     ShardLost,
     detached,
 )
+from router.replicas.liveness import Liveness
 from router.replicas.pinned import by_reference, pinned
 from router.replicas.rpc import ReplicaChannel
 
@@ -45,7 +45,8 @@ LOST = (
 """What Ray raises where the replica is at fault, not the request."""
 
 GRACE_SECONDS = 1.0  # how much longer than its items a call may take as a whole
-FETCH_SECONDS = 10.0
+TAKE_SECONDS = 10.0  # time limit of a hand-over of rows in shared memory
+FETCH_SECONDS = 5.0
 """Time limit of a fetch or a release. A fetch may wait until rows are written to shared memory."""
 CONFIRM_SECONDS, CONFIRMATIONS = 0.5, 10
 """Pause between two questions to Serve whether an unreachable replica is dead, and their number."""
@@ -73,9 +74,11 @@ class ServeFleet:
         self._deployment = (encoder.app_name, encoder.deployment_name)
         self._published: Mapping[str, Replica] = {}
         self._reports: dict[str, Replica] = {}
+        self._near: frozenset[str] = frozenset()
         self._node = node_id()
         self._connections: dict[str, tuple[ReplicaChannel, HandOver]] = {}
         self._confirming: dict[str, asyncio.Task[None]] = {}
+        self._keepers = Liveness(self.check, self.reach, FETCH_SECONDS)
 
     def replicas(self) -> Mapping[str, Replica]:
         """All that can be used, in the order of their ids. Serve scrapes them in another thread."""
@@ -83,17 +86,19 @@ class ServeFleet:
         return {name: one for name, one in published.items() if self._is_ours(one)}
 
     def reports(self) -> Mapping[str, Replica]:
-        """Replicas of this node come first: where loads are equal, plans take the earlier one."""
         published = PUBLISHED.get(self._deployment, {})
         if published is not self._published:
             self._published = published
             replicas = self.replicas()
-            near_first = sorted(replicas, key=lambda name: self._where(name) != LOCAL)
-            self._reports = {name: replicas[name] for name in near_first}
+            self._reports = dict(replicas)
+            self._near = frozenset(name for name in replicas if self._where(name) == LOCAL)
             for gone in self._connections.keys() - replicas.keys():
                 channel, _ = self._connections.pop(gone)
                 channel.retire()
         return self._reports
+
+    def near(self) -> frozenset[str]:
+        return self._near
 
     def _is_ours(self, replica: Replica) -> bool:
         """In a rollout a deployment has replicas of two models, or of two protocol versions."""
@@ -121,11 +126,11 @@ class ServeFleet:
             "route", "client", replica=replica, items=len(media), patches=patches
         ):
             call = EncodeCall(media, dtype, timeout_seconds, ORIGIN.get(), keep)
-            request = pb.EncodeRequest(**message_fields(call))
+            request = message_fields(call)
             where = self._where(replica)  # before the call, which the replica may not outlive
             self._metrics.bytes.labels("items", where).inc(sum(one.size_bytes for one in media))
             message, rows = await self._call(
-                replica, "Encode", request, timeout_seconds + GRACE_SECONDS
+                replica, "encode", request, timeout_seconds + GRACE_SECONDS
             )
             reply = reply_of(message, rows)
             embeddings = [one for one in reply.answers if isinstance(one, Embedding)]
@@ -133,13 +138,17 @@ class ServeFleet:
             return reply
 
     async def check(self, replica: str) -> None:
-        await self._call(replica, "Check", pb.CheckRequest())
+        await self._call(replica, "check", {})
+
+    async def reach(self, replica: str) -> None:
+        if connection := self._connections.get(replica):
+            await connection[0].reach()
 
     async def fetch(self, reference: str) -> Kept:
         """What is kept under an id. Raises NotFound, or Unavailable for now."""
-        with self._keeper(reference) as (replica, name):
-            request, where = pb.FetchRequest(name=name), self._where(replica)
-            reply, rows = await self._call(replica, "Fetch", request, FETCH_SECONDS)
+        async with self._keeper(reference) as (replica, name):
+            where = self._where(replica)
+            reply, rows = await self._call(replica, "fetch", {"name": name})
         if not reply.HasField("kept"):
             raise unknown(reference)
         kept = kept_of(reply.kept, rows)
@@ -148,14 +157,13 @@ class ServeFleet:
 
     async def release(self, reference: str) -> None:
         """Drops what is kept under an id. Raises NotFound, or Unavailable for now."""
-        with self._keeper(reference) as (replica, name):
-            request = pb.ReleaseRequest(name=name)
-            reply, _ = await self._call(replica, "Release", request, FETCH_SECONDS)
+        async with self._keeper(reference) as (replica, name):
+            reply, _ = await self._call(replica, "release", {"name": name})
         if not reply.released:
             raise unknown(reference)
 
-    @contextmanager
-    def _keeper(self, reference: str) -> Iterator[tuple[str, str]]:
+    @asynccontextmanager
+    async def _keeper(self, reference: str) -> AsyncIterator[tuple[str, str]]:
         """The replica and the name that an id stands for, around a call to that replica."""
         replicas = self.reports()
         if not replicas:
@@ -164,12 +172,18 @@ class ServeFleet:
         if replica not in replicas:
             raise unknown(reference)
         try:
-            yield replica, name
-        except ShardLost as error:
-            raise Unavailable(f"replica {replica} cannot be reached: try again") from error
+            if replica in self._keepers.silent:
+                raise ShardLost("it does not answer")
+            async with asyncio.timeout(FETCH_SECONDS), self._keepers.guard(replica):
+                yield replica, name
+        except (ShardLost, TimeoutError) as error:
+            raise Unavailable(
+                f"replica {replica}, which keeps the embedding, cannot be reached: try again, or "
+                "encode the item again"
+            ) from error
 
     async def _call(
-        self, replica: str, method: str, request: Any, timeout_seconds: float | None = None
+        self, replica: str, method: str, request: Fields, timeout_seconds: float | None = None
     ) -> tuple[Any, list[SharedBytes]]:
         """The reply, and the rows in shared memory that belong to it."""
         # Taken before the call: a draining replica answers, but is no longer listed.
@@ -249,7 +263,7 @@ class HandOver:
 
     async def _take(self, waiting: dict[str, asyncio.Future[list[SharedBytes]]]) -> None:
         try:
-            async with asyncio.timeout(FETCH_SECONDS):
+            async with asyncio.timeout(TAKE_SECONDS):
                 if self._actor is None:
                     self._actor = await asyncio.to_thread(
                         ray.get_actor, self._actor_name, SERVE_NAMESPACE

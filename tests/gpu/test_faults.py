@@ -77,6 +77,23 @@ def test_too_little_memory_for_the_graphs_names_what_to_change() -> None:
     assert device.alive()
 
 
+def test_a_limit_is_kept_and_named() -> None:
+    device = cuda()
+    large = Capacity(((2**24,),), (2**24,), items=8, frames=0)
+    total = torch.cuda.get_device_properties(0).total_memory
+    with pytest.raises(StartError, match=rf"gpu_memory_bytes is {total + 1}.*lower it"):
+        device.limit(total + 1)
+    most = torch.cuda.memory_reserved() + 2**26
+    try:
+        device.limit(most)
+        with pytest.raises(StartError, match=rf"raise encoder\.gpu_memory_bytes, which is {most}"):
+            capture(ToyTower(), large, device, EncoderMetrics())
+        assert device.memory_bytes() <= most
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        device.limit_bytes = None
+
+
 def test_too_little_memory_for_an_item_fails_it_alone(captured: Captured) -> None:
     metrics = EncoderMetrics()
     engine = Engine(captured.tower, captured.graphs, captured.capacity, captured.device, metrics)

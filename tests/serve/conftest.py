@@ -8,9 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 
 os.environ.update(
-    RAY_AUTH_MODE="disabled",
+    RAY_AUTH_MODE="token",
+    RAY_AUTH_TOKEN=token_hex(32),
     RAY_USAGE_STATS_ENABLED="0",
     RAY_DEDUP_LOGS="0",
     RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="0.5",

@@ -17,7 +17,9 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from encoder_service import Client
 from tests.images import photograph
 from tests.manifests import OVERLAYS
+from tests.processes import actors
 from tests.serve.conftest import Cluster
+from tests.serve.stand_in import within
 
 pytestmark = pytest.mark.extended
 
@@ -59,7 +61,7 @@ def test_what_an_overlay_serves_deploys(cluster: Cluster, tmp_path: Path, overla
     args, token = application["args"], None
     args["encoder"].update(SMALL)
     if overlay == "dev":
-        args["encoder"]["replicas"] = 1
+        application["deployments"][0]["num_replicas"] = 1
     else:
         args["model"] = served("dev")["applications"][0]["args"]["model"]
         file = tmp_path / "token_sha256"
@@ -72,6 +74,16 @@ def test_what_an_overlay_serves_deploys(cluster: Cluster, tmp_path: Path, overla
         with Client(cluster.http, token=token) as client:
             (embedding,) = client.encode([photograph("coffee.png")])
             assert embedding.shape[0] > 0
+        if overlay == "dev":
+            before = set(actors())
+            logs = {"log_level": "DEBUG", "enable_access_log": False}
+            application["deployments"] = [
+                {"name": "Encoder", "num_replicas": 2, "health_check_period_s": 2},
+                {"name": "Ingress", "max_ongoing_requests": 900, "logging_config": logs},
+            ]
+            deploy(document)
+            within(60, lambda: httpx.get(f"{cluster.http}/readyz").json() == {"ready_replicas": 2})
+            assert before < set(actors()), "nothing restarts"
         if token:
             assert httpx.get(f"{cluster.http}/v1/model", timeout=60).status_code == 401
     finally:

@@ -39,6 +39,9 @@ class MemoryFleet:
     def reports(self) -> Mapping[str, Replica]:
         return {name: Replica(self.metadata.get(name, {}), 0) for name in self.replicas}
 
+    def near(self) -> Sequence[str]:
+        return self.replicas
+
     async def encode(
         self,
         replica: str,
@@ -67,6 +70,9 @@ class MemoryFleet:
         self.asked += 1
         while replica in self.hung:
             await asyncio.sleep(0.01)
+
+    async def reach(self, replica: str) -> None:
+        pass
 
 
 def item(number: int, patches: int = 100) -> Media:

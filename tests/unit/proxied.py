@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -22,6 +21,7 @@ from starlette.routing import Route
 from actors.types import Answer, Dtype, Media
 from encoder_service.api.http import build as build_service
 from encoder_service.client import AsyncClient
+from encoder_service.commands.proxy import server
 from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.engines.openai_proxy import Proxy
 from tests.unit.front_door import Fleet, service, zeros
@@ -88,15 +88,14 @@ class Vllm:
 @asynccontextmanager
 async def listening(app: Starlette) -> AsyncIterator[str]:
     """Its URL, on a port of its own."""
-    config = uvicorn.Config(app, "127.0.0.1", 0, log_level="error", timeout_graceful_shutdown=10)
-    server = uvicorn.Server(config)
-    running = asyncio.create_task(server.serve())
-    while not server.started:
+    serving = server(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=10)
+    running = asyncio.create_task(serving.serve())
+    while not serving.started:
         await asyncio.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{serving.servers[0].sockets[0].getsockname()[1]}"
     finally:
-        server.should_exit = True
+        serving.should_exit = True
         await running
 
 

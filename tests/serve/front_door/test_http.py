@@ -5,16 +5,20 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import httpx
 import msgpack
 import numpy as np
 import pytest
+import ray
 
 from encoder_service.wire.formats import NPZ, SAFETENSORS
 from tests.images import encoded, jpeg, opened
+from tests.processes import actors
 from tests.responses import parse_response
 from tests.serve.conftest import Cluster
 from tests.serve.tiny import BEARER, MAX_BODY_BYTES, MAX_ITEMS, WIDTH
@@ -260,6 +264,18 @@ def test_health(client: httpx.Client) -> None:
     assert client.get("/readyz").json() == {"ready_replicas": 2}
 
 
+def test_ray_refuses_who_has_no_token(cluster: Cluster) -> None:
+    """The port on which Serve calls replicas, and unpickles what it is sent."""
+    (name,) = (one for one in actors() if "#Ingress#" in one)
+    replica = ray.get_actor(name, namespace="serve")
+    port = ray.get(replica.__ray_call__.remote(lambda self: self._replica_impl._internal_grpc_port))
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"")
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 def test_metrics_of_all_replicas_are_on_one_page(client: httpx.Client) -> None:
     encode(client, jpeg(96, 64))
     page = client.get("/metrics")
@@ -268,6 +284,8 @@ def test_metrics_of_all_replicas_are_on_one_page(client: httpx.Client) -> None:
     assert 'encoder_items_total{deployment="Encoder",replica="' in page.text
     assert 'encoder_scraped_replicas{deployment="Encoder"} 2.0' in page.text
     assert 'encoder_missing_replicas{deployment="Encoder"} 0.0' in page.text
+    (unsent,) = re.findall(r"^encoder_unsent_bytes.* (\S+)$", page.text, re.MULTILINE)
+    assert float(unsent) == 0, "answers that were read still count"
 
 
 def test_the_documentation_describes_bodies_and_errors(client: httpx.Client) -> None:

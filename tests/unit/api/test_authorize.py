@@ -31,13 +31,12 @@ def test_every_token_opens() -> None:
     door = service("one", "two")
     door.authorize("Bearer one")
     door.authorize("bearer two ")
-    service().authorize(None)
+    service().authorize()
 
 
 @pytest.mark.parametrize(
     "header",
     [
-        None,
         "",
         "Bearer",
         "Bearer three",
@@ -48,15 +47,25 @@ def test_every_token_opens() -> None:
         "\xff",
     ],
 )
-def test_nothing_else_does(header: str | None) -> None:
+def test_nothing_else_does(header: str) -> None:
     with pytest.raises(Unauthorized):
         service("one").authorize(header)
 
 
+@pytest.mark.parametrize("second", ["Bearer one", "Bearer two", ""])
+def test_two_headers_are_refused_whichever_is_right(second: str) -> None:
+    http = TestClient(build(service("one")))
+    for values in (["Bearer one", second], [second, "Bearer one"]):
+        answer = http.get("/v1/model", headers=[("authorization", one) for one in values])
+        assert answer.status_code == 401
+        assert "2 `Authorization` headers: send one" in answer.json()["error"]["message"]
+    assert http.get("/v1/model", headers={"authorization": "Bearer one"}).status_code == 200
+
+
 def test_no_token_and_another_are_told_apart() -> None:
-    for header in (None, "Bearer ", "Basic one"):
+    for given in ((), ("Bearer ",), ("Basic one",)):
         with pytest.raises(Unauthorized, match="asks for a token"):
-            service("one").authorize(header)
+            service("one").authorize(*given)
     with pytest.raises(Unauthorized, match="is not one of this service's"):
         service("one").authorize("Bearer two")
 
@@ -85,7 +94,7 @@ def test_a_file_of_tokens_is_read_again_when_it_changes(tmp_path: Path) -> None:
     file.unlink()
     tokens.authorize("Bearer two")
     with pytest.raises(Unauthorized):
-        tokens.authorize(None)
+        tokens.authorize()
 
 
 @pytest.mark.parametrize("content", [None, "", "# none\n", "hunter2\n", f"{'0' * 63}\n"])

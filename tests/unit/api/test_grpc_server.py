@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import logging
@@ -12,16 +13,19 @@ from contextlib import asynccontextmanager, suppress
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
-from actors.errors import StartError
+from actors.errors import DeadlineExceeded, StartError
 from actors.families.registry import read
 from encoder_service.api import grpc as rpc
-from encoder_service.api.grpc import ENVELOPE_BYTES, EncoderCalls, serving
+from encoder_service.api.grpc import ENVELOPE_BYTES, OPEN_BYTES, EncoderCalls, Reads, serving
 from encoder_service.bench.cluster import free_ports
 from encoder_service.config import AuthOptions, IngressOptions, LimitOptions, ServiceOptions
 from encoder_service.service import Service
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.encoder_grpc import EncoderStub
+from encoder_service.wire.encoder_grpc import SERVICE, EncoderStub
 from tests.images import jpeg
 from tests.unit.api.test_rpc import Aborted, Context, request
 from tests.unit.front_door import MODEL, Fleet, service
@@ -56,6 +60,11 @@ def test_without_a_token_no_message_is_read() -> None:
                     await call
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
                 assert json.loads(caught.value.details() or "")["type"] == "unauthorized"
+            for values in (["Bearer open", "Bearer no"], ["Bearer no", "Bearer open"]):
+                with pytest.raises(grpc.aio.AioRpcError, match="send one"):
+                    await stub.GetModel(
+                        pb.GetModelRequest(), metadata=[("authorization", one) for one in values]
+                    )
             assert not read_messages
             answer = await stub.GetModel(
                 pb.GetModelRequest(), metadata=(("authorization", "Bearer open"),)
@@ -138,6 +147,83 @@ def test_a_message_far_over_the_limit_is_refused_by_grpc() -> None:
     asyncio.run(run())
 
 
+def test_open_services_take_small_messages_only() -> None:
+    async def run() -> None:
+        async with (
+            listening(service(Fleet())) as (target, _),
+            grpc.aio.insecure_channel(target) as c,
+        ):
+            for size_bytes, code in (
+                (100, grpc.StatusCode.NOT_FOUND),
+                (OPEN_BYTES, grpc.StatusCode.INVALID_ARGUMENT),
+            ):
+                large = health_pb2.HealthCheckRequest(service="a" * size_bytes)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await health_pb2_grpc.HealthStub(c).Check(large)
+                assert caught.value.code() is code
+            unreadable = c.unary_unary("/grpc.health.v1.Health/Check")
+            with pytest.raises(grpc.aio.AioRpcError, match="cannot be read"):
+                await unreadable(b"\xff")
+
+    asyncio.run(run())
+
+
+class Peer:
+    """A context whose message arrives when `sent` is set."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.sent = asyncio.Event()
+        self.reading = False
+
+    def peer(self) -> str:
+        return self.address
+
+    async def read(self) -> bytes:
+        self.reading = True
+        await self.sent.wait()
+        return b"message"
+
+
+def test_few_messages_are_read_at_a_time_and_half_of_them_for_one_connection() -> None:
+    async def run() -> None:
+        reads = Reads(4, 0.3)
+        stopped = [Peer("stopped") for _ in range(5)]
+        others = [Peer(f"{number}") for number in range(3)]
+        calls = [asyncio.create_task(reads.read(one)) for one in (*stopped, *others)]
+        await asyncio.sleep(0.01)
+        assert [one.reading for one in stopped] == [True, True, False, False, False]
+        assert [one.reading for one in others] == [True, True, False]
+        for one in others:
+            one.sent.set()
+        await asyncio.sleep(0.01)
+        assert others[2].reading
+        assert [await call for call in calls[5:]] == [b"message"] * 3
+        for call in calls[:5]:
+            with pytest.raises(DeadlineExceeded, match="did not arrive within"):
+                await call
+        del calls, call
+        gc.collect()  # errors keep what was in their frames
+        assert len(reads.peers) <= 1, "connections that are gone are remembered"
+
+    asyncio.run(run())
+
+
+def test_a_stream_of_reflection_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "OPEN_SECONDS", 0.2)
+
+    async def run() -> None:
+        (port,) = free_ports(1)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(20):
+            async with serving(service(Fleet()), IngressOptions(grpc_port=port)):
+                stream = ServerReflectionStub(channel).ServerReflectionInfo()
+                await stream.write(ServerReflectionRequest(list_services="*"))
+                assert SERVICE.full_name in str(await stream.read())
+            assert await stream.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    asyncio.run(run())
+
+
 def test_a_client_that_leaves_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet(seconds=30)
     one = service(fleet)
@@ -172,6 +258,14 @@ def test_ingresses_share_a_port_and_other_programs_do_not() -> None:
         async with listening(service(Fleet())) as (target, _):
             port = int(target.rpartition(":")[2])
             async with serving(service(Fleet()), IngressOptions(grpc_port=port)):
+                pass
+            for host in ("127.0.0.1", "0.0.0.0"):
+                one = IngressOptions(grpc_host=host, grpc_port=port)
+                with pytest.raises(StartError, match="another service on this machine"):
+                    async with serving(service(Fleet()), one, "another service"):
+                        pass
+            elsewhere = IngressOptions(grpc_host="127.0.0.2", grpc_port=port)
+            async with serving(service(Fleet()), elsewhere, "another service"):
                 pass
         with socket.create_server(("127.0.0.1", 0)) as other:
             options = IngressOptions(grpc_port=other.getsockname()[1])

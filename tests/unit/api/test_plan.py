@@ -27,6 +27,7 @@ from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Kind, Media
 from encoder_service.api.grpc import serving
 from encoder_service.api.http import build
+from encoder_service.api.schema import RequestOptions
 from encoder_service.bench.cluster import free_ports
 from encoder_service.client import (
     AsyncClient,
@@ -41,6 +42,7 @@ from encoder_service.client import (
 from encoder_service.config import AuthOptions, FetchOptions, IngressOptions, ServiceOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.service import Service
+from encoder_service.wire.documents import KWARGS
 from tests.images import animated, encoded, jpeg, opened, png
 from tests.small_presets import SMALL, write_small
 from tests.unit.front_door import JSON, MODEL, Fleet, client, service
@@ -172,6 +174,7 @@ def test_rows_that_are_left_of_a_video_are_named() -> None:
 
 PHOTO = jpeg(640, 480)
 ITEM = {"data": b64encode(PHOTO).decode()}
+FILM = b64encode(video(8)).decode()
 RANGE = {"min_pixels": 4096, "max_pixels": 65536}
 QUERY = "/v1/plan?min_pixels=4096&max_pixels=65536"
 
@@ -229,6 +232,16 @@ def test_options_of_a_request_are_for_the_kinds_that_take_them() -> None:
         (PHOTO, {"fps": 2, "num_frames": 4}, "fps and num_frames exclude each other"),
         (Input(video(8), num_frames=900), {}, "num_frames: 900 is over the 768 of qwen3vl-tiny"),
         (video(8), {"fps": 500}, "fps: 500 is over the 240 of qwen3vl-tiny"),
+        (PHOTO, {"max_pixels": "x"}, "options.max_pixels must be a whole number above zero and "
+         "below 2147483648, not 'x'"),
+        (Input(PHOTO, max_pixels="x"), {}, "max_pixels must be a whole number above zero"),  # type: ignore[arg-type]
+        (PHOTO, {"max_pixels": 0}, "options.max_pixels must be a whole number above zero and "
+         "below 2147483648, not 0"),
+        (Input(PHOTO, max_pixels=0), {}, "max_pixels must be a whole number above zero"),
+        (video(8), {"fps": 0.0}, "options.fps must be a number above zero"),
+        (Input(video(8), fps=0.0), {}, "fps must be a number above zero"),
+        (Frames([jpeg(64, 48)] * 4, fps=0.0), {}, "fps must be a number above zero"),
+        (PHOTO, {"dtype": 5}, "options.dtype cannot be 5"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_for(source: Source, options: dict[str, Any], says: str) -> None:
@@ -244,24 +257,56 @@ def test_what_cannot_be_asked_for(source: Source, options: dict[str, Any], says:
 
 
 @pytest.mark.parametrize(
-    ("item", "says"),
+    ("wrong", "says"),
     [
-        (ITEM | {"max_pixels": "100"}, "items[0].max_pixels must be a whole number above zero"),
-        (ITEM | {"max_pixels": True}, "items[0].max_pixels must be a whole number above zero"),
-        (ITEM | {"min_pixels": 0}, "items[0].min_pixels must be a whole number above zero"),
-        (ITEM | {"max_pixels": 10**400}, "items[0].max_pixels must be a whole number above zero"),
-        (ITEM | {"fps": -1}, "items[0].fps must be a number above zero"),
-        (ITEM | {"fps": 10**400}, "items[0].fps must be a number above zero"),
-        (
-            {"type": "video", "frames": [ITEM["data"]], "num_frames": 2},
-            "items[0].num_frames goes with a video file",
-        ),
+        ({"max_pixels": "100"}, "max_pixels must be a whole number above zero and below 2147483648"
+         ", not '100'"),
+        ({"max_pixels": True}, "max_pixels must be a whole number above zero"),
+        ({"min_pixels": 0}, "min_pixels must be a whole number above zero"),
+        ({"max_pixels": 10**400}, "max_pixels must be a whole number above zero"),
+        ({"max_pixels": 2**21}, "max_pixels: 2097152 is over 1048576"),
+        ({"min_pixels": 9000, "max_pixels": 8000}, "min_pixels: 9000 is over max_pixels, 8000"),
+        ({"fps": -1}, "fps must be a number above zero"),
+        ({"fps": 10**400}, "fps must be a number above zero"),
+        ({"num_frames": [1]}, "num_frames must be a whole number above zero"),
     ],
-)
-def test_values_that_are_no_numbers(item: dict[str, Any], says: str) -> None:
+)  # fmt: skip
+def test_a_wrong_option_is_its_item_s_error_or_its_request_s(
+    wrong: dict[str, Any], says: str
+) -> None:
+    http, video_item = client(Fleet()), {"type": "video", "data": FILM}
+    item = video_item if wrong.keys() & {"fps", "num_frames"} else ITEM
+
+    def post(**body: Any) -> tuple[int, dict[str, Any]]:
+        answer = http.post("/v1/plan", json=body)
+        return answer.status_code, answer.json()
+
+    status, document = post(items=[ITEM, item | wrong])
+    assert (status, document["error"]["item"]) == (422, 1)
+    assert says in document["error"]["message"]
+    returned = {"on_error": "return"}
+    status, document = post(items=[ITEM, item | wrong], options=returned)
+    assert (status, document["items"][0]["tokens"]) == (200, 300)
+    assert document["items"][1]["error"]["type"] == "invalid_option"
+    status, document = post(items=[ITEM, item], options=returned | wrong)
+    assert (status, document["error"]["item"]) == (422, None)
+    assert document["error"]["type"] == "invalid_option"
+
+
+def test_null_is_as_nothing() -> None:
+    options = dict.fromkeys(RequestOptions.model_fields)
+    item = dict.fromkeys([*KWARGS, "type", "url", "frames"]) | ITEM
+    fleet = Fleet()
+    answer = client(fleet).post("/v1/encode", json={"items": [item], "options": options})
+    assert answer.status_code == 200
+    assert fleet.calls[0][0] == "float32", "as without a dtype"
+
+
+def test_a_list_of_frames_takes_no_number_of_frames() -> None:
+    item = {"type": "video", "frames": [ITEM["data"]], "num_frames": 2}
     response = client(Fleet()).post("/v1/plan", json={"items": [item]})
-    assert response.status_code == 400
-    assert says in response.json()["error"]["message"]
+    assert response.status_code == 422
+    assert "num_frames goes with a video file" in response.json()["error"]["message"]
 
 
 def test_limits_hold_for_what_is_asked() -> None:
@@ -332,6 +377,17 @@ def test_errors_and_limits_are_those_of_encoding(sources: list[Source], kind: st
                     await one.encode(sources)
                 assert planned.value.args == encoded.value.args
                 assert planned.value.type == kind
+
+    asyncio.run(run())
+
+
+def test_a_message_that_grpc_itself_refuses_is_too_large() -> None:
+    async def run() -> None:
+        async with clients(service(Fleet(), max_body_bytes=1000)) as both:
+            for one in both:
+                with pytest.raises(ServiceError, match=r"limits\.max_body_bytes.*fewer") as refused:
+                    await one.encode([bytes(2**21)])
+                assert (refused.value.type, refused.value.retryable) == ("too_large", False)
 
     asyncio.run(run())
 

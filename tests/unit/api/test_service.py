@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from actors.errors import DeadlineExceeded, InvalidOption, Overloaded, Unavailable
 from actors.families.registry import read
 from actors.options import PreprocessOptions
+from actors.store.kept import Kept
 from actors.types import Media
 from encoder_service.api.http import build
 from encoder_service.api.schema import RequestOptions, request_options
@@ -205,6 +206,25 @@ def test_a_slow_reader_of_a_stream_is_left_alone(monkeypatch: pytest.MonkeyPatch
         return found
 
     assert asyncio.run(collect()) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_an_id_whose_keeper_is_cut_off_is_not_waited_for(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CutOff(Fleet):
+        async def fetch(self, reference: str) -> Kept:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def release(self, reference: str) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("encoder_service.service.FETCH_SECONDS", 0.05)
+    monkeypatch.setattr("encoder_service.intake.limits.GRACE_SECONDS", 0.05)
+    response = client(CutOff()).request(method, "/v1/embeddings/r.a")
+    assert response.status_code == 504
+    assert "not answered within 0.05 s: try again" in response.json()["error"]["message"]
 
 
 def test_a_stream_that_stops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ class Caller:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Ten files, the fifth of which is no image, and two that are not looked at."""
+    """Ten files, the fifth of which is no image, and two and two links that are skipped."""
     folder = tmp_path / "photos"
     (folder / "more").mkdir(parents=True)
     for number in range(10):
@@ -96,6 +96,8 @@ def folder(tmp_path: Path) -> Path:
         path.write_bytes(b"bad" if number == 4 else f"image {number}".encode())
     (folder / "notes.txt").write_text("not an image")
     (folder / "logo.svg").write_text("<svg/>")
+    (folder / "gone.jpg").symlink_to(folder / "nothing.jpg")
+    (folder / "linked").symlink_to(folder / "more")
     return folder
 
 
@@ -114,11 +116,13 @@ def test_a_folder_in_order(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     written = write(Caller(tmp_path / "log"), folder, out)
     failure = f"{folder / '4.jpg'}: invalid_request: no image"
-    assert written == Written(9, 1, 0, "checkpoint", 0, (failure,))
+    skipped = tuple(str(folder / name) for name in ("gone.jpg", "linked", "logo.svg", "notes.txt"))
+    assert written == Written(9, 1, 0, "checkpoint", 0, (failure,), skipped)
     settings, *shards = map(json.loads, (out / "manifest.jsonl").read_text().splitlines())
     assert settings["settings"]["model"] == "m"
     items = [item for shard in shards for item in shard["items"]]
-    assert [item["name"] for item in items] == sorted(map(str, folder.rglob("*.jpg")))
+    found = sorted(map(str, {*folder.rglob("*.jpg")} - {folder / "gone.jpg"}))
+    assert [item["name"] for item in items] == found
     assert [Path(item["name"]).name for item in items if "error" in item] == ["4.jpg"]
     assert [len(shard["items"]) for shard in shards] == [4, 3, 3], "the bad one weighs nothing"
     for shard in shards:
@@ -155,7 +159,8 @@ def test_a_run_that_failed_keeps_what_it_finished(folder: Path, tmp_path: Path, 
     assert items(halved) == items(whole)
     assert rows_of(halved) == rows_of(whole)
     again = Caller(tmp_path / "log3")
-    assert write(again, folder, halved).resumed == 10
+    third = write(again, folder, halved)
+    assert (third.resumed, len(third.skipped)) == (10, 4)
     assert again.calls == 0
 
 
@@ -348,6 +353,53 @@ def test_rows_with_images_to_parquet(tmp_path: Path) -> None:
     assert table[1]["digest"] == hashlib.sha256(b"as a file").hexdigest()
     assert table[1]["data"].hex() == table[1]["digest"][:16]
     assert (table[0]["shape"], table[0]["dtype"]) == ([1, 4], "bfloat16")
+
+
+@pytest.mark.parametrize("format", ["safetensors", "parquet"])
+def test_the_manifest_has_what_an_answer_says(
+    tmp_path: Path, format: Literal["safetensors", "parquet"]
+) -> None:
+    remarks: dict[str, Any] = {
+        "timestamps": (0.25, 0.75),
+        "second_per_grid_ts": 0.5,
+        "notice": "16-bit",
+    }
+
+    class Film(Caller):
+        async def encode(self, *args: Any, **options: Any) -> list[Embedding]:
+            (found,) = await super().encode(*args, **options)
+            film = replace(found, type="video", family="f", **remarks)
+            return [film if self.calls == 2 else found]
+
+    out, options = tmp_path / "out", replace(OPTIONS, format=format)
+    write(Film(tmp_path / "log"), rows(), out, options)
+    photo, film = items(out)
+    assert not remarks.keys() & photo.keys()
+    shown = json.loads(json.dumps(remarks))
+    assert {name: film[name] for name in remarks} == shown
+    if format == "parquet":
+        (first, second) = parquet.read_table(out / "00000.parquet").to_pylist()
+        assert {name: second[name] for name in remarks} == shown
+        assert [first[name] for name in remarks] == [None] * 3
+    write(Caller(tmp_path / "log"), rows(), tmp_path / "photos", options)
+    if format == "parquet":  # files of one dataset have one schema
+        schemas = [
+            parquet.read_schema(tmp_path / name / "00000.parquet") for name in ("out", "photos")
+        ]
+        assert schemas[0] == schemas[1]
+
+
+def test_a_run_without_any_item_binds_no_other(folder: Path, tmp_path: Path) -> None:
+    """A mistyped option is corrected and the same folder is used."""
+    out = tmp_path / "out"
+    with pytest.raises(ServiceError, match="invalid_option"):
+        write(Caller(tmp_path / "log", bad="invalid_option"), [folder / "4.jpg"], out)
+    corrected = replace(OPTIONS, processor={"max_pixels": 65536})
+    assert write(Caller(tmp_path / "log"), [folder / "1.jpg"], out, corrected).encoded == 1
+    settings, _ = (out / "manifest.jsonl").read_text().splitlines()
+    # Killed after the settings, before the first shard was named.
+    (out / "manifest.jsonl").write_text(settings + "\n")
+    assert write(Caller(tmp_path / "log"), [folder / "1.jpg"], out).encoded == 1
 
 
 def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

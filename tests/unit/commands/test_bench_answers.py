@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -197,7 +200,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 SERVER = """
+import signal
+import subprocess
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Healthy(BaseHTTPRequestHandler):
     def do_GET(self):
@@ -217,6 +223,20 @@ def test_a_server_is_started_with_the_connector_and_ended(module: Path, console:
         assert '"place": "local"' in arguments
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
+
+
+def test_a_server_ends_with_the_command(module: Path) -> None:
+    module.write_text("import os\nopen('PID', 'w').write(str(os.getpid()))\n" + SERVER)
+    command = [sys.executable, "-m", "encoder_service.cli", "bench", "answers", "--model", "m"]
+    bench = subprocess.Popen(command, cwd=module.parent)
+    written, deadline = module.parent / "PID", time.monotonic() + 60
+    while not (written.exists() and written.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    server = int(written.read_text())
+    bench.send_signal(signal.SIGTERM)
+    assert bench.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)
 
 
 def test_a_server_that_ends_at_start_is_quoted(module: Path, console: Console) -> None:

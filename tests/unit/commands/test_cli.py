@@ -9,14 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from ray.serve._private.deploy_utils import get_app_code_version
+from ray.serve.schema import ServeApplicationSchema
 
-from encoder_service import cli
+from encoder_service import __version__, cli
 from encoder_service.commands import check
+from encoder_service.commands.check import rollout
 from router.policy.balance import POLICIES
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
+COUNTED = (CONFIGS / "tiny.yaml").read_text().partition("encoder: {")[2]
+"""What follows, to the end."""
 OLD_GRPC = """grpc_options:
   grpc_servicer_functions:
     - encoder_service.wire.encoder_grpc.add_EncoderServicer_to_server
@@ -50,6 +56,137 @@ def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) ->
     assert "fps 2.0, at most 240.0" in shown
 
 
+def test_check_shows_what_a_change_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = str(CONFIGS / "tiny.yaml")
+    for new, words in (
+        (old, ["nothing changes"]),
+        (changed(tmp_path, "num_replicas: 3", "num_replicas: 2"), ["live", "3 -> 2", "1 of 3"]),
+    ):
+        assert cli.main(["check", new, "--against", old]) == 0
+        shown = capsys.readouterr().out
+        assert all(word in shown for word in words)
+    broken = changed(tmp_path, "name: Encoder", "name: Encoders")
+    assert cli.main(["check", broken, "--against", old]) == 1
+    assert "no deployment is named 'Encoders'" in capsys.readouterr().err
+
+
+OLD = """
+http_options: {port: 8000}
+applications:
+  - name: encoder
+    route_prefix: /
+    import_path: encoder_service.app:build
+    args: {model: {id: m}, encoder: {num_cpus: 4}}
+    deployments: [{name: Encoder, num_replicas: 3}, {name: Ingress, num_replicas: 2}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ("", "", []),
+        ("replicas: 3", "replicas: 5", ["live: Encoder: num_replicas 3 -> 5"]),
+        (
+            "replicas: 3",
+            "replicas: 1",
+            ["live: Encoder: num_replicas 3 -> 1", "lost: the ids kept by 2 of 3 encoders"],
+        ),
+        ("replicas: 2", "replicas: 1", ["live: Ingress: num_replicas 2 -> 1"]),
+        (
+            "args: {",
+            "args: {cache: {}, ",
+            [
+                "captured again: the graphs of every encoder",
+                "lost: the ids kept by all 3 encoders",
+                "restarts: every replica, because of args.cache",
+            ],
+        ),
+        (
+            "{num_cpus: 4}",
+            "{num_cpus: 4, replicas: 2}",
+            [
+                "avoidable: args.encoder.replicas: set num_replicas in `deployments` instead",
+                "captured again: the graphs of every encoder",
+                "lost: the ids kept by all 3 encoders",
+                "restarts: every replica, because of args.encoder.replicas",
+            ],
+        ),
+        (
+            "{num_cpus: 4}",
+            "{num_cpus: 5}, cache: {max_bytes: 9}",
+            [
+                "captured again: the graphs of every encoder",
+                "lost: the ids kept by all 3 encoders",
+                "restarts: every replica, because of args.cache.max_bytes, args.encoder.num_cpus",
+            ],
+        ),
+        (
+            "name: Encoder, ",
+            "name: Encoder, ray_actor_options: {num_gpus: 1}, ",
+            [
+                "captured again: the graphs of every encoder",
+                "lost: the ids kept by all 3 encoders",
+                "restarts: every Encoder, because of deployments.ray_actor_options.num_gpus",
+            ],
+        ),
+        (
+            "name: Ingress, ",
+            "name: Ingress, logging_config: {log_level: DEBUG}, ",
+            ["live: Ingress: logging_config.log_level"],
+        ),
+        (
+            "name: Ingress, num_replicas: 2",
+            "name: Ingress, autoscaling_config: {policy: {name: p}}",
+            [
+                "captured again: the graphs of every encoder",
+                "live: Ingress: autoscaling_config.policy.name",
+                "live: Ingress: num_replicas 2 -> default",
+                "lost: the ids kept by all 3 encoders",
+                "restarts: every replica, because of deployments.autoscaling_config",
+            ],
+        ),
+        (
+            "num_cpus: 4",
+            "num_cpus: 4.0",
+            [
+                "captured again: the graphs of every encoder",
+                "lost: the ids kept by all 3 encoders",
+                "restarts: every replica, because of args.encoder.num_cpus",
+            ],
+        ),
+        ("prefix: /", "prefix: /v", ["live: route_prefix"]),
+        ("port: 8000", "port: 8001", ["ignored: http_options.port"]),
+        (
+            "name: encoder",
+            "name: other",
+            [
+                "lost: the ids kept by all 3 encoders",
+                "removed: application encoder",
+                "started: application other",
+            ],
+        ),
+    ],
+)
+def test_what_a_change_does(old: str, new: str, found: list[str]) -> None:
+    assert old in OLD
+    before, after = yaml.safe_load(OLD), yaml.safe_load(OLD.replace(old, new, 1))
+    shown = rollout(before, after)
+    assert [f"{kind}: {what}".split(": read only")[0] for kind, what in shown] == found
+    versions = {
+        get_app_code_version(ServeApplicationSchema(**one))
+        for (one,) in (before["applications"], after["applications"])
+    }
+    told = any(one.startswith("restarts: every replica") for one in found)
+    assert told == (len(versions) == 2), "as Serve itself decides"
+
+
+def test_caches_are_lost_with_their_encoders() -> None:
+    one = yaml.safe_load(OLD.replace("{num_cpus: 4}", "{autoscaling: {max_replicas: 4}}"))
+    one["applications"][0]["args"]["cache"] = {"max_bytes": 9}
+    lost = "the ids kept by, and the caches of, all 1 to 4 encoders"
+    assert ("lost", lost) in rollout(one, yaml.safe_load(OLD))
+
+
 def test_check_follows_the_size_of_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +205,24 @@ def test_check_follows_the_size_of_images(
     Path(config).write_text(text)
     assert cli.main(["check", config]) == 0
     assert "max_pixels 262,144, at most 1,048,576" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("graphs", "says"),
+    [
+        ("", "max_pixels 100,001, at most 100,001"),
+        (", token_budgets: [32, 64]", "max_pixels 100,001 if not given, else at most"),
+    ],
+)
+def test_check_of_pixels_that_are_no_whole_number_of_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], graphs: str, says: str
+) -> None:
+    kwargs = "images_kwargs: {max_pixels: 100001}, id: qwen3vl-tiny"
+    config = changed(tmp_path, "id: qwen3vl-tiny", kwargs)
+    graphs = f"graphs: {{mode: budget{graphs}}}\n      router:"
+    Path(config).write_text(Path(config).read_text().replace("router:", graphs))
+    assert cli.main(["check", config]) == 0
+    assert says in capsys.readouterr().out
 
 
 def cells(line: str) -> list[str]:
@@ -117,7 +272,8 @@ def test_check_names_what_is_wrong_with_the_language_model(
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("replicas: 3", "replica: 3", "encoder.replica: no such key; known are"),
+        ("encoder: {", "encoder: {replica: 3, ", "encoder.replica: no such key; known are"),
+        ("num_replicas", "replicas", "deployments[0]: replicas: Serve knows no such key"),
         ("id: qwen3vl-tiny", "id: ./nowhere", "there is no such folder"),
         ("applications:", OLD_GRPC, "ingresses serve gRPC themselves: remove this section"),
         ("app:build", "app:built", "applications[0].import_path"),
@@ -133,7 +289,11 @@ def test_check_names_what_is_wrong_with_the_language_model(
         ("router: {", "limits: {timeout_seconds: 121}\n      router: {", "request_timeout_s, 120"),
         ("router: {", "router: {max_outstanding_patches: 4095, ", "4096 patches of one largest"),
         ("num_gpus: 0, ", "", "device is cpu: set num_gpus to 0"),
-        ("replicas: 3", "autoscaling: {max_replicas: 11}", "the ingresses admit 1000000: raise"),
+        (
+            COUNTED,
+            "autoscaling: {max_replicas: 11}, num_gpus: 0, device: cpu}",
+            "the ingresses admit",
+        ),
         ("port: 8000", "port: 9000", "ingress.grpc_port are both 9000: they must differ"),
         (
             "id: qwen3vl-tiny",
@@ -161,6 +321,7 @@ def test_check_names_what_is_wrong(
     ("old", "new", "message"),
     [
         ("num_gpus: 0, ", "num_gpus: 0, transport: nixl, ", "nixl is not installed here; every"),
+        ("num_gpus: 0, ", "num_gpus: 0, gpu_memory_bytes: 9, ", "has no effect: encoder.device is"),
         (
             "router: {",
             "graphs: {token_budgets: [512, 1023]}\n      router: {",
@@ -186,6 +347,25 @@ def test_check_warns_of_what_may_be_meant(
     assert message in capsys.readouterr().out
 
 
+def test_check_warns_of_a_cluster_that_others_can_run_code_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "auth_token"
+    token.write_text("secret")
+    token.chmod(0o600)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    for mode, rights, said in (
+        ("token", 0o600, None),
+        ("disabled", 0o600, "RAY_AUTH_MODE is not token"),
+        ("token", 0o644, "other users may read Ray's token"),
+    ):
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        token.chmod(rights)
+        assert cli.main(["check", str(CONFIGS / "tiny.yaml")]) == 0
+        shown = capsys.readouterr().out
+        assert said in shown if said else "other users" not in shown
+
+
 def test_check_looks_at_every_application_of_ours(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,9 +375,14 @@ def test_check_looks_at_every_application_of_ours(
     second = application.replace("name: encoder", "name: second").replace("prefix: /", "prefix: /2")
     path = tmp_path / "several.yaml"
     path.write_text(f"{head}applications:\n{other}{application}{second}")
+    assert cli.main(["check", str(path)]) == 1
+    assert "several applications have ingress.grpc_port 9000" in capsys.readouterr().err
+    second = second.replace("ingress: {", "ingress: {grpc_port: 9001, ")
+    path.write_text(f"{head}applications:\n{other}{application}{second}")
     assert cli.main(["check", str(path)]) == 0
     assert capsys.readouterr().out.count("largest_first") == 2
-    path.write_text(path.read_text()[::-1].replace("replicas"[::-1], "replica"[::-1], 1)[::-1])
+    wrong = second.replace("encoder: {", "encoder: {replica: 3, ")
+    path.write_text(f"{head}applications:\n{other}{application}{wrong}")
     assert cli.main(["check", str(path)]) == 1
     assert "applications[2].args: encoder.replica: no such key" in capsys.readouterr().err
 
@@ -277,6 +462,12 @@ def test_a_bench_without_a_gpu_says_what_works(
 ) -> None:
     assert cli.main(["bench", kind, "--model", "qwen3vl-tiny"]) == 1
     assert "--device" in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"encoder-service {__version__}\n"
 
 
 def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,11 @@ def test_encode_writes_what_it_got(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "notes.txt").touch()
     assert cli.main(["encode", str(tmp_path / "in"), "--out", str(tmp_path / "none")]) == 1
-    assert "there is no image and no video" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "there is no image and no video" in errors
+    skipped = "; 1 skipped, because of their names or as links to nothing or to folders "
+    skipped += f"({tmp_path / 'in' / 'notes.txt'})"
+    assert skipped in errors
     (tmp_path / "in" / "cat.jpg").write_bytes(b"cat")
     out = tmp_path / "out"
     bad = tmp_path / "bad.jpg"
@@ -87,7 +91,7 @@ def test_encode_writes_what_it_got(tmp_path: Path, capsys: pytest.CaptureFixture
     arguments = ["encode", str(tmp_path / "in"), str(bad), "--out", str(out)]
     assert cli.main(arguments) == 1
     shown = capsys.readouterr().out
-    assert f"1 encoded, 1 failed: {out / 'manifest.jsonl'}" in shown
+    assert f"1 encoded, 1 failed{skipped}: {out / 'manifest.jsonl'}" in shown
     assert f"failed: {bad}: invalid_request: items[0] is [bold]no[/] image" in shown
     assert "random numbers" in shown
     with safe_open(out / "00000.safetensors", "pt") as file:
@@ -96,7 +100,8 @@ def test_encode_writes_what_it_got(tmp_path: Path, capsys: pytest.CaptureFixture
         assert file.metadata()["weights"] == "dummy"
     assert sorted(path.name for path in out.iterdir()) == ["00000.safetensors", "manifest.jsonl"]
     assert cli.main(arguments) == 1
-    assert "1 failed (nothing new: 2 were done by earlier runs)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"1 failed (nothing new: 2 were done by earlier runs){skipped}: " in shown
     (tmp_path / "new.jpg").touch()
     longer = [*arguments[:3], str(tmp_path / "new.jpg"), *arguments[3:]]
     assert cli.main(longer) == 1
@@ -118,7 +123,9 @@ def test_encode_when_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
     arguments = ["encode", str(path), "--out", str(tmp_path / "out")]
     arguments += ["--url", "http://127.0.0.1:9", "--timeout", "0.05"]
     assert cli.main(arguments) == 1
-    assert "unavailable" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "unavailable" in shown.err
+    assert shown.out == "", "nothing is there to go on from"
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://[::1", "http://a:b:c"])

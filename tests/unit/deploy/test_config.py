@@ -9,7 +9,7 @@ import yaml
 
 from actors.errors import ConfigError
 from encoder_service.app import check_object_store
-from encoder_service.config import parse
+from encoder_service.config import counted, parse
 
 DIGEST = "Ab" * 32
 
@@ -22,6 +22,37 @@ def options(text: str) -> dict[str, Any]:
 
 def test_a_bare_off_in_yaml_is_a_word() -> None:
     assert parse(options("graphs: {mode: off}")).graphs.mode == "off"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[{name: Encoder, num_replicas: 3}, {name: Router, num_replicas: 2}]", None),
+        ("[{name: Ingress, max_ongoing_requests: 9}]", None),
+        ("[{name: Encoder, num_replicas: auto}]", "'auto': give a number from 1"),
+        ("[{name: Encoder, num_replicas: 0}]", "0: give a number from 1"),
+        ("[{name: Encoders, num_replicas: 2}]", "there are Encoder, Router, Ingress$"),
+        ("[{name: Chat, num_replicas: 2}]", "no deployment is named 'Chat'"),
+    ],
+)
+def test_counts_in_deployments_take_the_place_of_those_in_args(text: str, told: str | None) -> None:
+    application = {"deployments": yaml.safe_load(text)}
+    given = parse(options("{encoder: {replicas: 5}, router: {policy: random}}"))
+    if told:
+        with pytest.raises(ConfigError, match=told):
+            counted(given, application)
+        return
+    found = counted(given, application)
+    (name, count), *_ = (list(one.values()) for one in application["deployments"])
+    assert found.encoder.replicas == (3 if name == "Encoder" else 5)
+    assert found.router.replicas == (2 if count == 3 else 1)
+    assert (found.router.policy, found.ingress) == ("random", given.ingress)
+
+
+def test_a_count_and_autoscaling_exclude_each_other() -> None:
+    application = {"deployments": [{"name": "Encoder", "num_replicas": 2}]}
+    with pytest.raises(ConfigError, match="keep one of them"):
+        counted(parse(options("encoder: {autoscaling: {max_replicas: 3}}")), application)
 
 
 def test_lists_and_digests_are_taken() -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from encoder_service.commands.check import check_serve, check_timeouts
 from encoder_service.commands.rayservice import patch
-from encoder_service.config import parse
+from encoder_service.config import counted, parse
 from tests.manifests import OVERLAYS, ROOT, Json, built, only, quantity_bytes, validate
 
 NAMES = ("dev", "gpu", "ha")
@@ -79,7 +79,8 @@ def test_what_is_served_is_the_configuration(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_replicas_find_room(name: str) -> None:
     spec = only("RayService", built(OVERLAYS / name))["spec"]
-    options = parse(yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"])
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    options = counted(parse(application["args"]), application)
     cluster = spec["rayClusterConfig"]
     (workers,) = cluster["workerGroupSpecs"]
     requests = workers["template"]["spec"]["containers"][0]["resources"]["requests"]

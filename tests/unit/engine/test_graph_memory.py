@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors import startup
 from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import ExactGraphSet, GraphSet, capture
+from actors.errors import StartError
 from actors.models.load import load
-from actors.options import ModelOptions
+from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
 from actors.telemetry.metrics import EncoderMetrics
 from tests.toy_two_paths import TwoPathToy, two_path_item, two_path_rows
 
@@ -49,6 +51,41 @@ class Pool(Device):
             return output
 
         return replay
+
+
+class Full(Device):
+    """Without room for a graph."""
+
+    def limit(self, size_bytes: int) -> None:
+        self.limit_bytes = size_bytes
+
+    def capture(
+        self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
+    ) -> Callable[[], Tensor]:
+        raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.parametrize(
+    ("limit", "remedy"), [(None, r"encoder\.num_gpus: 1"), (900, "gpu_memory_bytes, which is 900")]
+)
+@pytest.mark.parametrize("weights_fit", [True, False])
+def test_too_little_memory_names_what_to_change(
+    limit: int | None, remedy: str, weights_fit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(startup, "open_device", lambda *_: Full())
+    if not weights_fit:
+        monkeypatch.setattr(startup, "load", too_large)
+    options = ActorOptions(
+        model=ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"),
+        encoder=EncoderOptions(num_gpus=0, device="cpu", gpu_memory_bytes=limit),
+        graphs=GraphOptions(token_budgets=(16,)),
+    )
+    with pytest.raises(StartError, match=remedy) as told:
+        startup.open_engine(options, EncoderMetrics())
+    assert ("graphs.token_budgets" in str(told.value)) == weights_fit
 
 
 @pytest.mark.parametrize("capacity", [BUDGETS, EXACT], ids=["budgets", "exact"])

@@ -13,16 +13,18 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import pillow_heif
 import pytest
+import tifffile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 
 from actors.errors import InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
 from actors.families import registry
 from actors.media.image import decode
 from actors.options import ModelOptions
-from actors.spec.sampling import Thinning
+from actors.spec.sampling import Middles, Paced, Sampling, Thinning, Timed
 from actors.types import Alpha, Clip, Media, ProcessorKwargs, Size
 from encoder_service.config import LimitOptions
 from encoder_service.intake.header import MOST_READS, read_header
@@ -100,21 +102,131 @@ def test_a_general_brand_is_told_by_the_others(kind: str) -> None:
         ("RGBA", "WEBP", "transparency is composited on white (preprocess.alpha)"),
         ("RGBA", "HEIF", "transparency is composited on white (preprocess.alpha)"),
         ("RGBA", "AVIF", "transparency is composited on white (preprocess.alpha)"),
-        ("I;16", "PNG", "16-bit grey is scaled to 8 bits"),
-        ("I;16", "TIFF", "16-bit grey is scaled to 8 bits"),
-        ("I", "TIFF", "32-bit grey is scaled to 8 bits"),
-        ("F", "TIFF", "floating-point grey is scaled to 8 bits"),
+        ("I;16", "PNG", "16-bit grey is scaled to 8 bits: 0 to 65535 becomes 0 to 255"),
+        ("I;16", "TIFF", "16-bit grey is scaled to 8 bits: 0 to 65535 becomes 0 to 255"),
+        ("I", "TIFF", "32-bit grey is scaled to 8 bits: 0 to 255, or 0 to 65535 if a value is over "
+         "255, becomes 0 to 255; others are refused when it is decoded"),
+        ("F", "TIFF", "floating-point grey is scaled to 8 bits: 0 to 1, or 0 to 255 if a value is "
+         "over 1, becomes 0 to 255; others are refused when it is decoded"),
         ("RGB", "HEIF", ""),
         ("RGB", "AVIF", ""),
         ("L", "PNG", ""),
         ("P", "PNG", ""),
     ],
-)
+)  # fmt: skip
 def test_notices_of_modes(mode: str, format: str, notice: str) -> None:
     image = images.opened().resize((60, 40)).convert(mode)
     if mode == "RGBA":
         image.putalpha(99)  # an alpha channel of nothing but 255 is left out
     assert look(images.encoded(image, format)).notice == notice
+
+
+def tiff(samples: int, dtype: type, **options: Any) -> bytes:
+    file = BytesIO()
+    shape = (40, 60) if samples == 1 else (40, 60, samples)
+    tifffile.imwrite(file, np.ones(shape, dtype), **options)
+    return file.getvalue()
+
+
+DEEP = "16-bit colours are scaled to 8 bits: 0 to 65535 becomes 0 to 255"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        tiff(3, np.uint16, photometric="rgb"),
+        tiff(3, np.uint16, photometric="rgb", compression="zlib"),
+        images.deep_png(2),
+    ],
+)
+def test_colours_of_16_bits_have_a_notice(data: bytes) -> None:
+    assert look(data).notice == DEEP
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (
+            tiff(5, np.uint8, photometric="minisblack", planarconfig="contig"),
+            "5 values per pixel, 8-bit integers,",
+        ),
+        (tiff(1, np.float64), "1 value per pixel, 64-bit floats,"),
+        (tiff(3, np.float32, photometric="rgb", bigtiff=True), "3 values per pixel, 32-bit floats"),
+    ],
+)
+def test_a_tiff_that_is_not_supported_says_what_it_holds(data: bytes, says: str) -> None:
+    with pytest.raises(UnsupportedMedia, match=f"{says}.* is not supported: save it as grey, RGB"):
+        look(data)
+
+
+CMYK = "CMYK is converted to RGB without its colour profile"
+WHITE = "transparency is composited on white (preprocess.alpha)"
+COFFEE = images.opened()
+
+
+def display_p3() -> bytes:
+    """The profile of phones' photographs: sRGB's with other primaries."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    for tag, *primary in (
+        (b"rXYZ", 0.51512, 0.2412, -0.00105),
+        (b"gXYZ", 0.29198, 0.69225, 0.04189),
+        (b"bXYZ", 0.1571, 0.06657, 0.78407),
+    ):
+        (start,) = struct.unpack_from(">I", profile, profile.index(tag) + 4)
+        struct.pack_into(">3i", profile, start + 8, *(round(one * 2**16) for one in primary))
+    return bytes(profile)
+
+
+def heic_of_10_bits() -> bytes:
+    grey = np.linspace(0, 65535, 60 * 40).astype(np.uint16).repeat(3)
+    file = BytesIO()
+    pillow_heif.from_bytes("RGB;16", (60, 40), grey.tobytes()).save(file)
+    return file.getvalue()
+
+
+LARGE = "progressive, 12 megapixels"
+PHONE: dict[str, tuple[Callable[[], bytes], str]] = {
+    "JPEG, turned, Display P3": (
+        lambda: images.encoded(COFFEE, "JPEG", 6, icc_profile=display_p3()),
+        "",
+    ),
+    "MPO": (
+        lambda: images.encoded(
+            COFFEE, "MPO", 6, save_all=True, append_images=[COFFEE.resize((60, 40))]
+        ),
+        "",
+    ),
+    "CMYK": (lambda: images.encoded(COFFEE.convert("CMYK"), "JPEG", 6), CMYK),
+    "CMYK TIFF": (lambda: tiff(4, np.uint16, photometric="separated"), DEEP + "; " + CMYK),
+    LARGE: (
+        lambda: images.encoded(COFFEE.resize((4000, 3000)), "JPEG", progressive=True),
+        "",
+    ),
+    "palette with transparency": (
+        lambda: images.encoded(COFFEE.quantize(16), "PNG", transparency=bytes([0, 128])),
+        WHITE,
+    ),
+    "HEIC, turned": (lambda: images.encoded(COFFEE, "HEIF", 6), ""),
+    "HEIC of 10 bits": (heic_of_10_bits, DEEP.replace("16", "10").replace("65535", "1023")),
+    "AVIF, turned": (lambda: images.encoded(COFFEE, "AVIF", 6), ""),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize(
+    "name", [*sorted(PHONE.keys() - {LARGE}), pytest.param(LARGE, marks=pytest.mark.extended)]
+)
+def test_pictures_of_a_phone_are_upright_and_say_what_was_converted(name: str) -> None:
+    made, notice = PHONE[name]
+    data = made()
+    image = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+    media = look(data)
+    assert (media.notice, media.size) == (notice, Size(*image.size))
+    if image.has_transparency_data:
+        canvas = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(canvas, image.convert("RGBA"))
+    shown = decode(data, media.alpha).permute(1, 2, 0).numpy()
+    assert np.abs(shown - np.asarray(image.convert("RGB"), np.int16)).max() <= 1
 
 
 def test_options_are_part_of_the_identity_where_they_make_a_difference() -> None:
@@ -174,6 +286,8 @@ def test_a_jpeg_that_is_cut_off_says_so() -> None:
         with pytest.raises(InvalidMedia, match=r"no readable header|is not an image") as raised:
             look(data[:end])
         assert "unpack" not in str(raised.value)
+        if "header" in str(raised.value):
+            assert "send the whole file, or save it again (" in str(raised.value)
 
 
 def test_long_gifs_take_no_time() -> None:
@@ -294,6 +408,12 @@ def test_a_sampling_that_takes_nothing_of_a_video_says_so() -> None:
     with pytest.raises(InvalidMedia, match=r"100 frames at 1000 a second.*takes 0 .* needs 2"):
         sizing.plan(clip)
     assert sizing.plan(replace(clip, fps=30.0)).frames > 1
+
+
+@pytest.mark.parametrize("rule", [Timed(0.001, 300), Paced(0.001, 10), Middles(10, 0.001, True)])
+@pytest.mark.parametrize("frames", [10, 10_000])
+def test_a_very_low_rate_takes_a_frame(rule: Sampling, frames: int) -> None:
+    assert rule.indices(frames, 30.0)
 
 
 def test_truncated_files_pass_when_their_header_is_whole() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from base64 import b64encode
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from encoder_service.llm.schema import (
     ChatCall,
     ChatEvent,
     ChatKwargs,
+    ChatRequest,
     Finish,
     InvalidKey,
     SamplingParams,
@@ -199,6 +201,13 @@ def test_a_size_of_all_frames_is_not_that_of_each() -> None:
     assert "give min_pixels and max_pixels, those of each frame" in answer.text
 
 
+@pytest.mark.parametrize("kwargs", [{"max_pixels": 2**30}, {"max_patches": 2}])
+def test_kwargs_that_the_model_does_not_take_are_the_param(kwargs: dict[str, int]) -> None:
+    chat = HELLO | {"messages": [{"role": "user", "content": [image(jpeg(64, 32))]}]}
+    answer = client(Replicas()).post(PATH, json=chat | {"mm_processor_kwargs": kwargs})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (422, "mm_processor_kwargs")
+
+
 def test_glm_counts_an_image_once_for_each_of_two_frames() -> None:
     glm = read(ModelOptions(id="glm41v-9b", load_format="dummy"))
     kwargs = ChatKwargs(size=SizeRange(shortest_edge=12545, longest_edge=65536))
@@ -265,7 +274,8 @@ TORN = {"type": "image_url", "image_url": {"url": "data:image/jpeg,abc"}}
     ("change", "param"),
     [
         ({"tools": [{}]}, "tools"),
-        ({"unknown": None}, "unknown"),
+        ({"unknown": 0}, "unknown"),
+        ({"model": None}, "model"),
         ({"temperature": 3, "tools": [{}]}, "temperature"),
         ({"stream_options": {}}, None),
         (
@@ -291,6 +301,7 @@ def test_a_key_that_is_wrong_is_the_param(change: dict[str, Any], param: str | N
     found = answer.json()["error"]
     assert (answer.status_code, found["param"]) == (400, param)
     assert (param or "the request") in found["message"]
+    assert not re.search("Input should|Field required", found["message"])
 
 
 @pytest.mark.parametrize("count", [30, 100_000])
@@ -416,6 +427,22 @@ def test_parameters_that_change_nothing_are_accepted(values: dict[str, Any]) -> 
     assert http.post(PATH, json=HELLO | values).status_code == 200
     assert http.post(PATH, json=HELLO).status_code == 200
     assert replicas.calls[0].sampling == replicas.calls[1].sampling
+
+
+def test_null_is_as_nothing_everywhere() -> None:
+    """As clients send it for all that is optional, and messages as they were answered."""
+    replicas = Replicas(WHOLE)
+    picture = image(jpeg(64, 32))
+    picture["image_url"]["detail"] = None
+    answered = {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None}
+    messages = [{"role": "user", "content": [picture], "name": None}, answered]
+    request = dict.fromkeys(ChatRequest.model_fields.keys()) | HELLO | {"messages": messages}
+    request |= {"reasoning_effort": None}
+    assert client(replicas).post(PATH, json=request).status_code == 200
+    kwargs = dict.fromkeys(ChatKwargs.model_fields)
+    assert tokens_of(picture, mm_processor_kwargs=kwargs) == [6]
+    streamed = HELLO | {"stream": True, "stream_options": {"include_usage": None}}
+    assert client(Replicas(WHOLE)).post(PATH, json=streamed).status_code == 200
 
 
 def test_the_openapi_document_describes_chats() -> None:

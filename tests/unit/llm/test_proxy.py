@@ -92,6 +92,18 @@ def test_headers_pass_whatever_their_bytes_but_those_of_the_connection() -> None
     told(story)
 
 
+def test_a_header_that_never_ends_is_refused() -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        host, port = client.base_url.host, client.base_url.port
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET / HTTP/1.1\r\nX: " + b"a" * 2**17)
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+
+    told(story)
+
+
 def test_an_answer_streams() -> None:
     async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
         body = chat(image(jpeg(64, 64)), stream=True)

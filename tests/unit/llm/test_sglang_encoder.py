@@ -6,6 +6,7 @@ tests/engines/test_sglang.py has SGLang's own receiver.
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import pickle
 from base64 import b64encode
@@ -21,11 +22,11 @@ import torch
 import zmq
 import zmq.asyncio
 
-from actors.errors import Overloaded
+from actors.errors import Overloaded, Unavailable
 from encoder_service.api.http import build as build_service
 from encoder_service.client import AsyncClient, Embedding
 from encoder_service.config import LimitOptions
-from encoder_service.engines.sglang_encoder import EncodeRequest, SglangEncoder, frames
+from encoder_service.engines.sglang_encoder import EncodeRequest, Receivers, SglangEncoder, frames
 from tests.images import jpeg
 from tests.unit.front_door import Fleet, service
 from tests.unit.llm.test_consumers import embedding
@@ -197,7 +198,7 @@ def test_videos_bring_their_times() -> None:
         ({"prefill_host": "fc00::1%a]:0;[2001:db8::1"}, "an IPv6 address with a zone"),
         ({"embedding_port": 80}, "port 80: rows are sent to ports from 1024 on"),
         ({"embedding_port": "50000"}, "embedding_port: "),
-        ({"modality": "AUDIO"}, "modality: Input should be 'IMAGE' or 'VIDEO'"),
+        ({"modality": "AUDIO"}, "modality: wrong value; input should be 'IMAGE' or 'VIDEO'"),
         ({"part_idx": 1}, "part_idx 1 of 1 parts"),
         ({"mm_items": []}, "mm_items: "),
         ({"mm_items": ["/etc/passwd"]}, "mm_items[0]: '/etc/passwd' is neither a data: URL nor"),
@@ -246,6 +247,48 @@ def test_a_socket_that_is_not_there_fails_its_request() -> None:
         assert "0 ranks of SGLang's scheduler named their sockets" in answer.json()["message"]
 
     told(story, timeout_seconds=0.3)
+
+
+MANY = 1500
+"""More than ZMQ has sockets for at a time."""
+
+
+def test_more_sockets_than_zmq_has_are_served_in_turn() -> None:
+    async def story(client: httpx.AsyncClient, context: zmq.asyncio.Context) -> None:
+        front = SglangEncoder(AsyncClient("http://127.0.0.1:1"), LimitOptions())
+        receiver = context.socket(zmq.PULL)
+        port = receiver.bind_to_random_port("tcp://127.0.0.1")
+        pushes = [front.push(f"tcp://127.0.0.1:{port}", [b"header", b"rows"]) for _ in range(MANY)]
+        await asyncio.gather(*pushes)
+        for _ in range(MANY):
+            assert await receiver.recv_multipart() == [b"header", b"rows"]
+        receiver.close()
+        front.context.destroy()
+
+    told(story)
+
+
+def test_what_zmq_cannot_do_is_said_and_leaves_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(client: httpx.AsyncClient, context: zmq.asyncio.Context) -> None:
+        front = SglangEncoder(AsyncClient("http://127.0.0.1:1"), LimitOptions())
+        opened: list[str] = []
+
+        async def send(endpoint: str, message: object) -> None:
+            opened.append(endpoint)
+            if len(opened) < 3:
+                await asyncio.Event().wait()
+            raise zmq.ZMQError(errno.EMFILE)
+
+        monkeypatch.setattr(front, "send", send)
+        before = len(asyncio.all_tasks())
+        receivers = Receivers({f"tcp://127.0.0.1:{port}" for port in (2001, 2002, 2003)})
+        receivers.complete.set()
+        with pytest.raises(Unavailable, match=r"open files.*ulimit -n"):
+            await front.deliver(receivers, [b"header", b"rows"])
+        assert len(asyncio.all_tasks()) == before
+        front.context.destroy()
+
+    told(story)
 
 
 def test_it_is_healthy_if_the_service_is_ready() -> None:

@@ -14,14 +14,14 @@ from actors.errors import EncodeFailed, InvalidMedia, Overloaded, TooLarge, Unav
 from actors.rpc import replica_pb2 as pb
 from actors.rpc.codec import (
     EncodeCall,
-    embedding_message,
-    error_message,
+    embedding_fields,
+    error_fields,
     error_of,
     from_message,
-    kept_message,
+    kept_fields,
     kept_of,
     message_fields,
-    reply_message,
+    reply_fields,
     reply_of,
 )
 from actors.store.kept import Kept
@@ -117,8 +117,11 @@ def test_a_call_survives(call: EncodeCall) -> None:
 def test_a_reply_survives_and_its_shared_rows_stay_outside(
     answers: list[Answer], patches: int, pairs: int
 ) -> None:
-    message, shared = reply_message(Reply(answers, patches, pairs))
-    found = reply_of(pb.EncodeReply.FromString(message.SerializeToString()), shared)
+    shared: list[SharedBytes] = []
+    sent = pb.EncodeReply(
+        **reply_fields(Reply(answers, patches, pairs), shared)
+    ).SerializeToString()
+    found = reply_of(pb.EncodeReply.FromString(sent), shared)
     assert (found.outstanding_patches, found.outstanding_pairs) == (patches, pairs)
     assert len(found.answers) == len(answers)
     assert all(map(same, answers, found.answers))
@@ -129,7 +132,7 @@ def test_a_reply_survives_and_its_shared_rows_stay_outside(
 @given(MEDIA, EMBEDDINGS)
 def test_what_is_kept_survives(media: Media, embedding: Embedding) -> None:
     kept, shared = Kept.of(media, embedding), list[SharedBytes]()
-    sent = kept_message(kept, shared).SerializeToString()
+    sent = pb.Kept(**kept_fields(kept, shared)).SerializeToString()
     found = kept_of(pb.Kept.FromString(sent), shared)
     assert found.media == kept.media
     assert same(found.embedding, kept.embedding)
@@ -156,7 +159,7 @@ def test_a_new_field_is_not_forgotten(kind: Any, message: Any) -> None:
 
 
 def test_what_is_no_error_of_the_service_is_our_fault() -> None:
-    found = error_of(error_message(ZeroDivisionError("division")))
+    found = error_of(pb.Error(**error_fields(ZeroDivisionError("division"))))
     assert type(found) is EncodeFailed
     assert "division" in found.message
 
@@ -170,4 +173,4 @@ def test_rows_on_a_device_are_refused() -> None:
     rows: Any = ReceivedBytes(object())
     one = Embedding(rows, "float32", (1, 1), (1, 1, 1), "graph", Timings(0, 0, 0))
     with pytest.raises(TypeError, match="ReceivedBytes"):
-        embedding_message(one, [])
+        embedding_fields(one, [])

@@ -284,3 +284,18 @@ def test_whatever_happens_nothing_is_left(
         return router
 
     settled(test())
+
+
+def test_one_request_after_another_goes_round_the_idle_replicas_of_the_node() -> None:
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet(["far", "near a", "near b"], well)
+        fleet.near = lambda: ["near a", "near b"]  # type: ignore[method-assign]
+        router, _ = dispatcher(fleet)
+        for number in range(4):
+            await collect(router, [item(number)])
+        assert [replica for replica, _ in fleet.calls] == ["near a", "near b"] * 2
+        await collect(router, [item(10), item(11), item(12)])
+        assert {replica for replica, _ in fleet.calls[4:]} == set(fleet.replicas)
+        return router
+
+    settled(test())

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from actors.errors import Unavailable
 from actors.types import Answer, Media
 from router.dispatch import Dispatcher
+from router.replicas import liveness as liveness_module
 from router.replicas.fleet import ShardLost
 from router.replicas.liveness import Liveness
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, item, right, settled, well
 
 STALL_SECONDS = 0.1
 PATIENT_SECONDS = 60.0
+
+
+async def at_once(replica: str) -> None:
+    """It answers."""
+
+
+async def never(replica: str) -> None:
+    await asyncio.Event().wait()
 
 
 def test_what_a_hung_replica_had_is_encoded_elsewhere_and_it_gets_nothing_more() -> None:
@@ -67,7 +77,7 @@ def test_a_replica_that_says_it_is_ill_has_lost_its_calls() -> None:
         raise Unavailable("the engine is stuck")
 
     async def test() -> None:
-        liveness = Liveness(ill, STALL_SECONDS)
+        liveness = Liveness(ill, at_once, STALL_SECONDS)
         with pytest.raises(ShardLost):
             async with liveness.guard("a"):
                 await asyncio.Event().wait()
@@ -78,11 +88,8 @@ def test_a_replica_that_says_it_is_ill_has_lost_its_calls() -> None:
 
 
 def test_a_call_to_a_silent_replica_is_lost_too() -> None:
-    async def never(replica: str) -> None:
-        await asyncio.Event().wait()
-
     async def test() -> None:
-        liveness = Liveness(never, STALL_SECONDS)
+        liveness = Liveness(never, at_once, STALL_SECONDS)
         for _ in range(2):
             with pytest.raises(ShardLost):
                 async with liveness.guard("a"):
@@ -94,9 +101,51 @@ def test_a_call_to_a_silent_replica_is_lost_too() -> None:
 
 def test_what_the_call_raises_is_its_own() -> None:
     async def test() -> None:
-        liveness = Liveness(lambda replica: asyncio.sleep(0), STALL_SECONDS)
+        liveness = Liveness(at_once, at_once, STALL_SECONDS)
         with pytest.raises(KeyError):
             async with liveness.guard("a"):
                 raise KeyError
+
+    asyncio.run(test())
+
+
+async def no_route(replica: str) -> None:
+    raise OSError("no route to host")
+
+
+@pytest.mark.parametrize("cut_off", [never, no_route])
+def test_a_replica_whose_node_is_cut_off_is_lost_long_before_it_stalls(
+    cut_off: Callable[[str], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness_module, "PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(liveness_module, "REACH_SECONDS", 0.05)
+
+    async def test() -> None:
+        liveness = Liveness(never, cut_off, PATIENT_SECONDS)
+        with pytest.raises(ShardLost):
+            async with asyncio.timeout(5), liveness.guard("a"):
+                await asyncio.Event().wait()
+        assert liveness.silent == {"a"}, "it gets nothing until it answers"
+
+    asyncio.run(test())
+
+
+def test_a_replica_that_answers_a_call_meanwhile_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(liveness_module, "PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(liveness_module, "REACH_SECONDS", 0.05)
+
+    async def test() -> None:
+        liveness = Liveness(never, never, PATIENT_SECONDS)
+
+        async def other() -> None:
+            for _ in range(20):
+                async with liveness.guard("a"):
+                    await asyncio.sleep(0.01)
+
+        async with liveness.guard("a"):
+            await other()
+        assert not liveness.silent
 
     asyncio.run(test())

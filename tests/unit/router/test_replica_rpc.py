@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ import numpy as np
 import pytest
 
 from actors.errors import DeadlineExceeded, InvalidMedia, ServiceError, TooLarge, Unavailable
-from actors.rpc import replica_pb2 as pb
 from actors.rpc import server as rpc_server
 from actors.rpc.codec import VERSION, EncodeCall, message_fields, reply_of
 from actors.rpc.server import (
@@ -36,7 +36,6 @@ from actors.store.kept import Kept
 from actors.store.shared_memory import INLINE_BYTES
 from actors.telemetry.tracing import Origin
 from actors.types import Dtype, Media, Reply, SharedBytes
-from router.replicas import rpc
 from router.replicas.fleet import Replica, ReplicaDied, ReplicaUnreachable, ShardLost
 from router.replicas.rpc import STOPPED, ReplicaChannel, failure
 from tests.unit.fleet import embedding, item
@@ -44,6 +43,8 @@ from tests.unit.fleet import embedding, item
 NODE = "node"
 CALL = EncodeCall([item(1), item(2)], "float16", 3.5, Origin("an id", "a trace"), keep=False)
 SECONDS = 20
+NOTHING = grpc.aio.Metadata()
+ROWS = np.zeros(1001, np.uint8)
 
 Test = Callable[[], Coroutine[Any, Any, None]]
 
@@ -109,7 +110,7 @@ async def opened(
 
 
 async def encode(channel: ReplicaChannel, call: EncodeCall = CALL, seconds: float = 10) -> Reply:
-    message = await channel.call("Encode", pb.EncodeRequest(**message_fields(call)), seconds)
+    message = await channel.call("encode", message_fields(call), seconds)
     return reply_of(message, [])
 
 
@@ -128,13 +129,13 @@ def test_all_calls_over_both_sockets(near: bool) -> None:
             reply = await encode(channel)
             assert reply.outstanding_patches == 7
             assert encoder.calls == [(CALL.media, "float16", 3.5, CALL.origin, False)]
-            await channel.call("Check", pb.CheckRequest())
+            await channel.call("check", {})
             encoder.kept["x"] = Kept.of(item(1), embedding(item(1), "a"))
-            found = await channel.call("Fetch", pb.FetchRequest(name="x"))
+            found = await channel.call("fetch", {"name": "x"})
             assert found.kept.media.digest == item(1).digest
-            assert not (await channel.call("Fetch", pb.FetchRequest(name="y"))).HasField("kept")
+            assert not (await channel.call("fetch", {"name": "y"})).HasField("kept")
             for released in (True, False):
-                reply = await channel.call("Release", pb.ReleaseRequest(name="x"))
+                reply = await channel.call("release", {"name": "x"})
                 assert reply.released == released
             path = Path(channel.endpoint.unix)
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -153,15 +154,16 @@ def test_a_call_without_the_token_is_refused_before_it_is_read(near: bool) -> No
             for token in ("", "wrong", channel.endpoint.token[:-1]):
                 stranger = ReplicaChannel(replace(channel.endpoint, token=token), node)
                 large = replace(CALL, media=[replace(item(1), data=bytes(64 * 2**20))])
-                for call in (CALL, large):
-                    with pytest.raises(ShardLost, match="token"):
-                        await encode(stranger, call)
+                with pytest.raises(ShardLost, match="token"):
+                    await encode(stranger)
+                with pytest.raises(ShardLost):
+                    await encode(stranger, large)
                 stranger.retire()
             target = f"unix:{channel.endpoint.unix}" if near else channel.endpoint.tcp
             async with grpc.aio.insecure_channel(target) as bare:
-                call = bare.unary_unary("/encoder.replica.v1.Replica/Encode")
+                call = bare.stream_stream("/encoder.replica.v1.Replica/Calls")
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await call(b"no message")
+                    await call(iter([b"no message"])).read()
             assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
             assert not encoder.calls
             assert channel.endpoint.token not in repr(channel.endpoint)
@@ -197,7 +199,7 @@ def test_a_call_that_fails_says_so(raised: BaseException, told: type[Exception])
                 await encode(channel)
             assert str(raised)[:1000] in str(found.value)
             with pytest.raises(told):
-                await channel.call("Check", pb.CheckRequest())
+                await channel.call("check", {})
 
     run(test)
 
@@ -227,16 +229,42 @@ def test_a_call_has_a_deadline() -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [(None, False), (errno.ECONNREFUSED, False), (errno.EMFILE, False), (errno.EHOSTUNREACH, True)],
+)
+def test_only_a_node_that_is_cut_off_is_out_of_reach(
+    failure: int | None, raised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise OSError(failure, "")
+
+    async def test() -> None:
+        async with opened(near=False) as (_, _, channel):
+            if failure:
+                monkeypatch.setattr(asyncio, "open_connection", fails)
+            with pytest.raises(OSError, match=str(failure)) if raised else nullcontext():
+                await channel.reach()
+
+    run(test)
+
+
 def test_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        bounded = [("grpc.max_send_message_length", 1000)]
-        monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", bounded)
         async with opened() as (encoder, _, channel):
-            assert (await encode(channel)).answers
+            encoder.gate.clear()
+            other = asyncio.create_task(encode(channel))
+            await encoder.began.wait()
+            monkeypatch.setattr(rpc_server, "MAX_MESSAGE_BYTES", 1000)
             large = replace(CALL, media=[replace(item(1), data=bytes(1001))])
-            with pytest.raises(TooLarge):
+            with pytest.raises(TooLarge, match="1000 of a call"):
                 await encode(channel, large)
             assert len(encoder.calls) == 1
+            encoder.kept["x"] = Kept.of(item(1), replace(embedding(item(1), "a"), data=ROWS))
+            with pytest.raises(TooLarge, match="1000 of a call"):
+                await channel.call("fetch", {"name": "x"})
+            encoder.gate.set()
+            assert (await other).answers, "the stream goes on"
 
     run(test)
 
@@ -249,7 +277,7 @@ def test_a_drained_replica_answers_what_it_has_and_takes_no_more(near: bool) -> 
             await encoder.began.wait()
             stopping = asyncio.create_task(server.stop(SECONDS))
             await asyncio.sleep(0.05)
-            with pytest.raises(ReplicaUnreachable):
+            with pytest.raises(Unavailable, match="stopping"):
                 await encode(channel)
             channel.retire()  # the router hears that it is gone: the call goes on
             assert not stopping.done()
@@ -280,12 +308,12 @@ def test_rows_in_shared_memory_are_taken_once(monkeypatch: pytest.MonkeyPatch) -
         async with opened() as (encoder, _, channel):
             rows = SharedBytes(object(), 2 * INLINE_BYTES)
             encoder.rows[item(2).digest] = rows
-            request = pb.EncodeRequest(**message_fields(CALL))
-            message = await channel.call("Encode", request)
+            request = message_fields(CALL)
+            message = await channel.call("encode", request)
             assert take(None, [message.ticket, "unknown"]) == [[rows], None]
             assert take(None, [message.ticket]) == [None]
             monkeypatch.setattr(rpc_server, "TICKET_SECONDS", 0.05)
-            abandoned = await channel.call("Encode", request)
+            abandoned = await channel.call("encode", request)
             assert abandoned.ticket in TICKETS
             await asyncio.sleep(0.1)
             assert abandoned.ticket not in TICKETS, "nothing is held for a router that is gone"
@@ -441,10 +469,10 @@ def test_inline_rows_are_read_only() -> None:
 
 
 def test_the_end_of_a_drain_is_no_death() -> None:
-    begun = grpc.aio.Metadata(("begun", "1"))
-    stopped = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, begun, grpc.aio.Metadata(), STOPPED)
-    died = grpc.aio.AioRpcError(
-        grpc.StatusCode.UNAVAILABLE, begun, grpc.aio.Metadata(), "Socket closed"
+    stopped, died = (
+        grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, NOTHING, NOTHING, details)
+        for details in (STOPPED, "Socket closed")
     )
-    assert type(failure(stopped)) is ShardLost
-    assert type(failure(died)) is ReplicaDied
+    assert type(failure(stopped, begun=True)) is ShardLost
+    assert type(failure(died, begun=True)) is ReplicaDied
+    assert type(failure(died, begun=False)) is ReplicaUnreachable

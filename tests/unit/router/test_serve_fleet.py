@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -133,11 +134,13 @@ def test_only_replicas_of_the_own_model_and_version_are_planned_for(
     assert list(fleet.replicas()) == list(names)
 
 
-def test_replicas_of_the_own_node_come_first() -> None:
+def test_replicas_of_the_own_node_are_told_from_others() -> None:
     away = replace(NOWHERE, node="another")
     named = {"a": away, "b": NOWHERE, "c": away, "d": NOWHERE}
     PUBLISHED[DEPLOYMENT] = {name: Replica({}, 7, where) for name, where in named.items()}
-    assert list(ServeFleet(Handle(), None).reports()) == ["b", "d", "a", "c"]
+    fleet = ServeFleet(Handle(), None)
+    assert list(fleet.reports()) == ["a", "b", "c", "d"]
+    assert fleet.near() == {"b", "d"}
 
 
 @pytest.mark.parametrize(("node", "where"), [(NODE, "local"), ("another", "remote")])
@@ -264,6 +267,34 @@ def test_a_replica_that_is_lost_takes_what_it_kept_along() -> None:
         with pytest.raises(Unavailable, match="known here yet"):  # a router that has just started
             await fleet.release("b.x")
         await asyncio.sleep(0)
+
+    run(test())
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_keeper_that_never_answers_is_not_waited_for(
+    large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts the connection and says nothing, or has no time to hand its rows over."""
+    monkeypatch.setattr(serve_fleet, "FETCH_SECONDS", 0.2)
+
+    async def test() -> None:
+        async with served(monkeypatch) as (encoder, handle, fleet):
+            silent = socket.create_server(("127.0.0.1", 0))
+            if large:
+                handle.gate.clear()
+                rows = SharedBytes(object(), 2**21)
+                encoder.kept["x"] = Kept.of(item(2), replace(embedding(item(2), "a"), data=rows))
+            else:
+                tcp = f"127.0.0.1:{silent.getsockname()[1]}"
+                PUBLISHED[DEPLOYMENT] = {"a": Replica({}, 7, replace(NOWHERE, tcp=tcp))}
+            with silent, pytest.raises(Unavailable, match="encode the item again"):
+                await fleet.fetch("a.x")
+            if not large:  # asked for its health without an answer: it is not waited for again
+                with pytest.raises(Unavailable, match="replica a"):
+                    async with asyncio.timeout(0.1):
+                        await fleet.release("a.x")
+            handle.gate.set()
 
     run(test())
 

@@ -23,7 +23,6 @@ from actors.options import (
     ModelOptions,
     ReferenceOptions,
 )
-from actors.rpc import replica_pb2 as pb
 from actors.rpc.codec import EncodeCall, message_fields, reply_of
 from actors.rpc.server import Endpoint
 from actors.store.kept import References
@@ -141,14 +140,14 @@ def test_serve_awaits_its_end_and_that_of_calls_over_grpc(actor: encoder.Encoder
         assert endpoint
         channel = ReplicaChannel(endpoint, "node")
         call = EncodeCall([media(actor, 64)], "float16", 30, NOBODY, keep=False)
-        reply = await channel.call("Encode", pb.EncodeRequest(**message_fields(call)))
+        reply = await channel.call("encode", message_fields(call))
         (answer,) = reply_of(reply, []).answers
         assert isinstance(answer, Embedding)
         stopping = actor.__del__()
         assert stopping
         await stopping
         with pytest.raises(ReplicaUnreachable):
-            await channel.call("Check", pb.CheckRequest())
+            await channel.call("check", {})
         assert actor.__del__() is None, "Python's own, later"
         with pytest.raises(Unavailable):
             await actor.encode([media(actor, 64)], "float32", 30)
