@@ -239,10 +239,10 @@ class Ledger:
     def groups(
         self, items: Sequence[Work], costs: Mapping[str, Cost | None], now: float
     ) -> list[ReplicaGroup]:
-        """For a plan of these items over these replicas: in seconds where the replicas differ in
-        their costs; in patches where all are equal, or the cost of one is not known."""
+        """For a plan of these items over these replicas: in seconds, or in patches where the cost of
+        one replica is not known."""
         known = {replica: cost for replica, cost in costs.items() if cost is not None}
-        if len(known) < len(costs) or len(set(known.values())) < 2:
+        if len(known) < len(costs):
             return [ReplicaGroup([item.patches for item in items], self.loads(costs, now))]
         seconds = {}
         for replica, cost in known.items():

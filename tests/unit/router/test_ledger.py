@@ -151,13 +151,21 @@ def test_patches_of_other_routers_count() -> None:
 FAST, SLOW = Cost(1, 0.5, 0.25), Cost(4, 2, 1)
 
 
-def test_equal_replicas_are_planned_in_patches() -> None:
+def test_without_the_cost_of_one_all_are_planned_in_patches() -> None:
     book = ledger()
     book.report({"a": Work(700, 9), "b": Work(30)})
     in_patches = [ReplicaGroup([2, 4], {"a": 700, "b": 30})]
     items = [Work(2, 4), Work(4, 16)]
-    for costs in ({"a": FAST, "b": FAST}, {"a": FAST, "b": None}, {"a": None, "b": None}):
+    for costs in ({"a": FAST, "b": None}, {"a": None, "b": None}):
         assert book.groups(items, costs, now=0) == in_patches
+
+
+def test_equal_replicas_are_planned_in_seconds() -> None:
+    book = ledger()
+    book.report({"a": Work(4, 16)})
+    costs = {"a": FAST, "b": FAST}
+    group = ReplicaGroup([2, 6], {"a": 1 + 2 + 4, "b": 1})
+    assert book.groups([Work(2, 4), Work(4, 16)], costs, now=0) == [group]
 
 
 def test_unequal_replicas_are_planned_in_seconds() -> None:
