@@ -158,7 +158,7 @@ def error_fields(error: Exception) -> Fields:
     retry = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
     return {
         "type": type(error).__name__,
-        "message": error.message,
+        "message": error.message.encode("utf-8", "replace").decode(),  # without lone surrogates
         "retry_after_seconds": retry,
     }
 

@@ -12,7 +12,7 @@ import logging
 import socket
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict, dataclass, field
 from hmac import compare_digest
 from pathlib import Path
@@ -146,7 +146,7 @@ class ReplicaServer:
 
     async def _calls(
         self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext
-    ) -> AsyncGenerator[bytes]:
+    ) -> None:
         """One router's calls. Its stream ends when the router is gone, or this replica stops."""
         token = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
         endpoint = self._endpoint
@@ -158,7 +158,8 @@ class ReplicaServer:
         self._streams.add(stream)
         try:
             while (outcome := await stream.outcomes.get()) is not None:
-                yield outcome
+                await context.write(outcome)
+                del outcome  # it may be large, and the next one may be long in coming
         finally:
             self._streams.discard(stream)
             stream.close()
@@ -228,6 +229,7 @@ class RouterStream:
                     self.tasks[call.id] = asyncio.create_task(self._answer(call))
                 elif task := self.tasks.pop(call.id, None):
                     task.cancel()
+                del call  # it may be large, and the next one may be long in coming
         finally:
             self.end()
 

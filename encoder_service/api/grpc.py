@@ -59,7 +59,7 @@ MOST_WATCHES = 4
 
 OPEN_BYTES, OPEN_READS, OPEN_SECONDS = 2**16, 4, 5.0
 """Messages of calls without a token: how large, how many are read at a time, and for how long. A
-stream that sends none for that time ends."""
+stream that sends none for that time ends; so does the oldest of them when others come."""
 
 ENVELOPE_BYTES = 2**20
 """How much longer than limits.max_body_bytes a message may be, so that a body that is a little too
@@ -180,7 +180,7 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self.reads = Reads(
             service.limits.max_buffered_bytes // most_bytes, service.limits.timeout_seconds
         )
-        self.open_reads = Reads(OPEN_READS, OPEN_SECONDS)
+        self.open_reads = OpenReads()
 
     async def intercept_service(
         self,
@@ -188,7 +188,8 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         service, _, method = handler_call_details.method.rpartition("/")
-        reads, most_bytes, error = self.open_reads, OPEN_BYTES, None
+        reads: Reads | OpenReads = self.open_reads
+        most_bytes, error = OPEN_BYTES, None
         if service == f"/{SERVICE.full_name}":
             reads, most_bytes = self.reads, self.most_bytes
             metadata = handler_call_details.invocation_metadata
@@ -266,6 +267,29 @@ class Reads:
             raise DeadlineExceeded(
                 f"the message did not arrive within {self.seconds:g} s"
             ) from None
+
+
+class OpenReads:
+    """Reads messages of calls without a token. One more than OPEN_READS ends the oldest, because
+    callers that send nothing cost nothing, and would otherwise keep health checks waiting."""
+
+    def __init__(self) -> None:
+        self.reading = list[asyncio.Timeout]()
+
+    async def read(self, context: grpc.aio.ServicerContext) -> Any:
+        """The next message, as bytes, or EOF. Raises DeadlineExceeded."""
+        if len(self.reading) >= OPEN_READS and not (oldest := self.reading.pop(0)).expired():
+            oldest.reschedule(0)
+        limit = asyncio.timeout(OPEN_SECONDS)
+        self.reading.append(limit)
+        try:
+            async with limit:
+                return await context.read()
+        except TimeoutError:
+            raise DeadlineExceeded("the message did not arrive in time: send it at once") from None
+        finally:
+            with suppress(ValueError):
+                self.reading.remove(limit)
 
 
 class EncoderCalls:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
-from collections.abc import AsyncGenerator
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -26,6 +27,8 @@ from actors.rpc.server import (
 )
 from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost, detached
 
+log = logging.getLogger("ray.serve")
+
 CHANNEL_OPTIONS = [
     *COMMON_OPTIONS,
     ("grpc.enable_http_proxy", 0),
@@ -43,7 +46,7 @@ STOPPED = "Cancelling all calls"
 
 
 class ReplicaChannel:
-    """A channel to one replica, for one event loop. Opens a stream again when it broke."""
+    """A channel to one replica, for one event loop. Opens streams again when they broke."""
 
     def __init__(self, endpoint: Endpoint, node: str) -> None:
         """`node`: Ray's id of this process's node."""
@@ -52,7 +55,8 @@ class ReplicaChannel:
         target = f"unix:{endpoint.unix}" if self._near else endpoint.tcp
         self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
         self._ids = count(1)
-        self._stream: ReplicaStream | None = None
+        self._streams: dict[bool, ReplicaStream] = {}
+        """Of calls, and (True) of health checks: a message waits for those before it."""
         self._calls = 0
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
@@ -65,10 +69,11 @@ class ReplicaChannel:
         data = serialized(pb.Call(id=(number := next(self._ids)), **{method: request}))
         self._calls += 1
         try:
-            if self._stream is None or self._stream.ended:
-                self._stream = ReplicaStream(self._channel, self.endpoint.token)
+            checks = method == "check"
+            if checks not in self._streams or self._streams[checks].ended:
+                self._streams[checks] = ReplicaStream(self._channel, self.endpoint.token)
             async with asyncio.timeout(timeout_seconds):
-                outcome = await self._stream.outcome(number, data)
+                outcome = await self._streams[checks].outcome(number, data)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the replica did not answer within the time that was left"
@@ -107,7 +112,9 @@ class ReplicaStream:
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self.ended = False
-        self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._unsent: dict[int, bytes] = {}
+        self._order: asyncio.Queue[int | None] = asyncio.Queue()
+        """Ids in `_unsent`, unless dropped. None: the stream has ended."""
         self._waiting: dict[int, asyncio.Future[pb.Outcome]] = {}
         self._reader = detached(self._read(channel, token))
 
@@ -115,39 +122,54 @@ class ReplicaStream:
         """Of the call with this id. Raises ShardLost."""
         outcome: asyncio.Future[pb.Outcome] = asyncio.Future()
         self._waiting[number] = outcome
-        self._unsent.put_nowait(call)
+        self._send(number, call)
         try:
             return await outcome
         except asyncio.CancelledError:
-            self._unsent.put_nowait(serialized(pb.Call(id=number, cancel={})))
+            if self._unsent.pop(number, None) is None:  # it was sent
+                self._send(number, serialized(pb.Call(id=number, cancel={})))
             raise
         finally:
             self._waiting.pop(number, None)
             del outcome  # a failure's traceback would refer to it, in a cycle
 
-    async def _messages(self) -> AsyncGenerator[bytes]:
-        """gRPC sends one after another. A write that is cancelled would end the stream."""
-        while (message := await self._unsent.get()) is not None:
-            yield message
+    def _send(self, number: int, message: bytes) -> None:
+        if not self.ended:
+            self._unsent[number] = message
+            self._order.put_nowait(number)
+
+    async def _write(self, stream: grpc.aio.StreamStreamCall) -> None:
+        """One after another. A write that is cancelled would end the stream."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # `_read` hears of it
+            while (number := await self._order.get()) is not None:
+                if number in self._unsent:
+                    await stream.write(self._unsent.pop(number))
 
     async def _read(self, channel: grpc.aio.Channel, token: str) -> None:
-        open_stream = channel.stream_stream(f"/{SERVICE}/{METHOD}", None, pb.Outcome.FromString)
-        stream = open_stream(self._messages(), metadata=((TOKEN_KEY, token),))
         lost, begun = ShardLost("the replica stopped"), False
         try:
+            open_stream = channel.stream_stream(f"/{SERVICE}/{METHOD}", None, pb.Outcome.FromString)
+            stream = open_stream(metadata=((TOKEN_KEY, token),))
+            self._writer = detached(self._write(stream))
             begun = any(key == BEGUN_KEY for key, _ in await stream.initial_metadata())
             async for outcome in stream:
                 if (waiting := self._waiting.get(outcome.id)) and not waiting.done():
                     waiting.set_result(outcome)
+                del outcome, waiting  # it may be large, and the next one may be long in coming
         except grpc.aio.AioRpcError as error:
             lost = failure(error, begun=begun)
         except asyncio.CancelledError:  # the channel was closed
             lost = ShardLost("the channel to the replica was closed")
+        except Exception as error:
+            log.exception("the stream of a replica cannot be read")
+            lost = ShardLost(f"its answers cannot be read: {error!r}")
         self.ended = True
-        self._unsent.put_nowait(None)
-        for waiting in self._waiting.values():
+        self._order.put_nowait(None)
+        for number, waiting in self._waiting.items():
             if not waiting.done():
-                waiting.set_exception(lost)
+                never_sent = number in self._unsent
+                waiting.set_exception(ReplicaUnreachable(str(lost)) if never_sent else lost)
+        self._unsent.clear()
 
 
 def failure(error: grpc.aio.AioRpcError, *, begun: bool) -> ShardLost:
@@ -156,6 +178,8 @@ def failure(error: grpc.aio.AioRpcError, *, begun: bool) -> ShardLost:
     `begun`: the replica had begun to read the stream.
     """
     code, details = error.code(), error.details() or error.code().name
-    if code in {StatusCode.CANCELLED, StatusCode.UNAUTHENTICATED} or details == STOPPED:
+    # INTERNAL: a call was being written when the stream ended, and gRPC forgets why it did.
+    alive = {StatusCode.CANCELLED, StatusCode.UNAUTHENTICATED, StatusCode.INTERNAL}
+    if code in alive or details == STOPPED:
         return ShardLost(details)
     return ReplicaDied(details) if begun else ReplicaUnreachable(details)

@@ -168,6 +168,30 @@ def test_open_services_take_small_messages_only() -> None:
     asyncio.run(run())
 
 
+def test_callers_that_send_nothing_do_not_delay_health_checks() -> None:
+    async def nothing() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async def run() -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection each
+        async with listening(service(Fleet())) as (target, _):
+            others = [grpc.aio.insecure_channel(target, options) for _ in range(8)]
+            method = "/grpc.health.v1.Health/Check"
+            calls = [one.stream_unary(method)(nothing()) for one in others for _ in range(3)]
+            await asyncio.sleep(0.3)
+            async with grpc.aio.insecure_channel(target, options) as c:
+                health = health_pb2_grpc.HealthStub(c)
+                answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=2)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            for call in calls:
+                call.cancel()
+            for other in others:
+                await other.close()
+
+    asyncio.run(run())
+
+
 class Peer:
     """A context whose message arrives when `sent` is set."""
 

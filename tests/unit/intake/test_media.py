@@ -27,7 +27,7 @@ from actors.options import ModelOptions
 from actors.spec.sampling import Middles, Paced, Sampling, Thinning, Timed
 from actors.types import Alpha, Clip, Media, ProcessorKwargs, Size
 from encoder_service.config import LimitOptions
-from encoder_service.intake.header import MOST_READS, read_header
+from encoder_service.intake.header import MOST_READS, is_simple, read_header
 from encoder_service.intake.media import probe, probe_frames
 from tests import images
 from tests.videos import video
@@ -440,6 +440,15 @@ def test_what_only_looks_like_scans_is_not_counted() -> None:
     profile = images.jpeg_segments(scanned(1), (0xE2, b"\xff\xda" * 200))
     look(profile)
     look(scanned(1, after=b"\xff\xda" * 200))
+
+
+def test_thousands_of_blocks_of_photoshop_are_not_read_on_the_event_loop() -> None:
+    blocks = (b"Photoshop 3.0\0" + b"8BIM\4\4" + bytes(6)) + b"8BIM\4\4\0\0\0\0\0\0" * 5000
+    data = images.jpeg(64, 64)
+    hostile = data[:2] + b"\xff\xed" + struct.pack(">H", 2 + len(blocks)) + blocks + data[2:]
+    assert read_header(hostile).size == Size(64, 64)
+    assert is_simple(data)
+    assert not is_simple(hostile)
 
 
 def test_frames_of_another_size_than_their_avif_are_refused() -> None:

@@ -169,6 +169,11 @@ def test_an_error_of_a_later_version_is_still_an_error() -> None:
     assert (type(found), found.message) == (EncodeFailed, "x")
 
 
+def test_an_error_may_quote_what_is_not_utf_8() -> None:
+    sent = pb.Error(**error_fields(InvalidMedia("a \udcff b")))
+    assert error_of(sent).message == "a ? b"
+
+
 def test_rows_on_a_device_are_refused() -> None:
     rows: Any = ReceivedBytes(object())
     one = Embedding(rows, "float32", (1, 1), (1, 1, 1), "graph", Timings(0, 0, 0))

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -45,6 +46,8 @@ CALL = EncodeCall([item(1), item(2)], "float16", 3.5, Origin("an id", "a trace")
 SECONDS = 20
 NOTHING = grpc.aio.Metadata()
 ROWS = np.zeros(1001, np.uint8)
+LARGE_BYTES = 64 * 2**20
+LARGE_CALL = replace(CALL, media=[replace(item(1), data=bytes(LARGE_BYTES))])
 
 Test = Callable[[], Coroutine[Any, Any, None]]
 
@@ -427,6 +430,100 @@ def test_a_channel_that_broke_is_opened_again() -> None:
     run(test)
 
 
+def test_a_health_check_does_not_wait_for_a_large_call(near: bool) -> None:
+    async def test() -> None:
+        async with opened(near) as (_, _, channel):
+            for _ in range(2):  # the second time over streams that are open
+                call = asyncio.create_task(encode(channel, LARGE_CALL))
+                await asyncio.sleep(0.01)
+                await channel.call("check", {})
+                assert not call.done()
+                await call
+
+    run(test)
+
+
+def test_calls_that_nobody_waits_for_are_not_kept_for_a_replica_that_hangs() -> None:
+    async def test() -> None:
+        async with asyncio.timeout(60), child("well") as (process, endpoint):
+            channel = ReplicaChannel(endpoint, NODE)
+            await encode(channel)
+            os.kill(process.pid, signal.SIGSTOP)
+            tracemalloc.start()
+            for _ in range(6):
+                with pytest.raises(DeadlineExceeded):
+                    await encode(channel, LARGE_CALL, seconds=0.1)
+            held_bytes, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert held_bytes < 3 * LARGE_BYTES, "the one that is being sent, and perhaps the last"
+            channel.retire()
+
+    run(test)
+
+
+def test_a_call_that_was_never_sent_has_not_begun() -> None:
+    async def test() -> None:
+        async with asyncio.timeout(60), child("well") as (process, endpoint):
+            channel = ReplicaChannel(endpoint, NODE)
+            await encode(channel)
+            os.kill(process.pid, signal.SIGSTOP)
+            first = asyncio.create_task(encode(channel, LARGE_CALL))
+            second = asyncio.create_task(encode(channel))
+            await asyncio.sleep(0.2)
+            process.kill()
+            with pytest.raises(ReplicaUnreachable):
+                await second
+            with pytest.raises(ShardLost) as lost:
+                await first
+            assert type(lost.value) is not ReplicaUnreachable
+            channel.retire()
+
+    run(test)
+
+
+def test_large_messages_are_not_kept_after_they_were_answered(near: bool) -> None:
+    async def test() -> None:
+        async with opened(near) as (encoder, _, channel):
+            await encode(channel)
+            tracemalloc.start()
+            await encode(channel, LARGE_CALL)
+            encoder.calls.clear()
+            data = np.zeros(LARGE_BYTES, np.uint8)
+            encoder.kept["x"] = Kept.of(item(1), replace(embedding(item(1), "a"), data=data))
+            await channel.call("fetch", {"name": "x"})
+            encoder.kept.clear()
+            del data
+            await asyncio.sleep(0.1)
+            held_bytes, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert held_bytes < LARGE_BYTES / 2
+
+    run(test)
+
+
+def test_answers_that_cannot_be_read_end_the_calls() -> None:
+    async def answers(calls: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[bytes]:
+        async for _ in calls:
+            yield b"\xff"
+
+    async def test() -> None:
+        server = grpc.aio.server()
+        handler = grpc.stream_stream_rpc_method_handler(answers)
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(rpc_server.SERVICE, {rpc_server.METHOD: handler})]
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        channel = ReplicaChannel(Endpoint("", "", f"127.0.0.1:{port}", "actor", "token"), NODE)
+        for _ in range(2):
+            with pytest.raises(ShardLost):
+                await encode(channel, seconds=5)
+        channel.retire()
+        await server.stop(0)
+
+    run(test)
+
+
 def test_sockets_of_replicas_that_were_killed_are_removed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -476,3 +573,5 @@ def test_the_end_of_a_drain_is_no_death() -> None:
     assert type(failure(stopped, begun=True)) is ShardLost
     assert type(failure(died, begun=True)) is ReplicaDied
     assert type(failure(died, begun=False)) is ReplicaUnreachable
+    unknown = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, NOTHING, NOTHING, "a write failed")
+    assert type(failure(unknown, begun=True)) is ShardLost
