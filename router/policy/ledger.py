@@ -239,8 +239,8 @@ class Ledger:
     def groups(
         self, items: Sequence[Work], costs: Mapping[str, Cost | None], now: float
     ) -> list[ReplicaGroup]:
-        """For a plan of these items over these replicas: in seconds, or in patches where the cost of
-        one replica is not known."""
+        """For a plan of these items over these replicas: in seconds, or in patches where it is not
+        known what one of them costs on each replica."""
         known = {replica: cost for replica, cost in costs.items() if cost is not None}
         if len(known) < len(costs):
             return [ReplicaGroup([item.patches for item in items], self.loads(costs, now))]
