@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import struct
 import time
@@ -440,6 +441,26 @@ def test_what_only_looks_like_scans_is_not_counted() -> None:
     profile = images.jpeg_segments(scanned(1), (0xE2, b"\xff\xda" * 200))
     look(profile)
     look(scanned(1, after=b"\xff\xda" * 200))
+
+
+def test_a_search_for_scans_does_not_stop_the_event_loop() -> None:
+    pixels = b"\xff" * 2**26 + b"\xff\xda\0\2" * 51
+
+    def refuse() -> float:
+        started = time.perf_counter()
+        with pytest.raises(InvalidMedia, match="scans"):
+            read_header(images.jpeg(8, 8)[:-2] + pixels)
+        return time.perf_counter() - started
+
+    async def test() -> None:
+        work, longest = asyncio.create_task(asyncio.to_thread(refuse)), 0.0
+        while not work.done():
+            last = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.perf_counter() - last)
+        assert longest < await work / 2
+
+    asyncio.run(test())
 
 
 def test_thousands_of_blocks_of_photoshop_are_not_read_on_the_event_loop() -> None:
