@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from actors.errors import InvalidMedia, TooLarge
+from actors.errors import InvalidMedia, InvalidOption, TooLarge
 from actors.spec.sampling import Sampling
 from actors.spec.sizing import (
     BlockSizing,
@@ -91,6 +91,11 @@ class VideoSizing(ABC):
                 f"a video of {frames}: this model needs at least {self.least}: send an image"
             )
         if len(found) < self.least:
+            if asked := getattr(self.sampling, "num_frames", 0):
+                raise InvalidOption(
+                    f"num_frames: {asked} gives {len(found)} of the frames, and this model needs "
+                    f"{self.least}: raise it"
+                )
             raise InvalidMedia(
                 f"a video of {clip.frames} frames at {clip.fps:g} a second: this model takes "
                 f"{len(found)} of them and needs {self.least}: send an image"

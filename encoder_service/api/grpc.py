@@ -168,7 +168,8 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Bounds what is in memory before a call counts: gRPC reads each message as a whole.
 
     Calls to encoder.v1.Encoder need a valid token before their message is read. Those to the other
-    services need none, so that fewer are read at a time, and only small messages are accepted.
+    services need none: fewer are read at a time, and only small messages are accepted, as of calls
+    that send no media.
     All handlers become streaming ones, because gRPC reads the message before it calls others.
     """
 
@@ -191,7 +192,8 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         reads: Reads | OpenReads = self.open_reads
         most_bytes, error = OPEN_BYTES, None
         if service == f"/{SERVICE.full_name}":
-            reads, most_bytes = self.reads, self.most_bytes
+            if method in COUNTED:  # the others' messages are small
+                reads, most_bytes = self.reads, self.most_bytes
             metadata = handler_call_details.invocation_metadata
             try:
                 self.service.authorize(*(one for key, one in metadata if key == "authorization"))
@@ -270,8 +272,11 @@ class Reads:
 
 
 class OpenReads:
-    """Reads messages of calls without a token. One more than OPEN_READS ends the oldest, because
-    callers that send nothing cost nothing, and would otherwise keep health checks waiting."""
+    """Reads messages of calls without a token or media.
+
+    One more than OPEN_READS ends the oldest, because callers that send nothing cost nothing, and
+    would otherwise keep health checks waiting.
+    """
 
     def __init__(self) -> None:
         self.reading = list[asyncio.Timeout]()

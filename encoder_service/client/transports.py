@@ -128,7 +128,8 @@ class HttpTransport:
         except TimeoutError as error:
             raise ServiceError("deadline_exceeded", f"no answer in time: {error!r}") from error
         except (aiohttp.ClientError, UnicodeError) as error:  # UnicodeError: not a host name
-            raise ServiceError("unavailable", f"{self.url}: {error!r}", retryable=True) from error
+            reason = f"{self.url}: {unreachable(error)}"
+            raise ServiceError("unavailable", reason, retryable=True) from error
 
     def open_session(self) -> aiohttp.ClientSession:
         limit = self.timeout_seconds
@@ -156,6 +157,18 @@ class CleanConnector(aiohttp.TCPConnector):
             if connection.protocol is None or not connection.protocol.should_close:
                 return connection
             connection.close()
+
+
+def unreachable(error: Exception) -> str:
+    """Why there was no response. Not the error's repr, which shows the request's headers."""
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        return f"no TLS connection: is it an http:// address? ({reason})"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"no connection: is the service running there? ({error.os_error})"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"this is no HTTP: is it the gRPC port (grpc://HOST:PORT)? ({reason})"
+    return f"the connection failed ({reason})"
 
 
 async def read_document(response: aiohttp.ClientResponse) -> Document:

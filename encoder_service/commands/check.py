@@ -82,7 +82,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         check_serve(document, str(options.config))
         load_all(options.config)
         shown = Table(show_header=False)
-        for kind, what in rollout(read_document(options.against), document):
+        old = read_document(options.against)
+        check_schema(old, str(options.against))
+        for kind, what in rollout(old, document):
             shown.add_row(kind, escape(what))
         console.print(shown if shown.rows else "nothing changes")
         return 0
@@ -111,6 +113,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 def exposed() -> Iterator[str]:
     """What lets other users run code in a cluster that is started from here."""
+    # Unset: a cluster that `serve run` starts itself gets a token.
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         yield OPEN_CLUSTER
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
@@ -173,6 +176,13 @@ def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple
         yield "lost", losses(old, f"{most - left} of")
 
 
+def section(parent: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    for key in keys:
+        found = parent.get(key)
+        parent = found if isinstance(found, Mapping) else {}
+    return parent
+
+
 def named(parent: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
     """The elements of a list by their names."""
     return {str(one.get("name")): one for one in parent.get(key) or []}
@@ -209,16 +219,17 @@ written = partial(json.dumps, sort_keys=True, default=str)
 
 def encoders(application: Mapping[str, Any]) -> tuple[int, int]:
     """The least and the largest number. OLD may be of a release that `parse` does not know."""
-    encoder = application.get("args", {}).get("encoder", {})
-    if scaling := encoder.get("autoscaling"):
-        return scaling.get("min_replicas", 1), scaling["max_replicas"]
+    encoder = section(application, "args", "encoder")
     options = named(application, "deployments").get("Encoder", {})
-    replicas = options.get("num_replicas") or encoder.get("replicas", 1)
-    return replicas, replicas
+    least = most = options.get("num_replicas") or encoder.get("replicas") or 1
+    if scaling := section(encoder, "autoscaling"):
+        least, most = scaling.get("min_replicas", 1), scaling.get("max_replicas")
+    found = [one if isinstance(one, int) else 1 for one in (least, most)]
+    return found[0], max(found)
 
 
 def losses(application: Mapping[str, Any], which: str) -> str:
-    caches = application.get("args", {}).get("cache", {}).get("max_bytes")
+    caches = section(application, "args", "cache").get("max_bytes")
     what = "the ids kept by, and the caches of," if caches else "the ids kept by"
     return f"{what} {which} {' to '.join(map(str, sorted({*encoders(application)})))} encoders"
 
@@ -329,6 +340,20 @@ def llm_table(llm: LlmOptions, spec: LlmSpec) -> Table:
     return shown
 
 
+def check_schema(document: dict[str, Any], path: str) -> None:
+    """Raises ConfigError where Ray would refuse the document."""
+    from ray.serve.schema import ServeDeploySchema
+
+    check_keys(document, ServeDeploySchema, path)
+    try:
+        ServeDeploySchema.model_validate(document)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        raise ConfigError(f"{path}: {'; '.join(problems)}") from None
+    except (AttributeError, TypeError) as error:  # of Ray's own validators
+        raise ConfigError(f"{path}: this is no Serve configuration: {error}") from None
+
+
 def check_serve(document: dict[str, Any], path: str) -> None:
     """Checks the part that Serve reads itself: keys, types, that our names can be imported.
 
@@ -339,16 +364,10 @@ def check_serve(document: dict[str, Any], path: str) -> None:
         DeploymentSchema,
         HTTPOptionsSchema,
         ServeApplicationSchema,
-        ServeDeploySchema,
         gRPCOptionsSchema,
     )
 
-    check_keys(document, ServeDeploySchema, path)
-    try:
-        ServeDeploySchema.model_validate(document)
-    except ValidationError as error:
-        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-        raise ConfigError(f"{path}: {'; '.join(problems)}") from None
+    check_schema(document, path)
     http, grpc = document.get("http_options", {}), document.get("grpc_options", {})
     check_keys(http, HTTPOptionsSchema, f"{path}: http_options")
     check_keys(grpc, gRPCOptionsSchema, f"{path}: grpc_options")

@@ -192,6 +192,27 @@ def test_callers_that_send_nothing_do_not_delay_health_checks() -> None:
     asyncio.run(run())
 
 
+def test_callers_that_send_no_media_delay_only_such_calls() -> None:
+    async def nothing() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async def run() -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection each
+        async with listening(service(Fleet())) as (target, stub):
+            others = [grpc.aio.insecure_channel(target, options) for _ in range(4)]
+            method = "/encoder.v1.Encoder/Encode"
+            calls = [one.stream_unary(method)(nothing()) for one in others for _ in range(8)]
+            await asyncio.sleep(0.3)
+            assert (await stub.GetModel(pb.GetModelRequest(), timeout=2)).json
+            for call in calls:
+                call.cancel()
+            for other in others:
+                await other.close()
+
+    asyncio.run(run())
+
+
 class Peer:
     """A context whose message arrives when `sent` is set."""
 

@@ -364,6 +364,23 @@ def test_who_cannot_be_reached_is_unavailable(host: str) -> None:
     asyncio.run(run())
 
 
+def test_a_port_that_speaks_no_http_is_named_and_no_header_shown() -> None:
+    async def run() -> None:
+        async with listening(says(b"SSH-2.0-OpenSSH\r\n\r\n")) as (address, _):
+            http = HttpTransport(f"http://{address}", "a-secret", 5)
+            with pytest.raises(ServiceError, match="is it the gRPC port") as failed:
+                await http.model()
+            assert "a-secret" not in str(failed.value)
+            await http.close()
+        http = HttpTransport(f"http://{address}", "a-secret", 5)
+        with pytest.raises(ServiceError, match="is the service running there") as failed:
+            await http.model()
+        assert "ConnectionKey" not in str(failed.value)
+        await http.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 @pytest.mark.parametrize("token", ["of two\nlines", "ends\n", "schl\u00fcssel"])
 def test_a_token_that_no_header_can_carry(scheme: str, token: str) -> None:

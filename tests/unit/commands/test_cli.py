@@ -68,6 +68,16 @@ def test_check_shows_what_a_change_does(tmp_path: Path, capsys: pytest.CaptureFi
     broken = changed(tmp_path, "name: Encoder", "name: Encoders")
     assert cli.main(["check", broken, "--against", old]) == 1
     assert "no deployment is named 'Encoders'" in capsys.readouterr().err
+    odd = tmp_path / "odd.yaml"
+    for wrong in ("args: 3", "deployments: [Encoder]"):
+        odd.write_text(f"applications: [{{name: a, import_path: x:y, {wrong}}}]")
+        assert cli.main(["check", old, "--against", str(odd)]) == 1
+    for sparse in (
+        "args: {encoder: null, cache: null}",
+        "deployments: [{name: Encoder, num_replicas: auto}]",
+    ):
+        odd.write_text(f"applications: [{{name: a, import_path: x:y, {sparse}}}]")
+        assert cli.main(["check", old, "--against", str(odd)]) == 0
 
 
 OLD = """

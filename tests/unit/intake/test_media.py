@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageOps
 
-from actors.errors import InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
+from actors.errors import InvalidMedia, InvalidOption, ServiceError, TooLarge, UnsupportedMedia
 from actors.families import registry
 from actors.media.image import decode
 from actors.options import ModelOptions
@@ -409,6 +409,10 @@ def test_a_sampling_that_takes_nothing_of_a_video_says_so() -> None:
     with pytest.raises(InvalidMedia, match=r"100 frames at 1000 a second.*takes 0 .* needs 2"):
         sizing.plan(clip)
     assert sizing.plan(replace(clip, fps=30.0)).frames > 1
+    few = MODEL.asked("video", ProcessorKwargs(num_frames=1)).video
+    assert few is not None
+    with pytest.raises(InvalidOption, match=r"num_frames: 1 gives 1 .* needs 2: raise it"):
+        few.plan(clip)
 
 
 @pytest.mark.parametrize("rule", [Timed(0.001, 300), Paced(0.001, 10), Middles(10, 0.001, True)])
