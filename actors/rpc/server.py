@@ -54,6 +54,9 @@ METHOD = "Calls"
 COMMON_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A node that vanishes never closes its connections.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
 ]
 
 TICKETS: dict[str, list[SharedBytes]] = {}

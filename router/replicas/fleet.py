@@ -29,7 +29,7 @@ class ReplicaUnreachable(ShardLost):
 
 
 class ReplicaDied(ShardLost):
-    """It died after the call had begun: perhaps of one of the items."""
+    """It died after the call was sent: perhaps of one of the items."""
 
 
 class PinnedReplicaUnavailable(Exception):

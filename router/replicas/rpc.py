@@ -36,9 +36,6 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # A node that vanishes never closes its connections.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
 ]
 
 STOPPED = "Cancelling all calls"
@@ -56,7 +53,7 @@ class ReplicaChannel:
         self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
         self._ids = count(1)
         self._streams: dict[bool, ReplicaStream] = {}
-        """Of calls, and (True) of health checks: a message waits for those before it."""
+        """Of items to encode, and (True) of all else: a message waits for those before it."""
         self._calls = 0
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
@@ -69,11 +66,11 @@ class ReplicaChannel:
         data = serialized(pb.Call(id=(number := next(self._ids)), **{method: request}))
         self._calls += 1
         try:
-            checks = method == "check"
-            if checks not in self._streams or self._streams[checks].ended:
-                self._streams[checks] = ReplicaStream(self._channel, self.endpoint.token)
+            small = method != "encode"
+            if small not in self._streams or self._streams[small].ended:
+                self._streams[small] = ReplicaStream(self._channel, self.endpoint.token)
             async with asyncio.timeout(timeout_seconds):
-                outcome = await self._streams[checks].outcome(number, data)
+                outcome = await self._streams[small].outcome(number, data)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the replica did not answer within the time that was left"
