@@ -254,16 +254,19 @@ def expanded_entry(
         yield printable(str(given)), given
         return
     for path in sorted(given.rglob("*")):
-        if path.is_symlink() and not path.is_file():
-            skipped[path] = "a link to a folder" if path.is_dir() else "a link to nothing"
-        elif path.is_dir():
-            continue
-        elif not kind_of(path.name):
-            skipped[path] = "no image and no video by its name"
-        elif not path.is_file():
-            skipped[path] = "not a regular file"
-        else:
+        if kind_of(path.name) and path.is_file():
             yield printable(str(path)), path
+        elif reason := skip_reason(path):
+            skipped[path] = reason
+
+
+def skip_reason(path: Path) -> str | None:
+    """Why a path is no item; None for a folder, which is searched."""
+    if path.is_dir():
+        return "a link to a folder" if path.is_symlink() else None
+    if not path.exists():
+        return "a link to nothing"
+    return "not a regular file" if kind_of(path.name) else "no image and no video by its name"
 
 
 def row_image(row: Mapping[str, Any], position: int, column: str) -> Source:

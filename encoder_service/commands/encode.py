@@ -15,7 +15,7 @@ from rich.markup import escape
 from actors.errors import ConfigError
 from encoder_service.client import AsyncClient, DatasetOptions, ServiceError
 from encoder_service.client.dataset import MANIFEST, SKIPPED, Manifest, Written, result
-from encoder_service.client.items import ProcessorOptions
+from encoder_service.client.items import ProcessorOptions, printable
 from encoder_service.commands import above_zero, add_command, fail, positive
 
 PROCESSOR = {
@@ -126,7 +126,7 @@ def so_far(out: Path) -> str:
     written = result(Manifest(out))
     return (
         f"{written.encoded} encoded, {written.failed} failed so far: "
-        f"{escape(str(out / MANIFEST))}. The same command goes on from there."
+        f"{escape(printable(str(out / MANIFEST)))}. The same command goes on from there."
     )
 
 
@@ -151,7 +151,7 @@ def show(written: Written, out: Path, console: Console) -> int:
         earlier = f" ({written.resumed} of them by earlier runs)"
     console.print(
         f"{written.encoded} encoded, {written.failed} failed{earlier}"
-        f"{escape(left_out(written, out))}: {escape(str(out / MANIFEST))}",
+        f"{escape(left_out(written, out))}: {escape(printable(str(out / MANIFEST)))}",
         soft_wrap=True,
     )
     if written.weights == "dummy":
@@ -161,4 +161,5 @@ def show(written: Written, out: Path, console: Console) -> int:
 
 def left_out(written: Written, out: Path) -> str:
     """How many files were skipped, and where they are listed."""
-    return f"; {len(written.skipped)} skipped ({out / SKIPPED})" if written.skipped else ""
+    listed = printable(str(out / SKIPPED))
+    return f"; {len(written.skipped)} skipped ({listed})" if written.skipped else ""

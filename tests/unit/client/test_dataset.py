@@ -88,7 +88,7 @@ class Caller:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Ten files, the fifth of which is no image, and two, a pipe and two links that are skipped."""
+    """Ten files, the fifth of which is no image, and six that are skipped: pipes, links, others."""
     folder = tmp_path / "photos"
     (folder / "more").mkdir(parents=True)
     for number in range(10):
@@ -97,6 +97,7 @@ def folder(tmp_path: Path) -> Path:
     (folder / "notes.txt").write_text("not an image")
     (folder / "logo.svg").write_text("<svg/>")
     os.mkfifo(folder / "pipe.jpg")
+    (folder / "piped.jpg").symlink_to(folder / "pipe.jpg")
     (folder / "gone.jpg").symlink_to(folder / "nothing.jpg")
     (folder / "linked").symlink_to(folder / "more")
     return folder
@@ -123,6 +124,7 @@ def test_a_folder_in_order(folder: Path, tmp_path: Path) -> None:
         "logo.svg": "no image and no video by its name",
         "notes.txt": "no image and no video by its name",
         "pipe.jpg": "not a regular file",
+        "piped.jpg": "not a regular file",
     }
     skipped = tuple(str(folder / name) for name in reasons)
     assert written == Written(9, 1, 0, "checkpoint", 0, (failure,), skipped)
@@ -131,7 +133,7 @@ def test_a_folder_in_order(folder: Path, tmp_path: Path) -> None:
     settings, *shards = map(json.loads, (out / "manifest.jsonl").read_text().splitlines())
     assert settings["settings"]["model"] == "m"
     items = [item for shard in shards for item in shard["items"]]
-    found = sorted(map(str, {*folder.rglob("*.jpg")} - {folder / "gone.jpg", folder / "pipe.jpg"}))
+    found = sorted(map(str, {*folder.rglob("*.jpg")} - {folder / name for name in reasons}))
     assert [item["name"] for item in items] == found
     assert [Path(item["name"]).name for item in items if "error" in item] == ["4.jpg"]
     assert [len(shard["items"]) for shard in shards] == [4, 3, 3], "the bad one weighs nothing"
@@ -170,7 +172,7 @@ def test_a_run_that_failed_keeps_what_it_finished(folder: Path, tmp_path: Path, 
     assert rows_of(halved) == rows_of(whole)
     again = Caller(tmp_path / "log3")
     third = write(again, folder, halved)
-    assert (third.resumed, len(third.skipped)) == (10, 5)
+    assert (third.resumed, len(third.skipped)) == (10, 6)
     assert again.calls == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -142,6 +143,18 @@ def test_encode_says_how_items_are_sized(tmp_path: Path) -> None:
     (tmp_path / "asked.jpg").touch()
     arguments = ["encode", str(tmp_path / "asked.jpg"), "--out", str(tmp_path / "out")]
     assert cli.main([*arguments, "--max-pixels", "65536", "--fps", "0.5"]) == 0
+
+
+@pytest.mark.usefixtures("service")
+def test_encode_shows_names_that_are_not_utf_8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad, out = (tmp_path / os.fsdecode(name) for name in (b"bad\xff.jpg", b"out\xff"))
+    bad.touch()
+    assert cli.main(["encode", str(bad), "--out", str(out)]) == 1
+    shown = capsys.readouterr().out
+    assert rf"failed: {tmp_path}/bad\xff.jpg: invalid_request" in shown
+    assert rf": {tmp_path}/out\xff/manifest.jsonl" in shown
 
 
 def test_encode_when_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
