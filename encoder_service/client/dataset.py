@@ -2,6 +2,7 @@
 
     DIR/manifest.jsonl       the settings, then one line per shard: its file and its items, in order
     DIR/00000.safetensors    one tensor [tokens, width] per item, by the item's name
+    DIR/skipped.txt          the files that were skipped, if any: a path, a tab and the reason
 
 A shard counts once the manifest names it. It ends when it is large enough, after FLUSH_SECONDS, or
 with the run: also one that is cancelled or fails writes what it has finished.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -33,6 +35,7 @@ from encoder_service.client.items import (
     ServiceError,
     Source,
     kind_of,
+    printable,
 )
 from encoder_service.wire.formats import Document, to_safetensors
 
@@ -45,13 +48,16 @@ FLUSH_SECONDS = 60.0
 """Finished items are in a shard after at most this time."""
 ITEMS_PER_SHARD = 10_000  # at most
 MANIFEST = "manifest.jsonl"
+SKIPPED = "skipped.txt"
+WRITTEN = re.compile(r"manifest\.jsonl|skipped\.txt|\d{5,}\.(safetensors|parquet)(\.tmp)?")
+"""Files of an output folder."""
 FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
 """What the manifest says of an embedding."""
 REMARKS = ("notice", "timestamps", "second_per_grid_ts")
 """What it says besides, of an embedding that has them."""
 
 Sample = tuple[str, Source]
-"""A source and its name: its path as it was found, or the number of its row."""
+"""A source and its name: its path as it was found (see `printable`), or the number of its row."""
 Entry = tuple[str, Embedding | ServiceError]
 Samples = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
 """A folder or a file, several of them, or rows with an image in a column (as of `datasets`)."""
@@ -88,8 +94,8 @@ class Written:
     failures: tuple[str, ...] = ()
     """The first few, with their errors."""
     skipped: tuple[str, ...] = ()
-    """Files below the given folders that are no images or videos by their names, and links that
-    lead to nothing or to a folder."""
+    """Files below the given folders that are no images or videos by their names, are not regular,
+    or are links to nothing or to a folder. skipped.txt has each one's reason."""
 
 
 class EncodeCalls(Protocol):
@@ -113,7 +119,7 @@ async def encode_dataset(
         served = {key: card.get(key) for key in ("model", "revision", "weights")}
         chosen = {key: value for key, value in asdict(options).items() if key != "concurrency"}
         manifest = await asyncio.to_thread(Manifest, out, served | chosen)
-        skipped: list[str] = []
+        skipped: dict[Path, str] = {}
         found = samples(given, options.column, skipped)
         resumed = sum(not is_retried(item) for item in manifest.items)
         total = await asyncio.to_thread(count, given, options.column)
@@ -121,7 +127,24 @@ async def encode_dataset(
         with Progress("items", *columns, console=console, disable=console is None) as progress:
             task = progress.add_task("items", total=total, completed=resumed)
             await write(caller, found, manifest, options, partial(progress.advance, task))
-    return result(manifest, resumed, skipped)
+        names = await asyncio.to_thread(write_skipped, skipped, out)
+    return result(manifest, resumed, names)
+
+
+def write_skipped(skipped: Mapping[Path, str], out: Path) -> list[str]:
+    """Writes skipped.txt, without what an earlier run wrote to `out`. Returns the paths."""
+    folder = out.resolve()
+    reasons = {
+        printable(str(path)): reason
+        for path, reason in skipped.items()
+        if not (WRITTEN.fullmatch(path.name) and path.parent.resolve() == folder)
+    }
+    if reasons:
+        lines = [f"{name}\t{reason}\n" for name, reason in reasons.items()]
+        (out / SKIPPED).write_text("".join(lines), encoding="utf-8")
+    else:
+        (out / SKIPPED).unlink(missing_ok=True)
+    return list(reasons)
 
 
 def result(manifest: Manifest, resumed: int = 0, skipped: Sequence[str] = ()) -> Written:
@@ -193,42 +216,57 @@ def remaining(found: Iterator[Sample], before: list[Document]) -> Iterator[Sampl
         if sample is None or sample[0] != name:
             now = "there is none" if sample is None else f"it is {sample[0]!r}"
             raise ValueError(
-                f"item {position} was {name!r} in the run before, now {now}: use another folder"
+                f"item {position} was {name!r} in the run before, now {now}: write to another "
+                "folder"
             )
         if is_retried(item):
             yield sample
     yield from found
 
 
-def samples(given: Samples, column: str, skipped: list[str]) -> Iterator[Sample]:
+def samples(given: Samples, column: str, skipped: dict[Path, str]) -> Iterator[Sample]:
     """The items, in the same order every time. Raises ValueError if two have the same name.
 
-    Adds what is no item to `skipped`: see Written.
+    Adds what is no item to `skipped`, with the reason.
     """
     seen: set[str] = set()
     entries: Iterable[Any] = [given] if isinstance(given, str | Path) else given
     for position, entry in enumerate(entries):
         for name, source in expanded_entry(entry, position, column, skipped):
             if name in seen:
-                raise ValueError(f"{name!r} is there twice: names must be unique")
+                raise ValueError(f"{name} is given twice")
             seen.add(name)
             yield name, source
 
 
-def expanded_entry(entry: Any, position: int, column: str, skipped: list[str]) -> Iterator[Sample]:
+def expanded_entry(
+    entry: Any, position: int, column: str, skipped: dict[Path, str]
+) -> Iterator[Sample]:
     """A row or a file is one item; a folder is all images and videos below it, by name."""
     if isinstance(entry, Mapping):
         yield f"{position:09}", row_image(entry, position, column)
         return
-    name = str(entry)
-    if name.startswith("https://") or not Path(name).is_dir():
-        yield name, name
+    if str(entry).startswith(("https://", "http://")):
+        yield str(entry), entry
         return
-    for path in sorted(Path(name).rglob("*")):
+    given = Path(entry)
+    if not given.is_dir():
+        yield printable(str(given)), given
+        return
+    for path in sorted(given.rglob("*")):
         if kind_of(path.name) and path.is_file():
-            yield str(path), path
-        elif path.is_symlink() or not path.is_dir():
-            skipped.append(str(path))
+            yield printable(str(path)), path
+        elif reason := skip_reason(path):
+            skipped[path] = reason
+
+
+def skip_reason(path: Path) -> str | None:
+    """Why a path is no item; None for a folder, which is searched."""
+    if path.is_dir():
+        return "a link to a folder" if path.is_symlink() else None
+    if not path.exists():
+        return "a link to nothing"
+    return "not a regular file" if kind_of(path.name) else "no image and no video by its name"
 
 
 def row_image(row: Mapping[str, Any], position: int, column: str) -> Source:
@@ -248,9 +286,9 @@ def count(given: Samples, column: str) -> int | None:
     """How many items there are, if that is known without reading them."""
     if isinstance(given, Sequence) and not isinstance(given, str):
         rows = given and isinstance(given[0], Mapping)
-        return len(given) if rows else sum(1 for _ in samples(given, column, []))
+        return len(given) if rows else sum(1 for _ in samples(given, column, {}))
     if isinstance(given, str | Path):
-        return sum(1 for _ in samples(given, column, []))
+        return sum(1 for _ in samples(given, column, {}))
     return len(given) if isinstance(given, Sized) else None
 
 
@@ -299,8 +337,12 @@ async def encode_one(
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other runs from writing to the folder. Raises ValueError if one is writing there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Makes the folder and keeps other runs from writing to it. Raises ValueError if one is writing
+    there, or if it cannot be a folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{folder} is a file or is below one: use another folder") from None
     if sys.platform == "win32":  # has no fcntl
         yield
         return

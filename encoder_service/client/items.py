@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -310,7 +311,14 @@ def request_item(source: Source) -> RequestItem:
         raise OSError(f"{name}: only https URLs are accepted")
     if name.startswith("https://"):
         return RequestItem(kind, url=name)
+    if not stat.S_ISREG(Path(name).stat().st_mode):  # reading a named pipe may never end
+        raise OSError(f"{printable(name)}: not a regular file")
     return RequestItem(kind, Path(name).read_bytes())
+
+
+def printable(path: str) -> str:
+    """A path as UTF-8 text: bytes that are not UTF-8 become \\x and two hexadecimal digits."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def kind_of(name: str) -> Literal["image", "video"] | None:

@@ -14,8 +14,8 @@ from rich.markup import escape
 
 from actors.errors import ConfigError
 from encoder_service.client import AsyncClient, DatasetOptions, ServiceError
-from encoder_service.client.dataset import MANIFEST, Manifest, Written, result
-from encoder_service.client.items import ProcessorOptions
+from encoder_service.client.dataset import MANIFEST, SKIPPED, Manifest, Written, result
+from encoder_service.client.items import ProcessorOptions, printable
 from encoder_service.commands import above_zero, add_command, fail, positive
 
 PROCESSOR = {
@@ -26,7 +26,6 @@ PROCESSOR = {
     "num_frames": "frames to take of a video, instead of --fps",
 }
 """For items whose kind takes them; the service refuses what its model does not take."""
-SHOWN_SKIPPED = 5
 RETRIES = 100
 """Of retryable errors; --timeout ends them earlier."""
 
@@ -57,8 +56,9 @@ def add(subcommands: Any) -> None:
         choices=("bfloat16", "float16", "float32"),
         help="of the embeddings",
     )
+    one_of = parser.add_mutually_exclusive_group()
     for name, meaning in PROCESSOR.items():
-        parser.add_argument(
+        (one_of if name in ("fps", "num_frames") else parser).add_argument(
             f"--{name.replace('_', '-')}",
             type=above_zero if name == "fps" else positive,
             metavar="N",
@@ -73,7 +73,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """1 if any item failed. Reads the API token from ENCODER_SERVICE_TOKEN."""
     for path in options.paths:  # before anything is sent
         if not path.startswith("https://") and not Path(path).exists():
-            raise ConfigError(f"{path}: there is no such file")
+            url = "://" in path
+            reason = "only https URLs are accepted" if url else "there is no such file"
+            raise ConfigError(f"{path}: {reason}")
     return asyncio.run(write(options, console))
 
 
@@ -114,7 +116,7 @@ async def write(options: argparse.Namespace, console: Console) -> int:
             console.print(so_far(options.out), soft_wrap=True)
         return fail(error)
     except ValueError as wrong:
-        raise ConfigError(f"--out: {wrong}") from None
+        raise ConfigError(str(wrong)) from None
     finally:
         await client.close()
     return show(written, options.out, console)
@@ -124,7 +126,7 @@ def so_far(out: Path) -> str:
     written = result(Manifest(out))
     return (
         f"{written.encoded} encoded, {written.failed} failed so far: "
-        f"{escape(str(out / MANIFEST))}. The same command goes on from there."
+        f"{escape(printable(str(out / MANIFEST)))}. The same command goes on from there."
     )
 
 
@@ -132,7 +134,7 @@ def show(written: Written, out: Path, console: Console) -> int:
     if not written.encoded and not written.failed:
         raise ConfigError(
             "there is no image and no video among the files, judging by their names"
-            + left_out(written)
+            + left_out(written, out)
         )
     for failure in written.failures:
         console.print(f"[red]failed:[/] {escape(failure)}", soft_wrap=True)
@@ -148,8 +150,8 @@ def show(written: Written, out: Path, console: Console) -> int:
     elif written.resumed:
         earlier = f" ({written.resumed} of them by earlier runs)"
     console.print(
-        f"{written.encoded} encoded, {written.failed} failed{earlier}{escape(left_out(written))}: "
-        f"{escape(str(out / MANIFEST))}",
+        f"{written.encoded} encoded, {written.failed} failed{earlier}"
+        f"{escape(left_out(written, out))}: {escape(printable(str(out / MANIFEST)))}",
         soft_wrap=True,
     )
     if written.weights == "dummy":
@@ -157,12 +159,7 @@ def show(written: Written, out: Path, console: Console) -> int:
     return 1 if written.failed else 0
 
 
-def left_out(written: Written) -> str:
-    """How many files were skipped, and the first few."""
-    if not written.skipped:
-        return ""
-    names = [*written.skipped[:SHOWN_SKIPPED], "..."][: len(written.skipped)]
-    return (
-        f"; {len(written.skipped)} skipped, because of their names or as links to nothing or to "
-        f"folders ({', '.join(names)})"
-    )
+def left_out(written: Written, out: Path) -> str:
+    """How many files were skipped, and where they are listed."""
+    listed = printable(str(out / SKIPPED))
+    return f"; {len(written.skipped)} skipped ({listed})" if written.skipped else ""

@@ -88,7 +88,7 @@ class Caller:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Ten files, the fifth of which is no image, and two and two links that are skipped."""
+    """Ten files, the fifth of which is no image, and six that are skipped: pipes, links, others."""
     folder = tmp_path / "photos"
     (folder / "more").mkdir(parents=True)
     for number in range(10):
@@ -96,6 +96,8 @@ def folder(tmp_path: Path) -> Path:
         path.write_bytes(b"bad" if number == 4 else f"image {number}".encode())
     (folder / "notes.txt").write_text("not an image")
     (folder / "logo.svg").write_text("<svg/>")
+    os.mkfifo(folder / "pipe.jpg")
+    (folder / "piped.jpg").symlink_to(folder / "pipe.jpg")
     (folder / "gone.jpg").symlink_to(folder / "nothing.jpg")
     (folder / "linked").symlink_to(folder / "more")
     return folder
@@ -116,12 +118,22 @@ def test_a_folder_in_order(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     written = write(Caller(tmp_path / "log"), folder, out)
     failure = f"{folder / '4.jpg'}: invalid_request: no image"
-    skipped = tuple(str(folder / name) for name in ("gone.jpg", "linked", "logo.svg", "notes.txt"))
+    reasons = {
+        "gone.jpg": "a link to nothing",
+        "linked": "a link to a folder",
+        "logo.svg": "no image and no video by its name",
+        "notes.txt": "no image and no video by its name",
+        "pipe.jpg": "not a regular file",
+        "piped.jpg": "not a regular file",
+    }
+    skipped = tuple(str(folder / name) for name in reasons)
     assert written == Written(9, 1, 0, "checkpoint", 0, (failure,), skipped)
+    lines = [f"{folder / name}\t{reason}" for name, reason in reasons.items()]
+    assert (out / "skipped.txt").read_text().splitlines() == lines
     settings, *shards = map(json.loads, (out / "manifest.jsonl").read_text().splitlines())
     assert settings["settings"]["model"] == "m"
     items = [item for shard in shards for item in shard["items"]]
-    found = sorted(map(str, {*folder.rglob("*.jpg")} - {folder / "gone.jpg"}))
+    found = sorted(map(str, {*folder.rglob("*.jpg")} - {folder / name for name in reasons}))
     assert [item["name"] for item in items] == found
     assert [Path(item["name"]).name for item in items if "error" in item] == ["4.jpg"]
     assert [len(shard["items"]) for shard in shards] == [4, 3, 3], "the bad one weighs nothing"
@@ -160,7 +172,7 @@ def test_a_run_that_failed_keeps_what_it_finished(folder: Path, tmp_path: Path, 
     assert rows_of(halved) == rows_of(whole)
     again = Caller(tmp_path / "log3")
     third = write(again, folder, halved)
-    assert (third.resumed, len(third.skipped)) == (10, 4)
+    assert (third.resumed, len(third.skipped)) == (10, 6)
     assert again.calls == 0
 
 
@@ -271,7 +283,7 @@ def test_a_second_run_into_a_folder_ends_at_once(folder: Path, tmp_path: Path) -
             command += ["--out", str(out), "--url", "http://127.0.0.1:9"]
             ran = subprocess.run(command, timeout=100, capture_output=True, text=True, check=False)
             assert ran.returncode == 1
-            assert f"--out: {out}: another run is writing" in ran.stderr
+            assert f"failed: {out}: another run is writing" in ran.stderr
             return await super().model()
 
     second = Caller(tmp_path / "log2")
@@ -428,8 +440,8 @@ def test_what_is_not_the_same_dataset_is_refused(folder: Path, tmp_path: Path) -
 
 
 def test_what_cannot_be_a_dataset(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is there twice"):
-        write(Caller(tmp_path / "log"), ["a.jpg", "a.jpg"], tmp_path / "1")
+    with pytest.raises(ValueError, match=r"^a\.jpg is given twice$"):
+        write(Caller(tmp_path / "log"), ["a.jpg", "./a.jpg"], tmp_path / "1")
     with pytest.raises(ValueError, match=r"row 2: column 'image' holds no image .*picture"):
         write(Caller(tmp_path / "log"), rows(bad=True), tmp_path / "2")
     with pytest.raises(ValueError, match="at least 1"):
@@ -442,6 +454,60 @@ def test_files_that_cannot_be_read_are_recorded(tmp_path: Path) -> None:
     text = (tmp_path / "out" / "manifest.jsonl").read_text()
     assert '"file": null' in text
     assert "No such file" in text
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.jpg"
+    os.mkfifo(pipe)
+    written = write(Caller(tmp_path / "log"), [pipe], tmp_path / "out")
+    assert written.failures == (f"{pipe}: unreadable: {pipe}: not a regular file",)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "parquet"])
+def test_names_that_are_not_utf_8(
+    tmp_path: Path, format: Literal["safetensors", "parquet"]
+) -> None:
+    folder, out, options = tmp_path / "in", tmp_path / "out", replace(OPTIONS, format=format)
+    folder.mkdir()
+    names = [os.fsdecode(name) for name in (b"\xff.jpg", b"\xfe.jpg", b"\xff.txt")]
+    for name in names:
+        (folder / name).write_bytes(b"image")
+    given = [folder, tmp_path / names[0]]
+    written = write(Caller(tmp_path / "log"), given, out, options)
+    assert (written.encoded, written.failed) == (2, 1)
+    assert written.skipped == (rf"{folder}/\xff.txt",)
+    assert (out / "skipped.txt").read_text().startswith(rf"{folder}/\xff.txt")
+    shown = [rf"{folder}/\xfe.jpg", rf"{folder}/\xff.jpg", rf"{tmp_path}/\xff.jpg"]
+    assert [item["name"] for item in items(out)] == shown
+    if format == "parquet":
+        table = parquet.read_table(out / "00000.parquet").to_pylist()
+        assert [row["name"] for row in table] == shown[:2]
+    else:
+        assert sorted(rows_of(out)) == shown[:2]
+    (tmp_path / names[0]).write_bytes(b"here now")
+    again = Caller(tmp_path / "log")
+    assert write(again, given, out, options).encoded == 3
+    assert again.calls == 1
+
+
+def test_an_output_folder_inside_of_the_dataset_skips_none_of_its_own_files(
+    folder: Path,
+) -> None:
+    (folder / "manifest.jsonl").write_text("of another run")
+    out = folder / "out"
+    first = write(Caller(folder.parent / "log"), folder, out)
+    assert write(Caller(folder.parent / "log"), folder, out).skipped == first.skipped
+    assert str(folder / "manifest.jsonl") in first.skipped
+    for path in first.skipped:
+        Path(path).unlink()
+    assert not write(Caller(folder.parent / "log"), folder, out).skipped
+    assert not (out / "skipped.txt").exists()
+
+
+@pytest.mark.parametrize("below", ["", "more"])
+def test_an_output_folder_that_is_a_file(folder: Path, below: str) -> None:
+    with pytest.raises(ValueError, match=r"1\.jpg.* is a file or is below one: use another"):
+        write(Caller(folder.parent / "log"), folder, folder / "1.jpg" / below)
 
 
 def test_how_many_there_are(folder: Path) -> None:

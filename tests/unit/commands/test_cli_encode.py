@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -48,6 +49,33 @@ def test_encode_looks_at_its_paths_before_it_begins(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("url", ["http://x/y.jpg", "s3://x/y.jpg"])
+def test_encode_takes_no_other_urls(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["encode", url, "--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err == f"failed: {url}: only https URLs are accepted\n"
+
+
+def test_encode_takes_fps_or_a_number_of_frames(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["encode", "a.mp4", "--out", "out", "--fps", "2", "--num-frames", "3"])
+    assert "argument --num-frames: not allowed with argument --fps" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("service")
+def test_encode_blames_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("photo.jpg").touch()
+    assert cli.main(["encode", "photo.jpg", "./photo.jpg", "--out", "out"]) == 1
+    assert capsys.readouterr().err == "failed: photo.jpg is given twice\n"
+    assert cli.main(["encode", "photo.jpg", "--out", "photo.jpg"]) == 1
+    shown = "failed: photo.jpg is a file or is below one: use another folder\n"
+    assert capsys.readouterr().err == shown
+
+
 def test_encode_needs_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["encode", str(tmp_path)])
@@ -81,11 +109,10 @@ def test_encode_writes_what_it_got(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["encode", str(tmp_path / "in"), "--out", str(tmp_path / "none")]) == 1
     errors = capsys.readouterr().err
     assert "there is no image and no video" in errors
-    skipped = "; 1 skipped, because of their names or as links to nothing or to folders "
-    skipped += f"({tmp_path / 'in' / 'notes.txt'})"
-    assert skipped in errors
+    assert f"; 1 skipped ({tmp_path / 'none' / 'skipped.txt'})" in errors
     (tmp_path / "in" / "cat.jpg").write_bytes(b"cat")
     out = tmp_path / "out"
+    skipped = f"; 1 skipped ({out / 'skipped.txt'})"
     bad = tmp_path / "bad.jpg"
     bad.touch()
     arguments = ["encode", str(tmp_path / "in"), str(bad), "--out", str(out)]
@@ -98,7 +125,8 @@ def test_encode_writes_what_it_got(tmp_path: Path, capsys: pytest.CaptureFixture
         expected = torch.tensor([[0, 1], [2, 3]], dtype=torch.bfloat16)
         assert torch.equal(file.get_tensor(str(tmp_path / "in" / "cat.jpg")), expected)
         assert file.metadata()["weights"] == "dummy"
-    assert sorted(path.name for path in out.iterdir()) == ["00000.safetensors", "manifest.jsonl"]
+    written = ["00000.safetensors", "manifest.jsonl", "skipped.txt"]
+    assert sorted(path.name for path in out.iterdir()) == written
     assert cli.main(arguments) == 1
     shown = capsys.readouterr().out
     assert f"1 failed (nothing new: 2 were done by earlier runs){skipped}: " in shown
@@ -115,6 +143,18 @@ def test_encode_says_how_items_are_sized(tmp_path: Path) -> None:
     (tmp_path / "asked.jpg").touch()
     arguments = ["encode", str(tmp_path / "asked.jpg"), "--out", str(tmp_path / "out")]
     assert cli.main([*arguments, "--max-pixels", "65536", "--fps", "0.5"]) == 0
+
+
+@pytest.mark.usefixtures("service")
+def test_encode_shows_names_that_are_not_utf_8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad, out = (tmp_path / os.fsdecode(name) for name in (b"bad\xff.jpg", b"out\xff"))
+    bad.touch()
+    assert cli.main(["encode", str(bad), "--out", str(out)]) == 1
+    shown = capsys.readouterr().out
+    assert rf"failed: {tmp_path}/bad\xff.jpg: invalid_request" in shown
+    assert rf": {tmp_path}/out\xff/manifest.jsonl" in shown
 
 
 def test_encode_when_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
