@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ REFERENCE_PATH = "/v1/embeddings/{reference}"
 COUNTED = {ENCODE_PATH: "http", PLAN_PATH: "plan", CHAT_PATH: "chat"}
 """The paths that the metrics count, and under which `api`."""
 PLAN_FORMATS = (JSON, MSGPACK)
+GZIP_LEVEL = 1  # base64 shrinks by a quarter at any level
 
 
 def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
@@ -44,9 +46,9 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
         lifespan=lifespan,
         exception_handlers={HTTPException: http_exception},
     )
-    # Rows hardly shrink, and are sent from shared memory; base64 shrinks by a quarter at any level.
+    # Rows hardly shrink, and are sent from shared memory.
     unpacked = (*DEFAULT_EXCLUDED_CONTENT_TYPES, MSGPACK, SAFETENSORS, NPZ)
-    app.add_middleware(GZipMiddleware, compresslevel=1, exclude_content_types=unpacked)
+    app.add_middleware(GZipMiddleware, compresslevel=GZIP_LEVEL, exclude_content_types=unpacked)
     app.add_middleware(Envelope, observer=service.observer, counted=COUNTED, unsent=service.unsent)
     # Routes without `authorize` serve probes, scrapers and browsers, which send no token. They show
     # nothing of any request's content.
@@ -206,7 +208,17 @@ async def rendered(
     take(copied_bytes)
     pieces = await offload(copied_bytes, WRITERS[accept], document, encoding)
     take(held_bytes(pieces) - copied_bytes)
+    if accept == JSON and copied_bytes > INLINE_BYTES and takes_gzip(request):
+        # Here, because the middleware would hold up everybody while it compresses.
+        body = await asyncio.to_thread(gzip.compress, b"".join(pieces), GZIP_LEVEL)
+        packed = {"content-encoding": "gzip", "vary": "Accept-Encoding"}
+        return Response(body, media_type=accept, headers=packed)
     return await response(pieces, accept)
+
+
+def takes_gzip(request: Request) -> bool:
+    """As GZipMiddleware decides."""
+    return "gzip" in request.headers.get("accept-encoding", "")
 
 
 def held_bytes(pieces: Sequence[Piece]) -> int:

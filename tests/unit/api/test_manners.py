@@ -6,13 +6,17 @@ import asyncio
 import gzip
 import json
 import re
+import threading
 from base64 import b64encode
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from encoder_service.api import http as front
 from encoder_service.api.http import build
+from encoder_service.intake.limits import INLINE_BYTES
 from encoder_service.wire.formats import JSON, MSGPACK, NPZ, SAFETENSORS
 from tests.images import jpeg
 from tests.responses import parse_response
@@ -164,6 +168,26 @@ def test_packed_bodies_that_are_refused(body: bytes, encoding: str, status: int,
     sent = client(Fleet(), max_body_bytes=2**22).post("/v1/encode", content=body, headers=headers)
     assert sent.status_code == status
     assert says in sent.json()["error"]["message"]
+
+
+def test_large_responses_are_packed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def compressed(data: bytes, level: int) -> bytes:
+        threads.append(threading.current_thread().name)
+        return gzip.compress(data, level)
+
+    monkeypatch.setattr(front, "gzip", SimpleNamespace(compress=compressed))
+    files = [("image", jpeg(1024, 1024))] * 4
+    http = client(Fleet())
+    plain, packed = (
+        http.post("/v1/encode", files=files, headers={"accept": JSON, "accept-encoding": encoding})
+        for encoding in ("identity", "gzip")
+    )
+    assert packed.headers["content-encoding"] == "gzip"
+    assert packed.json()["items"] == plain.json()["items"]
+    assert len(plain.content) > INLINE_BYTES
+    assert [name.startswith("asyncio_") for name in threads] == [True]
 
 
 def test_a_bomb_is_unpacked_no_further_than_the_limit() -> None:
