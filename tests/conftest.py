@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from secrets import token_hex
 from typing import Any
+
+# Ray reads them when it is imported, which some unit tests do before those of tests/serve.
+os.environ.update(
+    RAY_AUTH_MODE="token",
+    RAY_AUTH_TOKEN=token_hex(32),
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_DEDUP_LOGS="0",
+    RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="0.5",
+    RAY_worker_niceness="0",  # the default, 15, starves replicas beside the other pytest worker
+    RAY_raylet_start_wait_time_s="100",
+)
 
 import pytest
 from hypothesis import settings

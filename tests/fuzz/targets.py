@@ -84,9 +84,10 @@ def post(content_type: str) -> Callable[[bytes], None]:
 
     def call(data: bytes) -> None:
         sent: list[Any] = []
+        told = iter([{"type": "http.request", "body": data, "more_body": False}])
 
         async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": data, "more_body": False}
+            return next(told, {"type": "http.disconnect"})
 
         async def send(message: Any) -> None:
             sent.append(message)

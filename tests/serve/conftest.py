@@ -8,17 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
-
-os.environ.update(
-    RAY_AUTH_MODE="token",
-    RAY_AUTH_TOKEN=token_hex(32),
-    RAY_USAGE_STATS_ENABLED="0",
-    RAY_DEDUP_LOGS="0",
-    RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="0.5",
-    RAY_worker_niceness="0",  # the default, 15, starves replicas beside the other pytest worker
-    RAY_raylet_start_wait_time_s="100",
-)
 
 import pytest
 import ray
