@@ -80,10 +80,11 @@ def measure(engine: Engine, patch_bytes: int) -> Cost | None:
         pack = OpenPack(engine.capacity)
         while pack.admits(plan):
             pack.add(0, plan)
-        full = len(pack.items) if not (work or most_seconds) else 0
-        for count in {min(1, len(pack.items)), full} - {0}:
-            if work and most_seconds and monotonic() - began > most_seconds:
-                break
+        if not pack.items:
+            continue
+        if work and most_seconds and monotonic() - began > most_seconds:
+            break
+        for count in {1} if work or most_seconds else {1, len(pack.items)}:
             patches = np.zeros((plan.patches, patch_bytes), np.uint8)
             taken = []
             for _ in range(MEASURED_PACKS):

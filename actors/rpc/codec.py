@@ -27,8 +27,8 @@ VERSION = 4  # version of the protocol. Routers use no replica that speaks anoth
 EMBEDDING_FIELDS = [field.name for field in fields(Embedding) if field.name != "data"]
 
 Fields = dict[str, Any]
-"""What a message is made of: one that is made of others' fields, rather than of others, copies
-nothing."""
+"""The fields of a message. Nested messages are dictionaries too: a message object would be
+copied."""
 
 Value = TypeVar("Value")
 

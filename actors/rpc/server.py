@@ -150,12 +150,12 @@ class ReplicaServer:
     async def _calls(
         self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext
     ) -> None:
-        """One router's calls. Its stream ends when the router is gone, or this replica stops."""
+        """The calls of one stream, which ends when its router is gone or this replica stops."""
         token = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
         endpoint = self._endpoint
         if not endpoint or not compare_digest(str(token).encode(), endpoint.token.encode()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this replica's")
-        # The router can tell a replica that died of its calls from one that was dead before.
+        # Tells the router that a call of this stream may have begun, should this replica die.
         await context.send_initial_metadata(((BEGUN_KEY, "1"),))
         stream = RouterStream(self, calls)
         self._streams.add(stream)

@@ -91,7 +91,7 @@ class VideoSizing(ABC):
                 f"a video of {frames}: this model needs at least {self.least}: send an image"
             )
         if len(found) < self.least:
-            if asked := getattr(self.sampling, "num_frames", 0):
+            if asked := self.sampling.defaults().get("num_frames"):
                 raise InvalidOption(
                     f"num_frames: {asked} gives {len(found)} of the frames, and this model needs "
                     f"{self.least}: raise it"

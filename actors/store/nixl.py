@@ -44,8 +44,8 @@ class DeviceMemory:
             self._memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise StartError(
-                f"encoder.nixl_bytes is {size_bytes}, which the device's memory does not hold "
-                "(encoder.gpu_memory_bytes of it) beside weights and graphs: lower it"
+                f"encoder.nixl_bytes is {size_bytes}: the device's memory, or encoder."
+                "gpu_memory_bytes of it, does not hold that beside weights and graphs: lower it"
             ) from error
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         register_nixl_memory(self._memory)

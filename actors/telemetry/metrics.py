@@ -93,7 +93,7 @@ class EncoderMetrics:
         self.measured_seconds = gauge(
             "measured_seconds",
             "Measured at start: seconds of a launch, of a patch, and of the attention between two "
-            "patches. Routers balance by them where devices differ.",
+            "patches. Routers balance by them.",
             ("of",),
         )
 

@@ -1,25 +1,18 @@
-"""The API over gRPC: the ingress' own server, with the standard health and reflection services.
-
-An error is a status whose details are JSON: {"type", "message", "item", "retryable"}, and
-"retry_after_s" if there is one.
-"""
+"""The API over gRPC: the ingress' own server, with the standard health and reflection services."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from hashlib import sha256
-from inspect import isasyncgen
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -29,37 +22,26 @@ from actors.errors import (
     Overloaded,
     ServiceError,
     StartError,
-    TooLarge,
-    Unauthorized,
 )
-from actors.telemetry.tracing import Origin
 from encoder_service.api.answer import head
-from encoder_service.api.errors import fault, request_id_of
+from encoder_service.api.grpc_calls import ReadInterceptor, answering
 from encoder_service.api.schema import RequestOptions, request_options
 from encoder_service.config import IngressOptions
 from encoder_service.intake.limits import check_body_bytes, check_items, offload
-from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import KWARGS, RequestItem, parse_item
 from encoder_service.wire.encoder_grpc import SERVICE, add_EncoderServicer_to_server, packed
 from encoder_service.wire.formats import Document, WireError, without
 
-CANCELLED = grpc.StatusCode.CANCELLED.name
 CHUNK_BYTES = 2**20
 SEND_SECONDS = 30.0
 """A chunk that the client has not taken by then ends its stream."""
-MOST_DETAILS = 6000
-"""Encoded characters of a status' details: gRPC accepts 8192 bytes of metadata per call."""
 
 HEALTH_NAMES = ("", SERVICE.full_name)
 WATCH_SECONDS = 1.0
 MOST_WATCHES = 4
 """At a time, because they need no token."""
-
-OPEN_BYTES, OPEN_READS, OPEN_SECONDS = 2**16, 4, 5.0
-"""Messages of calls without a token: how large, how many are read at a time, and for how long. A
-stream that sends none for that time ends; so does the oldest of them when others come."""
 
 ENVELOPE_BYTES = 2**20
 """How much longer than limits.max_body_bytes a message may be, so that a body that is a little too
@@ -138,7 +120,7 @@ async def listening(service: Service, options: IngressOptions) -> AsyncIterator[
     most_bytes = service.limits.max_body_bytes + ENVELOPE_BYTES
     health = HealthCalls(service)
     server = grpc.aio.server(
-        interceptors=[Doorkeeper(service, most_bytes, health.stopping)],
+        interceptors=[ReadInterceptor(service, most_bytes, health.stopping)],
         options=[
             *SERVER_OPTIONS,
             ("grpc.max_receive_message_length", most_bytes),
@@ -162,139 +144,6 @@ async def listening(service: Service, options: IngressOptions) -> AsyncIterator[
     finally:
         health.stopping.set()
         await server.stop(seconds)
-
-
-class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Bounds what is in memory before a call counts: gRPC reads each message as a whole.
-
-    Calls to encoder.v1.Encoder need a valid token before their message is read. Those to the other
-    services need none: fewer are read at a time, and only small messages are accepted, as of calls
-    that send no media.
-    All handlers become streaming ones, because gRPC reads the message before it calls others.
-    """
-
-    def __init__(self, service: Service, most_bytes: int, stopping: asyncio.Event) -> None:
-        """`most_bytes`: of the largest message that gRPC accepts. `stopping`: ends streams."""
-        self.service = service
-        self.stopping = stopping
-        self.most_bytes = most_bytes
-        self.reads = Reads(
-            service.limits.max_buffered_bytes // most_bytes, service.limits.timeout_seconds
-        )
-        self.open_reads = OpenReads()
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[Any], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        service, _, method = handler_call_details.method.rpartition("/")
-        reads: Reads | OpenReads = self.open_reads
-        most_bytes, error = OPEN_BYTES, None
-        if service == f"/{SERVICE.full_name}":
-            if method in COUNTED:  # the others' messages are small
-                reads, most_bytes = self.reads, self.most_bytes
-            metadata = handler_call_details.invocation_metadata
-            try:
-                self.service.authorize(*(one for key, one in metadata if key == "authorization"))
-            except Unauthorized as found:
-                error = found
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        api = COUNTED.get(method)
-
-        async def first(context: grpc.aio.ServicerContext) -> Any:
-            """The call's message; None at the end of a stream. Refuses the call otherwise."""
-            problem: ServiceError
-            try:
-                if error:
-                    raise error
-                raw = await reads.read(context)
-                if raw is grpc.aio.EOF and handler.request_streaming:
-                    return None
-                if raw is grpc.aio.EOF:
-                    raise InvalidRequest("the call has no message")
-                if len(raw) > most_bytes:
-                    raise TooLarge(f"the message is over {most_bytes} bytes")
-                return handler.request_deserializer(raw)
-            except DecodeError:
-                problem = InvalidRequest("the message cannot be read: is it of another .proto?")
-            except ServiceError as found:
-                problem = found
-            async with answering(self.service, api, context):
-                raise problem
-
-        async def messages(context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            while not self.stopping.is_set() and (message := await first(context)) is not None:
-                yield message
-
-        async def unary(_: Any, context: grpc.aio.ServicerContext) -> Any:
-            return await handler.unary_unary(await first(context), context)
-
-        async def stream(_: Any, context: grpc.aio.ServicerContext) -> None:
-            if handler.request_streaming:
-                answers = handler.stream_stream(messages(context), context)
-            else:
-                answers = handler.unary_stream(await first(context), context)
-            if not isasyncgen(answers):
-                await answers
-                return
-            async with aclosing(answers):
-                async for answer in answers:
-                    await context.write(answer)
-
-        serializer = handler.response_serializer
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(stream, None, serializer)
-        return grpc.stream_unary_rpc_method_handler(unary, None, serializer)
-
-
-class Reads:
-    """How many messages are read at a time, and for how long. One connection reads half of them."""
-
-    def __init__(self, at_once: int, seconds: float) -> None:
-        self.seconds = seconds
-        self.each = max(1, at_once // 2)
-        self.all = asyncio.Semaphore(max(1, at_once))
-        self.peers = WeakValueDictionary[str, asyncio.Semaphore]()
-
-    async def read(self, context: grpc.aio.ServicerContext) -> Any:
-        """The next message, as bytes, or EOF. Raises DeadlineExceeded."""
-        peer = self.peers.setdefault(context.peer(), asyncio.Semaphore(self.each))
-        try:
-            async with asyncio.timeout(self.seconds), peer, self.all:
-                return await context.read()
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the message did not arrive within {self.seconds:g} s"
-            ) from None
-
-
-class OpenReads:
-    """Reads messages of calls without a token or media.
-
-    One more than OPEN_READS ends the oldest, because callers that send nothing cost nothing, and
-    would otherwise keep health checks waiting.
-    """
-
-    def __init__(self) -> None:
-        self.reading = list[asyncio.Timeout]()
-
-    async def read(self, context: grpc.aio.ServicerContext) -> Any:
-        """The next message, as bytes, or EOF. Raises DeadlineExceeded."""
-        if len(self.reading) >= OPEN_READS and not (oldest := self.reading.pop(0)).expired():
-            oldest.reschedule(0)
-        limit = asyncio.timeout(OPEN_SECONDS)
-        self.reading.append(limit)
-        try:
-            async with limit:
-                return await context.read()
-        except TimeoutError:
-            raise DeadlineExceeded("the message did not arrive in time: send it at once") from None
-        finally:
-            with suppress(ValueError):
-                self.reading.remove(limit)
 
 
 class EncoderCalls:
@@ -400,40 +249,6 @@ class EncoderCalls:
             self.calls -= 1
 
 
-COUNTED = {"Encode": "grpc", "EncodeStream": "grpc_stream", "Plan": "grpc_plan"}
-"""The calls that the metrics count, and under which `api`."""
-
-
-@asynccontextmanager
-async def answering(
-    service: Service, api: str | None, context: grpc.aio.ServicerContext
-) -> AsyncIterator[Exchange]:
-    """Wraps a call: records it as `api`, and turns exceptions into the status that ends it."""
-    metadata = dict(context.invocation_metadata() or ())
-    request_id = request_id_of(metadata.get("request_id"))
-    trailing = [("request_id", request_id)]
-    context.set_trailing_metadata(tuple(trailing))
-    origin = Origin(request_id, metadata.get("traceparent", ""))
-    with service.observer.exchange(api, origin, CANCELLED) as exchange:
-        try:
-            yield exchange
-            exchange.code = grpc.StatusCode.OK.name
-            return
-        except grpc.aio.InternalError as error:  # a message that was not sent: the client left
-            raise asyncio.CancelledError from error
-        except Exception as error:
-            if context.cancelled():  # the client left: nobody is told
-                raise
-            problem = fault(error, request_id)
-        exchange.code = problem.row.code.name
-        exchange.failed(problem.row.type, problem.message)
-    document = problem.document()
-    if (wait := problem.retry_after_seconds) is not None:
-        document["retry_after_s"] = wait
-        trailing.append(("retry-after", f"{wait:g}"))
-    await context.abort(problem.row.code, details(document), tuple(trailing))
-
-
 class HealthCalls:
     """The service grpc.health.v1.Health. Needs no token, because probes send none."""
 
@@ -496,15 +311,6 @@ class HealthCalls:
         except ServiceError:
             return int(Health.NOT_SERVING)
         return int(Health.SERVING)
-
-
-def details(document: Document) -> str:
-    """An error as JSON, its message cut to fit. gRPC encodes a percent sign as three bytes."""
-    text = json.dumps(document)
-    while len(text) + 2 * text.count("%") > MOST_DETAILS:
-        document = document | {"message": document["message"][: len(document["message"]) // 2]}
-        text = json.dumps(document)
-    return text
 
 
 def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:

@@ -230,7 +230,7 @@ class PlannedItem(BaseModel):
     height: int
     grid_thw: Grid = Field(description="As of its embedding.")
     tokens: int = Field(description="Rows of its embedding; with `evs_rate`, those that are kept.")
-    patches: int = Field(description="What encoding it costs: equal replicas are balanced by it.")
+    patches: int = Field(description="What encoding it costs; requests are admitted by it.")
     digest: str = Field(description="SHA-256 of the item's bytes.")
     notice: str | None = None
     timestamps: list[float] | None = Field(None, description=TIMES)

@@ -38,12 +38,11 @@ COLUMNS = {
 }
 """imbalance: seconds of work of the busiest replica over the mean; makespan: of a burst on an idle
 fleet; its ratio is to the work over the speed of all replicas, and 1 is the optimum."""
-ROWS: dict[str, tuple[Policy, Known]] = {policy: (policy, "seconds") for policy in POLICIES}
-UNEQUAL_ROWS: dict[str, tuple[Policy, Known]] = {
+ROWS: dict[str, tuple[Policy, Known]] = {
+    **{policy: (policy, "seconds") for policy in POLICIES},
     "by patches": ("largest_first", "patches"),
-    "omniscient": ("largest_first", "everything"),
+    "all known": ("largest_first", "everything"),
 }
-"""Further rows where replicas differ in speed."""
 PLOTTED = {"p50_ms": "p50, ms", "p99_ms": "p99, ms", "makespan_ratio": "burst over the best"}
 
 
@@ -94,13 +93,9 @@ def add(subcommands: Any) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     fleets = ", ".join(map(str, options.replicas))
     Console(stderr=True, soft_wrap=True).print(
-        f"simulating {len(POLICIES)} policies over fleets of {fleets} replicas ..."
+        f"simulating {len(ROWS)} policies over fleets of {fleets} replicas ..."
     )
-    rows = [
-        measure(name, replicas, options)
-        for replicas in options.replicas
-        for name in compared(options)
-    ]
+    rows = [measure(name, replicas, options) for replicas in options.replicas for name in ROWS]
     write_json(options.json, rows)
     if options.plot:
         plot(rows, options.plot)
@@ -108,13 +103,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def compared(options: argparse.Namespace) -> dict[str, tuple[Policy, Known]]:
-    return ROWS | (UNEQUAL_ROWS if options.slower != 1 else {})
-
-
 def measure(name: str, replicas: int, options: argparse.Namespace) -> dict[str, Any]:
     """One policy under steady traffic and, separately, under a burst."""
-    policy, known = compared(options)[name]
+    policy, known = ROWS[name]
     requests = max(options.requests, BURST_REQUESTS * replicas)
     fleet: Any = {"seed": SEED, "cost": H200_8B, "slower": (1, options.slower)}
     traffic = steady(replicas, requests, options.load, routers=options.routers, **fleet)
@@ -150,7 +141,7 @@ def table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Table:
     shown.add_column("policy", no_wrap=True)
     for name, _ in COLUMNS.values():
         shown.add_column(name, justify="right")
-    last = list(compared(options))[-1]
+    last = list(ROWS)[-1]
     for row in rows:
         figures = (pattern.format(row[key]) for key, (_, pattern) in COLUMNS.items())
         shown.add_row(

@@ -32,9 +32,9 @@ from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WireError
 
 SAMPLED = {"fps", "num_frames"}
+"""Of ProcessorKwargs: which frames of a video file are taken. One of both holds."""
 MOST_ANIMATED_PIXELS = 10**9
 """Of all frames of a GIF or WebP: each is drawn on the one before, wanted or not."""
-"""Of ProcessorKwargs: which frames of a video file are taken. One of both holds."""
 
 
 class Admission:

@@ -51,8 +51,6 @@ class Account:
     """What other routers had there, when it last answered."""
     heard_seconds: float = -math.inf
     """When that was."""
-    turn: int = 0
-    """When it last got an item of this router, counted in items."""
 
     def add(self, amount: int) -> None:
         self.own += amount
@@ -132,7 +130,9 @@ class Ledger:
         )
         self._excluded_until: dict[str, float] = {}
         self._throughput = Throughput()
-        self._turns = 0
+        self._turns: dict[str, int] = {}
+        """When each replica last got an item of this router, counted in items."""
+        self._assigned = 0
         self._open: dict[Reservation, None] = {}
         """In the order of admission."""
 
@@ -143,8 +143,7 @@ class Ledger:
 
     def turn(self, replica: str) -> int:
         """Lower: it has waited longer for an item of this router."""
-        accounts = self._accounts.get(replica)
-        return accounts.patches.turn if accounts else 0
+        return self._turns.get(replica, 0)
 
     def admit(self, items: Sequence[Work], now: float) -> list[Reservation]:
         """One reservation per item, all or none.
@@ -195,8 +194,8 @@ class Ledger:
                 account.add(-amount)
         reservation.replica = replica
         if replica is not None:
-            self._turns += 1
-            self._accounts[replica].patches.turn = self._turns
+            self._assigned += 1
+            self._turns[replica] = self._assigned
             for account, amount in self._of(replica, reservation.work):
                 account.add(amount)
 
@@ -217,11 +216,9 @@ class Ledger:
                 account.reported = amount
         for replica in [r for r in self._accounts if r not in reported and not self.own(r)]:
             del self._accounts[replica]
-        self._excluded_until = {
-            replica: until
-            for replica, until in self._excluded_until.items()
-            if replica in self._accounts
-        }
+        for known in (self._excluded_until, self._turns):
+            for replica in known.keys() - self._accounts.keys():
+                del known[replica]
 
     def hear(self, replica: str, outstanding: Work, now: float) -> None:
         """Takes the load of all routers that a replica reported with an answer to this one.

@@ -63,7 +63,8 @@ class ReplicaChannel:
 
         Raises ReplicaDied, ReplicaUnreachable, ShardLost, or the ServiceError of the replica.
         """
-        data = serialized(pb.Call(id=(number := next(self._ids)), **{method: request}))
+        number = next(self._ids)
+        data = serialized(pb.Call(id=number, **{method: request}))
         self._calls += 1
         try:
             small = method != "encode"
@@ -113,6 +114,7 @@ class ReplicaStream:
         self._order: asyncio.Queue[int | None] = asyncio.Queue()
         """Ids in `_unsent`, unless dropped. None: the stream has ended."""
         self._waiting: dict[int, asyncio.Future[pb.Outcome]] = {}
+        self._writer: asyncio.Task[None] | None = None
         self._reader = detached(self._read(channel, token))
 
     async def outcome(self, number: int, call: bytes) -> pb.Outcome:

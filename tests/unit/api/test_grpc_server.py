@@ -20,7 +20,9 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from actors.errors import DeadlineExceeded, StartError
 from actors.families.registry import read
 from encoder_service.api import grpc as rpc
-from encoder_service.api.grpc import ENVELOPE_BYTES, OPEN_BYTES, EncoderCalls, Reads, serving
+from encoder_service.api import grpc_calls
+from encoder_service.api.grpc import ENVELOPE_BYTES, EncoderCalls, serving
+from encoder_service.api.grpc_calls import OPEN_BYTES, Reads
 from encoder_service.bench.cluster import free_ports
 from encoder_service.config import AuthOptions, IngressOptions, LimitOptions, ServiceOptions
 from encoder_service.service import Service
@@ -168,31 +170,8 @@ def test_open_services_take_small_messages_only() -> None:
     asyncio.run(run())
 
 
-def test_callers_that_send_nothing_do_not_delay_health_checks() -> None:
-    async def nothing() -> AsyncIterator[bytes]:
-        await asyncio.Event().wait()
-        yield b""
-
-    async def run() -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection each
-        async with listening(service(Fleet())) as (target, _):
-            others = [grpc.aio.insecure_channel(target, options) for _ in range(8)]
-            method = "/grpc.health.v1.Health/Check"
-            calls = [one.stream_unary(method)(nothing()) for one in others for _ in range(3)]
-            await asyncio.sleep(0.3)
-            async with grpc.aio.insecure_channel(target, options) as c:
-                health = health_pb2_grpc.HealthStub(c)
-                answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=2)
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            for call in calls:
-                call.cancel()
-            for other in others:
-                await other.close()
-
-    asyncio.run(run())
-
-
-def test_callers_that_send_no_media_delay_only_such_calls() -> None:
+@pytest.mark.parametrize("method", ["grpc.health.v1.Health/Check", "encoder.v1.Encoder/Encode"])
+def test_callers_that_send_nothing_delay_no_small_calls(method: str) -> None:
     async def nothing() -> AsyncIterator[bytes]:
         await asyncio.Event().wait()
         yield b""
@@ -200,10 +179,13 @@ def test_callers_that_send_no_media_delay_only_such_calls() -> None:
     async def run() -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]  # a connection each
         async with listening(service(Fleet())) as (target, stub):
-            others = [grpc.aio.insecure_channel(target, options) for _ in range(4)]
-            method = "/encoder.v1.Encoder/Encode"
-            calls = [one.stream_unary(method)(nothing()) for one in others for _ in range(8)]
+            others = [grpc.aio.insecure_channel(target, options) for _ in range(8)]
+            calls = [one.stream_unary(f"/{method}")(nothing()) for one in others for _ in range(8)]
             await asyncio.sleep(0.3)
+            async with grpc.aio.insecure_channel(target, options) as c:
+                health = health_pb2_grpc.HealthStub(c)
+                answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=2)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
             assert (await stub.GetModel(pb.GetModelRequest(), timeout=2)).json
             for call in calls:
                 call.cancel()
@@ -255,7 +237,7 @@ def test_few_messages_are_read_at_a_time_and_half_of_them_for_one_connection() -
 
 
 def test_a_stream_of_reflection_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "OPEN_SECONDS", 0.2)
+    monkeypatch.setattr(grpc_calls, "OPEN_SECONDS", 0.2)
 
     async def run() -> None:
         (port,) = free_ports(1)

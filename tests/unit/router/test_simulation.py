@@ -128,11 +128,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     arguments = ["simulate", "--replicas", "2", "3", "--requests", "50"]
     assert cli.main([*arguments, "--json", str(report), "--plot", str(picture)]) == 0
     assert "largest_first" in capsys.readouterr().out
-    assert [row["replicas"] for row in json.loads(report.read_text())] == [2] * 4 + [3] * 4
+    assert [row["replicas"] for row in json.loads(report.read_text())] == [2] * 6 + [3] * 6
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert cli.main([*arguments, "--slower", "4"]) == 0
     assert "by patches" in (shown := capsys.readouterr().out)
-    assert "omniscient" in shown
+    assert "all known" in shown
 
 
 def p99(outcome: Outcome) -> float:
