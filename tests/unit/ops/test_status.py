@@ -40,7 +40,7 @@ def door(count: int) -> str:
     for _ in range(count):
         series.record("http", "200", 0.004)
     router = RouterMetrics()
-    return series.text() + router.render({"e1": 7, "e2": 0})
+    return series.text() + router.render({"e1": 7, "e2": 0}, 0)
 
 
 def failure(time: float) -> Failure:
