@@ -335,8 +335,8 @@ def llm_table(llm: LlmOptions, spec: LlmSpec) -> Table:
     shown.add_row("chat with", spec.id + (f" at {spec.revision}" if spec.revision else ""))
     shown.add_row("weights", f"{weights}, {spec.dtype}")
     shown.add_row("tokens", f"{spec.max_model_len} for prompt and answer together")
-    each = f"{llm.num_gpus:g} GPU, {llm.num_cpus:g} CPU each, on {llm.device}"
-    shown.add_row("language models", f"{llm.replicas}: {each}")
+    each = f"{llm.reserved_gpus:g} GPU, {llm.num_cpus:g} CPU each, on {llm.device}"
+    shown.add_row("language models", f"{llm.replicas}: {llm.engine}, {each}")
     return shown
 
 
