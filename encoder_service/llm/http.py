@@ -43,7 +43,6 @@ from encoder_service.llm.schema import (
     InvalidKey,
     Piece,
     Reason,
-    ReplicaLost,
     UnknownModel,
     VideoPart,
     item,
@@ -66,6 +65,10 @@ MOST_CHARACTERS_A_TOKEN = 100
 """More than any text has on average. A longer text is rejected before it is tokenised."""
 
 DONE = b"data: [DONE]\n\n"
+
+
+class ReplicaLost(Unavailable):
+    """The language model's replica died; another one may answer."""
 
 
 class ChatBackend(Protocol):

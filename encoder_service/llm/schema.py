@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from actors.errors import InvalidRequest, NotFound, ServiceError, Unavailable
+from actors.errors import InvalidRequest, NotFound, ServiceError
 from actors.telemetry.tracing import NOBODY, Origin
 from actors.types import Kind, Media
 from encoder_service.api.schema import KwargsFields
@@ -192,10 +192,6 @@ class ChatFailed:
     error: ServiceError
     item: int | None = None
     """Position of the image or video that caused it; None: the request as a whole."""
-
-
-class ReplicaLost(Unavailable):
-    """The language model's replica died; another one may answer."""
 
 
 ChatEvent = Piece | Finish

@@ -1,0 +1,246 @@
+"""Our own service with `llm.engine: vllm` against vLLM that encodes images itself: `make vllm`.
+
+Runs in an environment that has vLLM and this project's dependencies.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm", reason="there is no vLLM here")
+
+import psutil
+import ray
+
+from encoder_service.bench.cluster import cluster, logical_cpus, service
+from encoder_service.config import ServiceOptions
+from tests.engines import checkpoint
+from tests.engines.servers import ENVIRONMENT, vllm
+from tests.engines.test_vllm import FILES, PYTHON, TOWER, answer, ask, assert_same, shown
+from tests.images import jpeg
+from tests.serve.chats import actors, count, read_events
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+LONG = {"max_tokens": 900, "ignore_eos": True, "logprobs": False, "top_logprobs": 0}
+"""Of an answer that takes seconds."""
+PLAIN = {"logprobs": False, "top_logprobs": 0}
+AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same model twice."""
+
+    family: str
+    ours: httpx.Client
+    whole: str
+    """URL of a vLLM that encodes images itself."""
+
+    @property
+    def url(self) -> str:
+        return str(self.ours.base_url)
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    family = request.param
+    folder = tmp_path_factory.mktemp(family)
+    checkpoint.write(folder / "model", family)
+    cpu = {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"}
+    own = {"id": str(folder / "model"), "dtype": "float32"}
+    args = {"enforce_eager": True, "max_num_seqs": 8, "gpu_memory_utilization": 0.05}
+    options = ServiceOptions.model_validate(
+        {
+            "model": own,
+            "encoder": cpu | {"replicas": 1},
+            "router": {"num_cpus": 0.1},
+            "ingress": {"num_cpus": 0.1},
+            "llm": cpu
+            | {"engine": "vllm", "max_model_len": 1024, "engine_args": args}
+            | {"timeout_seconds": 400, "health_check_period_seconds": 1},
+        }
+    )
+    os.environ.update(ENVIRONMENT)  # of Ray's processes, too
+    with ExitStack() as stack:
+        where = stack.enter_context(cluster(logical_cpus(options), object_store_bytes=400_000_000))
+        stack.enter_context(service(options, where))
+        whole = stack.enter_context(vllm(PYTHON, folder, "whole", limit_mm_per_prompt=TOWER))
+        ours = stack.enter_context(httpx.Client(base_url=where.http, timeout=500, trust_env=False))
+        yield Pair(family, ours, whole)
+
+
+@pytest.fixture
+def model(pair: Pair) -> str:
+    (entry,) = pair.ours.get("/v1/models").json()["data"]
+    found: str = entry["id"]
+    return found
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("files", sorted(FILES))
+def test_the_same_tokens_and_probabilities(pair: Pair, model: str, files: str) -> None:
+    parts = [shown(file) for file in FILES[files]]
+    assert_same(answer(pair.url, parts, model=model), answer(pair.whole, parts))
+
+
+def test_images_of_one_size_are_not_taken_for_each_other(pair: Pair, model: str) -> None:
+    hits = count(pair.ours, "vllm:prefix_cache_hits_total")
+    for name in ("astronaut.png", "chelsea.png", "astronaut.png"):
+        parts = [shown(jpeg(160, 256, name))]
+        assert_same(answer(pair.url, parts, model=model), answer(pair.whole, parts))
+    assert count(pair.ours, "vllm:prefix_cache_hits_total") > hits
+
+
+def test_a_stream_is_the_answer_in_pieces(pair: Pair, model: str) -> None:
+    parts = [shown(file) for file in FILES["one image"]]
+    whole = ask(pair.url, parts, model=model).json()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *events, usage = read_events(ask(pair.url, parts, model=model, **options).text)
+    (expected,) = whole["choices"]
+    choices = [event["choices"][0] for event in events]
+    text = "".join(choice["delta"].get("content", "") for choice in choices)
+    tokens = [one for each in choices for one in each.get("logprobs", {"content": []})["content"]]
+    assert (text, tokens) == (expected["message"]["content"], expected["logprobs"]["content"])
+    assert len(events) > 3
+    assert usage["usage"] == whole["usage"]
+
+
+def test_parameters_of_openai(pair: Pair, model: str) -> None:
+    def asked(**more: Any) -> Any:
+        response = ask(pair.url, [], model=model, **PLAIN | more)
+        assert response.is_success, response.text
+        return response.json()
+
+    two = asked(n=2, temperature=1.0, seed=3)
+    texts = [choice["message"]["content"] for choice in two["choices"]]
+    assert [choice["index"] for choice in two["choices"]] == [0, 1]
+    assert texts[0] != texts[1]
+    assert two["usage"]["completion_tokens"] == 12
+    events = read_events(ask(pair.url, [], model=model, n=2, stream=True, **PLAIN).text)
+    assert {event["choices"][0]["index"] for event in events} == {0, 1}
+    assert asked(n=2, temperature=1.0, seed=3)["choices"] == two["choices"]
+    token = checkpoint.byte_tokenizer().convert_tokens_to_ids("b")
+    likely = {"logit_bias": {str(token): 100}}
+    (choice,) = asked(**likely)["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (6 * "b", "length")
+    (choice,) = asked(**likely, stop_token_ids=[token])["choices"]
+    assert choice["finish_reason"] == "stop"
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "empty", "schema": schema}}
+    (choice,) = asked(response_format=wanted, max_tokens=40)["choices"]
+    assert choice["message"]["content"].replace(" ", "").replace("\n", "").startswith("{}")
+
+
+def test_what_vllm_refuses_is_said_to_the_client(pair: Pair, model: str) -> None:
+    wrong = {"name": "wrong", "schema": {"type": "no such type"}}
+    refused = {"response_format": {"type": "json_schema", "json_schema": wrong}}
+    unknown = {"logit_bias": {"1000000": 1}}
+    for more in (refused, unknown, {"tools": [{"type": "function"}]}):
+        response = ask(pair.url, [], model=model, **PLAIN | more)
+        assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request")
+    assert ask(pair.url, [], model=model).is_success
+
+
+def test_requests_run_together_and_a_bad_image_fails_alone(pair: Pair, model: str) -> None:
+    parts = [shown(file) for file in FILES["two images"]]
+    torn = [shown(jpeg(320, 240)[:2000])]
+    found: list[httpx.Response] = []
+    most = 0.0
+
+    def send(own: list[Any]) -> None:
+        found.append(ask(pair.url, own, model=model, **LONG | {"max_tokens": 200}))
+
+    callers = [threading.Thread(target=send, args=(parts,)) for _ in range(AT_ONCE)]
+    callers.append(threading.Thread(target=send, args=(torn,)))
+    for caller in callers:
+        caller.start()
+    while any(caller.is_alive() for caller in callers):
+        most = max(most, count(pair.ours, "vllm:num_requests_running"))
+    for caller in callers:
+        caller.join()
+    assert most == AT_ONCE
+    (bad,) = [one for one in found if not one.is_success]
+    assert (bad.status_code, bad.json()["error"]["item"]) == (400, 0)
+    assert {one.json()["usage"]["completion_tokens"] for one in found if one is not bad} == {200}
+
+
+@contextmanager
+def begun(pair: Pair, model: str) -> Iterator[Iterator[str]]:
+    """A long answer of which the first text has come: the lines that follow."""
+    content = [*(shown(file) for file in FILES["one image"]), {"type": "text", "text": "What?"}]
+    body = {"model": model, "messages": [{"role": "user", "content": content}], "stream": True}
+    with pair.ours.stream("POST", "/v1/chat/completions", json=body | LONG) as response:
+        lines = response.iter_lines()
+        next(line for line in lines if '"content": "' in line and "role" not in line)
+        yield lines
+
+
+def test_who_hangs_up_frees_its_slot(pair: Pair, model: str) -> None:
+    aborted = {"finished_reason": "abort"}
+    before = count(pair.ours, "vllm:request_success_total", **aborted)
+    with begun(pair, model):
+        assert count(pair.ours, "vllm:num_requests_running") == 1
+    within(20, lambda: count(pair.ours, "vllm:num_requests_running") == 0)
+    within(20, lambda: count(pair.ours, "encoder_chat_answers_total", finish="cancelled") >= 1)
+    assert count(pair.ours, "vllm:request_success_total", **aborted) == before + 1
+
+
+def test_an_encoder_dies(pair: Pair, model: str) -> None:
+    ray.kill(actors("Encoder")[0])
+    statuses: set[int] = set()
+
+    def answered() -> bool:
+        response = ask(pair.url, [shown(jpeg(128, 96))], model=model)
+        statuses.add(response.status_code)
+        return response.is_success
+
+    within(200, answered)
+    assert statuses <= {200, 503}
+
+
+def engine_processes() -> list[psutil.Process]:
+    mine = psutil.Process().children(recursive=True)
+    return [one for one in mine if "EngineCore" in " ".join(one.cmdline())]
+
+
+@pytest.mark.parametrize("victim", ["engine", "replica"])
+def test_a_language_model_dies_under_its_answers(pair: Pair, model: str, victim: str) -> None:
+    if pair.family != "qwen3_vl":
+        pytest.skip("one model is enough: its replacement takes a minute")
+    expected = answer(pair.url, [shown(file) for file in FILES["one image"]], model=model)
+    (process,) = engine_processes()
+    with begun(pair, model) as lines:
+        if victim == "engine":
+            process.send_signal(signal.SIGKILL)
+        else:
+            ray.kill(actors("Chat")[0])
+        # The stream says that it is broken: it is neither silent nor begun again.
+        *_, last = read_events("\n".join(lines))
+    assert last["error"]["type"] == "unavailable"
+    process.wait(60)  # its memory is free again
+    # What has not begun is answered by the replica that takes the dead one's place.
+    found = answer(pair.url, [shown(file) for file in FILES["one image"]], model=model)
+    assert_same(found, expected)
