@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from prometheus_client import REGISTRY, generate_latest
 
-from actors.errors import ConfigError, EncodeFailed, InvalidRequest
+from actors.errors import ConfigError, InvalidRequest, Unavailable
 from actors.options import ModelOptions
 from actors.store.writer import tensor
 from actors.types import Embedding, Media
@@ -143,7 +143,9 @@ class VllmEngine:
 
         args = engine_args(options, own, spec)
         if unknown := sorted(args.keys() - {field.name for field in fields(AsyncEngineArgs)}):
-            raise ConfigError(f"llm.engine_args.{unknown[0]}: vLLM's AsyncEngineArgs has no such")
+            raise ConfigError(
+                f"llm.engine_args.{unknown[0]}: no such field in vLLM's AsyncEngineArgs"
+            )
         self.spec = spec
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         self.defaults = self.engine.model_config.get_diff_sampling_param()
@@ -171,16 +173,18 @@ class VllmEngine:
                             tokens = likelihoods(one.token_ids, one.logprobs, most)
                         if one.text or tokens:
                             yield Piece(one.text, one.index, tokens)
-                        if one.finish_reason:
-                            reasons[one.index] = REASONS[one.finish_reason]
-        except (VLLMClientError, ValueError) as error:
+                        if (reason := one.finish_reason) in REASONS:
+                            reasons[one.index] = REASONS[reason]
+                        elif reason:
+                            raise Unavailable(
+                                f"vLLM ended the completion ({reason}): send the request again"
+                            )
+        except VLLMClientError as error:
             raise InvalidRequest(str(error)) from None
         except EngineGenerateError as error:
-            if isinstance(error.__cause__, ValueError):
+            if isinstance(error.__cause__, ValueError):  # from checks of parameters
                 raise InvalidRequest(str(error.__cause__)) from None
             raise
-        except KeyError as error:
-            raise EncodeFailed(f"vLLM ended the completion: {error}") from None
         except EngineDeadError:
             self._exit()
         yield Finish(

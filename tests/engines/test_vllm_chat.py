@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -19,7 +20,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="there is no vLLM here")
 
-import psutil
 import ray
 
 from encoder_service.bench.cluster import cluster, logical_cpus, service
@@ -28,6 +28,7 @@ from tests.engines import checkpoint
 from tests.engines.servers import ENVIRONMENT, vllm
 from tests.engines.test_vllm import FILES, PYTHON, TOWER, answer, ask, assert_same, shown
 from tests.images import jpeg
+from tests.processes import command, ours, status
 from tests.serve.chats import actors, count, read_events
 
 pytestmark = [
@@ -221,9 +222,16 @@ def test_an_encoder_dies(pair: Pair, model: str) -> None:
     assert statuses <= {200, 503}
 
 
-def engine_processes() -> list[psutil.Process]:
-    mine = psutil.Process().children(recursive=True)
-    return [one for one in mine if "EngineCore" in " ".join(one.cmdline())]
+def engine_process() -> int:
+    (found,) = [one for one in ours() if command(one).startswith("VLLM::Engine")]
+    return found
+
+
+def gone(process: int) -> bool:
+    try:
+        return status(process)[0] == "Z"
+    except OSError:
+        return True
 
 
 @pytest.mark.parametrize("victim", ["engine", "replica"])
@@ -231,16 +239,16 @@ def test_a_language_model_dies_under_its_answers(pair: Pair, model: str, victim:
     if pair.family != "qwen3_vl":
         pytest.skip("one model is enough: its replacement takes a minute")
     expected = answer(pair.url, [shown(file) for file in FILES["one image"]], model=model)
-    (process,) = engine_processes()
+    process = engine_process()
     with begun(pair, model) as lines:
         if victim == "engine":
-            process.send_signal(signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
         else:
             ray.kill(actors("Chat")[0])
         # The stream says that it is broken: it is neither silent nor begun again.
         *_, last = read_events("\n".join(lines))
     assert last["error"]["type"] == "unavailable"
-    process.wait(60)  # its memory is free again
+    within(60, partial(gone, process))  # its memory is free again
     # What has not begun is answered by the replica that takes the dead one's place.
     found = answer(pair.url, [shown(file) for file in FILES["one image"]], model=model)
     assert_same(found, expected)
