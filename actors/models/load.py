@@ -86,7 +86,7 @@ def weights_digest(options: ModelOptions) -> str:
     digest = sha256()
     for name, tensor in sorted(tensors(options, model, torch.device("cpu")).items()):
         digest.update(f"{name} {tensor.dtype}".encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

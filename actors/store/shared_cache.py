@@ -62,7 +62,7 @@ class Store(Protocol):
         """All or nothing, whoever reads or writes at the same time."""
 
 
-class Folder:
+class LocalFolder:
     """A local or mounted folder that several processes may share."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -160,7 +160,7 @@ def open_store(options: SharedCacheOptions) -> Store:
     kind = urlsplit(options.url).scheme
     check_packages(kind)
     if kind == "file":
-        return Folder(Path(urlsplit(options.url).path), options.max_bytes)
+        return LocalFolder(Path(urlsplit(options.url).path), options.max_bytes)
     if kind in ("redis", "rediss"):
         return Redis(options.url, options.ttl_seconds)
     try:
@@ -199,7 +199,7 @@ def unpacked(value: bytes, weights: str, key: Key) -> Embedding:
     head = json.loads(bytes(rest[:size]))
     if head.pop("of") != [weights, *key]:
         raise ValueError("an entry is of another item")
-    tuples = {name: tuple(one) if isinstance(one, list) else one for name, one in head.items()}
+    tuples: Any = {name: tuple(one) if isinstance(one, list) else one for name, one in head.items()}
     rows: Bytes = np.frombuffer(rest[size:], np.uint8)
     return Embedding(rows, source="cache", timings=Timings(0.0, 0.0, 0.0), **tuples)
 

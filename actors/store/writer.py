@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +108,8 @@ class RowWriter:
             return None
         hit = replace(hit, replica=self.replica)
         if hit.size_bytes > INLINE_BYTES:
-            hit = replace(hit, data=await asyncio.to_thread(share, hit.data))
+            rows: Any = hit.data
+            hit = replace(hit, data=await asyncio.to_thread(share, rows))
         self.cache.put(key, hit)
         return await converted(hit, dtype)
 

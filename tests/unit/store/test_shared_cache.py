@@ -17,7 +17,7 @@ from actors.errors import ConfigError
 from actors.options import SharedCacheOptions
 from actors.store import shared_cache
 from actors.store.kept import Key
-from actors.store.shared_cache import Folder, SharedCache, Store, open_store, packed, unpacked
+from actors.store.shared_cache import LocalFolder, SharedCache, Store, open_store, packed, unpacked
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, Timings
 from encoder_service.bench.cluster import free_ports
@@ -105,13 +105,13 @@ def test_any_damage_is_seen() -> None:
 
 def test_a_damaged_entry_is_a_miss_that_pauses_nothing(tmp_path: Path) -> None:
     async def run() -> None:
-        cache = opened(Folder(tmp_path, 10**6))
+        cache = opened(LocalFolder(tmp_path, 10**6))
         put(cache)
         (path,) = tmp_path.glob("*/*")
         path.write_bytes(path.read_bytes()[:-1])
         assert await cache.get(KEY, 6) is None
         assert sample(cache, "failures_total", operation="read") == 1
-        put(other := opened(Folder(tmp_path, 10**6)))
+        put(other := opened(LocalFolder(tmp_path, 10**6)))
         assert await cache.get(KEY, 6) is not None, "written anew"
         other.close()
         cache.close()
@@ -120,7 +120,7 @@ def test_a_damaged_entry_is_a_miss_that_pauses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_keeps_to_its_size_and_evicts_what_was_used_longest_ago(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, 10_000)
+    folder = LocalFolder(tmp_path, 10_000)
     for number in range(50):
         name = f"{number:02}"
         folder.write(name, bytes(1000))
@@ -133,7 +133,7 @@ def test_a_folder_keeps_to_its_size_and_evicts_what_was_used_longest_ago(tmp_pat
     assert folder.read("01") is None
     (tmp_path / "abandoned.part").write_bytes(bytes(1000))
     os.utime(tmp_path / "abandoned.part", (past, past - 3600))
-    again = Folder(tmp_path, 3000)  # with less room, after a restart
+    again = LocalFolder(tmp_path, 3000)  # with less room, after a restart
     again.write("50", bytes(1000))
     assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 3000
     assert not list(tmp_path.glob("*.part"))
@@ -141,10 +141,10 @@ def test_a_folder_keeps_to_its_size_and_evicts_what_was_used_longest_ago(tmp_pat
 
 def test_many_processes_may_share_a_folder(tmp_path: Path) -> None:
     """Writers of the same names, readers and evictions, all at once: all or nothing."""
-    folders = [Folder(tmp_path, 20_000) for _ in range(4)]
+    folders = [LocalFolder(tmp_path, 20_000) for _ in range(4)]
     wrong = list[bytes]()
 
-    def work(folder: Folder) -> None:
+    def work(folder: LocalFolder) -> None:
         for number in range(200):
             name = f"{number % 37:02}"
             folder.write(name, name.encode() * 500)
