@@ -15,6 +15,7 @@ from ray import serve
 from torch import Tensor
 
 from actors import encoder, pipeline
+from actors.autoscaling import OUTSTANDING_PATCHES
 from actors.errors import InvalidMedia, TooLarge, Unavailable
 from actors.options import (
     ActorOptions,
@@ -130,6 +131,21 @@ def test_a_call_that_ends_while_a_hit_is_converted_gives_up_the_rest(
         await before
         actor.pipeline.close()
         assert len(forwards) == 1
+
+    asyncio.run(run())
+
+
+def test_the_autoscaler_hears_of_what_waits_in_routers(actor: encoder.Encoder) -> None:
+    async def run() -> None:
+        one = media(actor, 64)
+        patches = one.plan.patches
+        call = asyncio.create_task(actor.encode([one], "float32", 30, waiting_per_sent=2.5))
+        await asyncio.sleep(0)
+        assert (await actor.record_autoscaling_stats())[OUTSTANDING_PATCHES] == 3.5 * patches
+        assert (await actor.record_routing_stats())[OUTSTANDING_PATCHES] == patches
+        await call
+        assert (await actor.record_autoscaling_stats())[OUTSTANDING_PATCHES] == 0
+        actor.pipeline.close()
 
     asyncio.run(run())
 
