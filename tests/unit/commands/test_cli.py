@@ -16,6 +16,7 @@ from ray.serve.schema import ServeApplicationSchema
 from encoder_service import __version__, cli
 from encoder_service.commands import check
 from encoder_service.commands.check import rollout
+from encoder_service.commands.simulate import ROWS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
