@@ -20,6 +20,7 @@ from actors.families.registry import read
 from actors.options import ActorOptions, EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import check_transport
+from actors.store.shared_cache import open_store
 from actors.telemetry.tracing import LOG, check_tracing
 from encoder_service.config import (
     OPEN_CLUSTER,
@@ -78,6 +79,8 @@ def build(args: dict[str, Any]) -> serve.Application:
             check_scaling(options)
         check_tracing(options.tracing)
         check_transport(options.encoder.transport)
+        if options.cache.shared:
+            open_store(options.cache.shared)
         llm = llm_spec.read(options.llm, options.model, spec) if options.llm else None
     except StartError as error:
         raise RayServeException(f"{type(error).__name__}: {error}") from None
@@ -139,8 +142,8 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
             Chat,
             name="Chat",
             num_replicas=own.replicas,
-            ray_actor_options={"num_gpus": own.num_gpus, "num_cpus": own.num_cpus},
-            max_ongoing_requests=own.max_ongoing_requests,
+            ray_actor_options={"num_gpus": own.reserved_gpus, "num_cpus": own.num_cpus},
+            max_ongoing_requests=own.ongoing_requests,
             max_queued_requests=own.max_queued_requests,
             health_check_period_s=own.health_check_period_seconds,
             health_check_timeout_s=own.health_check_timeout_seconds,

@@ -119,15 +119,27 @@ class LoggingOptions(Options):
     """One line per request to encode, written by a thread."""
 
 
-class LlmOptions(DeviceOptions):
-    """The language model's deployment. It scales independently of the encoders, and a replica
-    generates one completion at a time."""
+LlmEngine = Literal["transformers", "vllm"]
 
+ONGOING: dict[LlmEngine, int] = {"transformers": 4, "vllm": 256}
+"""Default of llm.max_ongoing_requests."""
+
+
+class LlmOptions(DeviceOptions):
+    """The language model's deployment. It scales independently of the encoders."""
+
+    engine: LlmEngine = "transformers"
+    """`transformers` generates one completion at a time; `vllm` batches, and must be installed."""
+    tensor_parallel_size: PositiveInt = 1
+    """vllm: GPUs of one node that share a replica. Ray reserves as many."""
+    engine_args: dict[str, Any] = Field({})
+    """vllm: more of AsyncEngineArgs, such as `gpu_memory_utilization`."""
     model: ModelOptions | None = None
     """None: the service's own `model`. Only its language model is loaded, not its tower, so that
     its `images_kwargs` and `videos_kwargs` have no effect."""
-    max_ongoing_requests: PositiveInt = 4
-    """Per replica: one generates; the others are tokenised and encoded, and wait."""
+    max_ongoing_requests: PositiveInt | None = None
+    """Per replica. None: 4 with transformers, where one generates and the others are tokenised and
+    encoded, and wait; 256 with vllm."""
     max_queued_requests: PositiveInt = 64
     """Waiting in one ingress replica while all replicas are full; beyond it 429."""
     max_model_len: PositiveInt | None = None
@@ -139,6 +151,24 @@ class LlmOptions(DeviceOptions):
     (Efficient Video Sampling), as with vLLM's option of this name."""
     timeout_seconds: PositiveFloat = 120
     """From the body of a request to its last token."""
+
+    @property
+    def ongoing_requests(self) -> int:
+        return self.max_ongoing_requests or ONGOING[self.engine]
+
+    @property
+    def reserved_gpus(self) -> float:
+        return self.num_gpus * self.tensor_parallel_size
+
+    @model_validator(mode="after")
+    def options_belong_to_the_engine(self) -> Self:
+        if self.engine != "vllm" and (self.engine_args or self.tensor_parallel_size > 1):
+            raise ValueError("engine_args and tensor_parallel_size: only with engine: vllm")
+        if self.engine == "vllm" and self.video_pruning_rate:
+            raise ValueError("video_pruning_rate: only with engine: transformers")
+        if self.tensor_parallel_size > 1 and 0 < self.num_gpus < 1:
+            raise ValueError("tensor_parallel_size: only with num_gpus: 1, which each GPU counts")
+        return self
 
 
 class ServiceOptions(ActorOptions):
@@ -173,7 +203,7 @@ def resources(options: ServiceOptions, encoders: int) -> dict[str, float]:
     for front in (options.router, options.ingress):
         cpus += front.replicas * front.num_cpus
     if llm:
-        gpus += llm.replicas * llm.num_gpus
+        gpus += llm.replicas * llm.reserved_gpus
         cpus += llm.replicas * llm.num_cpus
     return {"GPU": gpus, "CPU": cpus}
 

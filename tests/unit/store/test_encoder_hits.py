@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from actors.options import (
     GraphOptions,
     ModelOptions,
     ReferenceOptions,
+    SharedCacheOptions,
 )
 from actors.rpc.codec import EncodeCall, message_fields, reply_of
 from actors.rpc.server import Endpoint
@@ -169,5 +171,35 @@ def test_serve_awaits_its_end_and_that_of_calls_over_grpc(actor: encoder.Encoder
             await actor.encode([media(actor, 64)], "float32", 30)
         channel.retire()
         await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_a_second_replica_finds_what_the_first_encoded(
+    actor: encoder.Encoder, tmp_path: Path
+) -> None:
+    """Also in another dtype."""
+    shared = SharedCacheOptions(url=f"file://{tmp_path}")
+    options = OPTIONS.model_copy(update={"cache": CacheOptions(shared=shared)})
+
+    async def run() -> None:
+        first, second = encoder.Encoder(options), encoder.Encoder(options)
+        (made,) = (await first.encode([media(actor, 64)], "float32", 30)).answers
+        assert isinstance(made, Embedding)
+        assert made.source == "graph"
+        first.pipeline.writer.shared._writers.shutdown()  # type: ignore[union-attr]
+        (hit,) = (await second.encode([media(actor, 64)], "float32", 30)).answers
+        assert isinstance(hit, Embedding)
+        assert hit.source == "cache"
+        assert bytes(hit.data) == bytes(made.data)  # type: ignore[arg-type]
+        (half,) = (await second.encode([media(actor, 64)], "float16", 30)).answers
+        assert isinstance(half, Embedding)
+        assert (half.source, half.dtype, half.size_bytes) == (
+            "cache",
+            "float16",
+            made.size_bytes // 2,
+        )
+        for replica in (first, second):
+            replica.pipeline.close()
 
     asyncio.run(run())
