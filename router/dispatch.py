@@ -408,7 +408,8 @@ class Dispatcher:
         for item in call.items:
             if item.call is call:  # otherwise another call has it now
                 self._complete(item, error)
-        if self._queue:
+        # All replicas first, because it costs less than to find those that can be used.
+        if self._queue and (not self._reports or self.ledger.has_room(self._reports)):
             self._send_waiting(self._usable())
 
     def _complete(self, item: InFlightItem, answer: Answer | None) -> None:
