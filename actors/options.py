@@ -12,6 +12,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    StringConstraints,
     model_validator,
 )
 
@@ -150,6 +151,10 @@ class PreprocessOptions(Options):
     needed. Items that are too large for it are decoded by the threads."""
 
 
+AcceleratorType = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
+Device = Literal["cuda", "cpu"]
+
+
 class DeviceOptions(Options):
     """A deployment whose replicas own one device each."""
 
@@ -158,7 +163,11 @@ class DeviceOptions(Options):
     num_gpus: float = Field(1, ge=0, le=1)
     """GPUs that Ray reserves per replica: 0 with `device: cpu`; below 1, replicas share a GPU."""
     num_cpus: float = Field(1, ge=0)
-    device: Literal["cuda", "cpu"] = "cuda"
+    accelerator_type: AcceleratorType | None = None
+    """The kind of GPU by Ray's name, such as `H200` or `L40S`. None: any."""
+    resources: dict[str, PositiveFloat] = {}
+    """Custom resources that Ray reserves per replica, to choose its nodes."""
+    device: Device = "cuda"
     drain_timeout_seconds: float = Field(30, gt=0)
     """How long a stopping replica may take to finish the requests it has accepted."""
     health_check_period_seconds: float = Field(5, gt=0)
@@ -202,8 +211,33 @@ class AutoscalingOptions(Options):
         return self
 
 
+class PoolGraphOptions(Options):
+    """The budgets of a pool. None: those of `graphs`."""
+
+    token_budgets: tuple[PositiveInt, ...] | None = Field(None, strict=False)
+    global_token_budgets: tuple[PositiveInt, ...] | None = Field(None, strict=False)
+    local_token_budgets: tuple[NonNegativeInt, ...] | None = Field(None, strict=False)
+
+
+class PoolOptions(Options):
+    """Encoders on one kind of device, in a deployment of their own. None: as `encoder` says."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+    replicas: PositiveInt | None = None
+    autoscaling: AutoscalingOptions | None = None
+    num_gpus: float | None = Field(None, ge=0, le=1)
+    num_cpus: float | None = Field(None, ge=0)
+    accelerator_type: AcceleratorType | None = None
+    resources: dict[str, PositiveFloat] | None = None
+    device: Device | None = None
+    gpu_memory_bytes: PositiveInt | None = None
+    graphs: PoolGraphOptions = PoolGraphOptions()
+
+
 class EncoderOptions(DeviceOptions):
     autoscaling: AutoscalingOptions | None = None  # instead of `replicas`
+    pools: tuple[PoolOptions, ...] = Field((), strict=False)
+    """Several kinds of device in one service. Empty: all encoders are equal."""
     transport: Transport = "shared_memory"
     """How rows above a megabyte reach callers in Ray. `nixl` leaves them on the encoder's device,
     and callers that have a device read them from there (actors/store/nixl.py): the language models
@@ -218,9 +252,12 @@ class EncoderOptions(DeviceOptions):
     """A replica that has work but finishes no pack for this long reports itself unhealthy."""
 
     @model_validator(mode="after")
-    def one_of_both(self) -> Self:
+    def nothing_is_given_twice(self) -> Self:
         if self.autoscaling and "replicas" in self.model_fields_set:
             raise ValueError("replicas and autoscaling are both given: keep one of them")
+        names = [pool.name for pool in self.pools]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"pools: {', '.join(sorted(repeated))}: give each pool its own name")
         return self
 
     @property

@@ -25,6 +25,7 @@ from router.replicas.liveness import Liveness
 
 logger = logging.getLogger("ray.serve")
 
+NO_REPLICA = "no encoder replica is ready; try again later"
 POLL_SECONDS = 0.02  # between two checks whether there is a replica now
 BACKOFF_SECONDS = 0.1
 """Before replicas that all failed are tried again. Doubles with each loss."""
@@ -97,6 +98,8 @@ class Dispatcher:
         self._metrics = metrics
         self._reports: Mapping[str, Replica] | None = None
         self._costs: Mapping[str, Cost | None] = {}
+        self._by_size: dict[tuple[int, ...] | None, list[str]] = {}
+        """The replicas by the largest item that they take."""
         self._joinable: dict[Key, InFlightItem] = {}
         """Items in flight that other requests may join."""
         self._affinity = CacheAffinity(cache_max_bytes if options.cache_affinity else 0)
@@ -122,9 +125,9 @@ class Dispatcher:
         where there is no replica: then nothing was begun.
         """
         deadline = now() + timeout_seconds
-        replicas = await self._replicas(deadline)
+        await self._any_replica(deadline)
         items, new = self._admit(media, dtype, deadline, keep=keep)
-        self._launch(new, replicas, singly=singly)
+        self._launch(new, singly=singly)
         late = DeadlineExceeded(
             f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
         )
@@ -159,23 +162,42 @@ class Dispatcher:
         if reports is not self._reports:
             self._reports = reports
             self._costs = costs(reports)
+            self._by_size = {}
+            for name, replica in reports.items():
+                self._by_size.setdefault(replica.largest_item, []).append(name)
             self.ledger.report({name: replica.work for name, replica in reports.items()})
             self._affinity.keep(reports)
         return reports
 
-    async def _replicas(self, deadline: float) -> list[str]:
-        """The replicas to plan over. Waits a little for the first; then raises Unavailable."""
+    async def _any_replica(self, deadline: float) -> None:
+        """Waits a little for the first replica; then raises Unavailable."""
         give_up = min(deadline, now() + self._options.replica_wait_seconds)
-        while not (reports := self.refresh()):
+        while not self.refresh():
             if now() >= give_up:
-                raise Unavailable("no encoder replica is ready; try again later")
+                raise Unavailable(NO_REPLICA)
             await asyncio.sleep(POLL_SECONDS)
+
+    def _takers(self, items: Sequence[InFlightItem]) -> list[tuple[list[InFlightItem], list[str]]]:
+        """Items, with the replicas to plan them over; the items that fewest pools take first."""
+        self.refresh()
+        found: dict[tuple[tuple[int, ...] | None, ...], list[InFlightItem]] = {}
+        for item in items:
+            tokens = item.media.plan.least_tokens
+            sizes = tuple(most for most in self._by_size if most is None or holds(most, tokens))
+            found.setdefault(sizes, []).append(item)
+        return [
+            (found[sizes], self._sound([one for size in sizes for one in self._by_size[size]]))
+            for sizes in sorted(found, key=len)
+        ]
+
+    def _sound(self, replicas: list[str]) -> list[str]:
+        """Those that did not fail recently; if all did, those that answer; else all."""
         silent = self._liveness.silent
         for replica in silent:
             self.ledger.exclude(replica, now())
-        answering = [replica for replica in reports if replica not in silent]
+        answering = [replica for replica in replicas if replica not in silent]
         sound = [replica for replica in answering if not self.ledger.excluded(replica, now())]
-        return sound or answering or list(reports)
+        return sound or answering or replicas
 
     def _admit(
         self, media: Sequence[Media], dtype: Dtype, deadline: float, *, keep: bool
@@ -210,8 +232,18 @@ class Dispatcher:
             for one, reservation in zip(media, reservations, strict=True)
         ]
 
-    def _launch(
-        self, items: Sequence[InFlightItem], replicas: Sequence[str], *, singly: bool
+    def _launch(self, items: Sequence[InFlightItem], *, singly: bool) -> None:
+        """Plans items over the replicas that take them. Those that none takes are Unavailable."""
+        for some, replicas in self._takers(items):
+            if replicas:
+                self._plan_over(replicas, some, singly=singly)
+                continue
+            most = max((size for size in self._by_size if size), default=())
+            for item in some:
+                self._complete(item, too_large(item.media.plan.least_tokens, most))
+
+    def _plan_over(
+        self, replicas: Sequence[str], items: Sequence[InFlightItem], *, singly: bool
     ) -> None:
         """Plans items over these replicas, and sends each replica its shard, or item by item."""
         media = [item.media for item in items]
@@ -310,17 +342,18 @@ class Dispatcher:
             self.ledger.assign(item.reservation, None)
         deadline = max(item.deadline for item in items)
         try:
-            replicas = await self._replicas(deadline)
-            if all(self.ledger.excluded(replica, now()) for replica in replicas):
+            await self._any_replica(deadline)
+            over = (replica for _, replicas in self._takers(items) for replica in replicas)
+            if all(self.ledger.excluded(replica, now()) for replica in over):
                 await asyncio.sleep(BACKOFF_SECONDS * 2 ** items[0].losses)
-                replicas = await self._replicas(deadline)
+                await self._any_replica(deadline)
         except Unavailable as error:
             for item in items:
                 self._complete(item, error)
             return
         wanted = self._unanswered(items)
         self._metrics.replans.inc(len(wanted))
-        self._launch(wanted, replicas, singly=singly)
+        self._launch(wanted, singly=singly)
 
     def _leave(self, item: InFlightItem) -> None:
         """One request fewer waits. Cancels the call when nobody waits for any of its items.
@@ -360,6 +393,22 @@ class Dispatcher:
         if isinstance(answer, Embedding):
             self._affinity.saw(item.media, answer)
         self.ledger.release(item.reservation, now(), done=isinstance(answer, Embedding))
+
+
+def holds(most: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether an item's tokens on each path are within the most of a pool."""
+    return all(one <= limit for one, limit in zip(tokens, most, strict=True))
+
+
+def too_large(tokens: Sequence[int], most: Sequence[int]) -> Unavailable:
+    """`most`: that the replicas which are ready take, on each path; empty: there is none."""
+    if not most:
+        return Unavailable(NO_REPLICA)
+    has, take = (" and ".join(map(str, each)) for each in (tokens, most))
+    return Unavailable(
+        f"the item has {has} tokens and the encoders that are ready take {take}: try again when "
+        "the pool with the largest graphs.token_budgets is ready, or send a smaller item"
+    )
 
 
 def now() -> float:

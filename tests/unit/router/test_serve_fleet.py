@@ -91,7 +91,7 @@ async def served(
     PUBLISHED[DEPLOYMENT] = {"a": Replica({}, 7, endpoint)}
     handle = Handle()
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: handle)
-    fleet = ServeFleet(handle, None)
+    fleet = ServeFleet([handle], None)
     async with asyncio.timeout(SECONDS):
         yield encoder, handle, fleet
         PUBLISHED[DEPLOYMENT] = {}
@@ -127,7 +127,7 @@ def test_of_equal_devices_the_fastest_measurement_counts() -> None:
 def test_only_replicas_of_the_own_model_and_version_are_planned_for(
     fingerprint: str | None, names: str
 ) -> None:
-    fleet = ServeFleet(Handle(), fingerprint)
+    fleet = ServeFleet([Handle()], fingerprint)
     reported = {name: one.outstanding_patches for name, one in fleet.reports().items()}
     assert reported == dict.fromkeys(names, 7)
     assert fleet.reports() is fleet.reports()
@@ -138,7 +138,7 @@ def test_replicas_of_the_own_node_are_told_from_others() -> None:
     away = replace(NOWHERE, node="another")
     named = {"a": away, "b": NOWHERE, "c": away, "d": NOWHERE}
     PUBLISHED[DEPLOYMENT] = {name: Replica({}, 7, where) for name, where in named.items()}
-    fleet = ServeFleet(Handle(), None)
+    fleet = ServeFleet([Handle()], None)
     assert list(fleet.reports()) == ["a", "b", "c", "d"]
     assert fleet.near() == {"b", "d"}
 
@@ -257,7 +257,7 @@ def test_what_a_replica_keeps_is_found_by_its_id(monkeypatch: pytest.MonkeyPatch
 def test_a_replica_that_is_lost_takes_what_it_kept_along() -> None:
     async def test() -> None:
         PUBLISHED[DEPLOYMENT] = {name: Replica({}, 7, NOWHERE) for name in "ab"}
-        fleet = ServeFleet(Handle(), None)
+        fleet = ServeFleet([Handle()], None)
         with pytest.raises(Unavailable, match="cannot be reached"):  # still listed: perhaps later
             await fleet.fetch("b.x")
         PUBLISHED[DEPLOYMENT] = {"a": Replica({}, 7, NOWHERE)}
@@ -334,7 +334,7 @@ def test_replicas_may_be_asked_for_in_another_thread(monkeypatch: pytest.MonkeyP
 def test_a_replica_that_is_gone_is_unreachable() -> None:
     async def test() -> None:
         with pytest.raises(ReplicaUnreachable, match="gone"):
-            await ServeFleet(Handle(), None).encode("z", [item(1)], "bfloat16", 5)
+            await ServeFleet([Handle()], None).encode("z", [item(1)], "bfloat16", 5)
 
     run(test())
 
@@ -355,7 +355,7 @@ def test_serve_is_asked_about_a_replica_that_is_unreachable(
     async def test() -> None:
         handle = Handle()
         handle.failures = list(failures)
-        fleet = ServeFleet(handle, None)
+        fleet = ServeFleet([handle], None)
         for _ in range(2):  # once for all calls that fail meanwhile
             with pytest.raises(ReplicaUnreachable):
                 await fleet.encode("a", [item(1)], "bfloat16", 5)
