@@ -40,7 +40,9 @@ class Encoder:
         """`pool`, `largest_item`: what routers are told, see router.replicas.fleet.Replica."""
         name_requests()
         self.options = options
-        self.about: dict[str, Any] = {"pool": pool} | ({"largest_item": largest_item} if largest_item else {})
+        self.about: dict[str, Any] = {"pool": pool} | (
+            {"largest_item": largest_item} if largest_item else {}
+        )
         self.spans = open_spans(options.tracing, "encoder")
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.series = EncoderMetrics()

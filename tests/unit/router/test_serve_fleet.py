@@ -143,6 +143,32 @@ def test_replicas_of_the_own_node_are_told_from_others() -> None:
     assert fleet.near() == {"b", "d"}
 
 
+def test_the_replicas_of_all_pools_are_one_fleet() -> None:
+    """Serve is asked about a replica through the handle of its own pool."""
+    handles = []
+    for pool in ("small", "big"):
+        handles.append(Handle())
+        handles[-1].deployment_name = f"Encoder-{pool}"
+        about = {"pool": pool, "largest_item": [9]} if pool == "small" else {"pool": pool}
+        PUBLISHED["fleet", f"Encoder-{pool}"] = {pool: Replica(about, 7, NOWHERE)}
+
+    async def test() -> None:
+        fleet = ServeFleet(handles, None)
+        reports = fleet.reports()
+        assert {name: one.pool for name, one in reports.items()} == {"small": "small", "big": "big"}
+        assert [one.largest_item for one in reports.values()] == [(9,), None]
+        assert fleet.reports() is reports
+        with pytest.raises(ShardLost):
+            await fleet.encode("big", [item(1)], "bfloat16", 5)
+        while fleet._confirming:
+            await asyncio.sleep(0.01)
+        assert [handle.checked for handle in handles] == [0, 1]
+        del PUBLISHED["fleet", "Encoder-big"]
+        assert list(fleet.reports()) == ["small"]
+
+    run(test())
+
+
 @pytest.mark.parametrize(("node", "where"), [(NODE, "local"), ("another", "remote")])
 def test_bytes_are_counted_by_where_the_replica_is(
     monkeypatch: pytest.MonkeyPatch, node: str, where: str
