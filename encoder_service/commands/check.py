@@ -229,7 +229,9 @@ def encoders(application: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """The least and the largest number of each deployment of encoders. OLD may be of a release that
     `parse` does not know."""
     encoder = section(application, "args", "encoder")
-    pools = {POOL + name: {**encoder, **one} for name, one in named(encoder, "pools").items()}
+    pools: dict[str, Mapping[str, Any]] = {
+        POOL + name: {**encoder, **one} for name, one in named(encoder, "pools").items()
+    }
     counts = {}
     for deployment, own in (pools or {"Encoder": encoder}).items():
         options = named(application, "deployments").get(deployment, {})
