@@ -152,7 +152,6 @@ class PreprocessOptions(Options):
 
 
 AcceleratorType = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
-Device = Literal["cuda", "cpu"]
 
 
 class DeviceOptions(Options):
@@ -167,7 +166,7 @@ class DeviceOptions(Options):
     """The kind of GPU by Ray's name, such as `H200` or `L40S`. None: any."""
     resources: dict[str, PositiveFloat] = {}
     """Custom resources that Ray reserves per replica, to choose its nodes."""
-    device: Device = "cuda"
+    device: Literal["cuda", "cpu"] = "cuda"
     drain_timeout_seconds: float = Field(30, gt=0)
     """How long a stopping replica may take to finish the requests it has accepted."""
     health_check_period_seconds: float = Field(5, gt=0)
@@ -229,7 +228,7 @@ class PoolOptions(Options):
     num_cpus: float | None = Field(None, ge=0)
     accelerator_type: AcceleratorType | None = None
     resources: dict[str, PositiveFloat] | None = None
-    device: Device | None = None
+    device: Literal["cuda", "cpu"] | None = None
     gpu_memory_bytes: PositiveInt | None = None
     graphs: PoolGraphOptions = PoolGraphOptions()
 

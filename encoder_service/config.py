@@ -184,7 +184,8 @@ def parse(args: Mapping[str, Any]) -> ServiceOptions:
 def encoders(options: ServiceOptions) -> dict[str, ServiceOptions]:
     """The options of each deployment of encoders: those of each pool, or of the service itself.
 
-    Raises ConfigError."""
+    Raises ConfigError.
+    """
     if not options.encoder.pools:
         return {"Encoder": options}
     args, found = options.model_dump(exclude_unset=True), {}
@@ -255,7 +256,8 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
 def fitted(options: ServiceOptions, spec: ModelSpec) -> dict[str, tuple[ServiceOptions, Capacity]]:
     """Options and packs of each deployment of encoders, that with the largest budgets first.
 
-    Raises ConfigError for options that do not fit the model."""
+    Raises ConfigError for options that do not fit the model.
+    """
     found = {}
     for name, one in encoders(options).items():
         with naming(name):
