@@ -48,6 +48,8 @@ class Encoder:
         self.series = EncoderMetrics()
         self.pipeline = open_pipeline(options, self.series, self.spans, self.replica)
         self.outstanding = Work(0)
+        self.waiting = Work(0)
+        """This replica's share of what waits in routers."""
         self.rpc = ReplicaServer(self)
         engine = self.pipeline.engine
         model, backend = engine.tower.spec.id, engine.device.backend
@@ -60,11 +62,15 @@ class Encoder:
         timeout_seconds: float,
         origin: Origin = NOBODY,
         keep: bool = False,
+        waiting_per_sent: float = 0,
     ) -> Reply:
-        """See Pipeline.encode."""
+        """See Pipeline.encode. `waiting_per_sent`: patches that wait in the router for each of
+        these."""
         ORIGIN.set(origin)
         work = Work.of(item.plan.work for item in media)
+        waiting = work.times(waiting_per_sent)
         self.outstanding = Work.of([self.outstanding, work])
+        self.waiting = Work.of([self.waiting, waiting])
         try:
             with self.spans.span(
                 "shard", "server", replica=self.replica, items=len(media), patches=work.patches
@@ -72,6 +78,7 @@ class Encoder:
                 answers = await self.pipeline.encode(media, dtype, timeout_seconds, keep=keep)
         finally:
             self.outstanding = self.outstanding.without(work)
+            self.waiting = self.waiting.without(waiting)
         return Reply(answers, *self.outstanding)
 
     async def fetch(self, name: str) -> Kept | None:
@@ -104,10 +111,11 @@ class Encoder:
         return {OUTSTANDING_PATCHES: patches, OUTSTANDING_PAIRS: pairs}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The same, for the policy in autoscaling.py."""
-        stats: dict[str, float] = {OUTSTANDING_PATCHES: self.outstanding.patches}
+        """The same and what waits in routers, for the policy in autoscaling.py."""
+        work = Work.of([self.outstanding, self.waiting])
+        stats: dict[str, float] = {OUTSTANDING_PATCHES: work.patches}
         if cost := self.pipeline.engine.cost:
-            stats[OUTSTANDING_SECONDS] = cost.work_seconds(self.outstanding)
+            stats[OUTSTANDING_SECONDS] = cost.work_seconds(work)
         return stats
 
     async def check_health(self) -> None:

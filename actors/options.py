@@ -125,8 +125,21 @@ class PackingOptions(Options):
     `off`."""
 
 
+class SharedCacheOptions(Options):
+    """A second cache, which all replicas share and which outlives them."""
+
+    url: str = Field(pattern=r"^[a-z0-9]+://")
+    """file:///folder, redis://host:port/database, or what fsspec knows, such as s3://bucket/prefix.
+    Whoever can write there decides which rows clients get."""
+    max_bytes: int = Field(100 * 2**30, gt=0)
+    """Of a folder, which evicts what was used longest ago. Each replica may exceed it by 10 %."""
+    ttl_seconds: float = Field(7 * 86_400, gt=0)
+    """Of an embedding in Redis, where `maxmemory` is the limit in bytes."""
+
+
 class CacheOptions(Options):
     max_bytes: int = Field(0, ge=0)  # of embeddings that each replica caches; 0: none
+    shared: SharedCacheOptions | None = None
 
 
 class ReferenceOptions(Options):

@@ -85,6 +85,9 @@ class Work(NamedTuple):
             pairs += part.pairs
         return cls(patches, pairs)
 
+    def times(self, factor: float) -> Work:
+        return Work(round(self.patches * factor), round(self.pairs * factor))
+
     def without(self, done: Work) -> Work:
         return Work(self.patches - done.patches, self.pairs - done.pairs)
 

@@ -20,6 +20,7 @@ from actors.families.registry import read
 from actors.options import ActorOptions, DeviceOptions, EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import check_transport
+from actors.store.shared_cache import open_store
 from actors.telemetry.tracing import LOG, check_tracing
 from encoder_service.config import (
     OPEN_CLUSTER,
@@ -80,6 +81,8 @@ def build(args: dict[str, Any]) -> serve.Application:
             check_scaling(options)
         check_tracing(options.tracing)
         check_transport(options.encoder.transport)
+        if options.cache.shared:
+            open_store(options.cache.shared)
         llm = llm_spec.read(options.llm, options.model, spec) if options.llm else None
     except StartError as error:
         raise RayServeException(f"{type(error).__name__}: {error}") from None

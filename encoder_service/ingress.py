@@ -35,7 +35,7 @@ from encoder_service.ops.status import Glance, Page, Scrape
 from encoder_service.service import Service
 from router.here import answer_here, encode_here
 from router.replicas.pinned import ask_all
-from router.replicas.serve_fleet import LOST, brief, unknown
+from router.replicas.serve_fleet import LOST, brief
 from router.router import Router
 
 
@@ -122,10 +122,7 @@ class RouterBackend:
 
     async def fetch(self, reference: str) -> Kept:
         kept = await self.router.fetch(reference)
-        try:
-            return replace(kept, embedding=await here(kept.embedding))
-        except EmbeddingLost:  # its replica exited in between
-            raise unknown(reference) from None
+        return replace(kept, embedding=await here(kept.embedding))
 
     async def ready_replicas(self) -> int:
         status = await self.router.status()

@@ -1,7 +1,8 @@
-"""From the items of a request to their answers: admit, plan, send, retry what was lost.
+"""From the items of a request to their answers: admit, wait, plan, send, retry what was lost.
 
 The methods are in the order in which an item passes. Identical items in flight are encoded once,
-however many requests wait for them.
+however many requests wait for them. While the replicas have enough to do, requests wait here, where
+small ones pass large ones.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceError, Unavailable
 from actors.telemetry.tracing import ORIGIN, Origin
@@ -19,6 +21,7 @@ from actors.types import Answer, Cost, Dtype, Embedding, Media, Work
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.policy.balance import CacheAffinity, Plan, plan_around
+from router.policy.fair_queue import FairQueue
 from router.policy.ledger import Ledger, Reservation
 from router.replicas.fleet import Fleet, Replica, ReplicaDied, ShardLost, costs, detached
 from router.replicas.liveness import Liveness
@@ -32,6 +35,8 @@ BACKOFF_SECONDS = 0.1
 MARGIN_SECONDS, MARGIN_FRACTION = 0.05, 0.1
 """How much earlier than the caller a replica gives up late items, so that the other items of the
 call arrive in time; at most this fraction of the time that is left."""
+ITEM_PATCHES = 1000
+"""Sending and decoding an item takes about as long as encoding so many patches."""
 MAX_LONE_DEATHS = 2
 """An item is rejected when this many replicas died while it was the only item of their call."""
 
@@ -66,7 +71,12 @@ class InFlightItem:
     origin: Origin = field(default_factory=ORIGIN.get)
     """The request that asked for it first."""
     call: ShardCall | None = None
-    """Dropped with the answer, or it would keep the embeddings of others alive."""
+    """None before it is sent. Dropped with the answer, or it would keep the embeddings of others
+    alive."""
+
+    @property
+    def unsent(self) -> bool:
+        return self.call is None and not self.answer.done()
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +89,14 @@ class ShardCall:
     @property
     def wanted(self) -> bool:
         return any(item.waiting for item in self.items if not item.answer.done())
+
+
+@dataclass(slots=True, eq=False)
+class WaitingRequest:
+    """Items that are sent together. Those that another request needs too are sent by the first."""
+
+    items: list[InFlightItem]
+    singly: bool
 
 
 class Dispatcher:
@@ -102,6 +120,7 @@ class Dispatcher:
         """The replicas by the largest item that they take."""
         self._joinable: dict[Key, InFlightItem] = {}
         """Items in flight that other requests may join."""
+        self._queue = FairQueue[WaitingRequest]()
         self._affinity = CacheAffinity(cache_max_bytes if options.cache_affinity else 0)
         self._liveness = Liveness(fleet.check, fleet.reach, options.stall_seconds)
         self.ledger = Ledger(
@@ -126,8 +145,11 @@ class Dispatcher:
         """
         deadline = now() + timeout_seconds
         await self._any_replica(deadline)
-        items, new = self._admit(media, dtype, deadline, keep=keep)
-        self._launch(new, singly=singly)
+        items = self._admit(media, dtype, deadline, keep=keep)
+        unsent = list(dict.fromkeys(item for item in items if item.unsent))
+        request = WaitingRequest(unsent, singly)
+        self._queue.add(request, sum(ITEM_PATCHES + item.media.plan.patches for item in unsent))
+        self._send_waiting()
         late = DeadlineExceeded(
             f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
         )
@@ -144,6 +166,7 @@ class Dispatcher:
                     for position in waiting.pop(future):
                         yield position, answer
         finally:
+            self._queue.remove(request)
             for item in items:
                 self._leave(item)
 
@@ -192,22 +215,22 @@ class Dispatcher:
 
     def _sound(self, replicas: list[str]) -> list[str]:
         """Those that did not fail recently; if all did, those that answer; else all."""
-        silent = self._liveness.silent
+        silent, time = self._liveness.silent, now()
         for replica in silent:
-            self.ledger.exclude(replica, now())
+            self.ledger.exclude(replica, time)
         answering = [replica for replica in replicas if replica not in silent]
-        sound = [replica for replica in answering if not self.ledger.excluded(replica, now())]
+        sound = [replica for replica in answering if not self.ledger.excluded(replica, time)]
         return sound or answering or replicas
 
     def _admit(
         self, media: Sequence[Media], dtype: Dtype, deadline: float, *, keep: bool
-    ) -> tuple[list[InFlightItem], list[InFlightItem]]:
-        """The item in flight for each place of a request, and those of them that are new.
+    ) -> list[InFlightItem]:
+        """The item in flight for each place of a request.
 
         Items to be kept are not coalesced: each place gets an id of its own.
         """
         if keep or not self._options.coalesce:
-            items = new = self._reserve(media, dtype, deadline, keep=keep)
+            items = self._reserve(media, dtype, deadline, keep=keep)
         else:
             wanted = {
                 key(one, dtype): one for one in media if key(one, dtype) not in self._joinable
@@ -219,7 +242,7 @@ class Dispatcher:
         for item in items:
             item.waiting += 1
             item.deadline = max(item.deadline, deadline)
-        return items, new
+        return items
 
     def _reserve(
         self, media: Sequence[Media], dtype: Dtype, deadline: float, *, keep: bool
@@ -232,11 +255,38 @@ class Dispatcher:
             for one, reservation in zip(media, reservations, strict=True)
         ]
 
-    def _launch(self, items: Sequence[InFlightItem], *, singly: bool) -> None:
-        """Plans items over the replicas that take them. Those that none takes are Unavailable."""
+    def _send_waiting(self) -> None:
+        """Sends waiting requests while the replicas that take them need more to be busy.
+
+        A request whose replicas have enough to do keeps them from the requests behind it, and does
+        not hold up those that other replicas take.
+        """
+        usable = self._sound(list(self.refresh()))
+        kept: set[str] = set()
+        place = 0
+        while place < len(self._queue) and not (usable and kept.issuperset(usable)):
+            items = [item for item in self._queue[place].items if item.unsent]
+            largest = self._takers(items)[0][1] if items else []
+            free = [replica for replica in largest if replica not in kept]
+            if largest and not (free and self.ledger.has_room(free)):
+                kept.update(largest)
+                place += 1
+                continue
+            request = self._queue.pop(place)
+            if items and usable:
+                self._launch(items, kept, singly=request.singly)
+            elif items:  # all replicas were lost
+                self._begin(items, self._retry(items, singly=request.singly))
+
+    def _launch(
+        self, items: Sequence[InFlightItem], kept: Collection[str] = (), *, singly: bool
+    ) -> None:
+        """Plans items over the replicas that take them, without `kept` ones if there are others.
+        Items that none takes are Unavailable."""
         for some, replicas in self._takers(items):
             if replicas:
-                self._plan_over(replicas, some, singly=singly)
+                free = [replica for replica in replicas if replica not in kept]
+                self._plan_over(free or replicas, some, singly=singly)
                 continue
             most = max((size for size in self._by_size if size), default=())
             for item in some:
@@ -260,13 +310,17 @@ class Dispatcher:
                 self._send(replica, sent)
 
     def _send(self, replica: str, items: list[InFlightItem]) -> None:
-        task = detached(self._call(replica, items))
+        self._begin(items, self._call(replica, items))
+        for item in items:
+            self.ledger.assign(item.reservation, replica)
+        self._metrics.sent(replica, sum(item.media.plan.patches for item in items))
+
+    def _begin(self, items: list[InFlightItem], work: Coroutine[Any, Any, None]) -> None:
+        task = detached(work)
         call = ShardCall(items, task)
         for item in items:
             item.call = call
-            self.ledger.assign(item.reservation, replica)
-        self._metrics.sent(replica, sum(item.media.plan.patches for item in items))
-        # Not in `_call`: a task that is cancelled before its first step runs none of it.
+        # Not in `work`: a task that is cancelled before its first step runs none of it.
         task.add_done_callback(partial(self._ended, call))
 
     async def _call(self, replica: str, items: Sequence[InFlightItem]) -> None:
@@ -279,7 +333,14 @@ class Dispatcher:
         singly = False
         try:
             async with self._liveness.guard(replica):
-                reply = await self._fleet.encode(replica, media, first.dtype, left, keep=first.keep)
+                reply = await self._fleet.encode(
+                    replica,
+                    media,
+                    first.dtype,
+                    left,
+                    keep=first.keep,
+                    waiting_per_sent=self.ledger.waiting_per_sent,
+                )
         except ShardLost as error:
             singly = isinstance(error, ReplicaDied)
             self._lose(replica, items, error)
@@ -362,8 +423,11 @@ class Dispatcher:
         item keeps its call alive.
         """
         item.waiting -= 1
-        call = item.call
-        if call is None or call.wanted:
+        if (call := item.call) is None:  # it has its answer, or was not sent
+            if not item.waiting:
+                self._complete(item, None)
+            return
+        if call.wanted:
             return
         call.task.cancel()
         for companion in call.items:
@@ -378,6 +442,8 @@ class Dispatcher:
         for item in call.items:
             if item.call is call:  # otherwise another call has it now
                 self._complete(item, error)
+        if self._queue:
+            self._send_waiting()
 
     def _complete(self, item: InFlightItem, answer: Answer | None) -> None:
         """Ends an item with its answer; None: no request wants one. A second call does nothing."""

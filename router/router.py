@@ -137,7 +137,8 @@ class Router:
 
     def metrics(self) -> str:
         ledger = self._dispatcher.ledger
-        return self._metrics.render({name: ledger.own(name) for name in self._fleet.replicas()})
+        own = {name: ledger.own(name) for name in self._fleet.replicas()}
+        return self._metrics.render(own, ledger.waiting)
 
     def scrape(self) -> tuple[str, str]:
         """This replica's id and `metrics`; a broadcast does not tell who answers."""

@@ -28,6 +28,7 @@ from actors.errors import ConfigError
 from actors.families.registry import read
 from actors.options import EncoderOptions
 from actors.spec.model_spec import ModelSpec
+from actors.store.shared_cache import open_store
 from actors.types import Size
 from encoder_service.api.answer import kwargs_card
 from encoder_service.commands import add_command
@@ -255,6 +256,11 @@ def missing(service: ServiceOptions) -> Iterator[str]:
     options without effect."""
     if service.encoder.gpu_memory_bytes and service.encoder.device == "cpu":
         yield "encoder.gpu_memory_bytes has no effect: encoder.device is cpu"
+    if service.cache.shared:
+        try:
+            open_store(service.cache.shared)
+        except ConfigError as error:
+            yield f"{error}; every node of an encoder needs it"
     if service.encoder.transport == "nixl" and find_spec("nixl") is None:
         yield (
             "encoder.transport is nixl: nixl is not installed here; every node of an encoder needs "
@@ -310,6 +316,8 @@ def table(spec: ModelSpec, pools: Mapping[str, tuple[ServiceOptions, Capacity]])
         f"{service.cache.max_bytes:,} bytes of embeddings" if service.cache.max_bytes else "off"
     )
     shown.add_row("cache of each", cached)
+    if shared := service.cache.shared:
+        shown.add_row("cache of all", escape(shared.url.rpartition("@")[2]))
     shown.add_row("references of each", f"{service.references.max_bytes:,} bytes")
     for name, most in service.limits:
         shown.add_row(f"limits.{name}", "none of its own" if most is None else f"{most:,}")

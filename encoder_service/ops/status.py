@@ -196,7 +196,10 @@ def status(card: Json, cache_max_bytes: int, glance: Glance, time: float) -> Jso
         "requests": samples.by("requests_total", "api", "code"),
         "request_seconds": samples.histogram("request_seconds"),
         "stages": {name: samples.histogram(f"{name}_seconds") for name in STAGES},
-        "router": {"outstanding_patches": samples.total("router_outstanding_patches")}
+        "router": {
+            "outstanding_patches": samples.total("router_outstanding_patches")
+            + samples.total("router_waiting_patches")
+        }
         | {
             name: samples.total(f"router_{name}_total")
             for name in ("replans", "coalesced", "rejections")

@@ -44,12 +44,20 @@ class Fleet(Protocol):
         """Those on this process's node: where loads are equal, they get the next item."""
 
     async def encode(
-        self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float, *, keep: bool
+        self,
+        replica: str,
+        media: list[Media],
+        dtype: Dtype,
+        timeout_seconds: float,
+        *,
+        keep: bool,
+        waiting_per_sent: float,
     ) -> Reply:
         """The answers of one replica, in order, and what it still has to do.
 
-        `keep`: it keeps the embeddings for a while, each has its id and no data. Raises ShardLost,
-        or a ServiceError for all items.
+        `keep`: it keeps the embeddings for a while, each has its id and no data.
+        `waiting_per_sent`: the ledger's, for the autoscaler. Raises ShardLost, or a ServiceError
+        for all items.
         """
 
     async def check(self, replica: str) -> None:

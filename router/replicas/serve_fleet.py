@@ -131,13 +131,14 @@ class ServeFleet:
         timeout_seconds: float,
         *,
         keep: bool = False,
+        waiting_per_sent: float = 0,
     ) -> Reply:
         """Cancelling it cancels the call."""
         patches = sum(item.plan.patches for item in media)
         with self._spans.span(
             "route", "client", replica=replica, items=len(media), patches=patches
         ):
-            call = EncodeCall(media, dtype, timeout_seconds, ORIGIN.get(), keep)
+            call = EncodeCall(media, dtype, timeout_seconds, ORIGIN.get(), keep, waiting_per_sent)
             request = message_fields(call)
             where = self._where(replica)  # before the call, which the replica may not outlive
             self._metrics.bytes.labels("items", where).inc(sum(one.size_bytes for one in media))

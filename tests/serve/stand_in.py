@@ -71,6 +71,7 @@ class StandIn:
         timeout_seconds: float,
         origin: Origin = NOBODY,
         keep: bool = False,
+        waiting_per_sent: float = 0,
     ) -> Reply:
         """Data is the digest of each item, as bytes."""
         patches = sum(item.plan.patches for item in media)

@@ -16,7 +16,7 @@ from ray.serve.schema import ServeApplicationSchema
 from encoder_service import __version__, cli
 from encoder_service.commands import check
 from encoder_service.commands.check import rollout
-from router.policy.balance import POLICIES
+from encoder_service.commands.simulate import ROWS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -501,7 +501,7 @@ def test_the_table_of_simulate_fits_a_terminal(
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["simulate", "--replicas", "4", "--requests", "16"]) == 0
     shown, told = capsys.readouterr()
-    assert told == f"simulating {len(POLICIES)} policies over fleets of 4 replicas ...\n"
+    assert told == f"simulating {len(ROWS)} policies over fleets of 4 replicas ...\n"
     (head,) = (line.split() for line in shown.splitlines() if "policy" in line)
     assert " ".join(head) == "replicas policy p50 ms p99 ms imbalance burst ms of best"
     assert max(map(len, shown.splitlines())) <= 80

@@ -40,7 +40,7 @@ def door(count: int) -> str:
     for _ in range(count):
         series.record("http", "200", 0.004)
     router = RouterMetrics()
-    return series.text() + router.render({"e1": 7, "e2": 0})
+    return series.text() + router.render({"e1": 7, "e2": 0}, 5)
 
 
 def failure(time: float) -> Failure:
@@ -73,7 +73,7 @@ def test_all_replicas_are_added_up() -> None:
     assert seen["request_seconds"]["buckets"][-1] == [None, 5]
     assert seen["stages"]["queue"]["count"] == 2
     assert (seen["cache"]["bytes"], seen["cache"]["max_bytes"]) == (200, 3000)
-    assert seen["router"]["outstanding_patches"] == 14
+    assert seen["router"]["outstanding_patches"] == 24
     assert seen["missing"] == {"Router": 1}
 
 

@@ -23,6 +23,7 @@ from actors.errors import (
 )
 from actors.types import Answer, Embedding, ItemPlan, Media
 from router.dispatch import Dispatcher
+from router.policy.ledger import SENT_ITEMS
 from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, embedding, item, right, settled, well
 
@@ -348,6 +349,166 @@ def test_one_request_after_another_goes_round_the_idle_replicas_of_the_node() ->
         assert [replica for replica, _ in fleet.calls] == ["near a", "near b"] * 2
         await collect(router, [item(10), item(11), item(12)])
         assert {replica for replica, _ in fleet.calls[4:]} == set(fleet.replicas)
+        return router
+
+    settled(test())
+
+
+class Busy:
+    """Replicas that encode one call after another, when they are told to, if `held`."""
+
+    def __init__(self, replicas: str, *, held: bool = False) -> None:
+        self.fleet = MemoryFleet(replicas, self.encode)
+        self.devices = {replica: asyncio.Lock() for replica in replicas}
+        self.go = asyncio.Event()
+        if not held:
+            self.go.set()
+        self.encoded = 0
+
+    async def encode(
+        self, replica: str, media: list[Media], timeout_seconds: float
+    ) -> list[Answer]:
+        async with self.devices[replica]:
+            await self.go.wait()
+            self.encoded += len(media)
+            return await well(replica, media, timeout_seconds)
+
+
+async def stream(router: Dispatcher, first: int, items: int = 64) -> int:
+    """How many answers a stream gave, of items from this number on."""
+    media = [item(first + number) for number in range(items)]
+    answers = router.answers(media, "bfloat16", 30, singly=True)
+    return len([answer async for answer in answers])
+
+
+@pytest.mark.parametrize("singly", [True, False])
+def test_a_small_request_waits_for_what_was_sent_not_for_what_waits(singly: bool) -> None:
+    async def test() -> Dispatcher:
+        busy = Busy("abc", held=True)
+        router, _ = dispatcher(busy.fleet)
+        large = [
+            stream(router, 1000 * number)
+            if singly
+            else collect(router, [item(1000 * number + one) for one in range(64)])
+            for number in range(50)
+        ]
+        tasks = [asyncio.create_task(one) for one in large]
+        await asyncio.sleep(0.01)
+        sent = sum(len(digests) for _, digests in busy.fleet.calls)
+        assert 3 * SENT_ITEMS <= sent <= 3 * SENT_ITEMS + 2 * 64
+        assert router.ledger.waiting == 100 * (50 * 64 - sent)
+        assert busy.fleet.waiting_per_sent == (50 * 64 - sent) / sent
+        small = asyncio.create_task(collect(router, [item(-1)]))
+        await asyncio.sleep(0.01)
+        busy.go.set()
+        assert right([item(-1)], await small)
+        assert busy.encoded <= sent + 2 * 64 + 1
+        await asyncio.gather(*tasks)
+        assert busy.encoded == 50 * 64 + 1
+        return router
+
+    settled(test())
+
+
+def test_requests_that_wait_for_a_pool_hold_up_no_others() -> None:
+    async def test() -> Dispatcher:
+        busy = Busy("ab")
+        busy.fleet.metadata["a"] = {"largest_item": [25]}
+        router, _ = dispatcher(busy.fleet)
+        await busy.devices["b"].acquire()
+        requests = [[item(100 * n + one, 104) for one in range(SENT_ITEMS)] for n in range(4)]
+        large = [asyncio.create_task(collect(router, media)) for media in requests]
+        await asyncio.sleep(0.01)
+        assert [replica for replica, _ in busy.fleet.calls] == ["b"], "the others wait"
+        for number in range(3):
+            small = [item(1000 * number - one) for one in range(1, 65)]
+            assert right(small, await collect(router, small))
+        # Small items leave the room on the other replica to what waited for it before them.
+        assert [replica for replica, _ in busy.fleet.calls] == ["b", "a", "a", "a"]
+        busy.devices["b"].release()
+        for media, answers in zip(requests, await asyncio.gather(*large), strict=True):
+            assert right(media, answers)
+        return router
+
+    settled(test())
+
+
+def test_streams_that_nobody_reads_do_not_hold_up_others() -> None:
+    async def test() -> Dispatcher:
+        router, _ = dispatcher(Busy("abc").fleet)
+        streams = [
+            router.answers([item(64 * number + one) for one in range(64)], "bfloat16", 30)
+            for number in range(20)
+        ]
+        await asyncio.gather(*(anext(one) for one in streams))
+        assert right([item(-1)], await collect(router, [item(-1)]))
+        for one in streams:
+            await one.aclose()
+        return router
+
+    settled(test())
+
+
+def test_a_waiting_item_is_sent_with_the_first_request_that_needs_it() -> None:
+    async def test() -> Dispatcher:
+        busy = Busy("a", held=True)
+        router, _ = dispatcher(busy.fleet)
+        before = asyncio.create_task(stream(router, 0))
+        large = asyncio.create_task(stream(router, 1000))
+        await asyncio.sleep(0.01)
+        small = asyncio.create_task(collect(router, [item(1063)]))
+        await asyncio.sleep(0.01)
+        busy.go.set()
+        await small
+        assert busy.encoded < 64 + SENT_ITEMS
+        assert await large == await before == 64
+        assert busy.encoded == 128
+        return router
+
+    settled(test())
+
+
+def test_a_request_that_leaves_while_it_waits_leaves_nothing() -> None:
+    async def test() -> Dispatcher:
+        busy = Busy("a", held=True)
+        router, _ = dispatcher(busy.fleet)
+        sent, waiting, joined = (
+            asyncio.create_task(one)
+            for one in (stream(router, 0), stream(router, 1000), stream(router, 1000, 1))
+        )
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert router.ledger.waiting == 100, "the item that another request waits for"
+        busy.go.set()
+        assert (await sent, await joined) == (64, 1)
+        assert busy.encoded == 65
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return router
+
+    settled(test())
+
+
+def test_requests_wait_for_a_replica_when_all_are_lost() -> None:
+    async def test() -> Dispatcher:
+        dead = asyncio.Event()
+
+        async def until_dead(replica: str, media: list[Media], seconds: float) -> list[Answer]:
+            if replica == "b":
+                return await well(replica, media, seconds)
+            await dead.wait()
+            raise ShardLost("killed")
+
+        fleet = MemoryFleet("a", until_dead)
+        router, _ = dispatcher(fleet, replica_wait_seconds=5)
+        requests = [asyncio.create_task(stream(router, 1000 * number)) for number in range(3)]
+        await asyncio.sleep(0.01)
+        fleet.replicas = []
+        dead.set()
+        await asyncio.sleep(0.01)
+        fleet.replicas = ["b"]
+        assert await asyncio.gather(*requests) == [64] * 3
         return router
 
     settled(test())
