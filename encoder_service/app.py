@@ -101,8 +101,8 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
 
     A change of any option restarts every replica, because Serve makes the version of all
     deployments of an application of its `args`. The `deployments` of a configuration may override
-    what is given here, without a restart. The ingress has a router in its own process; the Router
-    deployment is for callers in Ray.
+    what is given here, and by `user_config` some options, without a restart. The ingress has a
+    router in its own process; the Router deployment is for callers in Ray.
     """
     # Serve's access log would write a line per inner call, and block for it.
     logs = LoggingConfig(encoding=options.logging.format.upper(), enable_access_log=False)
@@ -150,8 +150,8 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
             Chat,
             name="Chat",
             num_replicas=own.replicas,
-            ray_actor_options=place(own),
-            max_ongoing_requests=own.max_ongoing_requests,
+            ray_actor_options=place(own) | {"num_gpus": own.reserved_gpus},
+            max_ongoing_requests=own.ongoing_requests,
             max_queued_requests=own.max_queued_requests,
             health_check_period_s=own.health_check_period_seconds,
             health_check_timeout_s=own.health_check_timeout_seconds,

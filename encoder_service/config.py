@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -16,16 +15,22 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     StringConstraints,
-    ValidationError,
     model_validator,
 )
 
 from actors.engine.budgets import Capacity, model_capacity
 from actors.errors import ConfigError
-from actors.options import ActorOptions, DeviceOptions, ModelOptions, Options
+from actors.options import (
+    ActorOptions,
+    DeviceOptions,
+    ModelOptions,
+    Options,
+    updated,
+    validated,
+)
 from actors.spec.model_spec import ModelSpec
 from actors.types import Size
-from router.options import RouterOptions
+from router.options import LIVE_KEYS, RouterOptions
 
 BUILD = "encoder_service.app:build"
 """The `import_path` of our applications."""
@@ -119,15 +124,27 @@ class LoggingOptions(Options):
     """One line per request to encode, written by a thread."""
 
 
-class LlmOptions(DeviceOptions):
-    """The language model's deployment. It scales independently of the encoders, and a replica
-    generates one completion at a time."""
+LlmEngine = Literal["transformers", "vllm"]
 
+ONGOING: dict[LlmEngine, int] = {"transformers": 4, "vllm": 256}
+"""Default of llm.max_ongoing_requests."""
+
+
+class LlmOptions(DeviceOptions):
+    """The language model's deployment. It scales independently of the encoders."""
+
+    engine: LlmEngine = "transformers"
+    """`transformers` generates one completion at a time; `vllm` batches, and must be installed."""
+    tensor_parallel_size: PositiveInt = 1
+    """vllm: GPUs of one node that share a replica. Ray reserves as many."""
+    engine_args: dict[str, Any] = Field({})
+    """vllm: more of AsyncEngineArgs, such as `gpu_memory_utilization`."""
     model: ModelOptions | None = None
     """None: the service's own `model`. Only its language model is loaded, not its tower, so that
     its `images_kwargs` and `videos_kwargs` have no effect."""
-    max_ongoing_requests: PositiveInt = 4
-    """Per replica: one generates; the others are tokenised and encoded, and wait."""
+    max_ongoing_requests: PositiveInt | None = None
+    """Per replica. None: 4 with transformers, where one generates and the others are tokenised and
+    encoded, and wait; 256 with vllm."""
     max_queued_requests: PositiveInt = 64
     """Waiting in one ingress replica while all replicas are full; beyond it 429."""
     max_model_len: PositiveInt | None = None
@@ -139,6 +156,24 @@ class LlmOptions(DeviceOptions):
     (Efficient Video Sampling), as with vLLM's option of this name."""
     timeout_seconds: PositiveFloat = 120
     """From the body of a request to its last token."""
+
+    @property
+    def ongoing_requests(self) -> int:
+        return self.max_ongoing_requests or ONGOING[self.engine]
+
+    @property
+    def reserved_gpus(self) -> float:
+        return self.num_gpus * self.tensor_parallel_size
+
+    @model_validator(mode="after")
+    def options_belong_to_the_engine(self) -> Self:
+        if self.engine != "vllm" and (self.engine_args or self.tensor_parallel_size > 1):
+            raise ValueError("engine_args and tensor_parallel_size: only with engine: vllm")
+        if self.engine == "vllm" and self.video_pruning_rate:
+            raise ValueError("video_pruning_rate: only with engine: transformers")
+        if self.tensor_parallel_size > 1 and 0 < self.num_gpus < 1:
+            raise ValueError("tensor_parallel_size: only with num_gpus: 1, which each GPU counts")
+        return self
 
 
 class ServiceOptions(ActorOptions):
@@ -152,18 +187,32 @@ class ServiceOptions(ActorOptions):
     """A language model that answers chats; None: encoders only."""
 
 
+LIVE: dict[str, dict[str, Collection[str]]] = {
+    "Ingress": {
+        "limits": LimitOptions.model_fields.keys() - {"max_body_bytes", "max_buffered_bytes"},
+        "router": LIVE_KEYS,
+        "fetch": FetchOptions.model_fields.keys(),
+        "auth": AuthOptions.model_fields.keys(),
+        "logging": {"access_log"},
+    },
+    "Router": {"router": LIVE_KEYS},
+}
+"""By deployment and section, the keys that its `user_config` changes without a restart. The two of
+the limits size gRPC's server when it starts."""
+
+
 def resources(options: ServiceOptions, *, most: bool = False) -> dict[str, float]:
     """What all deployments request from Ray, with the least or the most encoders."""
-    devices: list[tuple[DeviceOptions, int]] = []
+    devices: list[tuple[DeviceOptions, float, int]] = []
     for one in (each.encoder for each in encoders(options).values()):
-        devices.append((one, one.most_replicas if most else one.least_replicas))
+        devices.append((one, one.num_gpus, one.most_replicas if most else one.least_replicas))
     if llm := options.llm:
-        devices.append((llm, llm.replicas))
+        devices.append((llm, llm.reserved_gpus, llm.replicas))
     found: defaultdict[str, float] = defaultdict(float)
     for front in (options.router, options.ingress):
         found["CPU"] += front.replicas * front.num_cpus
-    for device, count in devices:
-        asked = {"GPU": device.num_gpus, "CPU": device.num_cpus, **device.resources}
+    for device, gpus, count in devices:
+        asked = {"GPU": gpus, "CPU": device.num_cpus, **device.resources}
         if device.accelerator_type:
             asked[f"accelerator_type:{device.accelerator_type}"] = 0.001  # as Ray does
         for name, amount in asked.items():
@@ -173,10 +222,7 @@ def resources(options: ServiceOptions, *, most: bool = False) -> dict[str, float
 
 def parse(args: Mapping[str, Any]) -> ServiceOptions:
     """The options. Raises ConfigError, which names every wrong key."""
-    try:
-        options = ServiceOptions.model_validate(args)
-    except ValidationError as error:
-        raise ConfigError("; ".join(map(sentence, error.errors()))) from None
+    options = validated(ServiceOptions, args)
     encoders(options)
     return options
 
@@ -208,33 +254,6 @@ def naming(deployment: str) -> Iterator[None]:
         if deployment not in SECTIONS:
             raise ConfigError(f"pool {deployment.removeprefix(POOL)}: {error}") from None
         raise
-
-
-def sentence(problem: Mapping[str, Any]) -> str:
-    """One of pydantic's problems. Possible secrets are not quoted: unknown keys, and `auth`."""
-    keys = [str(part) for part in problem["loc"]]
-    if problem["type"] == "extra_forbidden":
-        return f"{'.'.join(keys)}: no such key; known are {', '.join(known(keys[:-1]))}"
-    # pydantic's prefix for the message of a validator.
-    said = str(problem["msg"]).removeprefix("Value error, ")
-    if keys:
-        said = f"{'.'.join(keys)}: {said}"
-    if "token_sha256" in keys:
-        said += "; the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
-    # For a section's own validator, or a missing key, the input is the whole section.
-    if "auth" in keys or problem["type"] in ("missing", "value_error"):
-        return said
-    return f"{said} (got {problem['input']!r})"
-
-
-def known(section: Sequence[str]) -> list[str]:
-    options: Any = ServiceOptions
-    for key in section:
-        if key.isdigit():  # a place in a list
-            continue
-        declared = options.model_fields[key].annotation
-        options = next(one for one in (*get_args(declared), declared) if one is not NoneType)
-    return sorted(options.model_fields)
 
 
 def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
@@ -299,23 +318,31 @@ def is_ours(application: Mapping[str, Any]) -> bool:
 
 
 def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceOptions:
-    """The options with the counts of the application's `deployments`, which Serve prefers.
+    """The options with what Serve prefers of the application's `deployments`: counts, and the
+    `user_config` of Ingress.
 
     Raises ConfigError.
     """
-    pools = {POOL + pool.name: pool for pool in options.encoder.pools}
-    there: dict[str, Any] = pools | {
-        name: getattr(options, key)
-        for name, key in SECTIONS.items()
-        if getattr(options, key) and not (pools and key == "encoder")
-    }
     for entry in application.get("deployments") or []:
         name, replicas = entry.get("name"), entry.get("num_replicas")
+        pools = {POOL + pool.name: pool for pool in options.encoder.pools}
+        there = pools | {
+            one: getattr(options, key)
+            for one, key in SECTIONS.items()
+            if getattr(options, key) and not (pools and key == "encoder")
+        }
         section = there.get(name)
         if section is None:
             raise ConfigError(
                 f"deployments: no deployment is named {name!r}; there are {', '.join(there)}"
             )
+        if (user_config := entry.get("user_config")) is not None:
+            try:
+                changed = updated(options, user_config, LIVE.get(name, {}))
+            except ConfigError as error:
+                raise ConfigError(f"deployments: {name}: {error}") from None
+            if name == "Ingress":
+                options, section = changed, changed.ingress
         if replicas is None:
             continue
         if type(replicas) is not int or replicas < 1:
@@ -328,11 +355,13 @@ def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceO
                 f"encoder.autoscaling and num_replicas of the deployment {name} are both given: "
                 "keep one of them"
             )
-        there[name] = section.model_copy(update={"replicas": replicas})
-    pooled = tuple(there.pop(name) for name in pools)
-    found = {SECTIONS[name]: section for name, section in there.items()}
-    found.setdefault("encoder", options.encoder.model_copy(update={"pools": pooled}))
-    return options.model_copy(update=found)
+        counts: Any = section.model_copy(update={"replicas": replicas})
+        key = SECTIONS.get(name, "encoder")
+        if name in pools:
+            pooled = tuple((pools | {name: counts}).values())
+            counts = options.encoder.model_copy(update={"pools": pooled})
+        options = options.model_copy(update={key: counts})
+    return options
 
 
 def load_all(path: Path) -> list[ServiceOptions]:

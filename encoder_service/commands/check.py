@@ -173,6 +173,8 @@ def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple
             elif option == "num_replicas":
                 before_it, after_it = (one.get(option, "default") for one in (was, now))
                 yield "live", f"{name}: {option} {before_it} -> {after_it}"
+            elif option == "user_config" and now.get(option) is None:
+                yield "ignored", f"{name}: Serve passes on no removal: write `user_config: {{}}`"
             elif option != "name":
                 yield "live", f"{name}: {key}"
     for name, (least, most) in there.items():
@@ -374,8 +376,8 @@ def llm_table(llm: LlmOptions, spec: LlmSpec) -> Table:
     shown.add_row("chat with", spec.id + (f" at {spec.revision}" if spec.revision else ""))
     shown.add_row("weights", f"{weights}, {spec.dtype}")
     shown.add_row("tokens", f"{spec.max_model_len} for prompt and answer together")
-    each = f"{llm.num_gpus:g} GPU, {llm.num_cpus:g} CPU each, on {llm.device}"
-    shown.add_row("language models", f"{llm.replicas}: {each}")
+    each = f"{llm.reserved_gpus:g} GPU, {llm.num_cpus:g} CPU each, on {llm.device}"
+    shown.add_row("language models", f"{llm.replicas}: {llm.engine}, {each}")
     return shown
 
 
