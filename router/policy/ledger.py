@@ -25,7 +25,7 @@ WAITED_FRACTION = 0.25
 LOOK_BACK_SECONDS = 5.0
 """Busy time over which the throughput is averaged; older work hardly counts."""
 MIN_BUSY_SECONDS = 1.0  # busy time before a throughput is believed
-SENT_SECONDS, SENT_ITEMS = 0.2, 32
+SENT_SECONDS, SENT_ITEMS = 0.15, 32
 """Requests wait in the router while what it has sent takes so many seconds and every replica has so
 many items: enough to fill packs and to keep decoding processes busy. More would only be a queue in
 the replicas, which a small request could not pass."""
