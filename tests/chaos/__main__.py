@@ -31,7 +31,7 @@ from tests.serve.object_store import used
 RECOVERY_SECONDS = 180.0
 """The longest that a recovery may take."""
 FRONT_DOOR = {"connection", "http_error", "internal"}
-LOST_IDS = {"fetch: unavailable", "fetch: not_found"}
+LOST_IDS = {"fetch: unavailable", "fetch: not_found", "fetch: deadline_exceeded"}
 MAY_FAIL = {
     "an encoder is killed": LOST_IDS,
     "an ingress is killed": FRONT_DOOR,
@@ -42,8 +42,8 @@ MAY_FAIL = {
 }
 """Whoever talks to a process that is killed cannot be answered by it: Serve's proxy says 500 in its
 place, over gRPC INTERNAL ("internal"; an error of ours would be "internal_error"). Refusals are no
-answers that were lost. The ids that a lost encoder kept are answered with 503, or with 404 once
-another encoder has its place."""
+answers that were lost. The ids that a lost encoder kept are answered with 503, with 404 once
+another encoder has its place, or with 504 if rows of over a megabyte were being read."""
 STORE_BYTES = 400_000_000
 
 

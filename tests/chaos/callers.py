@@ -20,9 +20,11 @@ TOLERANCE = 1e-3
 SIDES = (48, 64, 96, 120, 160, 200, 256)
 
 
-def known_files(client: Client) -> dict[bytes, Rows]:
+IMAGES = [jpeg(side, SIDES[-1 - place]) for place, side in enumerate(SIDES)]
+
+
+def known_files(client: Client, images: Sequence[bytes] = IMAGES) -> dict[bytes, Rows]:
     """Images and the rows that the service gives for each alone, while nothing is wrong."""
-    images = [jpeg(side, SIDES[-1 - place]) for place, side in enumerate(SIDES)]
     return {image: client.encode([image], "float32")[0].numpy() for image in images}
 
 

@@ -80,7 +80,9 @@ def fetched(client: Client, kept: Received | ServiceError) -> Received | Service
 
 def failed(error: ServiceError, call: str = "") -> Failed:
     """Of a call of the client."""
-    lost = error.status in (None, "UNAVAILABLE") and error.type != "deadline_exceeded"
+    if error.type == "deadline_exceeded" and error.status is None:
+        return Failed("never answered", str(error))
+    lost = error.status in (None, "UNAVAILABLE")
     return Failed("connection" if lost else call + error.type, str(error))
 
 
