@@ -30,10 +30,12 @@ test: setup
 test-extended: setup
 	$(PYTEST) -m 'extended and not gpu and not slow'
 
-# Embeddings, proxy and connector in vLLM itself, in an environment of its own: CONTRIBUTING.md.
+# Embeddings, proxy and connector in vLLM itself, in an environment of its own: CONTRIBUTING.md. Then vLLM in our service.
 VLLM_PYTHON ?= .venv-vllm/bin/python
 vllm: setup
 	OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM_PYTHON) tests/loopback $(BIN)/pytest -m engine tests/engines/test_vllm.py
+	OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM_PYTHON) tests/loopback $(VLLM_PYTHON) -m pytest -m engine \
+		tests/engines/test_vllm_chat.py
 
 # Embeddings in SGLang's own code, in an environment of its own. Starts no engine.
 SGLANG_PYTHON ?= .venv-sglang/bin/python

@@ -17,7 +17,7 @@ from ray import serve
 
 from actors.autoscaling import OUTSTANDING_PAIRS, OUTSTANDING_PATCHES, OUTSTANDING_SECONDS
 from actors.errors import Unavailable
-from actors.options import ActorOptions
+from actors.options import ActorOptions, refused, updated
 from actors.pipeline import open_pipeline
 from actors.rpc.server import ReplicaServer
 from actors.store.kept import Kept
@@ -31,14 +31,25 @@ log = logging.getLogger("ray.serve")
 class Encoder:
     """Encodes items; routers choose which replica gets which."""
 
-    def __init__(self, options: ActorOptions) -> None:
+    def __init__(
+        self,
+        options: ActorOptions,
+        pool: str = "",
+        largest_item: tuple[int, ...] | None = None,
+    ) -> None:
+        """`pool`, `largest_item`: what routers are told, see router.replicas.fleet.Replica."""
         name_requests()
         self.options = options
+        self.about: dict[str, Any] = {"pool": pool} | (
+            {"largest_item": largest_item} if largest_item else {}
+        )
         self.spans = open_spans(options.tracing, "encoder")
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.series = EncoderMetrics()
         self.pipeline = open_pipeline(options, self.series, self.spans, self.replica)
         self.outstanding = Work(0)
+        self.waiting = Work(0)
+        """This replica's share of what waits in routers."""
         self.rpc = ReplicaServer(self)
         engine = self.pipeline.engine
         model, backend = engine.tower.spec.id, engine.device.backend
@@ -51,11 +62,15 @@ class Encoder:
         timeout_seconds: float,
         origin: Origin = NOBODY,
         keep: bool = False,
+        waiting_per_sent: float = 0,
     ) -> Reply:
-        """See Pipeline.encode."""
+        """See Pipeline.encode. `waiting_per_sent`: patches that wait in the router for each of
+        these."""
         ORIGIN.set(origin)
         work = Work.of(item.plan.work for item in media)
+        waiting = work.times(waiting_per_sent)
         self.outstanding = Work.of([self.outstanding, work])
+        self.waiting = Work.of([self.waiting, waiting])
         try:
             with self.spans.span(
                 "shard", "server", replica=self.replica, items=len(media), patches=work.patches
@@ -63,6 +78,7 @@ class Encoder:
                 answers = await self.pipeline.encode(media, dtype, timeout_seconds, keep=keep)
         finally:
             self.outstanding = self.outstanding.without(work)
+            self.waiting = self.waiting.without(waiting)
         return Reply(answers, *self.outstanding)
 
     async def fetch(self, name: str) -> Kept | None:
@@ -82,7 +98,7 @@ class Encoder:
         endpoint = await self.rpc.start(
             process.get_node_id(), ray.util.get_node_ip_address(), process.get_actor_name()
         )
-        said: dict[str, Any] = {"fingerprint": self.pipeline.writer.fingerprint}
+        said = {**self.about, "fingerprint": self.pipeline.writer.fingerprint}
         engine = self.pipeline.engine
         if engine.cost:
             said |= {"device": engine.device.name, "cost": asdict(engine.cost)}
@@ -95,11 +111,17 @@ class Encoder:
         return {OUTSTANDING_PATCHES: patches, OUTSTANDING_PAIRS: pairs}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The same, for the policy in autoscaling.py."""
-        stats: dict[str, float] = {OUTSTANDING_PATCHES: self.outstanding.patches}
+        """The same and what waits in routers, for the policy in autoscaling.py."""
+        work = Work.of([self.outstanding, self.waiting])
+        stats: dict[str, float] = {OUTSTANDING_PATCHES: work.patches}
         if cost := self.pipeline.engine.cost:
-            stats[OUTSTANDING_SECONDS] = cost.work_seconds(self.outstanding)
+            stats[OUTSTANDING_SECONDS] = cost.work_seconds(work)
         return stats
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Serve calls it with the deployment's `user_config`: nothing here changes live."""
+        with refused(running=True):
+            updated(self.options, user_config, {})
 
     async def check_health(self) -> None:
         """Serve replaces a replica that raises here."""

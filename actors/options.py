@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -12,11 +16,15 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    StringConstraints,
+    ValidationError,
     model_validator,
 )
 
 from actors.errors import ConfigError
 from actors.types import Alpha, Dtype
+
+logger = logging.getLogger("ray.serve")
 
 Transport = Literal["shared_memory", "nixl"]
 BlockForm = Literal["fast", "compile", "reference"]
@@ -33,6 +41,79 @@ class Options(BaseModel):
     """Frozen. Refuses unknown keys, and values of another type: true or "1" for 1, infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Made = TypeVar("Made", bound=Options)
+
+
+def validated(kind: type[Made], values: Mapping[str, Any]) -> Made:
+    """Raises ConfigError, which names every wrong key."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        problems = [sentence(kind, problem) for problem in error.errors()]
+        raise ConfigError("; ".join(problems)) from None
+
+
+def updated(options: Made, user_config: Any, live: Mapping[str, Collection[str]]) -> Made:
+    """The options with the values of a deployment's `user_config`.
+
+    `live`: by section, the keys that can be changed while a replica runs. Raises ConfigError.
+    """
+    if not isinstance(user_config, Mapping):
+        raise ConfigError("user_config is not a mapping")
+    values = options.model_dump(exclude_unset=True)
+    for section, given in user_config.items():
+        wrong = [section] if section not in live else []
+        if isinstance(given, Mapping):
+            wrong = wrong or [f"{section}.{key}" for key in given if key not in live[section]]
+            given = values.get(section, {}) | given
+        if wrong:
+            there = [f"{name}.{key}" for name, keys in live.items() for key in sorted(keys)]
+            raise ConfigError(
+                f"user_config: {', '.join(map(str, wrong))}: not a key that can be changed without "
+                f"a restart; those are {', '.join(there) or 'none here'}"
+            )
+        values[section] = given
+    return validated(type(options), values)
+
+
+@contextmanager
+def refused(*, running: bool) -> Iterator[None]:
+    """Logs a ConfigError in a replica that runs, which Serve would replace if it raised."""
+    try:
+        yield
+    except ConfigError as error:
+        if not running:
+            raise
+        logger.error("the options stay as they were: %s", error)
+
+
+def sentence(kind: type[Options], problem: Mapping[str, Any]) -> str:
+    """One of pydantic's problems. Possible secrets are not quoted: unknown keys, and `auth`."""
+    keys = [str(part) for part in problem["loc"]]
+    if problem["type"] == "extra_forbidden":
+        return f"{'.'.join(keys)}: no such key; known are {', '.join(known(kind, keys[:-1]))}"
+    # pydantic's prefix for the message of a validator.
+    said = str(problem["msg"]).removeprefix("Value error, ")
+    if keys:
+        said = f"{'.'.join(keys)}: {said}"
+    if "token_sha256" in keys:
+        said += "; the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
+    # For a section's own validator, or a missing key, the input is the whole section.
+    if "auth" in keys or problem["type"] in ("missing", "value_error"):
+        return said
+    return f"{said} (got {problem['input']!r})"
+
+
+def known(kind: type[Options], section: Sequence[str]) -> list[str]:
+    options: Any = kind
+    for key in section:
+        if key.isdigit():  # a place in a list
+            continue
+        declared = options.model_fields[key].annotation
+        options = next(one for one in (*get_args(declared), declared) if one is not NoneType)
+    return sorted(options.model_fields)
 
 
 class ImagesKwargs(Options):
@@ -124,8 +205,21 @@ class PackingOptions(Options):
     `off`."""
 
 
+class SharedCacheOptions(Options):
+    """A second cache, which all replicas share and which outlives them."""
+
+    url: str = Field(pattern=r"^[a-z0-9]+://")
+    """file:///folder, redis://host:port/database, or what fsspec knows, such as s3://bucket/prefix.
+    Whoever can write there decides which rows clients get."""
+    max_bytes: int = Field(100 * 2**30, gt=0)
+    """Of a folder, which evicts what was used longest ago. Each replica may exceed it by 10 %."""
+    ttl_seconds: float = Field(7 * 86_400, gt=0)
+    """Of an embedding in Redis, where `maxmemory` is the limit in bytes."""
+
+
 class CacheOptions(Options):
     max_bytes: int = Field(0, ge=0)  # of embeddings that each replica caches; 0: none
+    shared: SharedCacheOptions | None = None
 
 
 class ReferenceOptions(Options):
@@ -150,6 +244,9 @@ class PreprocessOptions(Options):
     needed. Items that are too large for it are decoded by the threads."""
 
 
+AcceleratorType = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
+
+
 class DeviceOptions(Options):
     """A deployment whose replicas own one device each."""
 
@@ -158,6 +255,10 @@ class DeviceOptions(Options):
     num_gpus: float = Field(1, ge=0, le=1)
     """GPUs that Ray reserves per replica: 0 with `device: cpu`; below 1, replicas share a GPU."""
     num_cpus: float = Field(1, ge=0)
+    accelerator_type: AcceleratorType | None = None
+    """The kind of GPU by Ray's name, such as `H200` or `L40S`. None: any."""
+    resources: dict[str, PositiveFloat] = {}
+    """Custom resources that Ray reserves per replica, to choose its nodes."""
     device: Literal["cuda", "cpu"] = "cuda"
     drain_timeout_seconds: float = Field(30, gt=0)
     """How long a stopping replica may take to finish the requests it has accepted."""
@@ -165,6 +266,11 @@ class DeviceOptions(Options):
     health_check_timeout_seconds: float = Field(8, gt=0)
     """A replica that misses three health checks in a row is replaced. They are answered even under
     full load: they never wait for the GPU thread."""
+
+    @property
+    def reserved_gpus(self) -> float:
+        """That Ray reserves per replica."""
+        return self.num_gpus
 
     @model_validator(mode="after")
     def device_is_reserved(self) -> Self:
@@ -202,8 +308,33 @@ class AutoscalingOptions(Options):
         return self
 
 
+class PoolGraphOptions(Options):
+    """The budgets of a pool. None: those of `graphs`."""
+
+    token_budgets: tuple[PositiveInt, ...] | None = Field(None, strict=False)
+    global_token_budgets: tuple[PositiveInt, ...] | None = Field(None, strict=False)
+    local_token_budgets: tuple[NonNegativeInt, ...] | None = Field(None, strict=False)
+
+
+class PoolOptions(Options):
+    """Encoders on one kind of device, in a deployment of their own. None: as `encoder` says."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+    replicas: PositiveInt | None = None
+    autoscaling: AutoscalingOptions | None = None
+    num_gpus: float | None = Field(None, ge=0, le=1)
+    num_cpus: float | None = Field(None, ge=0)
+    accelerator_type: AcceleratorType | None = None
+    resources: dict[str, PositiveFloat] | None = None
+    device: Literal["cuda", "cpu"] | None = None
+    gpu_memory_bytes: PositiveInt | None = None
+    graphs: PoolGraphOptions = PoolGraphOptions()
+
+
 class EncoderOptions(DeviceOptions):
     autoscaling: AutoscalingOptions | None = None  # instead of `replicas`
+    pools: tuple[PoolOptions, ...] = Field((), strict=False)
+    """Several kinds of device in one service. Empty: all encoders are equal."""
     transport: Transport = "shared_memory"
     """How rows above a megabyte reach callers in Ray. `nixl` leaves them on the encoder's device,
     and callers that have a device read them from there (actors/store/nixl.py): the language models
@@ -218,9 +349,12 @@ class EncoderOptions(DeviceOptions):
     """A replica that has work but finishes no pack for this long reports itself unhealthy."""
 
     @model_validator(mode="after")
-    def one_of_both(self) -> Self:
+    def nothing_is_given_twice(self) -> Self:
         if self.autoscaling and "replicas" in self.model_fields_set:
             raise ValueError("replicas and autoscaling are both given: keep one of them")
+        names = [pool.name for pool in self.pools]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"pools: {', '.join(sorted(repeated))}: give each pool its own name")
         return self
 
     @property

@@ -20,6 +20,7 @@ import numpy as np
 from actors.engine.engine import Engine
 from actors.errors import DeadlineExceeded, EmbeddingLost, EncodeFailed, ServiceError, Unavailable
 from actors.media.decoder import Decoder
+from actors.models.load import weights_digest
 from actors.options import ActorOptions
 from actors.spec.video import retained_tokens
 from actors.startup import open_engine
@@ -32,6 +33,7 @@ from actors.store.kept import (
     written,
 )
 from actors.store.nixl import DeviceMemory
+from actors.store.shared_cache import SharedCache, open_store
 from actors.store.shared_memory import INLINE_BYTES
 from actors.store.writer import RowBatch, RowWriter, converted
 from actors.telemetry.metrics import EncoderMetrics
@@ -111,8 +113,9 @@ class Pipeline:
     ) -> Embedding:
         tokens = retained_tokens(media.plan, media.evs_rate)
         if hit := self.cache.get(self.writer.key(media), tokens):
-            hit = await converted(hit, dtype)
-            hit = replace(hit, source="cache", timings=NO_TIMINGS)
+            hit = replace(await converted(hit, dtype), source="cache", timings=NO_TIMINGS)
+            return self._kept(media, hit) if keep else hit
+        if hit := await self.writer.from_shared_cache(media, dtype, tokens):
             return self._kept(media, hit) if keep else hit
 
         item = await result_of(self.decoder.submit(media))
@@ -252,6 +255,10 @@ def open_pipeline(
         memory = DeviceMemory(options.encoder.nixl_bytes, engine.device.device, series)
     cache = EmbeddingCache(options.cache.max_bytes, series)
     spec = engine.tower.spec
-    writer = RowWriter(spec, cache, memory, references.largest_bytes, replica)
+    shared = None
+    if options.cache.shared:
+        weights = weights_digest(options.model)
+        shared = SharedCache(open_store(options.cache.shared), weights, series)
+    writer = RowWriter(spec, cache, memory, references.largest_bytes, replica, shared)
     decoder.wait_until_started()
     return Pipeline(decoder, engine, writer, references, series, spans)

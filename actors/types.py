@@ -85,6 +85,9 @@ class Work(NamedTuple):
             pairs += part.pairs
         return cls(patches, pairs)
 
+    def times(self, factor: float) -> Work:
+        return Work(round(self.patches * factor), round(self.pairs * factor))
+
     def without(self, done: Work) -> Work:
         return Work(self.patches - done.patches, self.pairs - done.pairs)
 
@@ -112,6 +115,14 @@ class ItemPlan:
     @property
     def work(self) -> Work:
         return Work(self.patches, self.patches**2 // max(1, self.frames))
+
+    @property
+    def least_tokens(self) -> tuple[int, ...]:
+        """Tokens on each path of what must fit one pack: an image, or a temporal group."""
+        if not self.frames:
+            return self.path_tokens
+        patches = min(self.group_patches, self.patches)
+        return (self.path_tokens[0] * patches // self.patches,)
 
     @property
     def group_tokens(self) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -14,16 +15,22 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     StringConstraints,
-    ValidationError,
     model_validator,
 )
 
 from actors.engine.budgets import Capacity, model_capacity
 from actors.errors import ConfigError
-from actors.options import ActorOptions, DeviceOptions, ModelOptions, Options
+from actors.options import (
+    ActorOptions,
+    DeviceOptions,
+    ModelOptions,
+    Options,
+    updated,
+    validated,
+)
 from actors.spec.model_spec import ModelSpec
 from actors.types import Size
-from router.options import RouterOptions
+from router.options import LIVE_KEYS, RouterOptions
 
 BUILD = "encoder_service.app:build"
 """The `import_path` of our applications."""
@@ -35,6 +42,9 @@ OPEN_CLUSTER = (
 
 SECTIONS = {"Encoder": "encoder", "Router": "router", "Ingress": "ingress", "Chat": "llm"}
 """Our deployments, and the sections of `args` that describe them."""
+
+POOL = "Encoder-"
+"""Begins the names of the deployments of `encoder.pools`, which take the place of Encoder."""
 
 Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
@@ -114,15 +124,27 @@ class LoggingOptions(Options):
     """One line per request to encode, written by a thread."""
 
 
-class LlmOptions(DeviceOptions):
-    """The language model's deployment. It scales independently of the encoders, and a replica
-    generates one completion at a time."""
+LlmEngine = Literal["transformers", "vllm"]
 
+ONGOING: dict[LlmEngine, int] = {"transformers": 4, "vllm": 256}
+"""Default of llm.max_ongoing_requests."""
+
+
+class LlmOptions(DeviceOptions):
+    """The language model's deployment. It scales independently of the encoders."""
+
+    engine: LlmEngine = "transformers"
+    """`transformers` generates one completion at a time; `vllm` batches, and must be installed."""
+    tensor_parallel_size: PositiveInt = 1
+    """vllm: GPUs of one node that share a replica. Ray reserves as many."""
+    engine_args: dict[str, Any] = Field({})
+    """vllm: more of AsyncEngineArgs, such as `gpu_memory_utilization`."""
     model: ModelOptions | None = None
     """None: the service's own `model`. Only its language model is loaded, not its tower, so that
     its `images_kwargs` and `videos_kwargs` have no effect."""
-    max_ongoing_requests: PositiveInt = 4
-    """Per replica: one generates; the others are tokenised and encoded, and wait."""
+    max_ongoing_requests: PositiveInt | None = None
+    """Per replica. None: 4 with transformers, where one generates and the others are tokenised and
+    encoded, and wait; 256 with vllm."""
     max_queued_requests: PositiveInt = 64
     """Waiting in one ingress replica while all replicas are full; beyond it 429."""
     max_model_len: PositiveInt | None = None
@@ -134,6 +156,24 @@ class LlmOptions(DeviceOptions):
     (Efficient Video Sampling), as with vLLM's option of this name."""
     timeout_seconds: PositiveFloat = 120
     """From the body of a request to its last token."""
+
+    @property
+    def ongoing_requests(self) -> int:
+        return self.max_ongoing_requests or ONGOING[self.engine]
+
+    @property
+    def reserved_gpus(self) -> float:
+        return self.num_gpus * self.tensor_parallel_size
+
+    @model_validator(mode="after")
+    def options_belong_to_the_engine(self) -> Self:
+        if self.engine != "vllm" and (self.engine_args or self.tensor_parallel_size > 1):
+            raise ValueError("engine_args and tensor_parallel_size: only with engine: vllm")
+        if self.engine == "vllm" and self.video_pruning_rate:
+            raise ValueError("video_pruning_rate: only with engine: transformers")
+        if self.tensor_parallel_size > 1 and 0 < self.num_gpus < 1:
+            raise ValueError("tensor_parallel_size: only with num_gpus: 1, which each GPU counts")
+        return self
 
 
 class ServiceOptions(ActorOptions):
@@ -147,49 +187,73 @@ class ServiceOptions(ActorOptions):
     """A language model that answers chats; None: encoders only."""
 
 
-def resources(options: ServiceOptions, encoders: int) -> dict[str, float]:
-    """GPUs and CPUs that all deployments request from Ray, with this number of encoders."""
-    encoder, llm = options.encoder, options.llm
-    gpus, cpus = encoders * encoder.num_gpus, encoders * encoder.num_cpus
+LIVE: dict[str, dict[str, Collection[str]]] = {
+    "Ingress": {
+        "limits": LimitOptions.model_fields.keys() - {"max_body_bytes", "max_buffered_bytes"},
+        "router": LIVE_KEYS,
+        "fetch": FetchOptions.model_fields.keys(),
+        "auth": AuthOptions.model_fields.keys(),
+        "logging": {"access_log"},
+    },
+    "Router": {"router": LIVE_KEYS},
+}
+"""By deployment and section, the keys that its `user_config` changes without a restart. The two of
+the limits size gRPC's server when it starts."""
+
+
+def resources(options: ServiceOptions, *, most: bool = False) -> dict[str, float]:
+    """What all deployments request from Ray, with the least or the most encoders."""
+    devices: list[tuple[DeviceOptions, int]] = []
+    for one in (each.encoder for each in encoders(options).values()):
+        devices.append((one, one.most_replicas if most else one.least_replicas))
+    if llm := options.llm:
+        devices.append((llm, llm.replicas))
+    found: defaultdict[str, float] = defaultdict(float)
     for front in (options.router, options.ingress):
-        cpus += front.replicas * front.num_cpus
-    if llm:
-        gpus += llm.replicas * llm.num_gpus
-        cpus += llm.replicas * llm.num_cpus
-    return {"GPU": gpus, "CPU": cpus}
+        found["CPU"] += front.replicas * front.num_cpus
+    for device, count in devices:
+        asked = {"GPU": device.reserved_gpus, "CPU": device.num_cpus, **device.resources}
+        if device.accelerator_type:
+            asked[f"accelerator_type:{device.accelerator_type}"] = 0.001  # as Ray does
+        for name, amount in asked.items():
+            found[name] += count * amount
+    return found
 
 
 def parse(args: Mapping[str, Any]) -> ServiceOptions:
     """The options. Raises ConfigError, which names every wrong key."""
+    options = validated(ServiceOptions, args)
+    encoders(options)
+    return options
+
+
+def encoders(options: ServiceOptions) -> dict[str, ServiceOptions]:
+    """The options of each deployment of encoders: those of each pool, or of the service itself.
+
+    Raises ConfigError.
+    """
+    if not options.encoder.pools:
+        return {"Encoder": options}
+    args, found = options.model_dump(exclude_unset=True), {}
+    for pool in options.encoder.pools:
+        given = pool.model_dump(exclude_unset=True, exclude_none=True, exclude={"name"})
+        graphs = args.get("graphs", {}) | given.pop("graphs", {})
+        with naming(POOL + pool.name):
+            found[POOL + pool.name] = parse(
+                args | {"encoder": args["encoder"] | {"pools": ()} | given, "graphs": graphs}
+            )
+    return found
+
+
+@contextmanager
+def naming(deployment: str) -> Iterator[None]:
+    """Says in a ConfigError which pool it is about."""
     try:
-        return ServiceOptions.model_validate(args)
-    except ValidationError as error:
-        raise ConfigError("; ".join(map(sentence, error.errors()))) from None
-
-
-def sentence(problem: Mapping[str, Any]) -> str:
-    """One of pydantic's problems. Possible secrets are not quoted: unknown keys, and `auth`."""
-    keys = [str(part) for part in problem["loc"]]
-    if problem["type"] == "extra_forbidden":
-        return f"{'.'.join(keys)}: no such key; known are {', '.join(known(keys[:-1]))}"
-    # pydantic's prefix for the message of a validator.
-    said = str(problem["msg"]).removeprefix("Value error, ")
-    if keys:
-        said = f"{'.'.join(keys)}: {said}"
-    if "token_sha256" in keys:
-        said += "; the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
-    # For a section's own validator, or a missing key, the input is the whole section.
-    if "auth" in keys or problem["type"] in ("missing", "value_error"):
-        return said
-    return f"{said} (got {problem['input']!r})"
-
-
-def known(section: Sequence[str]) -> list[str]:
-    options: Any = ServiceOptions
-    for key in section:
-        declared = options.model_fields[key].annotation
-        options = next(one for one in (*get_args(declared), declared) if one is not NoneType)
-    return sorted(options.model_fields)
+        yield
+    except ConfigError as error:
+        if deployment not in SECTIONS:
+            raise ConfigError(f"pool {deployment.removeprefix(POOL)}: {error}") from None
+        raise
 
 
 def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
@@ -208,11 +272,24 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
     return room
 
 
+def fitted(options: ServiceOptions, spec: ModelSpec) -> dict[str, tuple[ServiceOptions, Capacity]]:
+    """Options and packs of each deployment of encoders, that with the largest budgets first.
+
+    Raises ConfigError for options that do not fit the model.
+    """
+    found = {}
+    for name, one in encoders(options).items():
+        with naming(name):
+            found[name] = one, fit(one, spec)
+    return dict(sorted(found.items(), key=lambda each: each[1][1].tokens, reverse=True))
+
+
 def check_scaling(options: ServiceOptions) -> None:
     """Raises ConfigError if the encoders would never have work enough for the most of them."""
     most = options.router.max_outstanding_patches
-    scaling = options.encoder.autoscaling
-    if scaling and not scaling.target_seconds:
+    for scaling in (one.encoder.autoscaling for one in encoders(options).values()):
+        if scaling is None or scaling.target_seconds:
+            continue
         admitted = most * options.ingress.replicas
         asked = scaling.target_patches * (scaling.max_replicas - 1)
         if admitted <= asked:
@@ -241,19 +318,28 @@ def is_ours(application: Mapping[str, Any]) -> bool:
 
 
 def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceOptions:
-    """The options with the counts of the application's `deployments`, which Serve prefers.
+    """The options with what Serve prefers of the application's `deployments`: counts, and the
+    `user_config` of Ingress.
 
     Raises ConfigError.
     """
-    found: dict[str, Any] = {}
-    for entry in application.get("deployments") or []:
-        name, replicas = entry.get("name"), entry.get("num_replicas")
-        section = getattr(options, SECTIONS.get(name, ""), None)
-        if section is None:
-            there = [one for one, key in SECTIONS.items() if getattr(options, key)]
+    entries = application.get("deployments") or []
+    for entry in entries:
+        name, user_config = entry.get("name"), entry.get("user_config")
+        if name not in (known_names := scaled(options)):
             raise ConfigError(
-                f"deployments: no deployment is named {name!r}; there are {', '.join(there)}"
+                f"deployments: no deployment is named {name!r}; there are {', '.join(known_names)}"
             )
+        if user_config is not None:
+            try:
+                changed = updated(options, user_config, LIVE.get(name, {}))
+            except ConfigError as error:
+                raise ConfigError(f"deployments: {name}: {error}") from None
+            options = changed if name == "Ingress" else options
+    there = scaled(options)
+    for entry in entries:
+        name, replicas = entry["name"], entry.get("num_replicas")
+        section = there[name]
         if replicas is None:
             continue
         if type(replicas) is not int or replicas < 1:
@@ -263,11 +349,24 @@ def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceO
             )
         if getattr(section, "autoscaling", None):
             raise ConfigError(
-                "encoder.autoscaling and num_replicas of the deployment Encoder are both given: "
+                f"encoder.autoscaling and num_replicas of the deployment {name} are both given: "
                 "keep one of them"
             )
-        found[SECTIONS[name]] = section.model_copy(update={"replicas": replicas})
+        there[name] = section.model_copy(update={"replicas": replicas})
+    pooled = tuple(there.pop(POOL + pool.name) for pool in options.encoder.pools)
+    found = {SECTIONS[name]: section for name, section in there.items()}
+    found.setdefault("encoder", options.encoder.model_copy(update={"pools": pooled}))
     return options.model_copy(update=found)
+
+
+def scaled(options: ServiceOptions) -> dict[str, Any]:
+    """The options of each deployment that has a count, by its name."""
+    pools = {POOL + pool.name: pool for pool in options.encoder.pools}
+    return pools | {
+        name: getattr(options, key)
+        for name, key in SECTIONS.items()
+        if getattr(options, key) and not (pools and key == "encoder")
+    }
 
 
 def load_all(path: Path) -> list[ServiceOptions]:

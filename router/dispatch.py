@@ -1,7 +1,8 @@
-"""From the items of a request to their answers: admit, plan, send, retry what was lost.
+"""From the items of a request to their answers: admit, wait, plan, send, retry what was lost.
 
 The methods are in the order in which an item passes. Identical items in flight are encoded once,
-however many requests wait for them.
+however many requests wait for them. While the replicas have enough to do, requests wait here, where
+small ones pass large ones.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceError, Unavailable
 from actors.telemetry.tracing import ORIGIN, Origin
@@ -19,18 +21,22 @@ from actors.types import Answer, Cost, Dtype, Embedding, Media, Work
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.policy.balance import CacheAffinity, Plan, plan_around
+from router.policy.fair_queue import FairQueue
 from router.policy.ledger import Ledger, Reservation
 from router.replicas.fleet import Fleet, Replica, ReplicaDied, ShardLost, costs, detached
 from router.replicas.liveness import Liveness
 
 logger = logging.getLogger("ray.serve")
 
+NO_REPLICA = "no encoder replica is ready; try again later"
 POLL_SECONDS = 0.02  # between two checks whether there is a replica now
 BACKOFF_SECONDS = 0.1
 """Before replicas that all failed are tried again. Doubles with each loss."""
 MARGIN_SECONDS, MARGIN_FRACTION = 0.05, 0.1
 """How much earlier than the caller a replica gives up late items, so that the other items of the
 call arrive in time; at most this fraction of the time that is left."""
+ITEM_PATCHES = 1000
+"""Sending and decoding an item takes about as long as encoding so many patches."""
 MAX_LONE_DEATHS = 2
 """An item is rejected when this many replicas died while it was the only item of their call."""
 
@@ -65,7 +71,12 @@ class InFlightItem:
     origin: Origin = field(default_factory=ORIGIN.get)
     """The request that asked for it first."""
     call: ShardCall | None = None
-    """Dropped with the answer, or it would keep the embeddings of others alive."""
+    """None before it is sent. Dropped with the answer, or it would keep the embeddings of others
+    alive."""
+
+    @property
+    def unsent(self) -> bool:
+        return self.call is None and not self.answer.done()
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +89,14 @@ class ShardCall:
     @property
     def wanted(self) -> bool:
         return any(item.waiting for item in self.items if not item.answer.done())
+
+
+@dataclass(slots=True, eq=False)
+class WaitingRequest:
+    """Items that are sent together. Those that another request needs too are sent by the first."""
+
+    items: list[InFlightItem]
+    singly: bool
 
 
 class Dispatcher:
@@ -95,13 +114,27 @@ class Dispatcher:
         self._options = options
         self._plan = plan
         self._metrics = metrics
+        self._cache_max_bytes = cache_max_bytes
         self._reports: Mapping[str, Replica] | None = None
         self._costs: Mapping[str, Cost | None] = {}
+        self._by_size: dict[tuple[int, ...] | None, list[str]] = {}
+        """The replicas by the largest item that they take."""
         self._joinable: dict[Key, InFlightItem] = {}
         """Items in flight that other requests may join."""
+        self._queue = FairQueue[WaitingRequest]()
         self._affinity = CacheAffinity(cache_max_bytes if options.cache_affinity else 0)
         self._liveness = Liveness(fleet.check, fleet.reach, options.stall_seconds)
         self.ledger = Ledger(
+            options.max_outstanding_patches, options.exclude_seconds, options.max_queue_seconds
+        )
+
+    def configure(self, options: RouterOptions, plan: Plan) -> None:
+        """Applies to what comes next. Not live: `stall_seconds`."""
+        if options.cache_affinity != self._options.cache_affinity:
+            self._affinity = CacheAffinity(self._cache_max_bytes if options.cache_affinity else 0)
+        self._options = options
+        self._plan = plan
+        self.ledger.configure(
             options.max_outstanding_patches, options.exclude_seconds, options.max_queue_seconds
         )
 
@@ -122,9 +155,12 @@ class Dispatcher:
         where there is no replica: then nothing was begun.
         """
         deadline = now() + timeout_seconds
-        replicas = await self._replicas(deadline)
-        items, new = self._admit(media, dtype, deadline, keep=keep)
-        self._launch(new, replicas, singly=singly)
+        await self._any_replica(deadline)
+        items = self._admit(media, dtype, deadline, keep=keep)
+        unsent = list(dict.fromkeys(item for item in items if item.unsent))
+        request = WaitingRequest(unsent, singly)
+        self._queue.add(request, sum(ITEM_PATCHES + item.media.plan.patches for item in unsent))
+        self._send_waiting()
         late = DeadlineExceeded(
             f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
         )
@@ -141,6 +177,7 @@ class Dispatcher:
                     for position in waiting.pop(future):
                         yield position, answer
         finally:
+            self._queue.remove(request)
             for item in items:
                 self._leave(item)
 
@@ -159,33 +196,52 @@ class Dispatcher:
         if reports is not self._reports:
             self._reports = reports
             self._costs = costs(reports)
+            self._by_size = {}
+            for name, replica in reports.items():
+                self._by_size.setdefault(replica.largest_item, []).append(name)
             self.ledger.report({name: replica.work for name, replica in reports.items()})
             self._affinity.keep(reports)
         return reports
 
-    async def _replicas(self, deadline: float) -> list[str]:
-        """The replicas to plan over. Waits a little for the first; then raises Unavailable."""
+    async def _any_replica(self, deadline: float) -> None:
+        """Waits a little for the first replica; then raises Unavailable."""
         give_up = min(deadline, now() + self._options.replica_wait_seconds)
-        while not (reports := self.refresh()):
+        while not self.refresh():
             if now() >= give_up:
-                raise Unavailable("no encoder replica is ready; try again later")
+                raise Unavailable(NO_REPLICA)
             await asyncio.sleep(POLL_SECONDS)
-        silent = self._liveness.silent
+
+    def _takers(self, items: Sequence[InFlightItem]) -> list[tuple[list[InFlightItem], list[str]]]:
+        """Items, with the replicas to plan them over; the items that fewest pools take first."""
+        self.refresh()
+        found: dict[tuple[tuple[int, ...] | None, ...], list[InFlightItem]] = {}
+        for item in items:
+            tokens = item.media.plan.least_tokens
+            sizes = tuple(most for most in self._by_size if most is None or holds(most, tokens))
+            found.setdefault(sizes, []).append(item)
+        return [
+            (found[sizes], self._sound([one for size in sizes for one in self._by_size[size]]))
+            for sizes in sorted(found, key=len)
+        ]
+
+    def _sound(self, replicas: list[str]) -> list[str]:
+        """Those that did not fail recently; if all did, those that answer; else all."""
+        silent, time = self._liveness.silent, now()
         for replica in silent:
-            self.ledger.exclude(replica, now())
-        answering = [replica for replica in reports if replica not in silent]
-        sound = [replica for replica in answering if not self.ledger.excluded(replica, now())]
-        return sound or answering or list(reports)
+            self.ledger.exclude(replica, time)
+        answering = [replica for replica in replicas if replica not in silent]
+        sound = [replica for replica in answering if not self.ledger.excluded(replica, time)]
+        return sound or answering or replicas
 
     def _admit(
         self, media: Sequence[Media], dtype: Dtype, deadline: float, *, keep: bool
-    ) -> tuple[list[InFlightItem], list[InFlightItem]]:
-        """The item in flight for each place of a request, and those of them that are new.
+    ) -> list[InFlightItem]:
+        """The item in flight for each place of a request.
 
         Items to be kept are not coalesced: each place gets an id of its own.
         """
         if keep or not self._options.coalesce:
-            items = new = self._reserve(media, dtype, deadline, keep=keep)
+            items = self._reserve(media, dtype, deadline, keep=keep)
         else:
             wanted = {
                 key(one, dtype): one for one in media if key(one, dtype) not in self._joinable
@@ -197,7 +253,7 @@ class Dispatcher:
         for item in items:
             item.waiting += 1
             item.deadline = max(item.deadline, deadline)
-        return items, new
+        return items
 
     def _reserve(
         self, media: Sequence[Media], dtype: Dtype, deadline: float, *, keep: bool
@@ -210,8 +266,45 @@ class Dispatcher:
             for one, reservation in zip(media, reservations, strict=True)
         ]
 
+    def _send_waiting(self) -> None:
+        """Sends waiting requests while the replicas that take them need more to be busy.
+
+        A request whose replicas have enough to do keeps them from the requests behind it, and does
+        not hold up those that other replicas take.
+        """
+        usable = self._sound(list(self.refresh()))
+        kept: set[str] = set()
+        place = 0
+        while place < len(self._queue) and not (usable and kept.issuperset(usable)):
+            items = [item for item in self._queue[place].items if item.unsent]
+            largest = self._takers(items)[0][1] if items else []
+            free = [replica for replica in largest if replica not in kept]
+            if largest and not (free and self.ledger.has_room(free)):
+                kept.update(largest)
+                place += 1
+                continue
+            request = self._queue.pop(place)
+            if items and usable:
+                self._launch(items, kept, singly=request.singly)
+            elif items:  # all replicas were lost
+                self._begin(items, self._retry(items, singly=request.singly))
+
     def _launch(
-        self, items: Sequence[InFlightItem], replicas: Sequence[str], *, singly: bool
+        self, items: Sequence[InFlightItem], kept: Collection[str] = (), *, singly: bool
+    ) -> None:
+        """Plans items over the replicas that take them, without `kept` ones if there are others.
+        Items that none takes are Unavailable."""
+        for some, replicas in self._takers(items):
+            if replicas:
+                free = [replica for replica in replicas if replica not in kept]
+                self._plan_over(free or replicas, some, singly=singly)
+                continue
+            most = max((size for size in self._by_size if size), default=())
+            for item in some:
+                self._complete(item, too_large(item.media.plan.least_tokens, most))
+
+    def _plan_over(
+        self, replicas: Sequence[str], items: Sequence[InFlightItem], *, singly: bool
     ) -> None:
         """Plans items over these replicas, and sends each replica its shard, or item by item."""
         media = [item.media for item in items]
@@ -228,13 +321,17 @@ class Dispatcher:
                 self._send(replica, sent)
 
     def _send(self, replica: str, items: list[InFlightItem]) -> None:
-        task = detached(self._call(replica, items))
+        self._begin(items, self._call(replica, items))
+        for item in items:
+            self.ledger.assign(item.reservation, replica)
+        self._metrics.sent(replica, sum(item.media.plan.patches for item in items))
+
+    def _begin(self, items: list[InFlightItem], work: Coroutine[Any, Any, None]) -> None:
+        task = detached(work)
         call = ShardCall(items, task)
         for item in items:
             item.call = call
-            self.ledger.assign(item.reservation, replica)
-        self._metrics.sent(replica, sum(item.media.plan.patches for item in items))
-        # Not in `_call`: a task that is cancelled before its first step runs none of it.
+        # Not in `work`: a task that is cancelled before its first step runs none of it.
         task.add_done_callback(partial(self._ended, call))
 
     async def _call(self, replica: str, items: Sequence[InFlightItem]) -> None:
@@ -247,7 +344,14 @@ class Dispatcher:
         singly = False
         try:
             async with self._liveness.guard(replica):
-                reply = await self._fleet.encode(replica, media, first.dtype, left, keep=first.keep)
+                reply = await self._fleet.encode(
+                    replica,
+                    media,
+                    first.dtype,
+                    left,
+                    keep=first.keep,
+                    waiting_per_sent=self.ledger.waiting_per_sent,
+                )
         except ShardLost as error:
             singly = isinstance(error, ReplicaDied)
             self._lose(replica, items, error)
@@ -310,17 +414,18 @@ class Dispatcher:
             self.ledger.assign(item.reservation, None)
         deadline = max(item.deadline for item in items)
         try:
-            replicas = await self._replicas(deadline)
-            if all(self.ledger.excluded(replica, now()) for replica in replicas):
+            await self._any_replica(deadline)
+            over = (replica for _, replicas in self._takers(items) for replica in replicas)
+            if all(self.ledger.excluded(replica, now()) for replica in over):
                 await asyncio.sleep(BACKOFF_SECONDS * 2 ** items[0].losses)
-                replicas = await self._replicas(deadline)
+                await self._any_replica(deadline)
         except Unavailable as error:
             for item in items:
                 self._complete(item, error)
             return
         wanted = self._unanswered(items)
         self._metrics.replans.inc(len(wanted))
-        self._launch(wanted, replicas, singly=singly)
+        self._launch(wanted, singly=singly)
 
     def _leave(self, item: InFlightItem) -> None:
         """One request fewer waits. Cancels the call when nobody waits for any of its items.
@@ -329,8 +434,11 @@ class Dispatcher:
         item keeps its call alive.
         """
         item.waiting -= 1
-        call = item.call
-        if call is None or call.wanted:
+        if (call := item.call) is None:  # it has its answer, or was not sent
+            if not item.waiting:
+                self._complete(item, None)
+            return
+        if call.wanted:
             return
         call.task.cancel()
         for companion in call.items:
@@ -345,6 +453,9 @@ class Dispatcher:
         for item in call.items:
             if item.call is call:  # otherwise another call has it now
                 self._complete(item, error)
+        # All replicas first, because it costs less than to find those that can be used.
+        if self._queue and (not self._reports or self.ledger.has_room(self._reports)):
+            self._send_waiting()
 
     def _complete(self, item: InFlightItem, answer: Answer | None) -> None:
         """Ends an item with its answer; None: no request wants one. A second call does nothing."""
@@ -360,6 +471,22 @@ class Dispatcher:
         if isinstance(answer, Embedding):
             self._affinity.saw(item.media, answer)
         self.ledger.release(item.reservation, now(), done=isinstance(answer, Embedding))
+
+
+def holds(most: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether an item's tokens on each path are within the most of a pool."""
+    return all(one <= limit for one, limit in zip(tokens, most, strict=True))
+
+
+def too_large(tokens: Sequence[int], most: Sequence[int]) -> Unavailable:
+    """`most`: that the replicas which are ready take, on each path; empty: there is none."""
+    if not most:
+        return Unavailable(NO_REPLICA)
+    has, take = (" and ".join(map(str, each)) for each in (tokens, most))
+    return Unavailable(
+        f"the item has {has} tokens and the encoders that are ready take {take}: try again when "
+        "the pool with the largest graphs.token_budgets is ready, or send a smaller item"
+    )
 
 
 def now() -> float:

@@ -19,6 +19,11 @@ class RouterMetrics:
             ["replica"],
             registry=self.registry,
         )
+        self.waiting_patches = Gauge(
+            "encoder_router_waiting_patches",
+            "Patches of admitted requests that wait in this router until replicas have room.",
+            registry=self.registry,
+        )
         self.patches = counter(
             "router_patches_total", "Patches that this router sent to a replica.", ["replica"]
         )
@@ -52,12 +57,14 @@ class RouterMetrics:
             self._seen.add(replica)
             self.patches.labels(replica).inc(patches)
 
-    def render(self, own: Mapping[str, int]) -> str:
+    def render(self, own: Mapping[str, int], waiting: int) -> str:
         """Prometheus text, from any thread. `own`: patches on each replica that there is.
+        `waiting`: those on none.
 
         Series of replicas that are gone are removed, so that labels do not grow.
         """
         with self._rendering:
+            self.waiting_patches.set(waiting)
             for replica in self._seen - own.keys():
                 self.patches.remove(replica)
                 self.outstanding_patches.remove(replica)

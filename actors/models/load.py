@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
+from hashlib import sha256
 from importlib import import_module
 from typing import Any
 
@@ -75,6 +76,18 @@ def tensors(options: ModelOptions, model: ModelSpec, device: torch.device) -> Ma
     files = find(options)
     reason = partial(reason_for, options, files)
     return checkpoint_tensors.load(files, family.prefixes, family.expected, unused, reason)
+
+
+def weights_digest(options: ModelOptions) -> str:
+    """SHA-256 of the tower's weights, whatever the checkpoint is called."""
+    model = read(options)
+    if model.dummy:
+        return f"dummy {DUMMY_SEED}"
+    digest = sha256()
+    for name, tensor in sorted(tensors(options, model, torch.device("cpu")).items()):
+        digest.update(f"{name} {tensor.dtype}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def reason_for(options: ModelOptions, files: Files, name: str) -> str:

@@ -48,6 +48,7 @@ class EncodeCall:
     timeout_seconds: float
     origin: Origin
     keep: bool
+    waiting_per_sent: float = 0
 
 
 def message_fields(value: Any) -> Any:

@@ -186,7 +186,12 @@ class ReplicaServer:
     async def _encode(self, request: pb.EncodeRequest) -> Fields:
         call, shared = from_message(request, EncodeCall), list[SharedBytes]()
         reply = await self._encoder.encode(
-            call.media, call.dtype, call.timeout_seconds, call.origin, call.keep
+            call.media,
+            call.dtype,
+            call.timeout_seconds,
+            call.origin,
+            call.keep,
+            call.waiting_per_sent,
         )
         return reply_fields(reply, shared) | {"ticket": self._ticket(shared)}
 

@@ -8,6 +8,7 @@ gRPC they would never be released.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,8 @@ from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedByt
 
 INLINE_BYTES = 2**20  # up to here rows travel by value: shared memory takes as long
 MOST_TOGETHER_BYTES = 64 * 2**20  # of one object, which stays as long as one embedding is held
+READ_SECONDS = 10.0
+"""Time limit of a read. Ray itself waits a minute for the node of a process that is stopped."""
 
 
 def share(data: Bytes) -> Bytes | SharedBytes:
@@ -70,7 +73,12 @@ async def read(data: Bytes | SharedBytes) -> Bytes:
         return data
     reference: Any = data.object_ref
     try:
-        found: list[Bytes | RemoteBytes] = await reference
+        async with asyncio.timeout(READ_SECONDS):
+            found: list[Bytes | RemoteBytes] = await reference
+    except TimeoutError as error:
+        raise EmbeddingLost(
+            f"the embedding could not be read from its node within {READ_SECONDS:g} s; try again"
+        ) from error
     except ObjectLostError as error:
         raise EmbeddingLost(
             "the replica that encoded the item ended before its embedding was read; try again"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.video import group_tokens, retention_mask
 from actors.store.kept import EmbeddingCache, Key
 from actors.store.nixl import DeviceMemory
+from actors.store.shared_cache import SharedCache
 from actors.store.shared_memory import (
     INLINE_BYTES,
     MOST_TOGETHER_BYTES,
@@ -52,12 +54,14 @@ class RowWriter:
         memory: DeviceMemory | None,
         largest_kept_bytes: int,
         replica: str = "",
+        shared: SharedCache | None = None,
     ) -> None:
         """`memory`: where rows may stay on the device. `largest_kept_bytes`: the largest object
         that references can keep."""
         self.spec = spec
         self.fingerprint = spec.fingerprint  # once: it digests the whole configuration
         self.cache = cache
+        self.shared = shared
         self.memory = memory
         self.replica = replica
         # An object that several items share is kept whole as long as one of them is kept.
@@ -67,6 +71,8 @@ class RowWriter:
 
     def close(self) -> None:
         self.threads.shutdown()
+        if self.shared:
+            self.shared.close()
 
     def key(self, media: Media) -> Key:
         return (self.fingerprint, *media.identity)
@@ -91,24 +97,46 @@ class RowWriter:
         data = self.memory.put(rows, getattr(torch, dtype))
         if data is None:
             return None
-        if self.cache.max_bytes:  # it keeps rows of its own, on the host
-            own = share(as_bytes(rows.cpu(), self.spec.dtype))
-            cached = self.embedding(item, own, self.spec.dtype, rows.shape[0])
-            self.cache.put(self.key(media), cached)
+        if self.cache.max_bytes or self.shared:
+            self._cached(media, item, rows.cpu(), None)
         return self.embedding(item, data, dtype, rows.shape[0])
+
+    async def from_shared_cache(self, media: Media, dtype: Dtype, tokens: int) -> Embedding | None:
+        """The embedding of an item that any replica has encoded; None if there is none."""
+        key = self.key(media)
+        if not self.shared or not (hit := await self.shared.get(key, tokens)):
+            return None
+        hit = replace(hit, replica=self.replica)
+        if hit.size_bytes > INLINE_BYTES:
+            rows: Any = hit.data
+            hit = replace(hit, data=await asyncio.to_thread(share, rows))
+        self.cache.put(key, hit)
+        return await converted(hit, dtype)
+
+    def _cached(
+        self, media: Media, item: Item, rows: Tensor, mask: npt.NDArray[np.bool_] | None
+    ) -> Bytes | SharedBytes:
+        """Puts rows into the caches there are. Returns them as the replica's own cache has them: in
+        an object of their own, so that evicting it frees its memory."""
+        data = as_bytes(rows, self.spec.dtype)
+        made = self.embedding(item, data, self.spec.dtype, rows.shape[0], mask)
+        if self.shared:
+            self.shared.put(self.key(media), made)
+        if not self.cache.max_bytes:
+            return data
+        own = share(data)
+        self.cache.put(self.key(media), replace(made, data=own))
+        return own
 
     def _on_host(self, dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
         rows = [self._pruned(rows_of(item).cpu(), media) for media, item in done]
-        if self.cache.max_bytes:
-            # Each in an object of its own, so that evicting one frees its memory.
-            data = []
-            for (media, item), (kept, mask) in zip(done, rows, strict=True):
-                own = share(as_bytes(kept, self.spec.dtype))
-                cached = self.embedding(item, own, self.spec.dtype, kept.shape[0], mask)
-                self.cache.put(self.key(media), cached)
-                data.append(own if dtype == self.spec.dtype else share(as_bytes(kept, dtype)))
-        else:
+        own = [self._cached(*pair, *kept) for pair, kept in zip(done, rows, strict=True)]
+        if not self.cache.max_bytes:
             data = share_together([as_bytes(kept, dtype) for kept, _ in rows], self.together_bytes)
+        elif dtype == self.spec.dtype:
+            data = own
+        else:
+            data = [share(as_bytes(kept, dtype)) for kept, _ in rows]
         return [
             self.embedding(item, one, dtype, kept.shape[0], mask)
             for (_, item), one, (kept, mask) in zip(done, data, rows, strict=True)

@@ -71,6 +71,24 @@ class EncoderMetrics:
         self.cache_misses = counter("cache_misses_total", "Items not found in the cache.")
         self.cache_evictions = counter("cache_evictions_total", "Items evicted from the cache.")
         self.cache_bytes = gauge("cache_bytes", "Bytes of embeddings in the cache.")
+        self.shared_cache_hits = counter(
+            "shared_cache_hits_total", "Items found in the shared cache."
+        )
+        self.shared_cache_misses = counter(
+            "shared_cache_misses_total", "Items not found in the shared cache."
+        )
+        self.shared_cache_failures = counter(
+            "shared_cache_failures_total",
+            "Reads and writes of the shared cache that failed or took too long.",
+            ("operation",),
+        )
+        self.shared_cache_skipped = counter(
+            "shared_cache_skipped_total",
+            "Embeddings not written to the shared cache: writing was behind, or paused.",
+        )
+        self.shared_cache_seconds = histogram(
+            "shared_cache_seconds", "Seconds to read an embedding from the shared cache."
+        )
         self.nixl_bytes = gauge(
             "nixl_bytes", "Bytes of device memory holding rows for NIXL readers."
         )

@@ -17,7 +17,14 @@ from weakref import WeakValueDictionary
 import grpc
 from google.protobuf.message import DecodeError
 
-from actors.errors import DeadlineExceeded, InvalidRequest, ServiceError, TooLarge, Unauthorized
+from actors.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    ServiceError,
+    TooLarge,
+    Unauthorized,
+)
 from actors.telemetry.tracing import Origin
 from encoder_service.api.errors import fault, request_id_of
 from encoder_service.ops.exchange import Exchange
@@ -32,6 +39,9 @@ MOST_DETAILS = 6000
 OPEN_BYTES, OPEN_READS, OPEN_SECONDS = 2**16, 4, 5.0
 """Messages of calls without a token: how large, how many are read at a time, and for how long. A
 stream that sends none for that time ends; so does the oldest of them when others come."""
+
+SHARED_SECONDS = 5.0
+"""For how long a message of a call with a token is read at least, even if others wait."""
 
 COUNTED = {"Encode": "grpc", "EncodeStream": "grpc_stream", "Plan": "grpc_plan"}
 """The calls that the metrics count, and under which `api`."""
@@ -83,6 +93,7 @@ class ReadInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             try:
                 if error:
                     raise error
+                self.reads.seconds = self.service.limits.timeout_seconds
                 raw = await reads.read(context)
                 if raw is grpc.aio.EOF and handler.request_streaming:
                     return None
@@ -124,24 +135,51 @@ class ReadInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class Reads:
-    """How many messages are read at a time, and for how long. One connection reads half of them."""
+    """How many messages are read at a time, and for how long. One connection reads half of them.
+
+    A read that takes over SHARED_SECONDS ends when others wait: gRPC does not tell whether anything
+    of its message has arrived, and callers that send nothing would keep the others waiting.
+    """
 
     def __init__(self, at_once: int, seconds: float) -> None:
         self.seconds = seconds
         self.each = max(1, at_once // 2)
         self.all = asyncio.Semaphore(max(1, at_once))
         self.peers = WeakValueDictionary[str, asyncio.Semaphore]()
+        self.waiting = 0
 
     async def read(self, context: grpc.aio.ServicerContext) -> Any:
-        """The next message, as bytes, or EOF. Raises DeadlineExceeded."""
+        """The next message, as bytes, or EOF. Raises DeadlineExceeded, or Overloaded."""
         peer = self.peers.setdefault(context.peer(), asyncio.Semaphore(self.each))
         try:
-            async with asyncio.timeout(self.seconds), peer, self.all:
-                return await context.read()
+            async with asyncio.timeout(self.seconds), peer, self._turn():
+                read = asyncio.ensure_future(context.read())
+                try:
+                    while not (await asyncio.wait([read], timeout=SHARED_SECONDS))[0]:
+                        if self.waiting:
+                            raise Overloaded(
+                                f"the message did not arrive within {SHARED_SECONDS:g} s, and "
+                                "others wait to be read: send it again, with fewer items"
+                            )
+                    return read.result()
+                finally:
+                    read.cancel()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the message did not arrive within {self.seconds:g} s"
             ) from None
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        self.waiting += 1
+        try:
+            await self.all.acquire()
+        finally:
+            self.waiting -= 1
+        try:
+            yield
+        finally:
+            self.all.release()
 
 
 class OpenReads:

@@ -1,7 +1,7 @@
 """The language model's Serve deployment: tokenises while the encoders work, then generates.
 
-One replica owns one device and generates one completion at a time. Requests that wait for their
-turn are tokenised and encoded meanwhile. Closing the stream of a completion cancels it.
+Requests that wait for the engine are tokenised and encoded meanwhile. Closing the stream of a
+completion cancels it.
 """
 
 from __future__ import annotations
@@ -9,30 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
-from threading import Event as Flag
 from time import monotonic
+from typing import Any, Protocol
 
-import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from ray import serve
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from actors.errors import EmbeddingLost, ServiceError, TooLarge, Unavailable
+from actors.errors import EmbeddingLost, ServiceError
 from actors.options import ModelOptions, Transport
 from actors.store.nixl import Receiver
-from actors.store.writer import tensor
 from actors.telemetry.tracing import Origin
 from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.api.errors import AtItem
 from encoder_service.config import LlmOptions
 from encoder_service.intake.limits import Deadline
-from encoder_service.llm import model
 from encoder_service.llm.prompt import Prompt, load_tokenizer, place, prompt
-from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed, Finish, SamplingParams
+from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed, Finish
 from encoder_service.llm.spec import LlmSpec
 from router.here import Reader, encode_here
 from router.replicas.pinned import by_reference
@@ -122,6 +118,38 @@ class Embedder:
         return answers
 
 
+class ChatEngine(Protocol):
+    """What generates: model.TransformersEngine or vllm_engine.VllmEngine."""
+
+    def generate(
+        self, call: ChatCall, made: Prompt, embeddings: Sequence[Embedding]
+    ) -> AsyncGenerator[ChatEvent]:
+        """The text as it grows, then Finish. Closing it ends the generation.
+
+        embeddings: of the images and videos of the prompt, in order, their data in this process.
+        """
+
+    def metrics(self) -> str:
+        """Its own series, in Prometheus' text format."""
+
+    async def check_health(self) -> None:
+        """Raises Unavailable if it will not generate again."""
+
+    def close(self) -> None:
+        """Ends its threads and processes."""
+
+
+def start(options: LlmOptions, own: ModelOptions, spec: LlmSpec, tokenizer: Any) -> ChatEngine:
+    """Loads the language model. Raises StartError."""
+    if options.engine == "vllm":
+        from encoder_service.llm.vllm_engine import VllmEngine
+
+        return VllmEngine(options, own, spec)
+    from encoder_service.llm.model import TransformersEngine
+
+    return TransformersEngine(options, own, spec, tokenizer)
+
+
 class Chat:
     def __init__(
         self,
@@ -135,16 +163,13 @@ class Chat:
         self.options = options
         self.spec = spec
         self.replica = serve.get_replica_context().replica_id.unique_id
-        reader = Receiver(options.device) if transport == "nixl" else None
+        # vLLM's processes own the device; this one has none.
+        device = "cpu" if options.engine == "vllm" else options.device
+        reader = Receiver(device) if transport == "nixl" else None
         self.embedder = Embedder(router, spec.dtype, reader)
         self.series = ChatMetrics()
         self.tokenizer = load_tokenizer(own)
-        self.generator = model.Generator(model.load(own, options.device), self.tokenizer)
-        self.thread = ThreadPoolExecutor(1, "generate")
-        self.broken = ""
-        # A short text, so that lazy initialisation is over before we are ready.
-        made = prompt([{"role": "user", "content": "a"}], [], 2, spec, self.tokenizer)
-        self._generate(made, [], SamplingParams(temperature=0), lambda text: None, Flag())
+        self.engine = start(options, own, spec, self.tokenizer)
         log.info("language model %s is ready: %s", self.replica, spec.id)
 
     async def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent | ChatFailed]:
@@ -157,7 +182,7 @@ class Chat:
                         self.series.first_token_seconds.observe(monotonic() - started)
                     begun = True
                     if isinstance(event, Finish):
-                        finish = event.reason
+                        finish = event.reasons[0]
                         self.series.tokens.labels("prompt").inc(event.prompt_tokens)
                         self.series.tokens.labels("completion").inc(event.completion_tokens)
                     yield event
@@ -174,9 +199,8 @@ class Chat:
 
     async def _complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
         deadline = Deadline(call.timeout_seconds, "ask for fewer tokens")
-        sampling = call.sampling
         seen = [place(one, self.spec.video) for one in call.media]
-        most = sampling.max_tokens or self.options.default_max_tokens
+        most = call.sampling.max_tokens or self.options.default_max_tokens
         encoding = asyncio.ensure_future(self._encode(call, deadline))
         # Retrieves the exception, which asyncio would otherwise log if the prompt fails first.
         encoding.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -187,29 +211,11 @@ class Chat:
             embeddings = await encoding
         finally:
             encoding.cancel()  # a rejected prompt ends its encoding too
-        loop, flag = asyncio.get_running_loop(), Flag()
-        texts: asyncio.Queue[str | None] = asyncio.Queue()
-
-        def emit(text: str | None) -> None:
-            loop.call_soon_threadsafe(texts.put_nowait, text)
-
-        work = loop.run_in_executor(
-            self.thread, self._generate, made, embeddings, sampling, emit, flag
-        )
-        work.add_done_callback(lambda _: texts.put_nowait(None))
-        try:
-            waiting: list[str | None] = []
-            while None not in waiting:
-                waiting = [await deadline.keep(texts.get())]
-                # Text that arrived meanwhile is sent along: a message per token costs more.
-                while not texts.empty():
-                    waiting.append(texts.get_nowait())
-                if text := "".join(one for one in waiting if one):
-                    yield text
-            yield await work
-        finally:
-            flag.set()
-            work.cancel()
+        async with aclosing(self.engine.generate(call, made, embeddings)) as events:
+            event: ChatEvent | None = None
+            while not isinstance(event, Finish):
+                event = await deadline.keep(anext(events))
+                yield event
 
     async def _encode(self, call: ChatCall, deadline: Deadline) -> list[Embedding]:
         started = monotonic()
@@ -218,41 +224,13 @@ class Chat:
             self.series.encode_seconds.observe(monotonic() - started)
         return found
 
-    def _generate(
-        self,
-        made: Prompt,
-        embeddings: Sequence[Embedding],
-        sampling: SamplingParams,
-        emit: model.Emit,
-        flag: Flag,
-    ) -> Finish:
-        """Runs in the thread that owns the device."""
-        device = self.generator.model.device
-        try:
-            rows = [tensor(one).to(device) for one in embeddings]
-            inputs = model.inputs(made, rows, self.spec)
-            if any(one.kept_rows for one in embeddings):
-                kept = [one.kept_rows for one in embeddings]
-                inputs = model.pruned(self.generator.model, inputs, made.placed, kept)
-            return self.generator.generate(inputs, sampling, made.max_tokens, emit, flag)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            raise TooLarge(
-                f"the device's memory does not hold {len(made.ids)} tokens and their answer: "
-                "send less, or lower llm.max_model_len"
-            ) from None
-        except torch.AcceleratorError as error:
-            self.broken = str(error)
-            raise
-
     def scrape(self) -> tuple[str, str]:
-        return self.replica, self.series.text()
+        return self.replica, self.series.text() + self.engine.metrics()
 
     async def check_health(self) -> None:
-        """Serve replaces a replica that raises here. CUDA does not recover from most errors."""
-        if self.broken:
-            raise Unavailable(f"the device failed: {self.broken}")
+        """Serve replaces a replica that raises here."""
+        await self.engine.check_health()
 
     def __del__(self) -> None:
-        if hasattr(self, "thread"):
-            self.thread.shutdown(wait=False, cancel_futures=True)
+        if hasattr(self, "engine"):
+            self.engine.close()

@@ -33,6 +33,7 @@ from encoder_service.intake.limits import Deadline, offload
 from encoder_service.intake.media import Admission
 from encoder_service.llm.schema import (
     LOW_PIXELS,
+    REQUESTS,
     ChatCall,
     ChatEvent,
     ChatKwargs,
@@ -40,6 +41,8 @@ from encoder_service.llm.schema import (
     Finish,
     ImagePart,
     InvalidKey,
+    Piece,
+    Reason,
     UnknownModel,
     VideoPart,
     item,
@@ -114,7 +117,7 @@ class ChatService:
     def _parse(self, body: bytes) -> Parsed:
         try:
             check_json(body, MOST_VALUES)
-            request = parse(read_json(body))
+            request = parse(read_json(body), self.options.engine)
         except WireError as error:
             raise InvalidRequest(str(error)) from None
         characters = request.characters()
@@ -155,6 +158,7 @@ class ChatService:
             sampling=parsed.request.sampling(),
             timeout_seconds=self.options.timeout_seconds,
             origin=ORIGIN.get(),
+            stream=parsed.request.stream,
         )
 
     async def ready_replicas(self) -> int:
@@ -164,13 +168,13 @@ class ChatService:
             raise Unavailable("no language model is ready yet: they load weights")
         return ready
 
-    async def complete(self, call: ChatCall) -> tuple[str, Finish]:
-        """The whole text. If the replica is lost, it begins anew on another one."""
-        pieces: list[str] = []
+    async def complete(self, call: ChatCall) -> tuple[list[Piece], Finish]:
+        """Everything at once. If the replica is lost, it begins anew on another one."""
+        pieces: list[Piece] = []
         async with aclosing(self._events(call, pieces.clear)) as events:
             async for event in events:
                 if isinstance(event, Finish):
-                    return "".join(pieces), event
+                    return pieces, event
                 pieces.append(event)
         raise AssertionError("an answer without an end. This is a bug.")
 
@@ -240,8 +244,9 @@ def kwargs_of(given: ChatKwargs, items: Sequence[RequestItem], spec: ModelSpec) 
 def add(app: FastAPI, service: Service, chat: ChatService) -> None:
     """Adds the chat API's routes, and the language model to what /readyz waits for."""
     service.ready["ready_llm_replicas"] = chat.ready_replicas
-    app.state.bodies.append(ChatRequest)
-    body = {"required": True, "content": {JSON: schema(ChatRequest)}}
+    kind = REQUESTS[chat.options.engine]
+    app.state.bodies.append(kind)
+    body = {"required": True, "content": {JSON: schema(kind)}}
     entry = {
         "id": chat.spec.id,
         "object": "model",
@@ -327,12 +332,14 @@ async def written(
     exchange: Exchange,
 ) -> AsyncGenerator[bytes]:
     """The server-sent events; an error becomes the last event before DONE."""
-    yield answers.chunk({"role": "assistant", "content": ""})
+    for index in range(request.n or 1):
+        yield answers.chunk(index, {"role": "assistant", "content": ""})
     try:
         while not isinstance(event, Finish):
-            yield answers.chunk({"content": event})
+            yield answers.chunk(event.index, {"content": event.text}, event.logprobs)
             event = await anext(rest)
-        yield answers.chunk({}, event)
+        for index, reason in enumerate(event.reasons):
+            yield answers.chunk(index, {}, reason=reason)
         if request.stream_options and request.stream_options.include_usage:
             yield answers.usage_chunk(event)
     except Exception as problem:
@@ -353,15 +360,26 @@ class Answers:
             "weights": spec.weights,
         }
 
-    def completion(self, text: str, finish: Finish) -> Document:
-        message = {"role": "assistant", "content": text}
-        choice = {"index": 0, "message": message, "finish_reason": finish.reason}
-        more = {"object": "chat.completion", "choices": [choice], "usage": usage(finish)}
+    def completion(self, pieces: Sequence[Piece], finish: Finish) -> Document:
+        choices = []
+        for index, reason in enumerate(finish.reasons):
+            own = [piece for piece in pieces if piece.index == index]
+            text = "".join(piece.text for piece in own)
+            choice: Document = {"index": index, "message": {"role": "assistant", "content": text}}
+            choice |= likelihood([token for piece in own for token in piece.logprobs])
+            choices.append(choice | {"finish_reason": reason})
+        more = {"object": "chat.completion", "choices": choices, "usage": usage(finish)}
         return self.head | more
 
-    def chunk(self, delta: Document, finish: Finish | None = None) -> bytes:
-        reason = finish.reason if finish else None
-        return self._chunk(choices=[{"index": 0, "delta": delta, "finish_reason": reason}])
+    def chunk(
+        self,
+        index: int,
+        delta: Document,
+        logprobs: Sequence[Document] = (),
+        reason: Reason | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta} | likelihood(logprobs)
+        return self._chunk(choices=[choice | {"finish_reason": reason}])
 
     def usage_chunk(self, finish: Finish) -> bytes:
         """The last event before DONE, if `include_usage` is set."""
@@ -369,6 +387,11 @@ class Answers:
 
     def _chunk(self, **more: Any) -> bytes:
         return sent(self.head | {"object": "chat.completion.chunk"} | more)
+
+
+def likelihood(tokens: Sequence[Document]) -> Document:
+    """`logprobs` of a choice, if the request asked for them."""
+    return {"logprobs": {"content": list(tokens)}} if tokens else {}
 
 
 def usage(finish: Finish) -> Document:

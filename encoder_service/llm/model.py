@@ -1,10 +1,15 @@
-"""A transformers model whose vision tower is never allocated: loading, inputs, generation."""
+"""`llm.engine: transformers`: a model whose vision tower is never allocated.
+
+It generates one completion at a time.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
 
@@ -22,11 +27,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 from transformers.utils import logging
 
-from actors.errors import CheckpointError, StartError
+from actors.errors import CheckpointError, StartError, TooLarge, Unavailable
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset, find
-from encoder_service.llm.prompt import TEXT, Placed, Prompt
-from encoder_service.llm.schema import Finish, SamplingParams
+from actors.store.writer import tensor
+from actors.types import Embedding
+from encoder_service.config import LlmOptions
+from encoder_service.llm.prompt import TEXT, Placed, Prompt, prompt
+from encoder_service.llm.schema import ChatCall, ChatEvent, Finish, Piece, SamplingParams
 from encoder_service.llm.spec import LlmSpec
 
 Emit = Callable[[str], None]
@@ -178,6 +186,86 @@ class Cancelled(Exception):
     """The client has disconnected."""
 
 
+class TransformersEngine:
+    """chat.ChatEngine with one thread, which owns the device."""
+
+    def __init__(
+        self, options: LlmOptions, own: ModelOptions, spec: LlmSpec, tokenizer: Any
+    ) -> None:
+        self.spec = spec
+        self.generator = Generator(load(own, options.device), tokenizer)
+        self.thread = ThreadPoolExecutor(1, "generate")
+        self.broken = ""
+        # A short text, so that lazy initialisation is over before we are ready.
+        made = prompt([{"role": "user", "content": "a"}], [], 2, spec, tokenizer)
+        self._generate(made, [], SamplingParams(temperature=0), lambda text: None, Event())
+
+    async def generate(
+        self, call: ChatCall, made: Prompt, embeddings: Sequence[Embedding]
+    ) -> AsyncGenerator[ChatEvent]:
+        loop, cancelled = asyncio.get_running_loop(), Event()
+        texts: asyncio.Queue[str | None] = asyncio.Queue()
+
+        def emit(text: str | None) -> None:
+            loop.call_soon_threadsafe(texts.put_nowait, text)
+
+        work = loop.run_in_executor(
+            self.thread, self._generate, made, embeddings, call.sampling, emit, cancelled
+        )
+        work.add_done_callback(lambda _: texts.put_nowait(None))
+        try:
+            waiting: list[str | None] = []
+            while None not in waiting:
+                waiting = [await texts.get()]
+                # Text that arrived meanwhile is sent along: a message per token costs more.
+                while not texts.empty():
+                    waiting.append(texts.get_nowait())
+                if text := "".join(one for one in waiting if one):
+                    yield Piece(text)
+            yield await work
+        finally:
+            cancelled.set()
+            work.cancel()
+
+    def _generate(
+        self,
+        made: Prompt,
+        embeddings: Sequence[Embedding],
+        sampling: SamplingParams,
+        emit: Emit,
+        cancelled: Event,
+    ) -> Finish:
+        """Runs in the thread that owns the device."""
+        model = self.generator.model
+        try:
+            rows = [tensor(one).to(model.device) for one in embeddings]
+            given = inputs(made, rows, self.spec)
+            if any(one.kept_rows for one in embeddings):
+                kept = [one.kept_rows for one in embeddings]
+                given = pruned(model, given, made.placed, kept)
+            return self.generator.generate(given, sampling, made.max_tokens, emit, cancelled)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            raise TooLarge(
+                f"the device's memory does not hold {len(made.ids)} tokens and their answer: "
+                "send less, or lower llm.max_model_len"
+            ) from None
+        except torch.AcceleratorError as error:
+            self.broken = str(error)
+            raise
+
+    def metrics(self) -> str:
+        return ""
+
+    async def check_health(self) -> None:
+        """CUDA does not recover from most errors."""
+        if self.broken:
+            raise Unavailable(f"the device failed: {self.broken}")
+
+    def close(self) -> None:
+        self.thread.shutdown(wait=False, cancel_futures=True)
+
+
 class Generator:
     """A loaded model with its tokenizer. Not thread-safe."""
 
@@ -219,7 +307,7 @@ class Generator:
             raise Cancelled
         stopped = stream.filter.stopped or stream.ids[-1] in self._ends(config)
         prompt_tokens = inputs["input_ids"].shape[1]
-        return Finish("stop" if stopped else "length", prompt_tokens, len(stream.ids))
+        return Finish(("stop" if stopped else "length",), prompt_tokens, len(stream.ids))
 
     def _config(self, sampling: SamplingParams, max_tokens: int) -> GenerationConfig:
         config = copy.deepcopy(self.model.generation_config)

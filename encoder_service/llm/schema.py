@@ -1,9 +1,9 @@
 """A chat request, as in OpenAI's API, and the types that it becomes on its way to an answer:
 
-    ChatRequest -> ChatCall -> str, str, ..., Finish (or ChatFailed)
+    ChatRequest -> ChatCall -> Piece, Piece, ..., Finish (or ChatFailed)
 
 Parameters that the language model cannot serve are accepted with values that change nothing.
-Null is the same as nothing. Unknown keys are rejected.
+Null is the same as nothing. Unknown keys are rejected. VllmRequest has those that vLLM serves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -29,14 +29,17 @@ from actors.errors import InvalidRequest, NotFound, ServiceError
 from actors.telemetry.tracing import NOBODY, Origin
 from actors.types import Kind, Media
 from encoder_service.api.schema import KwargsFields
+from encoder_service.config import LlmEngine
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import WireError, from_base64
+from encoder_service.wire.formats import Document, WireError, from_base64
 
 MOST_STOPS = 4
 MOST_TURNS, MOST_PARTS = 4096, 1024
 """Limits for messages per request and parts per message: even empty ones take time."""
 MOST_STOP_CHARACTERS = 1000
 """Limit for a stop text: the end of the text so far is compared with each of its prefixes."""
+MOST_CHOICES, MOST_LOGPROBS = 128, 20  # OpenAI's limits
+MOST_STOP_TOKENS, MOST_BIASED = 128, 1024
 MOST_PROBLEMS, MOST_NAMED, MOST_KEY = 1000, 10, 100
 """Limits for an error message: problems looked at, problems named, characters of a key."""
 MESSAGE_PART = 5
@@ -91,6 +94,59 @@ class SamplingParams(StrictModel):
     """Texts that end the completion and are not part of it."""
 
 
+class JsonSchema(StrictModel):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = True
+
+
+class TextFormat(StrictModel):
+    type: Literal["text"]
+
+
+class JsonFormat(StrictModel):
+    type: Literal["json_object"]
+
+
+class SchemaFormat(StrictModel):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+TokenId = Annotated[int, Field(ge=0, strict=False)]
+"""Also as a string: keys of a JSON object."""
+
+
+class VllmParams(SamplingParams):
+    """What vLLM serves besides. None, too: as in generation_config.json, or vLLM's default."""
+
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=2)
+    top_k: int | None = Field(None, ge=-1)
+    """Tokens to choose from; 0 or -1: all."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    stop_token_ids: list[TokenId] = Field([], max_length=MOST_STOP_TOKENS)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, max_length=MOST_BIASED
+    )
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
+    response_format: Annotated[
+        TextFormat | JsonFormat | SchemaFormat | None, Field(discriminator="type")
+    ] = None
+
+    @model_validator(mode="after")
+    def top_logprobs_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs: true")
+        return self
+
+
 @dataclass(frozen=True, slots=True)
 class ChatCall:
     """An admitted request."""
@@ -101,14 +157,32 @@ class ChatCall:
     sampling: SamplingParams
     timeout_seconds: float
     origin: Origin = NOBODY
+    stream: bool = True
+    """False: nobody sees the pieces before the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """More of a completion's text."""
+
+    text: str
+    index: int = 0
+    """Which of the `n` completions."""
+    logprobs: tuple[Document, ...] = ()
+    """Of its tokens, in OpenAI's form, if the request asks for them."""
+
+
+Reason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    reason: Literal["stop", "length"]
+    reasons: tuple[Reason, ...]
+    """Why each of the `n` completions has ended."""
     prompt_tokens: int
     """Those of images and videos included."""
     completion_tokens: int
+    """Of all completions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +194,7 @@ class ChatFailed:
     """Position of the image or video that caused it; None: the request as a whole."""
 
 
-ChatEvent = str | Finish
-"""A piece of the text, or its end."""
+ChatEvent = Piece | Finish
 
 
 class TextPart(StrictModel):
@@ -228,6 +301,8 @@ class Only:
 class ChatRequest(SamplingParams):
     """The body of POST /v1/chat/completions."""
 
+    params: ClassVar[type[SamplingParams]] = SamplingParams
+
     model: str
     # fail_fast: listing a million wrong messages would take seconds.
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_TURNS, fail_fast=True)
@@ -264,9 +339,9 @@ class ChatRequest(SamplingParams):
         return self
 
     def sampling(self) -> SamplingParams:
-        chosen = {name: getattr(self, name) for name in SamplingParams.model_fields}
+        chosen = {name: getattr(self, name) for name in self.params.model_fields}
         chosen["max_tokens"] = self.max_completion_tokens or self.max_tokens
-        return SamplingParams(**chosen)
+        return self.params(**chosen)
 
     def characters(self) -> int:
         parts = (part for message in self.messages for part in message.content)
@@ -280,6 +355,15 @@ class ChatRequest(SamplingParams):
                     yield f"messages[{i}].content[{j}].{part.type}", part
 
 
+class VllmRequest(VllmParams, ChatRequest):
+    """The body of POST /v1/chat/completions, with `llm.engine: vllm`."""
+
+    params: ClassVar[type[SamplingParams]] = VllmParams
+
+
+REQUESTS: Mapping[LlmEngine, type[ChatRequest]] = {"transformers": ChatRequest, "vllm": VllmRequest}
+
+
 class InvalidKey(InvalidRequest):
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message, param)
@@ -291,10 +375,10 @@ class UnknownModel(NotFound):
     param = "model"
 
 
-def parse(document: Mapping[str, Any]) -> ChatRequest:
+def parse(document: Mapping[str, Any], engine: LlmEngine = "transformers") -> ChatRequest:
     """Raises InvalidKey, which names the wrong keys and quotes none of the content."""
     try:
-        return ChatRequest.model_validate(document)
+        return REQUESTS[engine].model_validate(document)
     except ValidationError as error:
         raise invalid(error) from None
 

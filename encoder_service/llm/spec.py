@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from actors.errors import CheckpointError, ConfigError
 from actors.families.registry import model_type_of, video_styles
 from actors.options import ModelOptions
-from actors.spec.checkpoint import find
+from actors.spec.checkpoint import Files, Preset, find
 from actors.spec.model_spec import ModelSpec
 from actors.spec.video import VideoSizing, VideoStyle
 from actors.types import Dtype
 from encoder_service.config import LlmOptions
+from encoder_service.engines.vllm import GRIDS
 
 COMMON_LENGTH = 32768
 """Context length in tokens if config.json does not say."""
@@ -54,6 +56,8 @@ def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
             f"llm: the language model architecture {kind!r} does not take embeddings of "
             f"{tower.family}; supported families are {', '.join(families)}"
         )
+    if options.engine == "vllm":
+        check_vllm(own, files, tower)
     text = config.get("text_config", config)  # Qwen2-VL's is flat
     try:
         hidden_size = int(text["hidden_size"])
@@ -86,3 +90,22 @@ def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
         video_style=styles[kind],
         max_model_len=options.max_model_len or longest,
     )
+
+
+def check_vllm(own: ModelOptions, files: Files, tower: ModelSpec) -> None:
+    """Raises ConfigError where vLLM is not installed, or does not take this model."""
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "llm.engine is vllm, but the package vllm is not installed here: "
+            "pip install 'encoder-service[vllm]' on every node, or set it to transformers"
+        )
+    if isinstance(files, Preset):
+        raise ConfigError(
+            f"llm.engine is vllm, which needs a checkpoint's files, but {own.id!r} is a preset: "
+            "give a folder or a repository, or set llm.engine to transformers"
+        )
+    if tower.family not in GRIDS:
+        raise ConfigError(
+            f"llm.engine is vllm, which is not supported for {tower.family}, only for "
+            f"{', '.join(GRIDS)}: set it to transformers"
+        )

@@ -25,6 +25,10 @@ WAITED_FRACTION = 0.25
 LOOK_BACK_SECONDS = 5.0
 """Busy time over which the throughput is averaged; older work hardly counts."""
 MIN_BUSY_SECONDS = 1.0  # busy time before a throughput is believed
+SENT_SECONDS, SENT_ITEMS = 0.2, 32
+"""Requests wait in the router while what it has sent takes so many seconds and every replica has so
+many items: enough to fill packs and to keep decoding processes busy. More would only be a queue in
+the replicas, which a small request could not pass."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,25 +125,49 @@ class Ledger:
         self, limit_patches: int, exclude_seconds: float, queue_seconds: float = math.inf
     ) -> None:
         """Admits up to the limit, and while the queue takes at most `queue_seconds`."""
+        self.configure(limit_patches, exclude_seconds, queue_seconds)
         self.outstanding = 0
-        self._limit = limit_patches
-        self._exclude_seconds = exclude_seconds
-        self._queue_seconds = queue_seconds
         self._accounts: defaultdict[str, Accounts] = defaultdict(
             lambda: Accounts(Account(), Account())
         )
         self._excluded_until: dict[str, float] = {}
         self._throughput = Throughput()
+        self._sent_patches = 0
+        self._sent_items: defaultdict[str, int] = defaultdict(int)
+        """On each replica."""
         self._turns: dict[str, int] = {}
         """When each replica last got an item of this router, counted in items."""
         self._assigned = 0
         self._open: dict[Reservation, None] = {}
         """In the order of admission."""
 
+    def configure(self, limit_patches: int, exclude_seconds: float, queue_seconds: float) -> None:
+        """Applies to what comes next."""
+        self._limit = limit_patches
+        self._exclude_seconds = exclude_seconds
+        self._queue_seconds = queue_seconds
+
     def own(self, replica: str) -> int:
         """Patches that this router has on a replica."""
         accounts = self._accounts.get(replica)
         return accounts.patches.own if accounts else 0
+
+    @property
+    def waiting(self) -> int:
+        """Patches that were admitted and are on no replica."""
+        return self.outstanding - self._sent_patches
+
+    @property
+    def waiting_per_sent(self) -> float:
+        """Patches that wait for each one that is on a replica."""
+        return self.waiting / (self._sent_patches or 1)
+
+    def has_room(self, replicas: Iterable[str]) -> bool:
+        """Whether these replicas, all that can be used, need more to be busy."""
+        seconds = self._throughput.seconds(self._sent_patches)
+        if seconds is not None and seconds < SENT_SECONDS:
+            return True
+        return any(self._sent_items.get(replica, 0) < SENT_ITEMS for replica in replicas)
 
     def turn(self, replica: str) -> int:
         """Lower: it has waited longer for an item of this router."""
@@ -190,14 +218,12 @@ class Ledger:
         if reservation not in self._open:
             return
         if reservation.replica is not None:
-            for account, amount in self._of(reservation.replica, reservation.work):
-                account.add(-amount)
+            self._move(reservation.replica, reservation.work, -1)
         reservation.replica = replica
         if replica is not None:
             self._assigned += 1
             self._turns[replica] = self._assigned
-            for account, amount in self._of(replica, reservation.work):
-                account.add(amount)
+            self._move(replica, reservation.work, 1)
 
     def release(self, reservation: Reservation, now: float, *, done: bool) -> None:
         """Gives its patches back; the second time does nothing. `done`: they were encoded."""
@@ -216,7 +242,7 @@ class Ledger:
                 account.reported = amount
         for replica in [r for r in self._accounts if r not in reported and not self.own(r)]:
             del self._accounts[replica]
-        for known in (self._excluded_until, self._turns):
+        for known in (self._excluded_until, self._turns, self._sent_items):
             for replica in known.keys() - self._accounts.keys():
                 del known[replica]
 
@@ -253,6 +279,13 @@ class Ledger:
 
     def excluded(self, replica: str, now: float) -> bool:
         return now < self._excluded_until.get(replica, -math.inf)
+
+    def _move(self, replica: str, work: Work, sign: int) -> None:
+        """An item to a replica (1), or away from it (-1)."""
+        self._sent_items[replica] += sign
+        self._sent_patches += sign * work.patches
+        for account, amount in self._of(replica, work):
+            account.add(sign * amount)
 
     def _of(self, replica: str, work: Work) -> Iterable[tuple[Account, int]]:
         """Each account of a replica, and what of this work it counts."""

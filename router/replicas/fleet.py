@@ -44,12 +44,20 @@ class Fleet(Protocol):
         """Those on this process's node: where loads are equal, they get the next item."""
 
     async def encode(
-        self, replica: str, media: list[Media], dtype: Dtype, timeout_seconds: float, *, keep: bool
+        self,
+        replica: str,
+        media: list[Media],
+        dtype: Dtype,
+        timeout_seconds: float,
+        *,
+        keep: bool,
+        waiting_per_sent: float,
     ) -> Reply:
         """The answers of one replica, in order, and what it still has to do.
 
-        `keep`: it keeps the embeddings for a while, each has its id and no data. Raises ShardLost,
-        or a ServiceError for all items.
+        `keep`: it keeps the embeddings for a while, each has its id and no data.
+        `waiting_per_sent`: the ledger's, for the autoscaler. Raises ShardLost, or a ServiceError
+        for all items.
         """
 
     async def check(self, replica: str) -> None:
@@ -75,6 +83,18 @@ class Replica:
     @property
     def work(self) -> Work:
         return Work(self.outstanding_patches, self.outstanding_pairs)
+
+    @property
+    def pool(self) -> str:
+        """Of the configuration. Empty: there are none."""
+        return str(self.metadata.get("pool", ""))
+
+    @property
+    def largest_item(self) -> tuple[int, ...] | None:
+        """The most tokens on each path of what must fit one pack. None: other pools hold no more,
+        and what is larger runs here without a graph."""
+        given = self.metadata.get("largest_item")
+        return None if given is None else tuple(given)
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any], stats: Mapping[str, Any]) -> Replica:

@@ -135,8 +135,8 @@ def ask(url: str, parts: list[Part], **more: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=200, trust_env=False)
 
 
-def answer(url: str, parts: list[Part]) -> Answer:
-    response = ask(url, parts)
+def answer(url: str, parts: list[Part], **more: Any) -> Answer:
+    response = ask(url, parts, **more)
     assert response.is_success, response.text
     document = response.json()
     choice = document["choices"][0]

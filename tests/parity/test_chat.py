@@ -98,7 +98,7 @@ def test_greedy_tokens_equal_those_of_the_whole_model(chat: Chat, seen: str) -> 
         ours, SamplingParams(temperature=0), 12, text.append, Event()
     )
     tokens = expected[0, length:].tolist()
-    assert finish == Finish("stop" if tokens[-1] == 2 else "length", length, len(tokens))
+    assert finish == Finish(("stop" if tokens[-1] == 2 else "length",), length, len(tokens))
     assert "".join(text) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 

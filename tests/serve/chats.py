@@ -69,8 +69,8 @@ def count(http: httpx.Client, name: str, **labels: str) -> float:
     )
 
 
-def actors(deployment: str) -> list[Any]:
+def actors(deployment: str, application: str = "chat") -> list[Any]:
     """The actors of a deployment's replicas."""
     named = ray.util.list_named_actors(all_namespaces=True)
-    names = [one["name"] for one in named if f"chat#{deployment}#" in one["name"]]
+    names = [one["name"] for one in named if f"{application}#{deployment}#" in one["name"]]
     return [ray.get_actor(name, namespace="serve") for name in names]

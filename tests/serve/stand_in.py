@@ -71,6 +71,7 @@ class StandIn:
         timeout_seconds: float,
         origin: Origin = NOBODY,
         keep: bool = False,
+        waiting_per_sent: float = 0,
     ) -> Reply:
         """Data is the digest of each item, as bytes."""
         patches = sum(item.plan.patches for item in media)
@@ -199,7 +200,7 @@ def routed(
         ray_actor_options={"num_cpus": 0.1, "resources": resources or {}},
         max_ongoing_requests=1000,
         graceful_shutdown_timeout_s=3,
-    ).bind(encoder, options)
+    ).bind([encoder], options)
 
 
 def status(router: DeploymentHandle) -> RouterStatus:

@@ -28,6 +28,7 @@ class MemoryFleet:
         self.replicas = list(replicas)
         self.behaviour = behaviour
         self.calls: list[tuple[str, list[str]]] = []
+        self.waiting_per_sent = 0.0
         self.names = count()
         self.cancelled = 0
         self.hung: set[str] = set()
@@ -50,8 +51,10 @@ class MemoryFleet:
         timeout_seconds: float,
         *,
         keep: bool,
+        waiting_per_sent: float,
     ) -> Reply:
         self.calls.append((replica, [item.digest for item in media]))
+        self.waiting_per_sent = waiting_per_sent
         try:
             answers = await self.behaviour(replica, media, timeout_seconds)
             if keep:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -15,11 +17,12 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import DeadlineExceeded, InvalidMedia, Overloaded, TooLarge
 from actors.types import Cost, Embedding
+from encoder_service.app import ONE_LOOP
 from router.options import RouterOptions
 from router.policy.balance import POLICIES
 from router.policy.ledger import REPORT_AGE_SECONDS
 from router.replicas.fleet import PinnedReplicaUnavailable
-from router.router import RouterStatus
+from router.router import Router, RouterStatus
 from router.simulate import Scenario, Simulation, heavy_tailed
 from tests.serve.stand_in import (
     BAD,
@@ -268,3 +271,47 @@ def total(router: DeploymentHandle, series: str) -> float:
         for sample in family.samples
         if sample.name == series
     )
+
+
+@pytest.mark.extended
+def test_one_small_request_beside_50_streams_of_64_items(encoder: DeploymentHandle) -> None:
+    alone = {"num_cpus": 0.1, "runtime_env": {"env_vars": ONE_LOOP}}
+    deployment = serve.deployment(Crowd, name="Crowd", ray_actor_options=alone)
+    crowd = serve.run(deployment.bind(encoder), name="crowd", route_prefix=None)
+    waits, per_second = crowd.measure.remote(streams=50, items=64, seconds=8).result(timeout_s=60)
+    serve.delete("crowd")
+    p99 = sorted(waits)[int(len(waits) * 0.99)]
+    print(f"{len(waits)} small requests: p99 {p99:.3f} s, beside {per_second:.0f} items/s")
+    assert p99 < 0.5
+
+
+class Crowd:
+    """A router with many streams and, one after another, requests of one item."""
+
+    def __init__(self, encoder: DeploymentHandle) -> None:
+        self.router = Router([encoder], RouterOptions(max_queue_seconds=60))
+        self.numbers = count(10**6)
+
+    async def measure(self, streams: int, items: int, seconds: float) -> tuple[list[float], float]:
+        """The seconds that each small request took, and items of streams per second."""
+        waits, done = list[float](), 0
+
+        async def stream() -> None:
+            nonlocal done
+            while True:
+                media = [item(next(self.numbers), 4) for _ in range(items)]
+                async for _ in self.router.encode_stream(media):
+                    done += 1
+
+        async def small() -> None:
+            while True:
+                started = time.monotonic()
+                await self.router.encode([item(next(self.numbers), 64)])
+                waits.append(time.monotonic() - started)
+
+        tasks = [asyncio.create_task(one) for one in [small(), *(stream() for _ in range(streams))]]
+        await asyncio.sleep(seconds)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return waits, done / seconds

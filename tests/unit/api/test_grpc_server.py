@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
-from actors.errors import DeadlineExceeded, StartError
+from actors.errors import DeadlineExceeded, Overloaded, StartError
 from actors.families.registry import read
 from encoder_service.api import grpc as rpc
 from encoder_service.api import grpc_calls
@@ -232,6 +232,30 @@ def test_few_messages_are_read_at_a_time_and_half_of_them_for_one_connection() -
         del calls, call
         gc.collect()  # errors keep what was in their frames
         assert len(reads.peers) <= 1, "connections that are gone are remembered"
+
+    asyncio.run(run())
+
+
+def test_calls_that_send_nothing_end_when_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_calls, "SHARED_SECONDS", 0.05)
+
+    async def run() -> None:
+        reads = Reads(4, 60)
+        silent = [Peer(f"{number}") for number in range(4)]
+        calls = [asyncio.create_task(reads.read(one)) for one in silent]
+        await asyncio.sleep(0.2)
+        assert not any(call.done() for call in calls), "nobody else waits"
+        other = Peer("another")
+        other.sent.set()
+        assert await asyncio.wait_for(reads.read(other), 10) == b"message"
+        ended = [call for call in calls if call.done()]
+        assert ended
+        for call in ended:
+            with pytest.raises(Overloaded, match="others wait"):
+                await call
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
 
     asyncio.run(run())
 

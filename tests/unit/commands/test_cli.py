@@ -16,7 +16,7 @@ from ray.serve.schema import ServeApplicationSchema
 from encoder_service import __version__, cli
 from encoder_service.commands import check
 from encoder_service.commands.check import rollout
-from router.policy.balance import POLICIES
+from encoder_service.commands.simulate import ROWS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -91,6 +91,12 @@ applications:
 """
 
 
+def test_removing_a_user_config_changes_nothing() -> None:
+    with_it = OLD.replace("replicas: 2", "replicas: 2, user_config: {limits: {max_items: 3}}")
+    ((kind, what),) = rollout(yaml.safe_load(with_it), yaml.safe_load(OLD))
+    assert (kind, what.split(":")[0]) == ("ignored", "Ingress")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "found"),
     [
@@ -102,6 +108,11 @@ applications:
             ["live: Encoder: num_replicas 3 -> 1", "lost: the ids kept by 2 of 3 encoders"],
         ),
         ("replicas: 2", "replicas: 1", ["live: Ingress: num_replicas 2 -> 1"]),
+        (
+            "replicas: 2",
+            "replicas: 2, user_config: {limits: {max_items: 3}}",
+            ["live: Ingress: user_config.limits.max_items"],
+        ),
         (
             "args: {",
             "args: {cache: {}, ",
@@ -190,6 +201,79 @@ def test_what_a_change_does(old: str, new: str, found: list[str]) -> None:
     assert told == (len(versions) == 2), "as Serve itself decides"
 
 
+POOLS = OLD.replace(
+    "{num_cpus: 4}", "{pools: [{name: a, num_cpus: 4}, {name: b, replicas: 2}]}"
+).replace("name: Encoder,", "name: Encoder-a,")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        (
+            "replicas: 3",
+            "replicas: 1",
+            ["live: Encoder-a: num_replicas 3 -> 1", "lost: the ids kept by 2 of 3 Encoder-as"],
+        ),
+        (
+            "name: Encoder-a, ",
+            "name: Encoder-a, ray_actor_options: {num_gpus: 1}, ",
+            [
+                "captured again: the graphs of every Encoder-a",
+                "lost: the ids kept by all 3 Encoder-as",
+                "restarts: every Encoder-a, because of deployments.ray_actor_options.num_gpus",
+            ],
+        ),
+        (
+            "{name: b, replicas: 2}",
+            "{name: b, replicas: 3}",
+            [
+                "avoidable: args.encoder.pools.b.replicas: set num_replicas in `deployments` "
+                "instead",
+                "captured again: the graphs of every Encoder-a",
+                "captured again: the graphs of every Encoder-b",
+                "lost: the ids kept by all 2 Encoder-bs",
+                "lost: the ids kept by all 3 Encoder-as",
+                "restarts: every replica, because of args.encoder.pools.b.replicas",
+            ],
+        ),
+        (
+            "{name: a, num_cpus: 4}, {name: b, replicas: 2}",
+            "{name: b, replicas: 2}, {name: a, num_cpus: 4}",
+            [
+                "captured again: the graphs of every Encoder-a",
+                "captured again: the graphs of every Encoder-b",
+                "lost: the ids kept by all 2 Encoder-bs",
+                "lost: the ids kept by all 3 Encoder-as",
+                "restarts: every replica, because of args.encoder.pools",
+            ],
+        ),
+    ],
+)
+def test_what_a_change_of_pools_does(old: str, new: str, found: list[str]) -> None:
+    assert POOLS.count(old) == 1
+    shown = rollout(yaml.safe_load(POOLS), yaml.safe_load(POOLS.replace(old, new)))
+    assert [f"{kind}: {what}" for kind, what in shown] == found
+
+
+def test_check_shows_each_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = "{name: small, replicas: 2, resources: {rack: 1}, graphs: {token_budgets: [64, 256]}}"
+    pooled = changed(tmp_path, "device: cpu", f"device: cpu, pools: [{small}, {{name: big}}]")
+    path = Path(pooled)
+    path.write_text(path.read_text().replace("name: Encoder,", "name: Encoder-small,"))
+    assert cli.main(["check", str(path)]) == 0
+    rows = [tuple(cells(line)) for line in capsys.readouterr().out.splitlines() if "│" in line]
+    for row in (
+        ("pool", "small"),
+        ("budgets, default", "64 256"),
+        ("encoders", "3: 0 GPU, 0.1 CPU each, on cpu, 1 rack"),
+        ("encoders", "1: 0 GPU, 0.1 CPU each, on cpu"),
+        ("a request's images", "min_pixels 4,096, at most 1,048,576"),
+    ):
+        assert row in rows
+    assert cli.main(["bench", "serve", "--config", str(path), "--alone"]) == 1
+    assert "without encoder.pools" in capsys.readouterr().err
+
+
 def test_caches_are_lost_with_their_encoders() -> None:
     one = yaml.safe_load(OLD.replace("{num_cpus: 4}", "{autoscaling: {max_replicas: 4}}"))
     one["applications"][0]["args"]["cache"] = {"max_bytes": 9}
@@ -265,7 +349,7 @@ def test_check_shows_the_language_model(capsys: pytest.CaptureFixture[str]) -> N
     [
         ("max_model_len: 9000", "llm.max_model_len is 9000"),
         ("timeout_seconds: 121", "llm.timeout_seconds is 121"),
-        ("maximum: 1", "llm.maximum: no such key; known are default_max_tokens"),
+        ("maximum: 1", "llm.maximum: no such key; known are accelerator_type"),
         ("model: {id: kimivl-a3b, load_format: dummy}", "does not take embeddings of qwen3_vl"),
     ],
 )
@@ -428,7 +512,7 @@ def test_the_table_of_simulate_fits_a_terminal(
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["simulate", "--replicas", "4", "--requests", "16"]) == 0
     shown, told = capsys.readouterr()
-    assert told == f"simulating {len(POLICIES)} policies over fleets of 4 replicas ...\n"
+    assert told == f"simulating {len(ROWS)} policies over fleets of 4 replicas ...\n"
     (head,) = (line.split() for line in shown.splitlines() if "policy" in line)
     assert " ".join(head) == "replicas policy p50 ms p99 ms imbalance burst ms of best"
     assert max(map(len, shown.splitlines())) <= 80

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from actors.errors import ConfigError
-from encoder_service.app import check_object_store
-from encoder_service.config import counted, parse
+from encoder_service.app import check_object_store, check_resources
+from encoder_service.config import counted, encoders, parse, resources
 
 DIGEST = "Ab" * 32
 
@@ -49,10 +49,126 @@ def test_counts_in_deployments_take_the_place_of_those_in_args(text: str, told: 
     assert (found.router.policy, found.ingress) == ("random", given.ingress)
 
 
+def test_the_options_are_those_of_ingress_after_its_user_config() -> None:
+    given = parse(options("{limits: {max_items: 5, max_pixels: 1000}, router: {replicas: 2}}"))
+    live = """[{name: Ingress, num_replicas: 3, user_config: {limits: {max_items: 7},
+        router: {policy: random}, auth: {token_sha256: [%s]}, fetch: {allow_hosts: [a.de]},
+        logging: {access_log: false}}}, {name: Router, user_config: {router: {coalesce: false}}}]"""
+    found = counted(given, {"deployments": yaml.safe_load(live % DIGEST)})
+    assert (found.limits.max_items, found.limits.max_pixels) == (7, 1000)
+    assert (found.router.policy, found.router.replicas, found.router.coalesce) == (
+        "random",
+        2,
+        True,
+    )
+    assert (found.auth.token_sha256, found.fetch.allow_hosts) == ((DIGEST.lower(),), ("a.de",))
+    assert (found.logging.access_log, found.ingress.replicas) == (False, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "user_config", "told"),
+    [
+        (
+            "Ingress",
+            "{limits: {max_itemz: 3}}",
+            r"limits\.max_itemz: not a key that",
+        ),
+        ("Ingress", "{limits: {max_items: many}}", r"limits\.max_items: .*\(got 'many'\)"),
+        ("Ingress", "{limits: {max_body_bytes: 1}}", r"limits\.max_body_bytes: not a key that"),
+        ("Ingress", "{limits: {max_response_bytes: 2000000000}, router: 3}", "router: "),
+        ("Ingress", "{model: {id: other}}", "Ingress: user_config: model: not a key that can"),
+        ("Ingress", "3", "user_config is not a mapping"),
+        ("Router", "{limits: {max_items: 3}}", r"those are router\.cache_affinity"),
+        ("Encoder", "{references: {ttl_seconds: 3}}", "those are none here"),
+    ],
+)
+def test_what_needs_a_restart_is_no_user_config(name: str, user_config: str, told: str) -> None:
+    deployment = {"name": name, "user_config": yaml.safe_load(user_config)}
+    with pytest.raises(ConfigError, match=told):
+        counted(parse(options("{}")), {"deployments": [deployment]})
+
+
 def test_a_count_and_autoscaling_exclude_each_other() -> None:
     application = {"deployments": [{"name": "Encoder", "num_replicas": 2}]}
     with pytest.raises(ConfigError, match="keep one of them"):
         counted(parse(options("encoder: {autoscaling: {max_replicas: 3}}")), application)
+
+
+POOLS = """
+encoder:
+  num_cpus: 4
+  max_stall_seconds: 7
+  pools:
+    - {name: small, accelerator_type: L4, replicas: 3, graphs: {token_budgets: [64, 256]}}
+    - {name: big, num_cpus: 8, resources: {rack: 1}, autoscaling: {max_replicas: 2}}
+graphs: {max_frames_per_batch: 0, token_budgets: [64, 1024]}
+"""
+
+
+def test_a_pool_has_what_it_gives_and_else_what_the_sections_say() -> None:
+    found = encoders(parse(options(POOLS)))
+    assert list(found) == ["Encoder-small", "Encoder-big"]
+    small, big = found.values()
+    assert (small.encoder.replicas, small.encoder.num_cpus) == (3, 4)
+    assert (small.encoder.accelerator_type, big.encoder.accelerator_type) == ("L4", None)
+    assert (big.encoder.most_replicas, big.encoder.num_cpus) == (2, 8)
+    assert (small.encoder.resources, big.encoder.resources) == ({}, {"rack": 1})
+    assert small.encoder.max_stall_seconds == big.encoder.max_stall_seconds == 7
+    assert (small.graphs.token_budgets, big.graphs.token_budgets) == ((64, 256), (64, 1024))
+    assert small.graphs.max_frames_per_batch == big.graphs.max_frames_per_batch == 0
+    assert not small.encoder.pools
+    single = parse(options("{}"))
+    assert encoders(single) == {"Encoder": single}
+
+
+def test_resources_of_all_pools_are_added_up() -> None:
+    given = parse(options(POOLS))
+    few = {"GPU": 4, "CPU": 21, "accelerator_type:L4": 0.003, "rack": 1}
+    assert resources(given) == few
+    assert resources(given, most=True) == few | {"GPU": 5, "CPU": 29, "rack": 2}
+    with pytest.raises(ConfigError, match=r"0\.003 accelerator_type:L4 asked for, 0 there"):
+        check_resources(given, {"GPU": 4, "CPU": 21, "rack": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[{name: Encoder-small, num_replicas: 5}]", None),
+        ("[{name: Encoder, num_replicas: 5}]", "there are Encoder-small, Encoder-big, Router"),
+        ("[{name: Encoder-big, num_replicas: 5}]", "deployment Encoder-big are both given"),
+    ],
+)
+def test_each_pool_has_a_count(text: str, told: str | None) -> None:
+    application = {"deployments": yaml.safe_load(text)}
+    given = parse(options(POOLS))
+    if told:
+        with pytest.raises(ConfigError, match=told):
+            counted(given, application)
+        return
+    found = encoders(counted(given, application))
+    assert [one.encoder.least_replicas for one in found.values()] == [5, 1]
+
+
+@pytest.mark.parametrize(
+    ("pools", "told"),
+    [
+        ("{name: a}, {name: a}", "^encoder: pools: a: give each pool its own name"),
+        ("{replicas: 1}", "encoder.pools.0.name"),
+        ("{name: L_4}", "encoder.pools.0.name"),
+        ("{name: a-}", "encoder.pools.0.name"),
+        ("{name: a, transport: nixl}", "encoder.pools.0.transport: no such key; known are acc"),
+        ("{name: a, graphs: {mode: off}}", "encoder.pools.0.graphs.mode: no such key; known are"),
+        ("{name: a}, {name: b, device: cpu}", "^pool b: encoder: device is cpu: set num_gpus to 0"),
+        (
+            "{name: a, replicas: 1, autoscaling: {max_replicas: 2}}",
+            "^pool a: encoder: replicas and",
+        ),
+        ("{name: a, resources: {rack: 0}}", "encoder.pools.0.resources.rack"),
+    ],
+)
+def test_pools_that_cannot_be_meant_are_refused(pools: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse(options(f"encoder: {{pools: [{pools}]}}"))
 
 
 def test_lists_and_digests_are_taken() -> None:

@@ -29,6 +29,7 @@ from encoder_service.llm.schema import (
     ChatRequest,
     Finish,
     InvalidKey,
+    Piece,
     SamplingParams,
     SizeRange,
     parse,
@@ -40,7 +41,7 @@ from tests.videos import video
 
 MODEL = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 PATH = "/v1/chat/completions"
-WHOLE = ("one", " two", Finish("stop", 5, 2))
+WHOLE = (Piece("one"), Piece(" two"), Finish(("stop",), 5, 2))
 HELLO: dict[str, Any] = {"model": MODEL.id, "messages": [{"role": "user", "content": "hello"}]}
 Script = Sequence[ChatEvent | BaseException]
 
@@ -233,7 +234,7 @@ def test_replicas_that_are_lost_one_after_the_other(stream: bool) -> None:
 
 
 def test_a_whole_answer_begins_anew_where_a_stream_cannot() -> None:
-    broken: Script = ["half", ReplicaLost("gone")]
+    broken: Script = [Piece("half"), ReplicaLost("gone")]
     assert "half" not in client(Replicas(broken, WHOLE)).post(PATH, json=HELLO).text
     replicas = Replicas(broken, WHOLE)
     answer = client(replicas).post(PATH, json=HELLO | {"stream": True})

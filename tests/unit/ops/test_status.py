@@ -40,7 +40,7 @@ def door(count: int) -> str:
     for _ in range(count):
         series.record("http", "200", 0.004)
     router = RouterMetrics()
-    return series.text() + router.render({"e1": 7, "e2": 0})
+    return series.text() + router.render({"e1": 7, "e2": 0}, 5)
 
 
 def failure(time: float) -> Failure:
@@ -73,7 +73,7 @@ def test_all_replicas_are_added_up() -> None:
     assert seen["request_seconds"]["buckets"][-1] == [None, 5]
     assert seen["stages"]["queue"]["count"] == 2
     assert (seen["cache"]["bytes"], seen["cache"]["max_bytes"]) == (200, 3000)
-    assert seen["router"]["outstanding_patches"] == 14
+    assert seen["router"]["outstanding_patches"] == 24
     assert seen["missing"] == {"Router": 1}
 
 
@@ -82,6 +82,14 @@ def test_each_replica_has_its_own_numbers_and_what_routers_say_of_it() -> None:
     assert (first["replica"], first["patches"], first["outstanding_patches"]) == ("e1", 300, 14)
     assert (first["excluded"], second["excluded"]) == (False, True)
     assert (second["patches"], second["answers"], third["answers"]) == (100, True, False)
+
+
+def test_replicas_of_pools_have_their_numbers_and_their_pool() -> None:
+    assert [one["pool"] for one in status(CARD, 0, GLANCE, 0)["replicas"]] == [None] * 3
+    pages = (Page("Encoder-l4", "e1", encoder(3, 300)), Page("Encoder-h200", "e2", encoder(1, 100)))
+    scrape = Scrape(pages, {}, {"e1": "l4", "e2": "h200"})
+    seen = status(CARD, 0, Glance(scrape, {"e1": False, "e2": False}, ()), 0)["replicas"]
+    assert [(one["pool"], one["patches"]) for one in seen] == [("l4", 300), ("h200", 100)]
 
 
 def test_errors_are_the_latest_first() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import cycle, product
 from random import Random
 from typing import get_args
 
@@ -20,6 +20,7 @@ from router.policy.balance import (
     power_of_two,
     round_robin,
 )
+from router.policy.fair_queue import FairQueue
 
 costs = st.lists(st.integers(1, 70_000), max_size=30)
 loads = st.dictionaries(
@@ -154,3 +155,36 @@ def best(costs: Sequence[int], slower: Sequence[int]) -> int:
         )
         for choice in product(range(len(slower)), repeat=len(costs))
     )
+
+
+def test_small_requests_pass_large_ones_and_equal_ones_keep_their_order() -> None:
+    queue = FairQueue[str]()
+    for number in range(3):
+        queue.add(f"large {number}", 64)
+    assert queue.pop() == "large 0"
+    queue.add("small", 1)
+    queue.add("large 3", 64)
+    queue.add("medium", 10)
+    queue.remove("large 2")
+    order = [queue.pop() for _ in range(len(queue))]
+    assert order == ["small", "medium", "large 1", "large 3"]
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=20),
+    st.lists(st.integers(1, 5), min_size=1, max_size=5),
+)
+def test_a_large_request_waits_no_longer_than_its_share(
+    waiting: list[int], coming: list[int]
+) -> None:
+    """Small ones come for ever: as many as are sent."""
+    queue = FairQueue[tuple[str, int]]()
+    for size in [*waiting, 1000]:
+        queue.add(("waits", size), size)
+    sent = 0
+    small = cycle(coming)
+    while (request := queue.pop()) != ("waits", 1000):
+        sent += request[1]
+        size = next(small)
+        queue.add(("small", size), size)
+    assert sent <= (len(waiting) + 1) * 1000

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -13,16 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.errors import (
+    ConfigError,
     DeadlineExceeded,
     EncodeFailed,
     InvalidMedia,
     Overloaded,
     ServiceError,
+    TooLarge,
     Unavailable,
 )
-from actors.types import Answer, Embedding, Media
+from actors.types import Answer, Embedding, ItemPlan, Media
 from router.dispatch import Dispatcher
+from router.options import RouterOptions
+from router.policy.ledger import SENT_ITEMS
 from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost
+from router.router import Router
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, embedding, item, right, settled, well
 
 
@@ -65,6 +71,57 @@ def test_slower_replicas_get_less_as_soon_as_all_have_said_how_fast_they_are() -
         fleet.metadata["b"] = {"device": "slow", "cost": slow}
         assert right(media, await collect(router, media))
         assert [(replica, len(items)) for replica, items in fleet.calls[2:]] == [("a", 8), ("b", 2)]
+        return router
+
+    settled(test())
+
+
+def video(number: int) -> Media:
+    """Of 4 groups of frames with 25 tokens each."""
+    plan = ItemPlan((4, 2, 50), 400, 100, (100,), frames=4)
+    return replace(item(number), kind="video", plan=plan)
+
+
+def test_items_go_to_pools_that_take_them() -> None:
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("abc", well)
+        fleet.metadata["a"] = {"largest_item": [25]}
+        router, _ = dispatcher(fleet)
+        large = [item(number, 104) for number in range(4)]  # 26 tokens
+        small = [item(4), video(5), item(6), item(7)]
+        assert right(small + large, await collect(router, small + large))
+        got = {replica: set[str]() for replica in "abc"}
+        for replica, digests in fleet.calls:
+            got[replica].update(digests)
+        assert got["a"]
+        assert got["a"] <= {one.digest for one in small}
+        assert got["b"]
+        assert got["c"]
+        fleet.replicas = ["a"]
+        *answers, last = await collect(router, [*small, large[0]])
+        assert right(small, answers)
+        assert isinstance(last, Unavailable)
+        assert "26 tokens and the encoders that are ready take 25: try again" in last.message
+        return router
+
+    settled(test())
+
+
+def test_a_large_item_is_retried_where_it_is_taken() -> None:
+    async def test() -> Dispatcher:
+        failures = [ShardLost("not reached")]
+
+        async def once(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+            if failures:
+                raise failures.pop()
+            return await well(replica, media, timeout_seconds)
+
+        fleet = MemoryFleet("ab", once)
+        fleet.metadata["a"] = {"largest_item": [25]}
+        router, _ = dispatcher(fleet)
+        assert right([item(0, 104)], await collect(router, [item(0, 104)]))
+        assert right([item(1)], await collect(router, [item(1)]))
+        assert [replica for replica, _ in fleet.calls] == ["b", "b", "a"]
         return router
 
     settled(test())
@@ -297,5 +354,200 @@ def test_one_request_after_another_goes_round_the_idle_replicas_of_the_node() ->
         await collect(router, [item(10), item(11), item(12)])
         assert {replica for replica, _ in fleet.calls[4:]} == set(fleet.replicas)
         return router
+
+    settled(test())
+
+
+class Busy:
+    """Replicas that encode one call after another, when they are told to, if `held`."""
+
+    def __init__(self, replicas: str, *, held: bool = False) -> None:
+        self.fleet = MemoryFleet(replicas, self.encode)
+        self.devices = {replica: asyncio.Lock() for replica in replicas}
+        self.go = asyncio.Event()
+        if not held:
+            self.go.set()
+        self.encoded = 0
+
+    async def encode(
+        self, replica: str, media: list[Media], timeout_seconds: float
+    ) -> list[Answer]:
+        async with self.devices[replica]:
+            await self.go.wait()
+            self.encoded += len(media)
+            return await well(replica, media, timeout_seconds)
+
+
+async def stream(router: Dispatcher, first: int, items: int = 64) -> int:
+    """How many answers a stream gave, of items from this number on."""
+    media = [item(first + number) for number in range(items)]
+    answers = router.answers(media, "bfloat16", 30, singly=True)
+    return len([answer async for answer in answers])
+
+
+@pytest.mark.parametrize("singly", [True, False])
+def test_a_small_request_waits_for_what_was_sent_not_for_what_waits(singly: bool) -> None:
+    async def test() -> Dispatcher:
+        busy = Busy("abc", held=True)
+        router, _ = dispatcher(busy.fleet)
+        large = [
+            stream(router, 1000 * number)
+            if singly
+            else collect(router, [item(1000 * number + one) for one in range(64)])
+            for number in range(50)
+        ]
+        tasks = [asyncio.create_task(one) for one in large]
+        await asyncio.sleep(0.01)
+        sent = sum(len(digests) for _, digests in busy.fleet.calls)
+        assert 3 * SENT_ITEMS <= sent <= 3 * SENT_ITEMS + 2 * 64
+        assert router.ledger.waiting == 100 * (50 * 64 - sent)
+        assert busy.fleet.waiting_per_sent == (50 * 64 - sent) / sent
+        small = asyncio.create_task(collect(router, [item(-1)]))
+        await asyncio.sleep(0.01)
+        busy.go.set()
+        assert right([item(-1)], await small)
+        assert busy.encoded <= sent + 2 * 64 + 1
+        await asyncio.gather(*tasks)
+        assert busy.encoded == 50 * 64 + 1
+        return router
+
+    settled(test())
+
+
+def test_requests_that_wait_for_a_pool_hold_up_no_others() -> None:
+    async def test() -> Dispatcher:
+        busy = Busy("ab")
+        busy.fleet.metadata["a"] = {"largest_item": [25]}
+        router, _ = dispatcher(busy.fleet)
+        await busy.devices["b"].acquire()
+        requests = [[item(100 * n + one, 104) for one in range(SENT_ITEMS)] for n in range(4)]
+        large = [asyncio.create_task(collect(router, media)) for media in requests]
+        await asyncio.sleep(0.01)
+        assert [replica for replica, _ in busy.fleet.calls] == ["b"], "the others wait"
+        for number in range(3):
+            small = [item(1000 * number - one) for one in range(1, 65)]
+            assert right(small, await collect(router, small))
+        # Small items leave the room on the other replica to what waited for it before them.
+        assert [replica for replica, _ in busy.fleet.calls] == ["b", "a", "a", "a"]
+        busy.devices["b"].release()
+        for media, answers in zip(requests, await asyncio.gather(*large), strict=True):
+            assert right(media, answers)
+        return router
+
+    settled(test())
+
+
+def test_streams_that_nobody_reads_do_not_hold_up_others() -> None:
+    async def test() -> Dispatcher:
+        router, _ = dispatcher(Busy("abc").fleet)
+        streams = [
+            router.answers([item(64 * number + one) for one in range(64)], "bfloat16", 30)
+            for number in range(20)
+        ]
+        await asyncio.gather(*(anext(one) for one in streams))
+        assert right([item(-1)], await collect(router, [item(-1)]))
+        for one in streams:
+            await one.aclose()
+        return router
+
+    settled(test())
+
+
+def test_a_waiting_item_is_sent_with_the_first_request_that_needs_it() -> None:
+    async def test() -> Dispatcher:
+        busy = Busy("a", held=True)
+        router, _ = dispatcher(busy.fleet)
+        before = asyncio.create_task(stream(router, 0))
+        large = asyncio.create_task(stream(router, 1000))
+        await asyncio.sleep(0.01)
+        small = asyncio.create_task(collect(router, [item(1063)]))
+        await asyncio.sleep(0.01)
+        busy.go.set()
+        await small
+        assert busy.encoded < 64 + SENT_ITEMS
+        assert await large == await before == 64
+        assert busy.encoded == 128
+        return router
+
+    settled(test())
+
+
+def test_a_request_that_leaves_while_it_waits_leaves_nothing() -> None:
+    async def test() -> Dispatcher:
+        busy = Busy("a", held=True)
+        router, _ = dispatcher(busy.fleet)
+        sent, waiting, joined = (
+            asyncio.create_task(one)
+            for one in (stream(router, 0), stream(router, 1000), stream(router, 1000, 1))
+        )
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert router.ledger.waiting == 100, "the item that another request waits for"
+        busy.go.set()
+        assert (await sent, await joined) == (64, 1)
+        assert busy.encoded == 65
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return router
+
+    settled(test())
+
+
+def test_requests_wait_for_a_replica_when_all_are_lost() -> None:
+    async def test() -> Dispatcher:
+        dead = asyncio.Event()
+
+        async def until_dead(replica: str, media: list[Media], seconds: float) -> list[Answer]:
+            if replica == "b":
+                return await well(replica, media, seconds)
+            await dead.wait()
+            raise ShardLost("killed")
+
+        fleet = MemoryFleet("a", until_dead)
+        router, _ = dispatcher(fleet, replica_wait_seconds=5)
+        requests = [asyncio.create_task(stream(router, 1000 * number)) for number in range(3)]
+        await asyncio.sleep(0.01)
+        fleet.replicas = []
+        dead.set()
+        await asyncio.sleep(0.01)
+        fleet.replicas = ["b"]
+        assert await asyncio.gather(*requests) == [64] * 3
+        return router
+
+    settled(test())
+
+
+def test_the_policy_and_limits_of_a_router_change_while_it_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("abc", well)
+        dispatch, _ = dispatcher(fleet)
+        router = Router.__new__(Router)
+        router._dispatcher, router._options = dispatch, RouterOptions(exclude_seconds=60)
+        router._running = False
+        with pytest.raises(ConfigError, match=r"router\.replicas: not a key"):
+            await router.reconfigure({"router": {"replicas": 2}})
+        await router.check_health()
+        media = [item(number) for number in range(9)]
+        for policy, replicas in (("round_robin", 3), ("largest_first", 1)):
+            fleet.calls.clear()
+            # By load alone the first of idle replicas would get a lone item.
+            await router.reconfigure({"router": {"policy": policy, "cache_affinity": False}})
+            dispatch.ledger.turn = lambda replica: 0  # type: ignore[method-assign]
+            for one in media[:3]:
+                assert right([one], await collect(dispatch, [one]))
+            assert len({replica for replica, _ in fleet.calls}) == replicas
+        await router.reconfigure({"router": {"max_outstanding_patches": 500}})
+        with pytest.raises(TooLarge, match="takes 500 at a time"):
+            await collect(dispatch, media)
+        await router.reconfigure({"router": {"max_outstanding_patches": 0}})
+        assert "the options stay as they were: router.max_outstanding_patches: " in caplog.text
+        with pytest.raises(TooLarge, match="takes 500 at a time"):
+            await collect(dispatch, media)
+        await router.reconfigure({})
+        assert right(media, await collect(dispatch, media))
+        return dispatch
 
     settled(test())

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from actors.errors import EmbeddingLost, InvalidMedia, Overloaded
-from actors.types import Answer, Dtype, Embedding, Media
+from actors.store import shared_memory
+from actors.types import Answer, Dtype, Embedding, Media, SharedBytes
 from router.here import ATTEMPTS, encode_here
 from tests.unit.fleet import embedding, item, right
 
@@ -70,6 +71,22 @@ def test_only_lost_ones_are_encoded_again(losses: int) -> None:
     else:
         assert isinstance(answers[1], EmbeddingLost)
         assert right([MEDIA[0], MEDIA[2]], [answers[0], answers[2]])
+
+
+def test_what_cannot_be_read_in_time_is_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node is stopped, or cut off: Ray notices after a minute."""
+    monkeypatch.setattr(shared_memory, "READ_SECONDS", 0.01)
+    router = Encodes()
+
+    async def encode(media: list[Media], dtype: Dtype, timeout_seconds: float) -> list[Answer]:
+        first, *others = await router.encode(media, dtype, timeout_seconds)
+        if len(router.asked) == 1 and isinstance(first, Embedding):
+            first = replace(first, data=SharedBytes(asyncio.Event().wait(), 8))
+        return [first, *others]
+
+    answers = asyncio.run(asyncio.wait_for(encode_here(encode, MEDIA, "bfloat16", 5), 2))
+    assert right(MEDIA, answers)
+    assert router.asked == [MEDIA, MEDIA[:1]]
 
 
 def test_other_errors_stand_as_they_are() -> None:

@@ -66,9 +66,15 @@ class MemoryEncoder:
         self.kept: dict[str, Kept] = {}
 
     async def encode(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float, origin: Origin, keep: bool
+        self,
+        media: list[Media],
+        dtype: Dtype,
+        timeout_seconds: float,
+        origin: Origin,
+        keep: bool,
+        waiting_per_sent: float,
     ) -> Reply:
-        self.calls.append((media, dtype, timeout_seconds, origin, keep))
+        self.calls.append((media, dtype, timeout_seconds, origin, keep, waiting_per_sent))
         self.began.set()
         try:
             await self.gate.wait()
@@ -131,7 +137,7 @@ def test_all_calls_over_both_sockets(near: bool) -> None:
         async with opened(near) as (encoder, _, channel):
             reply = await encode(channel)
             assert reply.outstanding_patches == 7
-            assert encoder.calls == [(CALL.media, "float16", 3.5, CALL.origin, False)]
+            assert encoder.calls == [(CALL.media, "float16", 3.5, CALL.origin, False, 0)]
             await channel.call("check", {})
             encoder.kept["x"] = Kept.of(item(1), embedding(item(1), "a"))
             found = await channel.call("fetch", {"name": "x"})

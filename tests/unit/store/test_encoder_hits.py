@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from ray import serve
 from torch import Tensor
 
 from actors import encoder, pipeline
+from actors.autoscaling import OUTSTANDING_PATCHES
 from actors.errors import InvalidMedia, TooLarge, Unavailable
 from actors.options import (
     ActorOptions,
@@ -22,6 +24,7 @@ from actors.options import (
     GraphOptions,
     ModelOptions,
     ReferenceOptions,
+    SharedCacheOptions,
 )
 from actors.rpc.codec import EncodeCall, message_fields, reply_of
 from actors.rpc.server import Endpoint
@@ -132,6 +135,21 @@ def test_a_call_that_ends_while_a_hit_is_converted_gives_up_the_rest(
     asyncio.run(run())
 
 
+def test_the_autoscaler_hears_of_what_waits_in_routers(actor: encoder.Encoder) -> None:
+    async def run() -> None:
+        one = media(actor, 64)
+        patches = one.plan.patches
+        call = asyncio.create_task(actor.encode([one], "float32", 30, waiting_per_sent=2.5))
+        await asyncio.sleep(0)
+        assert (await actor.record_autoscaling_stats())[OUTSTANDING_PATCHES] == 3.5 * patches
+        assert (await actor.record_routing_stats())[OUTSTANDING_PATCHES] == patches
+        await call
+        assert (await actor.record_autoscaling_stats())[OUTSTANDING_PATCHES] == 0
+        actor.pipeline.close()
+
+    asyncio.run(run())
+
+
 def test_serve_awaits_its_end_and_that_of_calls_over_grpc(actor: encoder.Encoder) -> None:
     async def run() -> None:
         said = await actor.record_replica_metadata()
@@ -153,5 +171,35 @@ def test_serve_awaits_its_end_and_that_of_calls_over_grpc(actor: encoder.Encoder
             await actor.encode([media(actor, 64)], "float32", 30)
         channel.retire()
         await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_a_second_replica_finds_what_the_first_encoded(
+    actor: encoder.Encoder, tmp_path: Path
+) -> None:
+    """Also in another dtype."""
+    shared = SharedCacheOptions(url=f"file://{tmp_path}")
+    options = OPTIONS.model_copy(update={"cache": CacheOptions(shared=shared)})
+
+    async def run() -> None:
+        first, second = encoder.Encoder(options), encoder.Encoder(options)
+        (made,) = (await first.encode([media(actor, 64)], "float32", 30)).answers
+        assert isinstance(made, Embedding)
+        assert made.source == "graph"
+        first.pipeline.writer.shared._writers.shutdown()  # type: ignore[union-attr]
+        (hit,) = (await second.encode([media(actor, 64)], "float32", 30)).answers
+        assert isinstance(hit, Embedding)
+        assert hit.source == "cache"
+        assert bytes(hit.data) == bytes(made.data)  # type: ignore[arg-type]
+        (half,) = (await second.encode([media(actor, 64)], "float16", 30)).answers
+        assert isinstance(half, Embedding)
+        assert (half.source, half.dtype, half.size_bytes) == (
+            "cache",
+            "float16",
+            made.size_bytes // 2,
+        )
+        for replica in (first, second):
+            replica.pipeline.close()
 
     asyncio.run(run())

@@ -1,0 +1,254 @@
+"""`llm.engine: vllm`: vLLM's AsyncLLM over our embeddings. It batches completions continuously.
+
+It gets tokens with a placeholder for every row, and the rows: neither its processor nor its vision
+tower runs. Follows vLLM 0.32 and 0.33: vllm/v1/engine/async_llm.py and vllm/multimodal/inputs.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import Any, NoReturn
+
+import torch
+from prometheus_client import REGISTRY, generate_latest
+
+from actors.errors import ConfigError, InvalidRequest, Unavailable
+from actors.options import ModelOptions
+from actors.store.writer import tensor
+from actors.types import Embedding, Media
+from encoder_service.config import LlmOptions
+from encoder_service.llm.prompt import TEXT, Placed, Prompt
+from encoder_service.llm.schema import (
+    ChatCall,
+    ChatEvent,
+    Finish,
+    Piece,
+    Reason,
+    SchemaFormat,
+    TextFormat,
+    VllmParams,
+)
+from encoder_service.llm.spec import LlmSpec
+from encoder_service.wire.formats import Document
+
+log = logging.getLogger("ray.serve")
+
+REASONS: dict[str, Reason] = {"stop": "stop", "length": "length", "repetition": "stop"}
+AT_ONCE = 2**31 - 1
+"""Tokens per output of a completion that nobody sees before its end."""
+RENAMED = {"response_format", "top_logprobs"}
+"""Fields of VllmParams that vLLM's SamplingParams has not."""
+
+
+def engine_args(options: LlmOptions, own: ModelOptions, spec: LlmSpec) -> dict[str, Any]:
+    """Of AsyncEngineArgs. Raises ConfigError for keys of llm.engine_args that are decided here."""
+    decided: dict[str, Any] = {
+        "model": own.id,
+        "revision": own.revision,
+        "tokenizer_revision": own.revision,
+        "dtype": own.dtype,
+        "load_format": own.load_format,
+        "trust_remote_code": False,
+        "max_model_len": spec.max_model_len,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "enable_mm_embeds": True,
+        # Without its tower, vLLM (0.32, 0.33) ignores deepstack features, too.
+        "limit_mm_per_prompt": {} if spec.deepstack else {"image": 0, "video": 0},
+        "skip_mm_profiling": True,  # the tower never runs
+        "mm_processor_cache_gb": 0,  # the encoders have a cache
+    }
+    if twice := sorted(options.engine_args.keys() & decided.keys()):
+        raise ConfigError(f"llm.engine_args.{twice[0]}: follows from other options; leave it out")
+    return decided | options.engine_args
+
+
+def sampling_params(
+    sampling: VllmParams, max_tokens: int, stream: bool, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Of vLLM's SamplingParams; `structured_outputs` are StructuredOutputsParams' arguments.
+
+    defaults: those of the checkpoint's generation_config.json.
+    """
+    given = {name: getattr(sampling, name) for name in VllmParams.model_fields}
+    named = {name: value for name, value in given.items() if value is not None}
+    made = {**defaults, **{name: named[name] for name in named.keys() - RENAMED}}
+    made |= {"max_tokens": max_tokens, "stop": list(sampling.stop)}
+    made["logprobs"] = sampling.top_logprobs if sampling.logprobs else None
+    if not stream:
+        made["stream_interval"] = AT_ONCE
+    wanted = sampling.response_format
+    if wanted and not isinstance(wanted, TextFormat):
+        schema = wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else None
+        made["structured_outputs"] = {"json": schema} if schema else {"json_object": True}
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """An image or a video as a span of the prompt."""
+
+    placed: Placed
+    offset: int
+    rows: list[bool]
+    """Of each token from `offset` on: whether it is a row, or text between rows."""
+
+
+def features(made: Prompt, spec: LlmSpec) -> Iterator[Feature]:
+    places = (place for place, kind in enumerate(made.kinds) if kind != TEXT)
+    for one in made.placed:
+        own = list(islice(places, one.tokens))
+        # vLLM looks for the mark before each group of frames.
+        marked = one.kind == "video" and spec.video_style.before != ""
+        offset = own[0] - marked
+        yield Feature(one, offset, [kind != TEXT for kind in made.kinds[offset : own[-1] + 1]])
+
+
+def identity(media: Media, one: Placed) -> str:
+    """Equal for equal rows: vLLM's prefix cache knows images by it."""
+    return hashlib.sha256(repr((media.identity, one.grid_thw)).encode()).hexdigest()
+
+
+def likelihoods(tokens: Sequence[int], logprobs: Any, most: int) -> tuple[Document, ...]:
+    """In OpenAI's form. logprobs: of each token, a mapping of token ids to vLLM's Logprob."""
+
+    def shown(one: Any) -> Document:
+        text = one.decoded_token or ""
+        # vLLM gives -inf for tokens that may not be chosen; JSON has no such number.
+        return {
+            "token": text,
+            "logprob": max(one.logprob, -9999.0),
+            "bytes": list(text.encode("utf-8", "replace")),
+        }
+
+    found = []
+    for token, choices in zip(tokens, logprobs, strict=True):
+        best = sorted(choices.values(), key=lambda one: one.rank)[:most]
+        found.append(shown(choices[token]) | {"top_logprobs": [shown(one) for one in best]})
+    return tuple(found)
+
+
+class VllmEngine:
+    """chat.ChatEngine whose scheduler and workers are processes of vLLM's."""
+
+    def __init__(self, options: LlmOptions, own: ModelOptions, spec: LlmSpec) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args = engine_args(options, own, spec)
+        if unknown := sorted(args.keys() - {field.name for field in fields(AsyncEngineArgs)}):
+            raise ConfigError(
+                f"llm.engine_args.{unknown[0]}: no such field in vLLM's AsyncEngineArgs"
+            )
+        self.spec = spec
+        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+        self.defaults = self.engine.model_config.get_diff_sampling_param()
+
+    async def generate(
+        self, call: ChatCall, made: Prompt, embeddings: Sequence[Embedding]
+    ) -> AsyncGenerator[ChatEvent]:
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        assert isinstance(call.sampling, VllmParams)
+        reasons: dict[int, Reason] = {}
+        completion_tokens = 0
+        try:
+            params = self._params(call.sampling, made.max_tokens, call.stream)
+            found = self._prompt(call, made, embeddings)
+            outputs = self.engine.generate(found, params, uuid.uuid4().hex)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    for one in output.outputs:
+                        completion_tokens += len(one.token_ids)
+                        tokens: tuple[Document, ...] = ()
+                        if one.logprobs:
+                            most = call.sampling.top_logprobs
+                            tokens = likelihoods(one.token_ids, one.logprobs, most)
+                        if one.text or tokens:
+                            yield Piece(one.text, one.index, tokens)
+                        if (reason := one.finish_reason) in REASONS:
+                            reasons[one.index] = REASONS[reason]
+                        elif reason:
+                            raise Unavailable(
+                                f"vLLM ended the completion ({reason}): send the request again"
+                            )
+        except VLLMClientError as error:
+            raise InvalidRequest(str(error)) from None
+        except EngineGenerateError as error:
+            if isinstance(error.__cause__, ValueError):  # from checks of parameters
+                raise InvalidRequest(str(error.__cause__)) from None
+            raise
+        except EngineDeadError:
+            self._exit()
+        yield Finish(
+            tuple(reasons[index] for index in sorted(reasons)), len(made.ids), completion_tokens
+        )
+
+    def _params(self, sampling: VllmParams, max_tokens: int, stream: bool) -> Any:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+        given = sampling_params(sampling, max_tokens, stream, self.defaults)
+        if outputs := given.get("structured_outputs"):
+            given["structured_outputs"] = StructuredOutputsParams(**outputs)
+        return SamplingParams(output_kind=RequestOutputKind.DELTA, **given)
+
+    def _prompt(self, call: ChatCall, made: Prompt, embeddings: Sequence[Embedding]) -> Any:
+        """vLLM's EngineInput: what its own processor would give for embeddings."""
+        from vllm.inputs import mm_input, tokens_input
+        from vllm.multimodal.inputs import (
+            MultiModalFieldConfig,
+            MultiModalKwargsItems,
+            PlaceholderRange,
+        )
+
+        if not made.placed:
+            return tokens_input(made.ids)
+        items: dict[str, list[Any]] = {}
+        hashes: dict[str, list[str]] = {}
+        ranges: dict[str, list[Any]] = {}
+        for media, embedding, one in zip(
+            call.media, embeddings, features(made, self.spec), strict=True
+        ):
+            kind, placed = one.placed.kind, one.placed
+            per_item = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
+            values = {
+                f"{kind}_embeds": tensor(embedding),
+                f"{kind}_grid_thw": torch.tensor([placed.grid_thw]),
+            }
+            config = dict.fromkeys(values, per_item)
+            config[f"{kind}_embeds"] = MultiModalFieldConfig.flat_from_sizes(
+                kind, torch.tensor([placed.tokens])
+            )
+            if kind == "video" and self.spec.video_style.timed:
+                values["second_per_grid_ts"] = torch.tensor([placed.seconds_per_group])
+                config["second_per_grid_ts"] = per_item
+            items.setdefault(kind, []).extend(
+                MultiModalKwargsItems.from_hf_inputs(values, config)[kind]
+            )
+            hashes.setdefault(kind, []).append(identity(media, placed))
+            mask = None if all(one.rows) else torch.tensor(one.rows)
+            ranges.setdefault(kind, []).append(PlaceholderRange(one.offset, len(one.rows), mask))
+        return mm_input(made.ids, MultiModalKwargsItems(items), hashes, ranges)
+
+    def metrics(self) -> str:
+        lines = generate_latest(REGISTRY).decode().splitlines(keepends=True)
+        return "".join(line for line in lines if "vllm:" in line[:14])
+
+    async def check_health(self) -> None:
+        if self.engine.errored:
+            self._exit()
+
+    def _exit(self) -> NoReturn:
+        """The replica ends at once: requests are retried elsewhere, and Serve starts another."""
+        log.critical("vLLM's engine has died: the replica exits")
+        os._exit(1)
+
+    def close(self) -> None:
+        self.engine.shutdown()

@@ -1,0 +1,235 @@
+"""`llm.engine: vllm` without vLLM: its parameters, the schema, and how images become spans."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from actors.errors import ConfigError
+from actors.families.registry import read
+from actors.options import ModelOptions
+from encoder_service.config import LlmOptions, ServiceOptions, resources
+from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.prompt import Placed, Prompt, expand, load_tokenizer
+from encoder_service.llm.schema import Finish, InvalidKey, Piece, VllmParams, parse
+from encoder_service.llm.spec import LlmSpec
+from encoder_service.llm.vllm_engine import (
+    AT_ONCE,
+    engine_args,
+    features,
+    identity,
+    likelihoods,
+    sampling_params,
+)
+from tests.images import jpeg
+from tests.unit.llm.test_chat_service import HELLO, PATH, Replicas, client, events, image
+
+TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
+CPU: dict[str, Any] = {"num_gpus": 0, "device": "cpu"}
+SCHEMA = {"type": "object"}
+
+
+@pytest.fixture
+def spec() -> LlmSpec:
+    return llm_spec.read(LlmOptions(**CPU), TINY, read(TINY))
+
+
+def params(**given: Any) -> VllmParams:
+    sampling = parse(HELLO | given, "vllm").sampling()
+    assert isinstance(sampling, VllmParams)
+    return sampling
+
+
+def test_what_is_given_reaches_vllm() -> None:
+    given = {
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "frequency_penalty": -1.0,
+        "presence_penalty": 2,
+        "repetition_penalty": 1.1,
+        "seed": 3,
+        "min_tokens": 1,
+        "ignore_eos": True,
+        "stop_token_ids": [7],
+    }
+    biased = given | {"logit_bias": {"12": -3.5}, "logprobs": True, "top_logprobs": 4, "stop": "x"}
+    found = sampling_params(params(**biased), 9, stream=True, defaults={"top_k": 1})
+    expected = {"logit_bias": {12: -3.5}, "logprobs": 4, "stop": ["x"], "max_tokens": 9}
+    assert found == given | expected
+
+
+def test_the_checkpoint_s_defaults_hold_for_what_is_left_out() -> None:
+    defaults = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "max_tokens": 5}
+    found = sampling_params(params(top_p=1), 9, stream=False, defaults=defaults)
+    assert {name: found[name] for name in defaults} == {
+        "temperature": 0.7,
+        "top_p": 1,
+        "top_k": 20,
+        "max_tokens": 9,
+    }
+    assert (found["logprobs"], found["stream_interval"]) == (None, AT_ONCE)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"json_object": True}),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+            {"json": SCHEMA},
+        ),
+    ],
+)
+def test_formats_of_responses(given: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    found = sampling_params(params(response_format=given), 9, stream=True, defaults={})
+    assert found.get("structured_outputs") == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"n": 0}, "n: wrong value"),
+        ({"top_logprobs": 2}, "top_logprobs: only with logprobs: true"),
+        ({"top_k": -2}, "top_k: wrong value"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"tools": [{}]}, r"tools: only \[\] is supported here"),
+        ({"best_of": 2}, "best_of: not supported here"),
+    ],
+)
+def test_what_it_cannot_do_is_named(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidKey, match=words):
+        params(**given)
+
+
+def test_transformers_takes_none_of_it() -> None:
+    for given in ({"n": 2}, {"top_k": 1}, {"logprobs": True}):
+        with pytest.raises(InvalidKey):
+            parse(HELLO | given)
+
+
+def test_several_completions_and_their_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_spec, "check_vllm", lambda *_: None)
+    tokens = ({"token": "a"}, {"token": "b"}, {"token": "c"})
+    script = (
+        Piece("a", 0, tokens[:1]),
+        Piece("c", 1, tokens[2:]),
+        Piece("b", 0, tokens[1:2]),
+        Finish(("stop", "length"), 5, 3),
+    )
+    replicas = Replicas(script, script)
+    http = client(replicas, engine="vllm")
+    request = HELLO | {"n": 2, "logprobs": True}
+    first, second = http.post(PATH, json=request).json()["choices"]
+    assert (first["message"]["content"], first["finish_reason"]) == ("ab", "stop")
+    assert first["logprobs"]["content"] == list(tokens[:2])
+    assert (second["index"], second["message"]["content"]) == (1, "c")
+    streamed = events(http.post(PATH, json=request | {"stream": True}).text)
+    choices = [event["choices"][0] for event in streamed]
+    assert [choice["index"] for choice in choices] == [0, 1, 0, 1, 0, 0, 1]
+    assert [choice["finish_reason"] for choice in choices[-2:]] == ["stop", "length"]
+    assert [call.stream for call in replicas.calls] == [False, True]
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    assert schemas["VllmRequest"]["properties"].keys() >= {"top_k", "n", "messages"}
+
+
+def test_an_image_is_a_span_and_a_video_has_text_between_its_rows(spec: LlmSpec) -> None:
+    picture = Placed("image", (1, 4, 4), 4)
+    video = Placed("video", (2, 4, 4), 8, times=(0.5, 1.5))
+    ids = [1, spec.image_token_id, 2, spec.video_token_id, 3]
+    made = Prompt(*expand(ids, [picture, video], spec, load_tokenizer(TINY)), (picture, video), 9)
+    one, other = features(made, spec)
+    assert (one.offset, one.rows) == (1, [True] * 4)
+    # From the mark before the first group to the last row.
+    start = load_tokenizer(TINY).convert_tokens_to_ids("<|vision_start|>")
+    assert made.ids[other.offset] == start
+    assert (other.rows[:5], other.rows[-4:]) == ([False] + [True] * 4, [True] * 4)
+    assert sum(other.rows) == 8
+    shown = [token for token, row in zip(made.ids[other.offset :], other.rows, strict=False) if row]
+    assert shown == [spec.video_token_id] * 8
+
+
+def test_images_are_known_by_content_and_size() -> None:
+    replicas = Replicas(*[(Finish(("stop",), 1, 1),)] * 3)
+    http = client(replicas)
+    for photo, detail in ((jpeg(640, 960), "auto"), (jpeg(640, 960), "low"), (jpeg(64, 64), "low")):
+        part = image(photo)
+        part["image_url"]["detail"] = detail
+        messages = [{"role": "user", "content": [part]}]
+        assert http.post(PATH, json=HELLO | {"messages": messages}).is_success
+    media = [call.media[0] for call in replicas.calls]
+    placed = [Placed("image", one.plan.grid_thw, one.plan.tokens) for one in media]
+    known = [identity(*each) for each in zip(media, placed, strict=True)]
+    assert len(set(known)) == 3
+    assert identity(media[0], placed[0]) == known[0]
+
+
+def test_probabilities_have_openai_s_form() -> None:
+    def logprob(text: str, value: float, rank: int) -> Any:
+        return SimpleNamespace(decoded_token=text, logprob=value, rank=rank)
+
+    choices = {5: logprob("ü", -2.0, 3), 6: logprob("b", -0.5, 1), 7: logprob("c", -1.0, 2)}
+    (found,) = likelihoods([5], [choices], 2)
+    assert (found["token"], found["logprob"], found["bytes"]) == ("ü", -2.0, [195, 188])
+    assert [one["token"] for one in found["top_logprobs"]] == ["b", "c"]
+    (lost,) = likelihoods([5], [{5: logprob("a", float("-inf"), 1)}], 0)
+    assert json.loads(json.dumps(lost, allow_nan=False))["top_logprobs"] == []
+
+
+def test_arguments_of_the_engine(spec: LlmSpec) -> None:
+    options = LlmOptions(
+        engine="vllm", tensor_parallel_size=2, engine_args={"gpu_memory_utilization": 0.5}
+    )
+    found = engine_args(options, TINY, spec)
+    assert (found["tensor_parallel_size"], found["gpu_memory_utilization"]) == (2, 0.5)
+    assert found["limit_mm_per_prompt"] == {}  # the tower stays: it has the deepstack features
+    without = engine_args(options, TINY, replace(spec, deepstack=0))
+    assert without["limit_mm_per_prompt"] == {"image": 0, "video": 0}
+    twice = options.model_copy(update={"engine_args": {"model": "other"}})
+    with pytest.raises(ConfigError, match=r"llm.engine_args.model: follows from other options"):
+        engine_args(twice, TINY, spec)
+
+
+def test_tensor_parallelism_reserves_gpus() -> None:
+    options = ServiceOptions(
+        model=TINY, llm=LlmOptions(engine="vllm", tensor_parallel_size=4, replicas=2)
+    )
+    assert resources(options)["GPU"] == 1 + 8
+    assert LlmOptions(engine="vllm").ongoing_requests == 256
+    assert LlmOptions().ongoing_requests == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"engine_args": {"seed": 1}}, "only with engine: vllm"),
+        ({"tensor_parallel_size": 2}, "only with engine: vllm"),
+        ({"engine": "vllm", "video_pruning_rate": 0.5}, "only with engine: transformers"),
+        ({"engine": "vllm", "tensor_parallel_size": 2, "num_gpus": 0.5}, "num_gpus: 1"),
+    ],
+)
+def test_options_belong_to_the_engine(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        LlmOptions(**given)
+
+
+def test_what_vllm_does_not_serve_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    options, tower = LlmOptions(engine="vllm", **CPU), read(TINY)
+    for there, words in (
+        (None, r"pip install 'encoder-service\[vllm\]'"),
+        (object(), "is a preset"),
+    ):
+        monkeypatch.setattr(llm_spec, "find_spec", lambda name, there=there: there)
+        with pytest.raises(ConfigError, match=words):
+            llm_spec.read(options, TINY, tower)
+    with pytest.raises(ConfigError, match="not supported for glm4v"):
+        llm_spec.check_vllm(TINY, object(), replace(tower, family="glm4v"))  # type: ignore[arg-type]

@@ -1,0 +1,222 @@
+"""What one replica wrote, any other finds. What is damaged, foreign, late or absent is a miss."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakeredis import TcpFakeServer
+
+from actors.errors import ConfigError
+from actors.options import SharedCacheOptions
+from actors.store import shared_cache
+from actors.store.kept import Key
+from actors.store.shared_cache import LocalFolder, SharedCache, Store, open_store, packed, unpacked
+from actors.telemetry.metrics import EncoderMetrics
+from actors.types import Embedding, Timings
+from encoder_service.bench.cluster import free_ports
+
+KEY: Key = ("model", "image", "digest")
+MADE = Embedding(
+    np.arange(96, dtype=np.uint8),
+    "float32",
+    (6, 4),
+    (1, 4, 6),
+    "graph",
+    Timings(1, 2, 3),
+    replica="first",
+    frame_tokens=(2, 4),
+    kept_rows=(0, 1, 3, 5, 6, 7),
+)
+
+
+@pytest.fixture(params=["file", "redis", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "redis":
+        (port,) = free_ports(1)
+        server = TcpFakeServer(("127.0.0.1", port))
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"redis://127.0.0.1:{port}/0"
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    else:
+        yield f"file://{tmp_path}/shared" if request.param == "file" else f"memory://{tmp_path}"
+
+
+def opened(store: Store, weights: str = "weights") -> SharedCache:
+    return SharedCache(store, weights, EncoderMetrics())
+
+
+def sample(cache: SharedCache, name: str, **labels: str) -> float:
+    return cache._metrics.registry.get_sample_value(f"encoder_shared_cache_{name}", labels) or 0
+
+
+def put(cache: SharedCache, key: Key = KEY, embedding: Embedding = MADE) -> None:
+    """Returns when it is written."""
+    cache.put(key, embedding)
+    cache._writers.shutdown()
+
+
+def test_another_process_finds_what_one_wrote(url: str) -> None:
+    async def run() -> None:
+        options = SharedCacheOptions(url=url)
+        first, second = opened(open_store(options)), opened(open_store(options))
+        assert await first.get(KEY, 6) is None
+        put(first)
+        found = await second.get(KEY, 6)
+        assert found is not None
+        assert (found.source, found.timings.encode_seconds) == ("cache", 0)
+        assert bytes(found.data) == bytes(MADE.data)  # type: ignore[arg-type]
+        same = ("dtype", "shape", "grid_thw", "frame_tokens", "kept_rows")
+        assert [getattr(found, one) for one in same] == [getattr(MADE, one) for one in same]
+        assert await second.get((*KEY, "evs 0.5"), 6) is None
+        assert await second.get(KEY, 5) is None, "as many rows as the item must have"
+        assert (sample(second, "hits_total"), sample(second, "misses_total")) == (1, 2)
+        assert await opened(open_store(options), "other weights").get(KEY, 6) is None
+        for cache in (first, second):
+            assert sample(cache, "failures_total", operation="read") == 0
+            cache.close()
+
+    asyncio.run(run())
+
+
+def test_any_damage_is_seen() -> None:
+    value = packed("weights", KEY, MADE)
+    assert unpacked(value, "weights", KEY).shape == (6, 4)
+    for place in range(len(value)):
+        damaged = bytearray(value)
+        damaged[place] ^= 1
+        with pytest.raises(ValueError, match="damaged"):
+            unpacked(bytes(damaged), "weights", KEY)
+    for length in range(len(value)):
+        with pytest.raises(ValueError, match="damaged"):
+            unpacked(value[:length], "weights", KEY)
+    with pytest.raises(ValueError, match="another item"):
+        unpacked(value, "weights", (*KEY, "evs 0.5"))
+
+
+def test_a_damaged_entry_is_a_miss_that_pauses_nothing(tmp_path: Path) -> None:
+    async def run() -> None:
+        cache = opened(LocalFolder(tmp_path, 10**6))
+        put(cache)
+        (path,) = tmp_path.glob("*/*")
+        path.write_bytes(path.read_bytes()[:-1])
+        assert await cache.get(KEY, 6) is None
+        assert sample(cache, "failures_total", operation="read") == 1
+        put(other := opened(LocalFolder(tmp_path, 10**6)))
+        assert await cache.get(KEY, 6) is not None, "written anew"
+        other.close()
+        cache.close()
+
+    asyncio.run(run())
+
+
+def test_a_folder_keeps_to_its_size_and_evicts_what_was_used_longest_ago(tmp_path: Path) -> None:
+    folder = LocalFolder(tmp_path, 10_000)
+    for number in range(50):
+        name = f"{number:02}"
+        folder.write(name, bytes(1000))
+        past = time.time() - 1000 + number
+        os.utime(tmp_path / name[:2] / name, (past, past))
+        folder.read("00")
+        assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 11_000
+    assert folder.read("00") is not None
+    assert folder.read("49") is not None
+    assert folder.read("01") is None
+    (tmp_path / "abandoned.part").write_bytes(bytes(1000))
+    os.utime(tmp_path / "abandoned.part", (past, past - 3600))
+    again = LocalFolder(tmp_path, 3000)  # with less room, after a restart
+    again.write("50", bytes(1000))
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 3000
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_many_processes_may_share_a_folder(tmp_path: Path) -> None:
+    """Writers of the same names, readers and evictions, all at once: all or nothing."""
+    folders = [LocalFolder(tmp_path, 20_000) for _ in range(4)]
+    wrong = list[bytes]()
+
+    def work(folder: LocalFolder) -> None:
+        for number in range(200):
+            name = f"{number % 37:02}"
+            folder.write(name, name.encode() * 500)
+            if (found := folder.read(name)) not in (None, name.encode() * 500):
+                wrong.append(found or b"")
+
+    threads = [threading.Thread(target=work, args=(folder,)) for folder in folders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert not list(tmp_path.glob("**/*.part"))
+
+
+class Broken:
+    """Counts calls that fail, or that take too long."""
+
+    def __init__(self, seconds: float = 0) -> None:
+        self.seconds = seconds
+        self.calls = 0
+
+    def read(self, name: str) -> bytes | None:
+        self.calls += 1
+        time.sleep(self.seconds)
+        raise ConnectionError(name)
+
+    def write(self, name: str, value: bytes) -> None:
+        self.read(name)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.2])
+def test_a_store_that_is_down_is_left_alone_for_a_while(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_cache, "READ_SECONDS", 0.02)
+
+    async def run() -> None:
+        store = Broken(seconds)
+        cache = opened(store)
+        began = time.monotonic()
+        for _ in range(20):
+            assert await cache.get(KEY, 6) is None
+            cache.put(KEY, MADE)
+        assert time.monotonic() - began < 0.15
+        assert store.calls == 1
+        assert sample(cache, "failures_total", operation="read") == 1
+        assert sample(cache, "skipped_total") == 20
+        cache.close()
+        monkeypatch.setattr(shared_cache, "monotonic", lambda: began + 11)
+        opened_again = opened(store)
+        assert await opened_again.get(KEY, 6) is None
+        assert store.calls == 2
+
+    asyncio.run(run())
+
+
+def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_cache, "MOST_UNWRITTEN_BYTES", 250)
+    cache = opened(Broken(0.2))
+    for _ in range(10):
+        cache.put(KEY, MADE)
+    assert sample(cache, "skipped_total") == 8
+    cache._writers.shutdown()
+    assert cache._unwritten_bytes == 0
+
+
+def test_what_cannot_be_opened_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"cache\.shared\.url: .*nonsense"):
+        open_store(SharedCacheOptions(url="nonsense://x"))
+    monkeypatch.setattr(shared_cache, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"xxhash and redis: pip install 'encoder-service\[cache"):
+        open_store(SharedCacheOptions(url="redis://127.0.0.1"))
+    with pytest.raises(ValueError, match="url"):
+        SharedCacheOptions(url="/var/cache")
