@@ -17,7 +17,7 @@ from ray import serve
 
 from actors.autoscaling import OUTSTANDING_PAIRS, OUTSTANDING_PATCHES, OUTSTANDING_SECONDS
 from actors.errors import Unavailable
-from actors.options import ActorOptions
+from actors.options import ActorOptions, refused, updated
 from actors.pipeline import open_pipeline
 from actors.rpc.server import ReplicaServer
 from actors.store.kept import Kept
@@ -108,6 +108,11 @@ class Encoder:
         if cost := self.pipeline.engine.cost:
             stats[OUTSTANDING_SECONDS] = cost.work_seconds(work)
         return stats
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Serve calls it with the deployment's `user_config`: nothing here changes live."""
+        with refused(running=True):
+            updated(self.options, user_config, {})
 
     async def check_health(self) -> None:
         """Serve replaces a replica that raises here."""

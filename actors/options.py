@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -12,11 +16,14 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
     model_validator,
 )
 
 from actors.errors import ConfigError
 from actors.types import Alpha, Dtype
+
+logger = logging.getLogger("ray.serve")
 
 Transport = Literal["shared_memory", "nixl"]
 BlockForm = Literal["fast", "compile", "reference"]
@@ -33,6 +40,77 @@ class Options(BaseModel):
     """Frozen. Refuses unknown keys, and values of another type: true or "1" for 1, infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Made = TypeVar("Made", bound=Options)
+
+
+def validated(kind: type[Made], values: Mapping[str, Any]) -> Made:
+    """Raises ConfigError, which names every wrong key."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        problems = [sentence(kind, problem) for problem in error.errors()]
+        raise ConfigError("; ".join(problems)) from None
+
+
+def updated(options: Made, user_config: Any, live: Mapping[str, Collection[str]]) -> Made:
+    """The options with the values of a deployment's `user_config`.
+
+    `live`: by section, the keys that can be changed while a replica runs. Raises ConfigError.
+    """
+    if not isinstance(user_config, Mapping):
+        raise ConfigError("user_config is not a mapping")
+    values = options.model_dump(exclude_unset=True)
+    for section, given in user_config.items():
+        wrong = [section] if section not in live else []
+        if isinstance(given, Mapping):
+            wrong = wrong or [f"{section}.{key}" for key in given if key not in live[section]]
+            given = values.get(section, {}) | given
+        if wrong:
+            there = [f"{name}.{key}" for name, keys in live.items() for key in sorted(keys)]
+            raise ConfigError(
+                f"user_config: {', '.join(map(str, wrong))}: not a key that can be changed without "
+                f"a restart; those are {', '.join(there) or 'none here'}"
+            )
+        values[section] = given
+    return validated(type(options), values)
+
+
+@contextmanager
+def refused(*, running: bool) -> Iterator[None]:
+    """Logs a ConfigError in a replica that runs, which Serve would replace if it raised."""
+    try:
+        yield
+    except ConfigError as error:
+        if not running:
+            raise
+        logger.error("the options stay as they were: %s", error)
+
+
+def sentence(kind: type[Options], problem: Mapping[str, Any]) -> str:
+    """One of pydantic's problems. Possible secrets are not quoted: unknown keys, and `auth`."""
+    keys = [str(part) for part in problem["loc"]]
+    if problem["type"] == "extra_forbidden":
+        return f"{'.'.join(keys)}: no such key; known are {', '.join(known(kind, keys[:-1]))}"
+    # pydantic's prefix for the message of a validator.
+    said = str(problem["msg"]).removeprefix("Value error, ")
+    if keys:
+        said = f"{'.'.join(keys)}: {said}"
+    if "token_sha256" in keys:
+        said += "; the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
+    # For a section's own validator, or a missing key, the input is the whole section.
+    if "auth" in keys or problem["type"] in ("missing", "value_error"):
+        return said
+    return f"{said} (got {problem['input']!r})"
+
+
+def known(kind: type[Options], section: Sequence[str]) -> list[str]:
+    options: Any = kind
+    for key in section:
+        declared = options.model_fields[key].annotation
+        options = next(one for one in (*get_args(declared), declared) if one is not NoneType)
+    return sorted(options.model_fields)
 
 
 class ImagesKwargs(Options):

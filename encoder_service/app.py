@@ -98,8 +98,8 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
 
     A change of any option restarts every replica, because Serve makes the version of all
     deployments of an application of its `args`. The `deployments` of a configuration may override
-    what is given here, without a restart. The ingress has a router in its own process; the Router
-    deployment is for callers in Ray.
+    what is given here, and by `user_config` some options, without a restart. The ingress has a
+    router in its own process; the Router deployment is for callers in Ray.
     """
     # Serve's access log would write a line per inner call, and block for it.
     logs = LoggingConfig(encoding=options.logging.format.upper(), enable_access_log=False)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -14,16 +13,22 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     StringConstraints,
-    ValidationError,
     model_validator,
 )
 
 from actors.engine.budgets import Capacity, model_capacity
 from actors.errors import ConfigError
-from actors.options import ActorOptions, DeviceOptions, ModelOptions, Options
+from actors.options import (
+    ActorOptions,
+    DeviceOptions,
+    ModelOptions,
+    Options,
+    updated,
+    validated,
+)
 from actors.spec.model_spec import ModelSpec
 from actors.types import Size
-from router.options import RouterOptions
+from router.options import LIVE_KEYS, RouterOptions
 
 BUILD = "encoder_service.app:build"
 """The `import_path` of our applications."""
@@ -177,6 +182,20 @@ class ServiceOptions(ActorOptions):
     """A language model that answers chats; None: encoders only."""
 
 
+LIVE: dict[str, dict[str, Collection[str]]] = {
+    "Ingress": {
+        "limits": LimitOptions.model_fields.keys() - {"max_body_bytes", "max_buffered_bytes"},
+        "router": LIVE_KEYS,
+        "fetch": FetchOptions.model_fields.keys(),
+        "auth": AuthOptions.model_fields.keys(),
+        "logging": {"access_log"},
+    },
+    "Router": {"router": LIVE_KEYS},
+}
+"""By deployment and section, the keys that its `user_config` changes without a restart. The two of
+the limits size gRPC's server when it starts."""
+
+
 def resources(options: ServiceOptions, encoders: int) -> dict[str, float]:
     """GPUs and CPUs that all deployments request from Ray, with this number of encoders."""
     encoder, llm = options.encoder, options.llm
@@ -191,35 +210,7 @@ def resources(options: ServiceOptions, encoders: int) -> dict[str, float]:
 
 def parse(args: Mapping[str, Any]) -> ServiceOptions:
     """The options. Raises ConfigError, which names every wrong key."""
-    try:
-        return ServiceOptions.model_validate(args)
-    except ValidationError as error:
-        raise ConfigError("; ".join(map(sentence, error.errors()))) from None
-
-
-def sentence(problem: Mapping[str, Any]) -> str:
-    """One of pydantic's problems. Possible secrets are not quoted: unknown keys, and `auth`."""
-    keys = [str(part) for part in problem["loc"]]
-    if problem["type"] == "extra_forbidden":
-        return f"{'.'.join(keys)}: no such key; known are {', '.join(known(keys[:-1]))}"
-    # pydantic's prefix for the message of a validator.
-    said = str(problem["msg"]).removeprefix("Value error, ")
-    if keys:
-        said = f"{'.'.join(keys)}: {said}"
-    if "token_sha256" in keys:
-        said += "; the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
-    # For a section's own validator, or a missing key, the input is the whole section.
-    if "auth" in keys or problem["type"] in ("missing", "value_error"):
-        return said
-    return f"{said} (got {problem['input']!r})"
-
-
-def known(section: Sequence[str]) -> list[str]:
-    options: Any = ServiceOptions
-    for key in section:
-        declared = options.model_fields[key].annotation
-        options = next(one for one in (*get_args(declared), declared) if one is not NoneType)
-    return sorted(options.model_fields)
+    return validated(ServiceOptions, args)
 
 
 def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
@@ -271,11 +262,11 @@ def is_ours(application: Mapping[str, Any]) -> bool:
 
 
 def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceOptions:
-    """The options with the counts of the application's `deployments`, which Serve prefers.
+    """The options with what Serve prefers of the application's `deployments`: counts, and the
+    `user_config` of Ingress.
 
     Raises ConfigError.
     """
-    found: dict[str, Any] = {}
     for entry in application.get("deployments") or []:
         name, replicas = entry.get("name"), entry.get("num_replicas")
         section = getattr(options, SECTIONS.get(name, ""), None)
@@ -284,6 +275,13 @@ def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceO
             raise ConfigError(
                 f"deployments: no deployment is named {name!r}; there are {', '.join(there)}"
             )
+        if (user_config := entry.get("user_config")) is not None:
+            try:
+                changed = updated(options, user_config, LIVE.get(name, {}))
+            except ConfigError as error:
+                raise ConfigError(f"deployments: {name}: {error}") from None
+            options = changed if name == "Ingress" else options
+            section = getattr(options, SECTIONS[name])
         if replicas is None:
             continue
         if type(replicas) is not int or replicas < 1:
@@ -296,8 +294,9 @@ def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceO
                 "encoder.autoscaling and num_replicas of the deployment Encoder are both given: "
                 "keep one of them"
             )
-        found[SECTIONS[name]] = section.model_copy(update={"replicas": replicas})
-    return options.model_copy(update=found)
+        counts = section.model_copy(update={"replicas": replicas})
+        options = options.model_copy(update={SECTIONS[name]: counts})
+    return options
 
 
 def load_all(path: Path) -> list[ServiceOptions]:

@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from time import monotonic
+from typing import Any
 
 import ray
 from fastapi import FastAPI
@@ -18,6 +19,7 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost, Overloaded, Unavailable
+from actors.options import refused, updated
 from actors.spec.model_spec import ModelSpec
 from actors.store.kept import Kept
 from actors.store.shared_memory import here
@@ -25,7 +27,7 @@ from actors.telemetry.tracing import name_requests
 from actors.types import Answer, Dtype, Media
 from encoder_service.api import grpc, http
 from encoder_service.api.errors import AtItem
-from encoder_service.config import ServiceOptions
+from encoder_service.config import LIVE, ServiceOptions, fit
 from encoder_service.llm import http as chat_http
 from encoder_service.llm.http import ChatService, ReplicaLost
 from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed
@@ -61,7 +63,9 @@ class Ingress:
             encoder, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
         )
         scraped = [handle for handle in (encoder, router, own, chat) if handle]
-        self.options = options.ingress
+        self.options = options
+        self.spec = spec
+        self.running = False
         self.service = Service(options, spec, RouterBackend(self.router, scraped, own))
         self.chat = None
         if chat and llm and options.llm:
@@ -69,7 +73,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once, after the constructor."""
-        app = http.build(self.service, self.lifespan if self.options.grpc_port else None)
+        app = http.build(self.service, self.lifespan if self.options.ingress.grpc_port else None)
         if self.chat:
             chat_http.add(app, self.service, self.chat)
         return app
@@ -77,8 +81,20 @@ class Ingress:
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         """Serves gRPC as long as Serve has the application run."""
-        async with grpc.serving(self.service, self.options, self.owner):
+        async with grpc.serving(self.service, self.options.ingress, self.owner):
             yield
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Serve calls it with the deployment's `user_config`, at start and when that changes."""
+        with refused(running=self.running):
+            options = updated(self.options, user_config, LIVE["Ingress"])
+            fit(options, self.spec)
+            self.service.configure(options)
+            self.router.configure(options.router)
+
+    async def check_health(self) -> None:
+        """Serve calls it when the start is complete, and then periodically."""
+        self.running = True
 
     def scrape(self) -> tuple[str, str]:
         """This replica's id, and its own series in Prometheus text format."""

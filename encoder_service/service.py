@@ -81,11 +81,7 @@ class Service:
 
     def __init__(self, options: ServiceOptions, spec: ModelSpec, backend: Backend) -> None:
         self.spec = spec
-        self.limits = options.limits
         self.references = options.references
-        self.fetch_seconds = min(FETCH_SECONDS, options.limits.timeout_seconds)
-        self.tokens = Tokens(options.auth)
-        self.authorize = self.tokens.authorize
         budget = model_capacity(options.graphs, spec).tokens[-1]
         self.admission = Admission(
             spec, options.limits, options.fetch, options.preprocess.alpha, budget
@@ -102,7 +98,7 @@ class Service:
         self.metrics.unsent_bytes.set_function(lambda: self.unsent.held_bytes)
         spans = open_spans(options.tracing, "ingress")
         self.observer = Observer(self.metrics, spans, options.logging.access_log)
-        self.card = model_card(options, spec)
+        self.configure(options)
         self.cache_max_bytes = options.cache.max_bytes
         self.status = SingleFlight(self.look, STATUS_SECONDS)
         self.ready: dict[str, Callable[[], Awaitable[int]]] = {
@@ -111,6 +107,20 @@ class Service:
         """What /readyz reports; each raises Unavailable if it is not ready."""
         # /metrics needs no token: requests that arrive together share one scrape of the fleet.
         self.scrape = SingleFlight(backend.scrape, 0)
+
+    def configure(self, options: ServiceOptions) -> None:
+        """Applies what can be changed while the service runs to what comes next.
+
+        Raises ConfigError, and then changes nothing.
+        """
+        self.tokens = Tokens(options.auth)
+        self.authorize = self.tokens.authorize
+        self.limits = options.limits
+        self.fetch_seconds = min(FETCH_SECONDS, options.limits.timeout_seconds)
+        self.admission.configure(options.limits, options.fetch)
+        self.unsent.most_bytes = options.limits.max_unsent_bytes
+        self.observer.configure(access=options.logging.access_log)
+        self.card = model_card(options, self.spec)
 
     async def look(self) -> Document:
         glance = await self.backend.glance()

@@ -113,6 +113,7 @@ class Dispatcher:
         self._options = options
         self._plan = plan
         self._metrics = metrics
+        self._cache_max_bytes = cache_max_bytes
         self._reports: Mapping[str, Replica] | None = None
         self._costs: Mapping[str, Cost | None] = {}
         self._joinable: dict[Key, InFlightItem] = {}
@@ -121,6 +122,16 @@ class Dispatcher:
         self._affinity = CacheAffinity(cache_max_bytes if options.cache_affinity else 0)
         self._liveness = Liveness(fleet.check, fleet.reach, options.stall_seconds)
         self.ledger = Ledger(
+            options.max_outstanding_patches, options.exclude_seconds, options.max_queue_seconds
+        )
+
+    def configure(self, options: RouterOptions, plan: Plan) -> None:
+        """Applies to what comes next. Not live: `stall_seconds`."""
+        if options.cache_affinity != self._options.cache_affinity:
+            self._affinity = CacheAffinity(self._cache_max_bytes if options.cache_affinity else 0)
+        self._options = options
+        self._plan = plan
+        self.ledger.configure(
             options.max_outstanding_patches, options.exclude_seconds, options.max_queue_seconds
         )
 
@@ -397,7 +408,8 @@ class Dispatcher:
         for item in call.items:
             if item.call is call:  # otherwise another call has it now
                 self._complete(item, error)
-        if self._queue:
+        # All replicas first, because it costs less than to find those that can be used.
+        if self._queue and (not self._reports or self.ledger.has_room(self._reports)):
             self._send_waiting(self._usable())
 
     def _complete(self, item: InFlightItem, answer: Answer | None) -> None:

@@ -36,3 +36,11 @@ class RouterOptions(Options):
     """Identical items in flight are encoded once."""
     cache_affinity: bool = True
     """An item goes to the replica whose cache should hold it, unless that has much more to do."""
+
+
+class RouterSection(Options):
+    router: RouterOptions
+
+
+LIVE_KEYS = RouterOptions.model_fields.keys() - {"replicas", "num_cpus", "stall_seconds"}
+"""Can be changed while a router runs."""

@@ -15,13 +15,13 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.options import TracingOptions
+from actors.options import TracingOptions, refused, updated
 from actors.store.kept import Kept
 from actors.telemetry.tracing import ORIGIN, Origin, name_requests, open_spans
 from actors.types import Answer, Dtype, Media
 from router.dispatch import Dispatcher, now
 from router.metrics import RouterMetrics
-from router.options import RouterOptions
+from router.options import LIVE_KEYS, RouterOptions, RouterSection
 from router.policy.balance import POLICIES
 from router.replicas.serve_fleet import ServeFleet
 
@@ -60,11 +60,26 @@ class Router:
         `fingerprint`: of the model; replicas of another model are not used.
         """
         name_requests()
+        self._options = options
+        self._running = False
         self._metrics = RouterMetrics()
         spans = open_spans(tracing, "router")
         self._fleet = ServeFleet(encoder, fingerprint, spans, self._metrics)
         plan = POLICIES[options.policy](Random())
         self._dispatcher = Dispatcher(self._fleet, options, plan, self._metrics, cache_max_bytes)
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Serve calls it with the deployment's `user_config`, at start and when that changes."""
+        with refused(running=self._running):
+            found = updated(RouterSection(router=self._options), user_config, {"router": LIVE_KEYS})
+            self.configure(found.router)
+
+    def configure(self, options: RouterOptions) -> None:
+        self._dispatcher.configure(options, POLICIES[options.policy](Random()))
+
+    async def check_health(self) -> None:
+        """Serve calls it when the start is complete, and then periodically."""
+        self._running = True
 
     async def encode(
         self,

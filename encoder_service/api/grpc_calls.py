@@ -93,6 +93,7 @@ class ReadInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             try:
                 if error:
                     raise error
+                self.reads.seconds = self.service.limits.timeout_seconds
                 raw = await reads.read(context)
                 if raw is grpc.aio.EOF and handler.request_streaming:
                     return None

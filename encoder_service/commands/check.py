@@ -167,6 +167,8 @@ def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple
             elif option == "num_replicas":
                 before_it, after_it = (one.get(option, "default") for one in (was, now))
                 yield "live", f"{name}: {option} {before_it} -> {after_it}"
+            elif option == "user_config" and now.get(option) is None:
+                yield "ignored", f"{name}: Serve passes on no removal: write `user_config: {{}}`"
             elif option != "name":
                 yield "live", f"{name}: {key}"
     least, most = encoders(old)

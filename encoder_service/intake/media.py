@@ -51,9 +51,14 @@ class Admission:
     ) -> None:
         """`budget`: tokens of the largest budget; None: of the model's largest image."""
         self.spec = spec
-        self.limits = limits
         self.alpha = alpha
-        self.tokens = largest_tokens(spec, limits, budget)
+        self.budget = budget
+        self.configure(limits, fetch)
+
+    def configure(self, limits: LimitOptions, fetch: FetchOptions) -> None:
+        """Applies to what comes next."""
+        self.limits = limits
+        self.tokens = largest_tokens(self.spec, limits, self.budget)
         self.fetcher = Fetcher(fetch)
 
     async def admit(

@@ -96,8 +96,13 @@ class Observer:
     def __init__(self, metrics: ServiceMetrics, spans: Spans, access: bool) -> None:
         self.metrics = metrics
         self.spans = spans
-        self.access = access_log() if access else None
+        self.log: logging.Logger | None = None
+        self.configure(access=access)
         self.failures: deque[Failure] = deque(maxlen=MOST_FAILURES)
+
+    def configure(self, *, access: bool) -> None:
+        self.log = self.log or (access_log() if access else None)
+        self.access = self.log if access else None
 
     @contextmanager
     def exchange(self, api: str | None, origin: Origin, code: str) -> Iterator[Exchange]:

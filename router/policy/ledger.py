@@ -125,10 +125,8 @@ class Ledger:
         self, limit_patches: int, exclude_seconds: float, queue_seconds: float = math.inf
     ) -> None:
         """Admits up to the limit, and while the queue takes at most `queue_seconds`."""
+        self.configure(limit_patches, exclude_seconds, queue_seconds)
         self.outstanding = 0
-        self._limit = limit_patches
-        self._exclude_seconds = exclude_seconds
-        self._queue_seconds = queue_seconds
         self._accounts: defaultdict[str, Accounts] = defaultdict(
             lambda: Accounts(Account(), Account())
         )
@@ -142,6 +140,12 @@ class Ledger:
         self._assigned = 0
         self._open: dict[Reservation, None] = {}
         """In the order of admission."""
+
+    def configure(self, limit_patches: int, exclude_seconds: float, queue_seconds: float) -> None:
+        """Applies to what comes next."""
+        self._limit = limit_patches
+        self._exclude_seconds = exclude_seconds
+        self._queue_seconds = queue_seconds
 
     def own(self, replica: str) -> int:
         """Patches that this router has on a replica."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from time import monotonic, sleep
 from typing import Any
 
@@ -53,6 +55,40 @@ def deploy(document: dict[str, Any]) -> None:
         sleep(0.2)
 
 
+def changed_while_it_runs(cluster: Cluster, document: dict[str, Any]) -> None:
+    """Limits and a policy, under load: nothing restarts and no request fails. Nor does a wrong
+    `user_config` change anything."""
+    (application,) = document["applications"]
+    before, seen, ended = actors(), list[int](), Event()
+
+    def load() -> None:
+        with Client(cluster.http) as client:
+            while not ended.is_set():
+                client.encode([photograph("coffee.png")])
+                seen.append(1)
+
+    def most_items() -> int:
+        model = httpx.get(f"{cluster.http}/v1/model", timeout=60).json()
+        found: int = model["limits"]["max_items"]
+        return found
+
+    with ThreadPoolExecutor() as pool:
+        loads = [pool.submit(load) for _ in range(2)]
+        try:
+            live = {"limits": {"max_items": 7}, "router": {"policy": "random"}}
+            for user_config in (live, {"limits": {"max_items": 0}}):
+                application["deployments"][1]["user_config"] = user_config
+                deploy(document)
+                within(60, lambda: most_items() == 7)
+            done = len(seen)
+            within(60, lambda: len(seen) > done + 3)
+        finally:
+            ended.set()
+        for one in loads:
+            one.result()
+    assert actors() == before, "nothing restarts"
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("overlay", ["dev", pytest.param("gpu", marks=pytest.mark.slow)])
 def test_what_an_overlay_serves_deploys(cluster: Cluster, tmp_path: Path, overlay: str) -> None:
@@ -84,6 +120,7 @@ def test_what_an_overlay_serves_deploys(cluster: Cluster, tmp_path: Path, overla
             deploy(document)
             within(60, lambda: httpx.get(f"{cluster.http}/readyz").json() == {"ready_replicas": 2})
             assert before < set(actors()), "nothing restarts"
+            changed_while_it_runs(cluster, document)
         if token:
             assert httpx.get(f"{cluster.http}/v1/model", timeout=60).status_code == 401
     finally:

@@ -275,8 +275,9 @@ def total(router: DeploymentHandle, series: str) -> float:
 
 @pytest.mark.extended
 def test_one_small_request_beside_50_streams_of_64_items(encoder: DeploymentHandle) -> None:
-    serve.run(Crowd.bind(encoder), name="crowd", route_prefix=None)
-    crowd = serve.get_app_handle("crowd")
+    alone = {"num_cpus": 0.1, "runtime_env": {"env_vars": ONE_LOOP}}
+    deployment = serve.deployment(Crowd, name="Crowd", ray_actor_options=alone)
+    crowd = serve.run(deployment.bind(encoder), name="crowd", route_prefix=None)
     waits, per_second = crowd.measure.remote(streams=50, items=64, seconds=8).result(timeout_s=60)
     serve.delete("crowd")
     p99 = sorted(waits)[int(len(waits) * 0.99)]
@@ -284,7 +285,6 @@ def test_one_small_request_beside_50_streams_of_64_items(encoder: DeploymentHand
     assert p99 < 0.5
 
 
-@serve.deployment(ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": ONE_LOOP}})
 class Crowd:
     """A router with many streams and, one after another, requests of one item."""
 

@@ -6,12 +6,14 @@ import asyncio
 import threading
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from actors.errors import DeadlineExceeded, InvalidOption, Overloaded, Unavailable
+from actors.errors import ConfigError, DeadlineExceeded, InvalidOption, Overloaded, Unavailable
 from actors.families.registry import read
 from actors.options import PreprocessOptions
 from actors.store.kept import Kept
@@ -19,9 +21,11 @@ from actors.types import Media
 from encoder_service.api.http import build
 from encoder_service.api.schema import RequestOptions, request_options
 from encoder_service.config import ServiceOptions
+from encoder_service.ingress import Ingress
 from encoder_service.intake.media import probe
 from encoder_service.service import Service
 from encoder_service.wire.documents import RequestItem
+from router.options import RouterOptions
 from tests.images import encoded, jpeg, jpeg_segments, opened, png
 from tests.unit.front_door import JSON, MODEL, Fleet, client, exchange, post, service
 
@@ -264,3 +268,42 @@ def test_a_stream_keeps_positions_over_items_that_were_refused() -> None:
     found = asyncio.run(collect([b"no", jpeg(64, 64), b"no", jpeg(96, 64)]))
     assert [found[place]["error"]["item"] for place in (0, 2)] == [0, 2]
     assert (found[1]["shape"][0], found[3]["shape"][0]) == (4, 6)
+
+
+def test_limits_and_tokens_change_while_an_ingress_runs(caplog: pytest.LogCaptureFixture) -> None:
+    one, routers = service(Fleet()), list[RouterOptions]()
+    router = SimpleNamespace(configure=routers.append)
+    options = ServiceOptions(model=MODEL)
+    ingress: Any = SimpleNamespace(
+        options=options, spec=one.spec, running=False, service=one, router=router
+    )
+    http = TestClient(build(one))
+    files = [("image", jpeg(64, 64)) for _ in range(2)]
+    headers = {"authorization": "Bearer let me in"}
+
+    def change(user_config: Any) -> None:
+        asyncio.run(Ingress.reconfigure(ingress, user_config))
+
+    def code() -> int:
+        return http.post("/v1/encode", files=files, headers=headers).status_code
+
+    with pytest.raises(ConfigError, match="max_outstanding_patches is 3, less than"):
+        change({"router": {"max_outstanding_patches": 3}})
+    asyncio.run(Ingress.check_health(ingress))
+    assert code() == 200
+    change({"limits": {"max_items": 1}, "router": {"policy": "random"}})
+    assert (code(), one.card["limits"]["max_items"]) == (413, 1)
+    assert [router.policy for router in routers] == ["random"]
+    change({"limits": {"max_items": "1"}})
+    assert "the options stay as they were: limits.max_items: " in caplog.text
+    assert code() == 413
+    change({"auth": {"token_sha256": ["0" * 64]}, "limits": {"max_pixels": 64}})
+    assert code() == 401
+    change({"auth": {"token_sha256": [sha256(b"let me in").hexdigest()]}})
+    assert code() == 200
+    change({"auth": {"token_sha256_file": "/no such file"}, "limits": {"max_items": 1}})
+    assert code() == 200, "all of a user_config or nothing"
+    change({"limits": {"max_pixels": 64}})
+    assert code() == 413
+    change({})
+    assert code() == 200

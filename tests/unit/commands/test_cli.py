@@ -91,6 +91,12 @@ applications:
 """
 
 
+def test_removing_a_user_config_changes_nothing() -> None:
+    with_it = OLD.replace("replicas: 2", "replicas: 2, user_config: {limits: {max_items: 3}}")
+    ((kind, what),) = rollout(yaml.safe_load(with_it), yaml.safe_load(OLD))
+    assert (kind, what.split(":")[0]) == ("ignored", "Ingress")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "found"),
     [
@@ -102,6 +108,11 @@ applications:
             ["live: Encoder: num_replicas 3 -> 1", "lost: the ids kept by 2 of 3 encoders"],
         ),
         ("replicas: 2", "replicas: 1", ["live: Ingress: num_replicas 2 -> 1"]),
+        (
+            "replicas: 2",
+            "replicas: 2, user_config: {limits: {max_items: 3}}",
+            ["live: Ingress: user_config.limits.max_items"],
+        ),
         (
             "args: {",
             "args: {cache: {}, ",

@@ -49,6 +49,45 @@ def test_counts_in_deployments_take_the_place_of_those_in_args(text: str, told: 
     assert (found.router.policy, found.ingress) == ("random", given.ingress)
 
 
+def test_the_options_are_those_of_ingress_after_its_user_config() -> None:
+    given = parse(options("{limits: {max_items: 5, max_pixels: 1000}, router: {replicas: 2}}"))
+    live = """[{name: Ingress, num_replicas: 3, user_config: {limits: {max_items: 7},
+        router: {policy: random}, auth: {token_sha256: [%s]}, fetch: {allow_hosts: [a.de]},
+        logging: {access_log: false}}}, {name: Router, user_config: {router: {coalesce: false}}}]"""
+    found = counted(given, {"deployments": yaml.safe_load(live % DIGEST)})
+    assert (found.limits.max_items, found.limits.max_pixels) == (7, 1000)
+    assert (found.router.policy, found.router.replicas, found.router.coalesce) == (
+        "random",
+        2,
+        True,
+    )
+    assert (found.auth.token_sha256, found.fetch.allow_hosts) == ((DIGEST.lower(),), ("a.de",))
+    assert (found.logging.access_log, found.ingress.replicas) == (False, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "user_config", "told"),
+    [
+        (
+            "Ingress",
+            "{limits: {max_itemz: 3}}",
+            r"limits\.max_itemz: not a key that",
+        ),
+        ("Ingress", "{limits: {max_items: many}}", r"limits\.max_items: .*\(got 'many'\)"),
+        ("Ingress", "{limits: {max_body_bytes: 1}}", r"limits\.max_body_bytes: not a key that"),
+        ("Ingress", "{limits: {max_response_bytes: 2000000000}, router: 3}", "router: "),
+        ("Ingress", "{model: {id: other}}", "Ingress: user_config: model: not a key that can"),
+        ("Ingress", "3", "user_config is not a mapping"),
+        ("Router", "{limits: {max_items: 3}}", r"those are router\.cache_affinity"),
+        ("Encoder", "{references: {ttl_seconds: 3}}", "those are none here"),
+    ],
+)
+def test_what_needs_a_restart_is_no_user_config(name: str, user_config: str, told: str) -> None:
+    deployment = {"name": name, "user_config": yaml.safe_load(user_config)}
+    with pytest.raises(ConfigError, match=told):
+        counted(parse(options("{}")), {"deployments": [deployment]})
+
+
 def test_a_count_and_autoscaling_exclude_each_other() -> None:
     application = {"deployments": [{"name": "Encoder", "num_replicas": 2}]}
     with pytest.raises(ConfigError, match="keep one of them"):

@@ -13,17 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.errors import (
+    ConfigError,
     DeadlineExceeded,
     EncodeFailed,
     InvalidMedia,
     Overloaded,
     ServiceError,
+    TooLarge,
     Unavailable,
 )
 from actors.types import Answer, Embedding, Media
 from router.dispatch import Dispatcher
+from router.options import RouterOptions
 from router.policy.ledger import SENT_ITEMS
 from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost
+from router.router import Router
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, embedding, item, right, settled, well
 
 
@@ -435,5 +439,40 @@ def test_requests_wait_for_a_replica_when_all_are_lost() -> None:
         fleet.replicas = ["b"]
         assert await asyncio.gather(*requests) == [64] * 3
         return router
+
+    settled(test())
+
+
+def test_the_policy_and_limits_of_a_router_change_while_it_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("abc", well)
+        dispatch, _ = dispatcher(fleet)
+        router = Router.__new__(Router)
+        router._dispatcher, router._options = dispatch, RouterOptions(exclude_seconds=60)
+        router._running = False
+        with pytest.raises(ConfigError, match=r"router\.replicas: not a key"):
+            await router.reconfigure({"router": {"replicas": 2}})
+        await router.check_health()
+        media = [item(number) for number in range(9)]
+        for policy, replicas in (("round_robin", 3), ("largest_first", 1)):
+            fleet.calls.clear()
+            # By load alone the first of idle replicas would get a lone item.
+            await router.reconfigure({"router": {"policy": policy, "cache_affinity": False}})
+            dispatch.ledger.turn = lambda replica: 0  # type: ignore[method-assign]
+            for one in media[:3]:
+                assert right([one], await collect(dispatch, [one]))
+            assert len({replica for replica, _ in fleet.calls}) == replicas
+        await router.reconfigure({"router": {"max_outstanding_patches": 500}})
+        with pytest.raises(TooLarge, match="takes 500 at a time"):
+            await collect(dispatch, media)
+        await router.reconfigure({"router": {"max_outstanding_patches": 0}})
+        assert "the options stay as they were: router.max_outstanding_patches: " in caplog.text
+        with pytest.raises(TooLarge, match="takes 500 at a time"):
+            await collect(dispatch, media)
+        await router.reconfigure({})
+        assert right(media, await collect(dispatch, media))
+        return dispatch
 
     settled(test())
