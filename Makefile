@@ -123,7 +123,7 @@ LOCK := .venv-security/bin/uv pip compile --quiet --upgrade --generate-hashes --
 	--no-python-downloads --python-version 3.12 --python-platform x86_64-manylinux_2_39 \
 	--custom-compile-command 'make lock'
 lock: .venv-security/.installed
-	$(LOCK) pyproject.toml --output-file k8s/requirements.lock
+	$(LOCK) pyproject.toml --extra cache --extra otel --output-file k8s/requirements.lock
 	echo hatchling | $(LOCK) - --output-file k8s/build.lock
 
 # The service, and the client alone.

@@ -14,7 +14,12 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ASKED = {
-    "requirements": PROJECT["project"]["dependencies"],
+    "requirements": PROJECT["project"]["dependencies"]
+    + [
+        one
+        for extra in ("cache", "otel")
+        for one in PROJECT["project"]["optional-dependencies"][extra]
+    ],
     "build": PROJECT["build-system"]["requires"],
 }
 
