@@ -4,7 +4,7 @@ CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
 .PHONY: setup serve demo test test-extended vllm sglang lint bench manifests api-fuzz openapi-client fuzz audit \
-	screenshot soak soak-service chaos overload refusals hostile
+	screenshot soak soak-service soak-nodes chaos overload refusals hostile lock wheels release
 
 setup: .venv/.installed
 
@@ -56,9 +56,12 @@ chaos: setup
 	tests/loopback $(BIN)/python -m tests.chaos
 
 # Memory of a service under load, for example `make soak-service SECONDS=300`.
-SECONDS ?= 1800
 soak-service: setup
-	tests/loopback $(BIN)/python -m tests.soak_service --seconds $(SECONDS)
+	tests/loopback $(BIN)/python -m tests.soak_service $(SECONDS:%=--seconds %)
+
+# Two nodes under light load; once a minute a process or a node is killed: make soak-nodes SECONDS=7200.
+soak-nodes: setup
+	tests/loopback nice $(BIN)/python -m tests.soak_nodes $(SECONDS:%=--seconds %)
 
 # Five times the load that the service can carry. Prints goodput, waiting times and rejections.
 overload: setup
@@ -109,14 +112,39 @@ fuzz: setup
 	for target in $(FUZZ); do $(BIN)/python -m tests.fuzz $$target .fuzz/$$target \
 		-max_total_time=$(FUZZ_SECONDS) -max_len=8192 -verbosity=0 -print_final_stats=1 || exit 1; done
 
-# Known vulnerabilities of installed packages, and an SBOM (CycloneDX). Needs the network.
+# Known vulnerabilities of installed packages and of the image's, and an SBOM (CycloneDX). Needs the network.
 audit: setup .venv-security/.installed
 	.venv-security/bin/cyclonedx-py environment $(BIN)/python --output-file sbom.json
 	.venv-security/bin/pip-audit --path $$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') --progress-spinner off
+	.venv-security/bin/pip-audit --require-hashes --disable-pip -r k8s/requirements.lock --progress-spinner off
+
+# Pins what the image installs, with hashes: the newest packages that pyproject.toml allows. Needs the network.
+LOCK := .venv-security/bin/uv pip compile --quiet --upgrade --generate-hashes --only-binary :all: \
+	--no-python-downloads --python-version 3.12 --python-platform x86_64-manylinux_2_39 \
+	--custom-compile-command 'make lock'
+lock: .venv-security/.installed
+	$(LOCK) pyproject.toml --output-file k8s/requirements.lock
+	echo hatchling | $(LOCK) - --output-file k8s/build.lock
+
+# The service, and the client alone.
+wheels: setup
+	rm -rf dist
+	for project in . packages/client; do $(BIN)/python -m build --wheel --outdir dist $$project >/dev/null || exit 1; done
+
+# Wheels, an SBOM of the image's packages and checksums in dist/, then the image, on BASE if it is set.
+BUILDER ?= $(firstword $(foreach name,docker podman buildah,$(shell command -v $(name))))
+release: wheels .venv-security/.installed
+	.venv-security/bin/cyclonedx-py requirements k8s/requirements.lock --pyproject pyproject.toml \
+		--output-file dist/sbom.json
+	cd dist && sha256sum *.whl sbom.json > SHA256SUMS
+	version=$$($(BIN)/python -c 'import encoder_service; print(encoder_service.__version__)'); \
+	if [ -n "$(BUILDER)" ]; then \
+		$(BUILDER) build -f k8s/Dockerfile $(BASE:%=--build-arg BASE=%) -t encoder-service:$$version .; \
+	else echo "No image: install docker, podman or buildah, then repeat make release."; fi
 
 # Security tools in an environment of their own, because their dependencies are not ours.
 .venv-security/.installed: Makefile
 	test -x .venv-security/bin/python || $(PYTHON) -m venv .venv-security
 	.venv-security/bin/python -m pip install --quiet --disable-pip-version-check \
-		'schemathesis>=4.32' 'pip-audit>=2.10' 'cyclonedx-bom>=7.5'
+		'schemathesis>=4.32' 'pip-audit>=2.10' 'cyclonedx-bom>=7.5' 'uv>=0.9'
 	touch $@

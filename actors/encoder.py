@@ -31,9 +31,18 @@ log = logging.getLogger("ray.serve")
 class Encoder:
     """Encodes items; routers choose which replica gets which."""
 
-    def __init__(self, options: ActorOptions) -> None:
+    def __init__(
+        self,
+        options: ActorOptions,
+        pool: str = "",
+        largest_item: tuple[int, ...] | None = None,
+    ) -> None:
+        """`pool`, `largest_item`: what routers are told, see router.replicas.fleet.Replica."""
         name_requests()
         self.options = options
+        self.about: dict[str, Any] = {"pool": pool} | (
+            {"largest_item": largest_item} if largest_item else {}
+        )
         self.spans = open_spans(options.tracing, "encoder")
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.series = EncoderMetrics()
@@ -89,7 +98,7 @@ class Encoder:
         endpoint = await self.rpc.start(
             process.get_node_id(), ray.util.get_node_ip_address(), process.get_actor_name()
         )
-        said: dict[str, Any] = {"fingerprint": self.pipeline.writer.fingerprint}
+        said = {**self.about, "fingerprint": self.pipeline.writer.fingerprint}
         engine = self.pipeline.engine
         if engine.cost:
             said |= {"device": engine.device.name, "cost": asdict(engine.cost)}

@@ -16,6 +16,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    StringConstraints,
     ValidationError,
     model_validator,
 )
@@ -108,6 +109,8 @@ def sentence(kind: type[Options], problem: Mapping[str, Any]) -> str:
 def known(kind: type[Options], section: Sequence[str]) -> list[str]:
     options: Any = kind
     for key in section:
+        if key.isdigit():  # a place in a list
+            continue
         declared = options.model_fields[key].annotation
         options = next(one for one in (*get_args(declared), declared) if one is not NoneType)
     return sorted(options.model_fields)
@@ -241,6 +244,9 @@ class PreprocessOptions(Options):
     needed. Items that are too large for it are decoded by the threads."""
 
 
+AcceleratorType = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
+
+
 class DeviceOptions(Options):
     """A deployment whose replicas own one device each."""
 
@@ -249,6 +255,10 @@ class DeviceOptions(Options):
     num_gpus: float = Field(1, ge=0, le=1)
     """GPUs that Ray reserves per replica: 0 with `device: cpu`; below 1, replicas share a GPU."""
     num_cpus: float = Field(1, ge=0)
+    accelerator_type: AcceleratorType | None = None
+    """The kind of GPU by Ray's name, such as `H200` or `L40S`. None: any."""
+    resources: dict[str, PositiveFloat] = {}
+    """Custom resources that Ray reserves per replica, to choose its nodes."""
     device: Literal["cuda", "cpu"] = "cuda"
     drain_timeout_seconds: float = Field(30, gt=0)
     """How long a stopping replica may take to finish the requests it has accepted."""
@@ -256,6 +266,11 @@ class DeviceOptions(Options):
     health_check_timeout_seconds: float = Field(8, gt=0)
     """A replica that misses three health checks in a row is replaced. They are answered even under
     full load: they never wait for the GPU thread."""
+
+    @property
+    def reserved_gpus(self) -> float:
+        """That Ray reserves per replica."""
+        return self.num_gpus
 
     @model_validator(mode="after")
     def device_is_reserved(self) -> Self:
@@ -293,8 +308,33 @@ class AutoscalingOptions(Options):
         return self
 
 
+class PoolGraphOptions(Options):
+    """The budgets of a pool. None: those of `graphs`."""
+
+    token_budgets: tuple[PositiveInt, ...] | None = Field(None, strict=False)
+    global_token_budgets: tuple[PositiveInt, ...] | None = Field(None, strict=False)
+    local_token_budgets: tuple[NonNegativeInt, ...] | None = Field(None, strict=False)
+
+
+class PoolOptions(Options):
+    """Encoders on one kind of device, in a deployment of their own. None: as `encoder` says."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+    replicas: PositiveInt | None = None
+    autoscaling: AutoscalingOptions | None = None
+    num_gpus: float | None = Field(None, ge=0, le=1)
+    num_cpus: float | None = Field(None, ge=0)
+    accelerator_type: AcceleratorType | None = None
+    resources: dict[str, PositiveFloat] | None = None
+    device: Literal["cuda", "cpu"] | None = None
+    gpu_memory_bytes: PositiveInt | None = None
+    graphs: PoolGraphOptions = PoolGraphOptions()
+
+
 class EncoderOptions(DeviceOptions):
     autoscaling: AutoscalingOptions | None = None  # instead of `replicas`
+    pools: tuple[PoolOptions, ...] = Field((), strict=False)
+    """Several kinds of device in one service. Empty: all encoders are equal."""
     transport: Transport = "shared_memory"
     """How rows above a megabyte reach callers in Ray. `nixl` leaves them on the encoder's device,
     and callers that have a device read them from there (actors/store/nixl.py): the language models
@@ -309,9 +349,12 @@ class EncoderOptions(DeviceOptions):
     """A replica that has work but finishes no pack for this long reports itself unhealthy."""
 
     @model_validator(mode="after")
-    def one_of_both(self) -> Self:
+    def nothing_is_given_twice(self) -> Self:
         if self.autoscaling and "replicas" in self.model_fields_set:
             raise ValueError("replicas and autoscaling are both given: keep one of them")
+        names = [pool.name for pool in self.pools]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"pools: {', '.join(sorted(repeated))}: give each pool its own name")
         return self
 
     @property

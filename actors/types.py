@@ -117,6 +117,14 @@ class ItemPlan:
         return Work(self.patches, self.patches**2 // max(1, self.frames))
 
     @property
+    def least_tokens(self) -> tuple[int, ...]:
+        """Tokens on each path of what must fit one pack: an image, or a temporal group."""
+        if not self.frames:
+            return self.path_tokens
+        patches = min(self.group_patches, self.patches)
+        return (self.path_tokens[0] * patches // self.patches,)
+
+    @property
     def group_tokens(self) -> int:
         """Rows per temporal group of a video. Remaining rows belong to no group and come last."""
         return self.tokens // self.frames

@@ -17,16 +17,18 @@ from actors.autoscaling import OUTSTANDING_SECONDS
 from actors.encoder import Encoder
 from actors.errors import ConfigError, StartError
 from actors.families.registry import read
-from actors.options import ActorOptions, EncoderOptions
+from actors.options import ActorOptions, DeviceOptions, EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import check_transport
 from actors.store.shared_cache import open_store
 from actors.telemetry.tracing import LOG, check_tracing
 from encoder_service.config import (
     OPEN_CLUSTER,
+    POOL,
     ServiceOptions,
     check_scaling,
-    fit,
+    encoders,
+    fitted,
     parse,
     resources,
 )
@@ -74,7 +76,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         check_object_store(options, cluster)
         spec = read(options.model)
         # Checked here too: one sentence instead of a traceback in every replica.
-        fit(options, spec)
+        fitted(options, spec)
         if "replicas" in options.ingress.model_fields_set:  # otherwise perhaps in `deployments`
             check_scaling(options)
         check_tracing(options.tracing)
@@ -95,6 +97,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve.Application:
     """Encoder <- Router <- Ingress, and Router <- Chat <- Ingress if there is a language model.
+    With pools, an Encoder for each.
 
     A change of any option restarts every replica, because Serve makes the version of all
     deployments of an application of its `args`. The `deployments` of a configuration may override
@@ -104,26 +107,31 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
     # Serve's access log would write a line per inner call, and block for it.
     logs = LoggingConfig(encoding=options.logging.format.upper(), enable_access_log=False)
     one_loop = {"env_vars": ONE_LOOP}
-    actor = ActorOptions(**{name: getattr(options, name) for name in ActorOptions.model_fields})
-    encoder = serve.deployment(
-        Encoder,
-        name="Encoder",
-        **replicas(options.encoder),
-        ray_actor_options={
-            "num_gpus": options.encoder.num_gpus,
-            "num_cpus": options.encoder.num_cpus,
-            "runtime_env": one_loop,
-        },
-        max_ongoing_requests=UNBOUNDED,
-        health_check_period_s=options.encoder.health_check_period_seconds,
-        health_check_timeout_s=options.encoder.health_check_timeout_seconds,
-        graceful_shutdown_timeout_s=options.encoder.drain_timeout_seconds,
-        request_router_config=RequestRouterConfig(
-            request_router_class="router.replicas.pinned:PinnedRequestRouter",
-            request_routing_stats_period_s=1.0,
-        ),
-        logging_config=logs,
-    ).bind(actor)
+    pools = fitted(options, spec)
+    # Those with the largest budgets decide how large an item may be.
+    (largest, room), *_ = pools.values()
+    pooled = [
+        serve.deployment(
+            Encoder,
+            name=name,
+            **replicas(one.encoder),
+            ray_actor_options=place(one.encoder) | {"runtime_env": one_loop},
+            max_ongoing_requests=UNBOUNDED,
+            health_check_period_s=one.encoder.health_check_period_seconds,
+            health_check_timeout_s=one.encoder.health_check_timeout_seconds,
+            graceful_shutdown_timeout_s=one.encoder.drain_timeout_seconds,
+            request_router_config=RequestRouterConfig(
+                request_router_class="router.replicas.pinned:PinnedRequestRouter",
+                request_routing_stats_period_s=1.0,
+            ),
+            logging_config=logs,
+        ).bind(
+            ActorOptions(**{key: getattr(one, key) for key in ActorOptions.model_fields}),
+            name.removeprefix(POOL) if options.encoder.pools else "",
+            own.tokens if own.tokens < room.tokens else None,
+        )
+        for name, (one, own) in pools.items()
+    ]
     front: dict[str, Any] = {
         "max_ongoing_requests": options.ingress.max_ongoing_requests,
         "graceful_shutdown_timeout_s": options.encoder.drain_timeout_seconds,
@@ -135,14 +143,14 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         num_replicas=options.router.replicas,
         ray_actor_options={"num_cpus": options.router.num_cpus, "runtime_env": one_loop},
         **front,
-    ).bind(encoder, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes)
+    ).bind(pooled, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes)
     chat = None
     if llm and (own := options.llm):
         chat = serve.deployment(
             Chat,
             name="Chat",
             num_replicas=own.replicas,
-            ray_actor_options={"num_gpus": own.reserved_gpus, "num_cpus": own.num_cpus},
+            ray_actor_options=place(own),
             max_ongoing_requests=own.ongoing_requests,
             max_queued_requests=own.max_queued_requests,
             health_check_period_s=own.health_check_period_seconds,
@@ -159,7 +167,15 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
             "runtime_env": {"env_vars": ONE_LOOP | KEPT_MEMORY},
         },
         **front,
-    ).bind(options, spec, encoder, router, chat, llm)
+    ).bind(largest, spec, pooled, router, chat, llm)
+
+
+def place(device: DeviceOptions) -> dict[str, Any]:
+    """The resources that each replica asks of Ray."""
+    given: dict[str, Any] = {"num_gpus": device.reserved_gpus, "num_cpus": device.num_cpus}
+    if device.accelerator_type:
+        given["accelerator_type"] = device.accelerator_type
+    return given | ({"resources": device.resources} if device.resources else {})
 
 
 def replicas(encoder: EncoderOptions) -> dict[str, Any]:
@@ -184,7 +200,8 @@ def replicas(encoder: EncoderOptions) -> dict[str, Any]:
 
 def check_object_store(options: ServiceOptions, cluster: Mapping[str, float]) -> None:
     """Warns if full caches would leave too little shared memory for embeddings in transit."""
-    cached_bytes = options.cache.max_bytes * options.encoder.most_replicas
+    most = sum(one.encoder.most_replicas for one in encoders(options).values())
+    cached_bytes = options.cache.max_bytes * most
     there = cluster.get("object_store_memory", 0)
     if cached_bytes > MOST_CACHED * there:
         log.warning(
@@ -200,7 +217,7 @@ def check_resources(options: ServiceOptions, cluster: Mapping[str, float]) -> No
     """Raises ConfigError if the cluster lacks resources that the replicas request."""
     lacking = [
         f"{count:g} {name} asked for, {cluster.get(name, 0):g} there"
-        for name, count in resources(options, options.encoder.least_replicas).items()
+        for name, count in resources(options).items()
         if count > cluster.get(name, 0)
     ]
     if not lacking:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -40,6 +42,9 @@ OPEN_CLUSTER = (
 
 SECTIONS = {"Encoder": "encoder", "Router": "router", "Ingress": "ingress", "Chat": "llm"}
 """Our deployments, and the sections of `args` that describe them."""
+
+POOL = "Encoder-"
+"""Begins the names of the deployments of `encoder.pools`, which take the place of Encoder."""
 
 Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
@@ -196,21 +201,59 @@ LIVE: dict[str, dict[str, Collection[str]]] = {
 the limits size gRPC's server when it starts."""
 
 
-def resources(options: ServiceOptions, encoders: int) -> dict[str, float]:
-    """GPUs and CPUs that all deployments request from Ray, with this number of encoders."""
-    encoder, llm = options.encoder, options.llm
-    gpus, cpus = encoders * encoder.num_gpus, encoders * encoder.num_cpus
+def resources(options: ServiceOptions, *, most: bool = False) -> dict[str, float]:
+    """What all deployments request from Ray, with the least or the most encoders."""
+    devices: list[tuple[DeviceOptions, int]] = []
+    for one in (each.encoder for each in encoders(options).values()):
+        devices.append((one, one.most_replicas if most else one.least_replicas))
+    if llm := options.llm:
+        devices.append((llm, llm.replicas))
+    found: defaultdict[str, float] = defaultdict(float)
     for front in (options.router, options.ingress):
-        cpus += front.replicas * front.num_cpus
-    if llm:
-        gpus += llm.replicas * llm.reserved_gpus
-        cpus += llm.replicas * llm.num_cpus
-    return {"GPU": gpus, "CPU": cpus}
+        found["CPU"] += front.replicas * front.num_cpus
+    for device, count in devices:
+        asked = {"GPU": device.reserved_gpus, "CPU": device.num_cpus, **device.resources}
+        if device.accelerator_type:
+            asked[f"accelerator_type:{device.accelerator_type}"] = 0.001  # as Ray does
+        for name, amount in asked.items():
+            found[name] += count * amount
+    return found
 
 
 def parse(args: Mapping[str, Any]) -> ServiceOptions:
     """The options. Raises ConfigError, which names every wrong key."""
-    return validated(ServiceOptions, args)
+    options = validated(ServiceOptions, args)
+    encoders(options)
+    return options
+
+
+def encoders(options: ServiceOptions) -> dict[str, ServiceOptions]:
+    """The options of each deployment of encoders: those of each pool, or of the service itself.
+
+    Raises ConfigError.
+    """
+    if not options.encoder.pools:
+        return {"Encoder": options}
+    args, found = options.model_dump(exclude_unset=True), {}
+    for pool in options.encoder.pools:
+        given = pool.model_dump(exclude_unset=True, exclude_none=True, exclude={"name"})
+        graphs = args.get("graphs", {}) | given.pop("graphs", {})
+        with naming(POOL + pool.name):
+            found[POOL + pool.name] = parse(
+                args | {"encoder": args["encoder"] | {"pools": ()} | given, "graphs": graphs}
+            )
+    return found
+
+
+@contextmanager
+def naming(deployment: str) -> Iterator[None]:
+    """Says in a ConfigError which pool it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        if deployment not in SECTIONS:
+            raise ConfigError(f"pool {deployment.removeprefix(POOL)}: {error}") from None
+        raise
 
 
 def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
@@ -229,11 +272,24 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
     return room
 
 
+def fitted(options: ServiceOptions, spec: ModelSpec) -> dict[str, tuple[ServiceOptions, Capacity]]:
+    """Options and packs of each deployment of encoders, that with the largest budgets first.
+
+    Raises ConfigError for options that do not fit the model.
+    """
+    found = {}
+    for name, one in encoders(options).items():
+        with naming(name):
+            found[name] = one, fit(one, spec)
+    return dict(sorted(found.items(), key=lambda each: each[1][1].tokens, reverse=True))
+
+
 def check_scaling(options: ServiceOptions) -> None:
     """Raises ConfigError if the encoders would never have work enough for the most of them."""
     most = options.router.max_outstanding_patches
-    scaling = options.encoder.autoscaling
-    if scaling and not scaling.target_seconds:
+    for scaling in (one.encoder.autoscaling for one in encoders(options).values()):
+        if scaling is None or scaling.target_seconds:
+            continue
         admitted = most * options.ingress.replicas
         asked = scaling.target_patches * (scaling.max_replicas - 1)
         if admitted <= asked:
@@ -267,21 +323,23 @@ def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceO
 
     Raises ConfigError.
     """
-    for entry in application.get("deployments") or []:
-        name, replicas = entry.get("name"), entry.get("num_replicas")
-        section = getattr(options, SECTIONS.get(name, ""), None)
-        if section is None:
-            there = [one for one, key in SECTIONS.items() if getattr(options, key)]
+    entries = application.get("deployments") or []
+    for entry in entries:
+        name, user_config = entry.get("name"), entry.get("user_config")
+        if name not in (known_names := scaled(options)):
             raise ConfigError(
-                f"deployments: no deployment is named {name!r}; there are {', '.join(there)}"
+                f"deployments: no deployment is named {name!r}; there are {', '.join(known_names)}"
             )
-        if (user_config := entry.get("user_config")) is not None:
+        if user_config is not None:
             try:
                 changed = updated(options, user_config, LIVE.get(name, {}))
             except ConfigError as error:
                 raise ConfigError(f"deployments: {name}: {error}") from None
             options = changed if name == "Ingress" else options
-            section = getattr(options, SECTIONS[name])
+    there = scaled(options)
+    for entry in entries:
+        name, replicas = entry["name"], entry.get("num_replicas")
+        section = there[name]
         if replicas is None:
             continue
         if type(replicas) is not int or replicas < 1:
@@ -291,12 +349,24 @@ def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceO
             )
         if getattr(section, "autoscaling", None):
             raise ConfigError(
-                "encoder.autoscaling and num_replicas of the deployment Encoder are both given: "
+                f"encoder.autoscaling and num_replicas of the deployment {name} are both given: "
                 "keep one of them"
             )
-        counts = section.model_copy(update={"replicas": replicas})
-        options = options.model_copy(update={SECTIONS[name]: counts})
-    return options
+        there[name] = section.model_copy(update={"replicas": replicas})
+    pooled = tuple(there.pop(POOL + pool.name) for pool in options.encoder.pools)
+    found = {SECTIONS[name]: section for name, section in there.items()}
+    found.setdefault("encoder", options.encoder.model_copy(update={"pools": pooled}))
+    return options.model_copy(update=found)
+
+
+def scaled(options: ServiceOptions) -> dict[str, Any]:
+    """The options of each deployment that has a count, by its name."""
+    pools = {POOL + pool.name: pool for pool in options.encoder.pools}
+    return pools | {
+        name: getattr(options, key)
+        for name, key in SECTIONS.items()
+        if getattr(options, key) and not (pools and key == "encoder")
+    }
 
 
 def load_all(path: Path) -> list[ServiceOptions]:

@@ -49,7 +49,7 @@ class Ingress:
         self,
         options: ServiceOptions,
         spec: ModelSpec,
-        encoder: DeploymentHandle,
+        encoders: list[DeploymentHandle],
         router: DeploymentHandle,
         chat: DeploymentHandle | None = None,
         llm: LlmSpec | None = None,
@@ -60,9 +60,9 @@ class Ingress:
         self.replica = context.replica_id.unique_id
         self.owner = f"{ray.get_runtime_context().gcs_address} {context.app_name}"
         self.router = Router(
-            encoder, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
+            encoders, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
         )
-        scraped = [handle for handle in (encoder, router, own, chat) if handle]
+        scraped = [handle for handle in (*encoders, router, own, chat) if handle]
         self.options = options
         self.spec = spec
         self.running = False
@@ -154,7 +154,7 @@ class RouterBackend:
             name = handle.deployment_name
             pages += [Page(name, *one) for one in results if one is not None]
             missing[name] = results.count(None)
-        return Scrape(tuple(pages), missing)
+        return Scrape(tuple(pages), missing, self.router.pools())
 
     async def glance(self) -> Glance:
         scrape, status, told = await asyncio.gather(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from router.replicas.liveness import Liveness
 
 logger = logging.getLogger("ray.serve")
 
+NO_REPLICA = "no encoder replica is ready; try again later"
 POLL_SECONDS = 0.02  # between two checks whether there is a replica now
 BACKOFF_SECONDS = 0.1
 """Before replicas that all failed are tried again. Doubles with each loss."""
@@ -116,6 +117,8 @@ class Dispatcher:
         self._cache_max_bytes = cache_max_bytes
         self._reports: Mapping[str, Replica] | None = None
         self._costs: Mapping[str, Cost | None] = {}
+        self._by_size: dict[tuple[int, ...] | None, list[str]] = {}
+        """The replicas by the largest item that they take."""
         self._joinable: dict[Key, InFlightItem] = {}
         """Items in flight that other requests may join."""
         self._queue = FairQueue[WaitingRequest]()
@@ -152,12 +155,12 @@ class Dispatcher:
         where there is no replica: then nothing was begun.
         """
         deadline = now() + timeout_seconds
-        replicas = await self._replicas(deadline)
+        await self._any_replica(deadline)
         items = self._admit(media, dtype, deadline, keep=keep)
         unsent = list(dict.fromkeys(item for item in items if item.unsent))
         request = WaitingRequest(unsent, singly)
         self._queue.add(request, sum(ITEM_PATCHES + item.media.plan.patches for item in unsent))
-        self._send_waiting(replicas)
+        self._send_waiting()
         late = DeadlineExceeded(
             f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
         )
@@ -193,28 +196,42 @@ class Dispatcher:
         if reports is not self._reports:
             self._reports = reports
             self._costs = costs(reports)
+            self._by_size = {}
+            for name, replica in reports.items():
+                self._by_size.setdefault(replica.largest_item, []).append(name)
             self.ledger.report({name: replica.work for name, replica in reports.items()})
             self._affinity.keep(reports)
         return reports
 
-    async def _replicas(self, deadline: float) -> list[str]:
-        """The replicas to plan over. Waits a little for the first; then raises Unavailable."""
+    async def _any_replica(self, deadline: float) -> None:
+        """Waits a little for the first replica; then raises Unavailable."""
         give_up = min(deadline, now() + self._options.replica_wait_seconds)
-        while not (replicas := self._usable()):
+        while not self.refresh():
             if now() >= give_up:
-                raise Unavailable("no encoder replica is ready; try again later")
+                raise Unavailable(NO_REPLICA)
             await asyncio.sleep(POLL_SECONDS)
-        return replicas
 
-    def _usable(self) -> list[str]:
-        """The replicas to plan over now: those that failed recently only if there is no other."""
-        reports = self.refresh()
-        silent = self._liveness.silent
+    def _takers(self, items: Sequence[InFlightItem]) -> list[tuple[list[InFlightItem], list[str]]]:
+        """Items, with the replicas to plan them over; the items that fewest pools take first."""
+        self.refresh()
+        found: dict[tuple[tuple[int, ...] | None, ...], list[InFlightItem]] = {}
+        for item in items:
+            tokens = item.media.plan.least_tokens
+            sizes = tuple(most for most in self._by_size if most is None or holds(most, tokens))
+            found.setdefault(sizes, []).append(item)
+        return [
+            (found[sizes], self._sound([one for size in sizes for one in self._by_size[size]]))
+            for sizes in sorted(found, key=len)
+        ]
+
+    def _sound(self, replicas: list[str]) -> list[str]:
+        """Those that did not fail recently; if all did, those that answer; else all."""
+        silent, time = self._liveness.silent, now()
         for replica in silent:
-            self.ledger.exclude(replica, now())
-        answering = [replica for replica in reports if replica not in silent]
-        sound = [replica for replica in answering if not self.ledger.excluded(replica, now())]
-        return sound or answering or list(reports)
+            self.ledger.exclude(replica, time)
+        answering = [replica for replica in replicas if replica not in silent]
+        sound = [replica for replica in answering if not self.ledger.excluded(replica, time)]
+        return sound or answering or replicas
 
     def _admit(
         self, media: Sequence[Media], dtype: Dtype, deadline: float, *, keep: bool
@@ -249,18 +266,45 @@ class Dispatcher:
             for one, reservation in zip(media, reservations, strict=True)
         ]
 
-    def _send_waiting(self, replicas: Sequence[str]) -> None:
-        """Sends waiting requests until these replicas, all that can be used, have enough to do."""
-        while self._queue and (not replicas or self.ledger.has_room(replicas)):
-            request = self._queue.pop()
-            items = [item for item in request.items if item.unsent]
-            if items and replicas:
-                self._launch(items, replicas, singly=request.singly)
+    def _send_waiting(self) -> None:
+        """Sends waiting requests while the replicas that take them need more to be busy.
+
+        A request whose replicas have enough to do keeps them from the requests behind it, and does
+        not hold up those that other replicas take.
+        """
+        usable = self._sound(list(self.refresh()))
+        kept: set[str] = set()
+        place = 0
+        while place < len(self._queue) and not (usable and kept.issuperset(usable)):
+            items = [item for item in self._queue[place].items if item.unsent]
+            largest = self._takers(items)[0][1] if items else []
+            free = [replica for replica in largest if replica not in kept]
+            if largest and not (free and self.ledger.has_room(free)):
+                kept.update(largest)
+                place += 1
+                continue
+            request = self._queue.pop(place)
+            if items and usable:
+                self._launch(items, kept, singly=request.singly)
             elif items:  # all replicas were lost
                 self._begin(items, self._retry(items, singly=request.singly))
 
     def _launch(
-        self, items: Sequence[InFlightItem], replicas: Sequence[str], *, singly: bool
+        self, items: Sequence[InFlightItem], kept: Collection[str] = (), *, singly: bool
+    ) -> None:
+        """Plans items over the replicas that take them, without `kept` ones if there are others.
+        Items that none takes are Unavailable."""
+        for some, replicas in self._takers(items):
+            if replicas:
+                free = [replica for replica in replicas if replica not in kept]
+                self._plan_over(free or replicas, some, singly=singly)
+                continue
+            most = max((size for size in self._by_size if size), default=())
+            for item in some:
+                self._complete(item, too_large(item.media.plan.least_tokens, most))
+
+    def _plan_over(
+        self, replicas: Sequence[str], items: Sequence[InFlightItem], *, singly: bool
     ) -> None:
         """Plans items over these replicas, and sends each replica its shard, or item by item."""
         media = [item.media for item in items]
@@ -370,17 +414,18 @@ class Dispatcher:
             self.ledger.assign(item.reservation, None)
         deadline = max(item.deadline for item in items)
         try:
-            replicas = await self._replicas(deadline)
-            if all(self.ledger.excluded(replica, now()) for replica in replicas):
+            await self._any_replica(deadline)
+            over = (replica for _, replicas in self._takers(items) for replica in replicas)
+            if all(self.ledger.excluded(replica, now()) for replica in over):
                 await asyncio.sleep(BACKOFF_SECONDS * 2 ** items[0].losses)
-                replicas = await self._replicas(deadline)
+                await self._any_replica(deadline)
         except Unavailable as error:
             for item in items:
                 self._complete(item, error)
             return
         wanted = self._unanswered(items)
         self._metrics.replans.inc(len(wanted))
-        self._launch(wanted, replicas, singly=singly)
+        self._launch(wanted, singly=singly)
 
     def _leave(self, item: InFlightItem) -> None:
         """One request fewer waits. Cancels the call when nobody waits for any of its items.
@@ -410,7 +455,7 @@ class Dispatcher:
                 self._complete(item, error)
         # All replicas first, because it costs less than to find those that can be used.
         if self._queue and (not self._reports or self.ledger.has_room(self._reports)):
-            self._send_waiting(self._usable())
+            self._send_waiting()
 
     def _complete(self, item: InFlightItem, answer: Answer | None) -> None:
         """Ends an item with its answer; None: no request wants one. A second call does nothing."""
@@ -426,6 +471,22 @@ class Dispatcher:
         if isinstance(answer, Embedding):
             self._affinity.saw(item.media, answer)
         self.ledger.release(item.reservation, now(), done=isinstance(answer, Embedding))
+
+
+def holds(most: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether an item's tokens on each path are within the most of a pool."""
+    return all(one <= limit for one, limit in zip(tokens, most, strict=True))
+
+
+def too_large(tokens: Sequence[int], most: Sequence[int]) -> Unavailable:
+    """`most`: that the replicas which are ready take, on each path; empty: there is none."""
+    if not most:
+        return Unavailable(NO_REPLICA)
+    has, take = (" and ".join(map(str, each)) for each in (tokens, most))
+    return Unavailable(
+        f"the item has {has} tokens and the encoders that are ready take {take}: try again when "
+        "the pool with the largest graphs.token_budgets is ready, or send a smaller item"
+    )
 
 
 def now() -> float:

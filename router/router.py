@@ -6,7 +6,7 @@ report.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
@@ -49,13 +49,14 @@ class Router:
 
     def __init__(
         self,
-        encoder: DeploymentHandle,
+        encoders: Sequence[DeploymentHandle],
         options: RouterOptions,
         fingerprint: str | None = None,
         tracing: TracingOptions = TracingOptions(),  # noqa: B008, frozen
         cache_max_bytes: int = 0,
     ) -> None:
-        """`encoder`: deployed with PinnedRequestRouter. `cache_max_bytes`: of each replica's cache.
+        """`encoders`: each deployed with PinnedRequestRouter. `cache_max_bytes`: of each replica's
+        cache.
 
         `fingerprint`: of the model; replicas of another model are not used.
         """
@@ -64,7 +65,7 @@ class Router:
         self._running = False
         self._metrics = RouterMetrics()
         spans = open_spans(tracing, "router")
-        self._fleet = ServeFleet(encoder, fingerprint, spans, self._metrics)
+        self._fleet = ServeFleet(encoders, fingerprint, spans, self._metrics)
         plan = POLICIES[options.policy](Random())
         self._dispatcher = Dispatcher(self._fleet, options, plan, self._metrics, cache_max_bytes)
 
@@ -144,6 +145,10 @@ class Router:
             for name, replica in self._fleet.replicas().items()
         )
         return RouterStatus(replicas, ledger.outstanding)
+
+    def pools(self) -> dict[str, str]:
+        """The pool of each replica that belongs to one."""
+        return {name: one.pool for name, one in self._fleet.replicas().items() if one.pool}
 
     def metrics(self) -> str:
         ledger = self._dispatcher.ledger

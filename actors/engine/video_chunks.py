@@ -24,7 +24,7 @@ def cut(item: Item, capacity: Capacity) -> list[Item]:
     groups = item.plan.frames
     if not groups:
         return [item]
-    most = capacity.tokens[0] // computed_tokens(item.plan, item.plan.group_patches)
+    most = capacity.tokens[0] // item.plan.least_tokens[0]
     most = max(1, min(most, capacity.frames or most))
     if groups <= most:
         return [item]

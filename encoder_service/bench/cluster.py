@@ -54,7 +54,7 @@ def free_ports(count: int) -> list[int]:
 
 def logical_cpus(options: ServiceOptions) -> int:
     """The CPUs to declare to Ray so that all replicas can be placed."""
-    asked = resources(options, options.encoder.most_replicas)["CPU"]
+    asked = resources(options, most=True)["CPU"]
     return max(os.cpu_count() or 1, round(asked + 0.5) + SPARE_CPUS)
 
 
@@ -130,7 +130,7 @@ def service(options: ServiceOptions, where: Cluster) -> Iterator[None]:
     from encoder_service.app import build
 
     ingress = options.ingress.model_copy(update={"grpc_port": where.grpc_port})
-    args = options.model_copy(update={"ingress": ingress}).model_dump()
+    args = options.model_copy(update={"ingress": ingress}).model_dump(exclude_unset=True)
     try:
         serve.run(build(args), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:  # names the deployment that failed, not why

@@ -140,6 +140,11 @@ def run_serve(options: argparse.Namespace, console: Console) -> int:
             raise ConfigError(f"--steady {options.steady:g} is not between 0 and 1")
         if options.seconds is None:
             raise ConfigError("--steady needs --seconds: how long to send")
+    if service.encoder.pools and (options.alone or options.steady or options.burst):
+        raise ConfigError(
+            "--alone, --steady and --burst compare with equal encoders: leave them out, or take a "
+            "configuration without encoder.pools"
+        )
     unbounded = options.requests is None and options.seconds is None
     plan = serve.ServePlan(
         kinds=options.mix,

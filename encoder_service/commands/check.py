@@ -34,11 +34,12 @@ from encoder_service.api.answer import kwargs_card
 from encoder_service.commands import add_command
 from encoder_service.config import (
     OPEN_CLUSTER,
+    POOL,
     IngressOptions,
     LlmOptions,
     ServiceOptions,
     check_scaling,
-    fit,
+    fitted,
     load_all,
     read_document,
 )
@@ -57,6 +58,9 @@ RESTARTING = {
     "max_replicas_per_node", "gang_scheduling_config",
 }  # fmt: skip
 """Options in `deployments` whose change restarts the replicas of that deployment."""
+
+NOUN = {"Encoder": "encoder"}
+"""What we call a replica of a deployment, if not by its name."""
 
 SIDES = range(1, 5)
 """Numerators and denominators of the aspect ratios tried to find the image with most tokens."""
@@ -95,12 +99,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
     for service in services:
         check_timeouts(document, service.limits.timeout_seconds, str(options.config))
         spec = read(service.model)
-        room = fit(service, spec)
+        pools = fitted(service, spec)
+        largest, room = next(iter(pools.values()))
         check_scaling(service)
-        shown = table(service, spec, room)
+        shown = table(spec, pools)
         shown.add_row("listens on", ports(document, service.ingress, str(options.config)))
         console.print(shown)
-        for warning in (*missing(service), *eager(service, spec, room)):
+        warnings = [warning for one, _ in pools.values() for warning in missing(one)]
+        for warning in (*dict.fromkeys(warnings), *eager(largest, spec, room)):
             console.print(f"[bold yellow]{escape(warning)}[/]", soft_wrap=True)
         if service.llm:
             check_timeouts(document, service.llm.timeout_seconds, str(options.config), "llm")
@@ -139,7 +145,7 @@ def rollout(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, s
     before, after = named(old, "applications"), named(new, "applications")
     for name in before.keys() - after.keys():
         found.append(("removed", f"application {name}"))
-        found.append(("lost", losses(before[name], "all")))
+        found += [("lost", losses(before[name], "all", one)) for one in encoders(before[name])]
     found += [("started", f"application {name}") for name in after.keys() - before.keys()]
     for name in before.keys() & after.keys():
         found += rollout_of(before[name], after[name])
@@ -148,9 +154,9 @@ def rollout(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, s
 
 def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The same, of one application."""
-    encoders_restart = False
+    there, restarted = encoders(old), set()
     if changed := differences(versioned(old), versioned(new)):
-        encoders_restart = True
+        restarted = set(there)
         yield "restarts", f"every replica, because of {', '.join(changed)}"
         if counts := [key for key in changed if key.endswith(".replicas")]:
             yield "avoidable", f"{', '.join(counts)}: set num_replicas in `deployments` instead"
@@ -162,7 +168,7 @@ def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple
         was, now = before.get(name, {}), after.get(name, {})
         for key in differences(was, now):
             if (option := key.split(".")[0]) in RESTARTING:
-                encoders_restart |= name == "Encoder"
+                restarted |= {name} & there.keys()
                 yield "restarts", f"every {name}, because of deployments.{key}"
             elif option == "num_replicas":
                 before_it, after_it = (one.get(option, "default") for one in (was, now))
@@ -171,12 +177,12 @@ def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple
                 yield "ignored", f"{name}: Serve passes on no removal: write `user_config: {{}}`"
             elif option != "name":
                 yield "live", f"{name}: {key}"
-    least, most = encoders(old)
-    if encoders_restart:
-        yield "captured again", "the graphs of every encoder"
-        yield "lost", losses(old, "all")
-    elif least == most > (left := encoders(new)[1]):
-        yield "lost", losses(old, f"{most - left} of")
+    for name, (least, most) in there.items():
+        if name in restarted:
+            yield "captured again", f"the graphs of every {NOUN.get(name, name)}"
+            yield "lost", losses(old, "all", name)
+        elif least == most > (left := encoders(new)[name][1]):
+            yield "lost", losses(old, f"{most - left} of", name)
 
 
 def section(parent: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
@@ -188,7 +194,7 @@ def section(parent: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
 
 def named(parent: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
     """The elements of a list by their names."""
-    return {str(one.get("name")): one for one in parent.get(key) or []}
+    return {str(one.get("name")): one for one in parent.get(key) or [] if isinstance(one, Mapping)}
 
 
 def versioned(application: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,6 +216,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         was, now = old.get(key), new.get(key)
         if written(was) == written(now):
             continue
+        if key == "pools":
+            was, now = named(old, key), named(new, key)
         inner = []
         if isinstance(was or {}, Mapping) and isinstance(now or {}, Mapping):
             inner = [f"{key}.{one}" for one in differences(was or {}, now or {})]
@@ -220,21 +228,29 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 written = partial(json.dumps, sort_keys=True, default=str)
 
 
-def encoders(application: Mapping[str, Any]) -> tuple[int, int]:
-    """The least and the largest number. OLD may be of a release that `parse` does not know."""
+def encoders(application: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """The least and the largest number of each deployment of encoders. OLD may be of a release that
+    `parse` does not know."""
     encoder = section(application, "args", "encoder")
-    options = named(application, "deployments").get("Encoder", {})
-    least = most = options.get("num_replicas") or encoder.get("replicas") or 1
-    if scaling := section(encoder, "autoscaling"):
-        least, most = scaling.get("min_replicas", 1), scaling.get("max_replicas")
-    found = [one if isinstance(one, int) else 1 for one in (least, most)]
-    return found[0], max(found)
+    pools: dict[str, Mapping[str, Any]] = {
+        POOL + name: {**encoder, **one} for name, one in named(encoder, "pools").items()
+    }
+    counts = {}
+    for deployment, own in (pools or {"Encoder": encoder}).items():
+        options = named(application, "deployments").get(deployment, {})
+        least = most = options.get("num_replicas") or own.get("replicas") or 1
+        if scaling := section(own, "autoscaling"):
+            least, most = scaling.get("min_replicas", 1), scaling.get("max_replicas")
+        found = [one if isinstance(one, int) else 1 for one in (least, most)]
+        counts[deployment] = found[0], max(found)
+    return counts
 
 
-def losses(application: Mapping[str, Any], which: str) -> str:
+def losses(application: Mapping[str, Any], which: str, deployment: str) -> str:
     caches = section(application, "args", "cache").get("max_bytes")
     what = "the ids kept by, and the caches of," if caches else "the ids kept by"
-    return f"{what} {which} {' to '.join(map(str, sorted({*encoders(application)})))} encoders"
+    counts = " to ".join(map(str, sorted({*encoders(application)[deployment]})))
+    return f"{what} {which} {counts} {NOUN.get(deployment, deployment)}s"
 
 
 def missing(service: ServiceOptions) -> Iterator[str]:
@@ -271,23 +287,27 @@ def eager(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Iterator[
             )
 
 
-def table(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Table:
+def table(spec: ModelSpec, pools: Mapping[str, tuple[ServiceOptions, Capacity]]) -> Table:
+    """`pools`: from `fitted`."""
+    service, room = next(iter(pools.values()))
     shown = Table(show_header=False)
     shown.add_row("model", spec.id + (f" at {spec.revision}" if spec.revision else ""))
     shown.add_row("family", f"{spec.family}, {spec.dtype}, {spec.weights} weights")
     shown.add_row("takes", " and ".join(f"{kind}s" for kind in spec.kinds))
     shown.add_row("gives", f"rows of {spec.width} values")
-    for path, budgets in zip(spec.paths, room.budgets, strict=True):
+    for name, (one, own) in pools.items():
+        if name.startswith(POOL):
+            shown.add_section()
+            shown.add_row("pool", name.removeprefix(POOL))
+        for path, budgets in zip(spec.paths, own.budgets, strict=True):
+            shown.add_row(
+                f"budgets, {path}", " ".join(map(str, budgets)) or "none: runs without graphs"
+            )
+        shown.add_row("blocks", one.block_form(fast=spec.fast_blocks))
+        shown.add_row("a pack", f"up to {own.items} items, {own.frames} video frames")
         shown.add_row(
-            f"budgets, {path}", " ".join(map(str, budgets)) or "none: runs without graphs"
+            "encoders", f"{count(one.encoder)}: {each(one.encoder)}", end_section=name != "Encoder"
         )
-    shown.add_row("blocks", service.block_form(fast=spec.fast_blocks))
-    shown.add_row("a pack", f"up to {room.items} items, {room.frames} video frames")
-    encoder = service.encoder
-    each = f"{encoder.num_gpus:g} GPU, {encoder.num_cpus:g} CPU each, on {encoder.device}"
-    if encoder.gpu_memory_bytes:
-        each += f", {encoder.gpu_memory_bytes:,} bytes of GPU memory"
-    shown.add_row("encoders", f"{count(encoder)}: {each}")
     shown.add_row("routers", f"{service.router.replicas}: {service.router.policy}")
     shown.add_row("ingresses", f"{service.ingress.replicas}")
     auth = service.auth
@@ -330,6 +350,17 @@ def ports(document: dict[str, Any], ingress: IngressOptions, path: str) -> str:
         )
     grpc = f"{ingress.grpc_host}:{ingress.grpc_port}" if ingress.grpc_port else "off"
     return f"HTTP {http.host}:{http.port}, gRPC {grpc}"
+
+
+def each(encoder: EncoderOptions) -> str:
+    """What a replica takes."""
+    said = f"{encoder.num_gpus:g} GPU, {encoder.num_cpus:g} CPU each, on {encoder.device}"
+    if encoder.accelerator_type:
+        said += f" {encoder.accelerator_type}"
+    said += "".join(f", {amount:g} {name}" for name, amount in encoder.resources.items())
+    if encoder.gpu_memory_bytes:
+        said += f", {encoder.gpu_memory_bytes:,} bytes of GPU memory"
+    return said
 
 
 def count(encoder: EncoderOptions) -> str:

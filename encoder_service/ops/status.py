@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any, Generic, TypeVar
@@ -46,6 +46,8 @@ class Scrape(Collector):
 
     pages: tuple[Page, ...]
     missing: dict[str, int]
+    pools: Mapping[str, str] = field(default_factory=dict)
+    """Of encoder replicas, where there are pools: the label `pool` of their samples."""
 
     def families(self) -> Iterable[Metric]:
         """Of all pages, labelled with deployment and replica; those of one name are merged."""
@@ -58,7 +60,7 @@ class Scrape(Collector):
                         family.name, Metric(family.name, family.documentation, family.type)
                     )
                     for sample in family.samples:
-                        labels = attributed(sample.labels, page)
+                        labels = attributed(sample.labels, page, self.pools)
                         known.add_sample(sample.name, labels, sample.value)
         return merged.values()
 
@@ -79,10 +81,13 @@ def merge(scrape: Scrape) -> bytes:
     return generate_latest(scrape)
 
 
-def attributed(labels: dict[str, str], page: Page) -> dict[str, str]:
-    """Adds the origin of a sample. A `replica` label that it already has is kept."""
+def attributed(labels: dict[str, str], page: Page, pools: Mapping[str, str]) -> dict[str, str]:
+    """Adds the origin of a sample, and its replica's pool. A `replica` label that it already has is
+    kept."""
     source = "reporter" if "replica" in labels else "replica"
-    return labels | {"deployment": page.deployment, source: page.replica}
+    found = labels | {"deployment": page.deployment, source: page.replica}
+    pool = pools.get(found["replica"])
+    return found | {"pool": pool} if pool else found
 
 
 def gauge(name: str, help_text: str, values: Mapping[str, int]) -> GaugeMetricFamily:
@@ -171,7 +176,8 @@ def status(card: Json, cache_max_bytes: int, glance: Glance, time: float) -> Jso
         "ready": bool(glance.excluded),
         "missing": glance.scrape.missing,
         "replicas": [
-            replica(samples, name, excluded, name in answering)
+            {"pool": glance.scrape.pools.get(name)}
+            | replica(samples, name, excluded, name in answering)
             for name, excluded in sorted(glance.excluded.items())
         ],
         "paths": {
@@ -204,16 +210,15 @@ def status(card: Json, cache_max_bytes: int, glance: Glance, time: float) -> Jso
 
 def replica(samples: Samples, name: str, excluded: bool, answers: bool) -> Json:
     """One encoder replica: what the routers report about it, and what it reports itself."""
-    itself = {"deployment": "Encoder", "replica": name}
     return {
         "replica": name,
         "excluded": excluded,
         "answers": answers,
         "outstanding_patches": samples.total("router_outstanding_patches", replica=name),
-        "patches": samples.total("patches_total", **itself),
-        "items": samples.total("items_total", **itself),
-        "cache_bytes": samples.total("cache_bytes", **itself),
-        "graph_memory_bytes": samples.total("graph_memory_bytes", **itself),
+        "patches": samples.total("patches_total", replica=name),
+        "items": samples.total("items_total", replica=name),
+        "cache_bytes": samples.total("cache_bytes", replica=name),
+        "graph_memory_bytes": samples.total("graph_memory_bytes", replica=name),
     }
 
 

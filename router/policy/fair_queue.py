@@ -33,8 +33,12 @@ class FairQueue(Generic[Request]):
         """Does nothing if it does not wait."""
         self._waiting = [one for one in self._waiting if one[3] != request]
 
-    def pop(self) -> Request:
-        _, _, size, request = self._waiting[0]
+    def __getitem__(self, place: int) -> Request:
+        return self._waiting[place][3]
+
+    def pop(self, place: int = 0) -> Request:
+        """`place`: later than the first where those before it cannot be sent."""
+        _, _, size, request = self._waiting[place]
         self._shared += size / len(self._waiting)
-        del self._waiting[0]
+        del self._waiting[place]
         return request

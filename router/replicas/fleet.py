@@ -84,6 +84,18 @@ class Replica:
     def work(self) -> Work:
         return Work(self.outstanding_patches, self.outstanding_pairs)
 
+    @property
+    def pool(self) -> str:
+        """Of the configuration. Empty: there are none."""
+        return str(self.metadata.get("pool", ""))
+
+    @property
+    def largest_item(self) -> tuple[int, ...] | None:
+        """The most tokens on each path of what must fit one pack. None: other pools hold no more,
+        and what is larger runs here without a graph."""
+        given = self.metadata.get("largest_item")
+        return None if given is None else tuple(given)
+
     @classmethod
     def of(cls, metadata: Mapping[str, Any], stats: Mapping[str, Any]) -> Replica:
         shown = {name: said for name, said in metadata.items() if name != METADATA_KEY}

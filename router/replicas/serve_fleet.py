@@ -1,4 +1,4 @@
-"""The encoder replicas of a Serve deployment: gRPC for calls, Ray and Serve for all else.
+"""The encoder replicas of Serve deployments: gRPC for calls, Ray and Serve for all else.
 
 Serve tells which replicas there are, and is told of those that died. Rows in shared memory are
 handed over by a call of Ray, because object references only travel through Ray.
@@ -7,7 +7,7 @@ handed over by a call of Ray, because object references only travel through Ray.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -52,15 +52,17 @@ CONFIRM_SECONDS, CONFIRMATIONS = 0.5, 10
 """Pause between two questions to Serve whether an unreachable replica is dead, and their number."""
 LOCAL, REMOTE = "local", "remote"
 """Where a replica is: on this process's node, or on another one."""
+NONE: Mapping[str, Replica] = {}
+"""Of a deployment that has published nothing yet."""
 SERVE_NAMESPACE = "serve"  # of the actors of Serve's replicas
 
 
 class ServeFleet:
-    """The replicas of one deployment: a fleet.Fleet, which also gives out what replicas keep."""
+    """The replicas of all pools: a fleet.Fleet, which also gives out what replicas keep."""
 
     def __init__(
         self,
-        encoder: DeploymentHandle,
+        encoders: Sequence[DeploymentHandle],
         fingerprint: str | None,
         spans: Spans | None = None,
         metrics: RouterMetrics | None = None,
@@ -70,9 +72,10 @@ class ServeFleet:
         self._metrics = metrics or RouterMetrics()
         self._fingerprint = fingerprint
         # `options` starts the handle's request router, which publishes the replicas.
-        self._handle = by_reference(encoder, "encode")
-        self._deployment = (encoder.app_name, encoder.deployment_name)
-        self._published: Mapping[str, Replica] = {}
+        self._handles = {
+            (one.app_name, one.deployment_name): by_reference(one, "encode") for one in encoders
+        }
+        self._read: list[Mapping[str, Replica]] = []
         self._reports: dict[str, Replica] = {}
         self._near: frozenset[str] = frozenset()
         self._node = node_id()
@@ -81,14 +84,22 @@ class ServeFleet:
         self._keepers = Liveness(self.check, self.reach, FETCH_SECONDS)
 
     def replicas(self) -> Mapping[str, Replica]:
-        """All that can be used, in the order of their ids. Serve scrapes them in another thread."""
-        published = PUBLISHED.get(self._deployment, {})
-        return {name: one for name, one in published.items() if self._is_ours(one)}
+        """All that can be used, those of a deployment in the order of their ids. Serve scrapes them
+        in another thread."""
+        return {
+            name: one
+            for published in self._published()
+            for name, one in published.items()
+            if self._is_ours(one)
+        }
+
+    def _published(self) -> list[Mapping[str, Replica]]:
+        return [PUBLISHED.get(deployment, NONE) for deployment in self._handles]
 
     def reports(self) -> Mapping[str, Replica]:
-        published = PUBLISHED.get(self._deployment, {})
-        if published is not self._published:
-            self._published = published
+        published = self._published()
+        if list(map(id, published)) != list(map(id, self._read)):
+            self._read = published
             replicas = self.replicas()
             self._reports = dict(replicas)
             self._near = frozenset(name for name in replicas if self._where(name) == LOCAL)
@@ -107,7 +118,8 @@ class ServeFleet:
         return same and replica.endpoint is not None
 
     def _where(self, replica: str) -> str:
-        member = PUBLISHED.get(self._deployment, {}).get(replica)
+        members = (published.get(replica) for published in self._published())
+        member = next(filter(None, members), None)
         near = member and member.endpoint and member.endpoint.node == self._node
         return LOCAL if near else REMOTE
 
@@ -216,13 +228,14 @@ class ServeFleet:
             task.add_done_callback(lambda _: self._confirming.pop(replica, None))
 
     async def _ask_serve(self, replica: str) -> None:
-        handle = pinned(self._handle, replica)
         for _ in range(CONFIRMATIONS):
+            handles = zip(self._handles.values(), self._published(), strict=True)
+            its = [handle for handle, published in handles if replica in published]
+            if not its:
+                return
             with suppress(*LOST):
                 with suppress(RayTaskError):  # unhealthy, but alive
-                    await handle.check_health.remote()
-                return
-            if replica not in self.replicas():
+                    await pinned(its[0], replica).check_health.remote()
                 return
             await asyncio.sleep(CONFIRM_SECONDS)
 

@@ -30,15 +30,20 @@ from tests.serve.object_store import used
 
 RECOVERY_SECONDS = 180.0
 """The longest that a recovery may take."""
+FRONT_DOOR = {"connection", "http_error", "internal"}
+LOST_IDS = {"fetch: unavailable", "fetch: not_found", "fetch: deadline_exceeded"}
 MAY_FAIL = {
-    "an ingress is killed": {"connection", "http_error", "internal"},
+    "an encoder is killed": LOST_IDS,
+    "an ingress is killed": FRONT_DOOR,
+    "a node is killed": FRONT_DOOR | LOST_IDS,
     "the proxy is killed": {"connection"},
     "the router is killed": {"connection"},
     "decoding stalls": {"overloaded", "Overloaded"},
 }
 """Whoever talks to a process that is killed cannot be answered by it: Serve's proxy says 500 in its
 place, over gRPC INTERNAL ("internal"; an error of ours would be "internal_error"). Refusals are no
-answers that were lost."""
+answers that were lost. The ids that a lost encoder kept are answered with 503, with 404 once
+another encoder has its place, or with 504 if rows of over a megabyte were being read."""
 STORE_BYTES = 400_000_000
 
 

@@ -1,4 +1,4 @@
-"""Callers that never pause and check every answer against rows that are known to be right."""
+"""Callers that check every answer against rows that are known to be right."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ TOLERANCE = 1e-3
 SIDES = (48, 64, 96, 120, 160, 200, 256)
 
 
-def known_files(client: Client) -> dict[bytes, Rows]:
+IMAGES = [jpeg(side, SIDES[-1 - place]) for place, side in enumerate(SIDES)]
+
+
+def known_files(client: Client, images: Sequence[bytes] = IMAGES) -> dict[bytes, Rows]:
     """Images and the rows that the service gives for each alone, while nothing is wrong."""
-    images = [jpeg(side, SIDES[-1 - place]) for place, side in enumerate(SIDES)]
     return {image: client.encode([image], "float32")[0].numpy() for image in images}
 
 
@@ -39,12 +41,22 @@ class Phase:
     wrong: list[str] = field(default_factory=list)
     """Answers that are not what was asked for: never allowed."""
 
+    def add(self, other: Phase) -> None:
+        self.latencies_seconds += other.latencies_seconds
+        self.failed += other.failed
+        self.messages |= other.messages
+        self.wrong += other.wrong
+
 
 class Callers:
     """One thread a source; `phase` is where they note their outcomes."""
 
-    def __init__(self, sources: Sequence[Source], known: Mapping[bytes, Rows]) -> None:
+    def __init__(
+        self, sources: Sequence[Source], known: Mapping[bytes, Rows], pause_seconds: float = 0
+    ) -> None:
+        """`pause_seconds`: between two requests of a caller, on average."""
         self.known = known
+        self.pause_seconds = pause_seconds
         self.phase = Phase()
         self._stop = threading.Event()
         self._threads = [
@@ -72,7 +84,7 @@ class Callers:
 
     def _call(self, source: Source, random: Random) -> None:
         with source() as encode:
-            while not self._stop.is_set():
+            while not self._stop.wait(random.uniform(0, 2 * self.pause_seconds)):
                 files = random.choices([*self.known, BAD], k=random.randint(1, 5))
                 started = time.monotonic()
                 try:

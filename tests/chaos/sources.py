@@ -19,6 +19,7 @@ from actors.store.writer import tensor
 from actors.types import Embedding
 from encoder_service.bench.cluster import Cluster
 from encoder_service.client import Client, ServiceError
+from encoder_service.client import Embedding as Received
 from encoder_service.config import LimitOptions, ServiceOptions
 from encoder_service.intake.media import probe
 from router.here import encode_here
@@ -47,21 +48,42 @@ def sources(where: Cluster, options: ServiceOptions) -> list[Source]:
 
 
 @contextmanager
-def from_outside(url: str) -> Iterator[Encode]:
-    """By the client, which here tries nothing again."""
+def from_outside(url: str, reference: bool = False) -> Iterator[Encode]:
+    """By the client, which here tries nothing again. With `reference` it fetches rows by id."""
     with Client(url, retries=0, timeout_seconds=TIMEOUT_SECONDS) as client:
 
         def encode(files: Sequence[bytes]) -> list[Rows | str]:
             try:
-                answers = client.encode(files, "float32", on_error="return")
+                answers = client.encode(files, "float32", on_error="return", reference=reference)
+                if reference:
+                    answers = [fetched(client, each) for each in answers]
             except ServiceError as error:
-                lost = error.status in (None, "UNAVAILABLE")
-                raise Failed("connection" if lost else error.type, str(error)) from error
+                raise failed(error) from error
             return [
                 each.type if isinstance(each, ServiceError) else each.numpy() for each in answers
             ]
 
         yield encode
+
+
+def fetched(client: Client, kept: Received | ServiceError) -> Received | ServiceError:
+    """The rows of an id, which the service then forgets."""
+    if isinstance(kept, ServiceError):
+        return kept
+    try:
+        found = client.fetch(kept.reference)
+        client.release(kept.reference)
+    except ServiceError as error:
+        raise failed(error, "fetch: ") from error
+    return found
+
+
+def failed(error: ServiceError, call: str = "") -> Failed:
+    """Of a call of the client."""
+    if error.type == "deadline_exceeded" and error.status is None:
+        return Failed("never answered", str(error))
+    lost = error.status in (None, "UNAVAILABLE")
+    return Failed("connection" if lost else call + error.type, str(error))
 
 
 @contextmanager

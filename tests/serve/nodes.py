@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -29,6 +30,8 @@ class Node:
     """Its process."""
     http: str
     """Where its proxy listens."""
+    again: Callable[[], Node]
+    """Starts another node with the same options and port, once this one is lost."""
 
     def signal(self, number: signal.Signals) -> None:
         """To all processes of the node."""
@@ -40,14 +43,18 @@ class Node:
 @contextmanager
 def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Sequence[Node]]:
     """A cluster; this process is on its first node. `wanted`: CPUs and resources of each."""
-    cluster, found = Cluster(), []
+    cluster = Cluster()
     ports = free_ports(len(wanted))
-    for port, options in zip(ports, wanted, strict=True):
+
+    def add(port: int, options: dict[str, Any]) -> Node:
         # All are on one address. The first node's proxy takes the port of `http_options`.
         os.environ["RAY_SERVE_WORKER_PROXY_HTTP_PORT"] = str(port)
         node = cluster.add_node(object_store_memory=STORE_BYTES, include_dashboard=False, **options)
         (raylet,) = node.all_processes["raylet"]
-        found.append(Node(node.node_id, raylet.process.pid, f"http://127.0.0.1:{port}"))
+        again = partial(add, port, options)
+        return Node(node.node_id, raylet.process.pid, f"http://127.0.0.1:{port}", again)
+
+    found = [add(port, options) for port, options in zip(ports, wanted, strict=True)]
     ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
     serve.start(
         proxy_location=proxies,

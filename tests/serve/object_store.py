@@ -1,4 +1,4 @@
-"""What Ray's object store of this machine holds, and a process beside it."""
+"""What Ray's object stores hold, and a process beside them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ class Used:
 
 
 def used() -> Used:
-    """Now."""
-    (node,) = ray.nodes()
-    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
-    return Used(stats.object_store_bytes_used, stats.num_local_objects, stats.spilled_bytes_total)
+    """Now, on all nodes."""
+    found = [
+        node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return Used(
+        sum(stats.object_store_bytes_used for stats in found),
+        sum(stats.num_local_objects for stats in found),
+        sum(stats.spilled_bytes_total for stats in found),
+    )
 
 
 def own_private_bytes(_: object) -> int:

@@ -200,7 +200,7 @@ def routed(
         ray_actor_options={"num_cpus": 0.1, "resources": resources or {}},
         max_ongoing_requests=1000,
         graceful_shutdown_timeout_s=3,
-    ).bind(encoder, options)
+    ).bind([encoder], options)
 
 
 def status(router: DeploymentHandle) -> RouterStatus:

@@ -1,4 +1,5 @@
-"""Three encoders on CPUs, one of them slowed down: by seconds it gets less than by patches."""
+"""Encoders on CPUs, some slowed down: by seconds they get less than by patches, and pools of them
+are one fleet."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from torch import Tensor
@@ -17,9 +19,13 @@ from torch import Tensor
 from actors.encoder import Encoder
 from actors.engine.device import Device
 from actors.options import ActorOptions
-from encoder_service import Client, app
+from encoder_service import Client, ServiceError, app
 from tests.images import jpeg
+from tests.processes import actors
 from tests.serve.conftest import Cluster
+from tests.serve.stand_in import within
+from tests.serve.test_manifests import deploy
+from tests.serve.test_service_kill import load, ready_replicas
 from tests.serve.tiny import ARGS, running
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
@@ -28,13 +34,16 @@ SLOWER = 4
 TOKEN_SECONDS = 2e-4
 """Of the encoders that are not slowed down; the real work on top of it is a fraction."""
 CALLERS, REQUESTS = 4, 100
+SAME = 8
+"""Of each image in a request that several pools share."""
 
 
 class Unequal(Encoder):
-    """The first takes SLOWER times as long as the others."""
+    """The pool `slow`, or without pools the first one, takes SLOWER times as long."""
 
-    def __init__(self, options: ActorOptions) -> None:
-        slower = 1 if serve.get_replica_context().rank.rank else SLOWER
+    def __init__(self, options: ActorOptions, pool: str = "", *more: Any) -> None:
+        fast = pool == "fast" if pool else serve.get_replica_context().rank.rank
+        slower = 1 if fast else SLOWER
 
         def capture(
             device: Device, run: Callable[[], Tensor], **options: object
@@ -49,7 +58,7 @@ class Unequal(Encoder):
             return replay
 
         Device.capture, Device.name = capture, f"cpu / {slower}"  # type: ignore[assignment, method-assign]
-        super().__init__(options)
+        super().__init__(options, pool, *more)
         self.series.measured_seconds.labels("slower").set(slower)
 
 
@@ -100,6 +109,71 @@ def series(cluster: Cluster, name: str, **labels: str) -> dict[str, float]:
             if sample.name == name and labels.items() <= sample.labels.items():
                 found[sample.labels["replica"]] = sample.value
     return found
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    with pytest.MonkeyPatch.context() as patched:  # the process of this task is used again
+        patched.setattr(app, "Encoder", Unequal)
+        return app.build(args)
+
+
+def refusal(client: Client, image: bytes) -> str:
+    try:
+        client.encode([image])
+    except ServiceError as error:
+        return str(error)
+    return ""
+
+
+def test_pools_are_one_fleet(cluster: Cluster) -> None:
+    url = cluster.http
+    given = {key: value for key, value in ARGS["encoder"].items() if key != "replicas"}
+    pools = [{"name": "fast"}, {"name": "slow", "graphs": {"token_budgets": [64]}}]
+    sections = {"graphs": {"token_budgets": [64, 256]}, "router": {"coalesce": False}, "auth": {}}
+    application = {
+        "name": "pools",
+        "route_prefix": "/",
+        "import_path": "tests.serve.test_unequal:build",
+        "args": ARGS
+        | sections
+        | {"encoder": given | {"pools": pools}, "limits": {"max_items": 2 * SAME}},
+        "deployments": [],
+    }
+    large, images = jpeg(512, 512), [jpeg(side, side) for side in (128, 256)]
+    try:
+        deploy({"applications": [application]})
+        with Client(url) as client:
+            *rows, last = (one.numpy() for one in client.encode([*images, large], "float32"))
+            for _ in range(10):
+                found = client.encode(images * SAME, "float32")
+                assert all((found[at].numpy() == rows[at % 2]).all() for at in range(2 * SAME))
+        small = dict(zip(images, rows, strict=True))
+        seen = httpx.get(f"{url}/v1/status").json()
+        patches = {one["pool"]: one["patches"] for one in seen["replicas"]}
+        print(patches)
+        assert patches["fast"] > 1.5 * patches["slow"] > 0
+        # The slow pool has no graph for the large image, and did not get it.
+        assert seen["paths"]["default"]["misses"] == {}
+        (slow,) = series(cluster, "encoder_router_patches_total", pool="slow")
+        assert list(series(cluster, "encoder_patches_total", pool="slow")) == [slow]
+
+        before = set(actors())
+        application["deployments"] = [{"name": "Encoder-slow", "num_replicas": 2}]
+        with load(url, small):
+            deploy({"applications": [application]})
+            within(60, lambda: ready_replicas(url) == 3)
+        assert before < set(actors()), "nothing restarts"
+
+        (fast,) = series(cluster, "encoder_patches_total", pool="fast")
+        actor = ray.get_actor(f"SERVE_REPLICA::pools#Encoder-fast#{fast}", namespace="serve")
+        with load(url, small), Client(url, retries=0) as client:
+            ray.kill(actor)
+            refused = "the item has 256 tokens and the encoders that are ready take 64"
+            within(20, lambda: refused in refusal(client, large))
+            within(60, lambda: ready_replicas(url) == 3)
+            assert (client.encode([large], "float32")[0].numpy() == last).all()
+    finally:
+        serve.delete("pools")
 
 
 def test_a_slow_encoder_gets_less_by_seconds_and_nobody_waits_for_it(

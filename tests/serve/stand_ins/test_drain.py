@@ -22,7 +22,7 @@ def test_a_call_outlasts_its_encoders_deployment() -> None:
     handle = serve.run(encoders(1), name="drained", route_prefix=None)
 
     async def outlast() -> None:
-        router = Router(handle, RouterOptions(replica_wait_seconds=0.5))
+        router = Router([handle], RouterOptions(replica_wait_seconds=0.5))
         quick, slow = [item(1, 4)], [item(2, SLOW)]
         assert right(quick, await router.encode(quick, timeout_seconds=10))
         (replica,) = (await router.status()).replicas

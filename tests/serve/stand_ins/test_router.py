@@ -289,7 +289,7 @@ class Crowd:
     """A router with many streams and, one after another, requests of one item."""
 
     def __init__(self, encoder: DeploymentHandle) -> None:
-        self.router = Router(encoder, RouterOptions(max_queue_seconds=60))
+        self.router = Router([encoder], RouterOptions(max_queue_seconds=60))
         self.numbers = count(10**6)
 
     async def measure(self, streams: int, items: int, seconds: float) -> tuple[list[float], float]:

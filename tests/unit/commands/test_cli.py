@@ -201,6 +201,79 @@ def test_what_a_change_does(old: str, new: str, found: list[str]) -> None:
     assert told == (len(versions) == 2), "as Serve itself decides"
 
 
+POOLS = OLD.replace(
+    "{num_cpus: 4}", "{pools: [{name: a, num_cpus: 4}, {name: b, replicas: 2}]}"
+).replace("name: Encoder,", "name: Encoder-a,")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        (
+            "replicas: 3",
+            "replicas: 1",
+            ["live: Encoder-a: num_replicas 3 -> 1", "lost: the ids kept by 2 of 3 Encoder-as"],
+        ),
+        (
+            "name: Encoder-a, ",
+            "name: Encoder-a, ray_actor_options: {num_gpus: 1}, ",
+            [
+                "captured again: the graphs of every Encoder-a",
+                "lost: the ids kept by all 3 Encoder-as",
+                "restarts: every Encoder-a, because of deployments.ray_actor_options.num_gpus",
+            ],
+        ),
+        (
+            "{name: b, replicas: 2}",
+            "{name: b, replicas: 3}",
+            [
+                "avoidable: args.encoder.pools.b.replicas: set num_replicas in `deployments` "
+                "instead",
+                "captured again: the graphs of every Encoder-a",
+                "captured again: the graphs of every Encoder-b",
+                "lost: the ids kept by all 2 Encoder-bs",
+                "lost: the ids kept by all 3 Encoder-as",
+                "restarts: every replica, because of args.encoder.pools.b.replicas",
+            ],
+        ),
+        (
+            "{name: a, num_cpus: 4}, {name: b, replicas: 2}",
+            "{name: b, replicas: 2}, {name: a, num_cpus: 4}",
+            [
+                "captured again: the graphs of every Encoder-a",
+                "captured again: the graphs of every Encoder-b",
+                "lost: the ids kept by all 2 Encoder-bs",
+                "lost: the ids kept by all 3 Encoder-as",
+                "restarts: every replica, because of args.encoder.pools",
+            ],
+        ),
+    ],
+)
+def test_what_a_change_of_pools_does(old: str, new: str, found: list[str]) -> None:
+    assert POOLS.count(old) == 1
+    shown = rollout(yaml.safe_load(POOLS), yaml.safe_load(POOLS.replace(old, new)))
+    assert [f"{kind}: {what}" for kind, what in shown] == found
+
+
+def test_check_shows_each_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = "{name: small, replicas: 2, resources: {rack: 1}, graphs: {token_budgets: [64, 256]}}"
+    pooled = changed(tmp_path, "device: cpu", f"device: cpu, pools: [{small}, {{name: big}}]")
+    path = Path(pooled)
+    path.write_text(path.read_text().replace("name: Encoder,", "name: Encoder-small,"))
+    assert cli.main(["check", str(path)]) == 0
+    rows = [tuple(cells(line)) for line in capsys.readouterr().out.splitlines() if "│" in line]
+    for row in (
+        ("pool", "small"),
+        ("budgets, default", "64 256"),
+        ("encoders", "3: 0 GPU, 0.1 CPU each, on cpu, 1 rack"),
+        ("encoders", "1: 0 GPU, 0.1 CPU each, on cpu"),
+        ("a request's images", "min_pixels 4,096, at most 1,048,576"),
+    ):
+        assert row in rows
+    assert cli.main(["bench", "serve", "--config", str(path), "--alone"]) == 1
+    assert "without encoder.pools" in capsys.readouterr().err
+
+
 def test_caches_are_lost_with_their_encoders() -> None:
     one = yaml.safe_load(OLD.replace("{num_cpus: 4}", "{autoscaling: {max_replicas: 4}}"))
     one["applications"][0]["args"]["cache"] = {"max_bytes": 9}
@@ -276,7 +349,7 @@ def test_check_shows_the_language_model(capsys: pytest.CaptureFixture[str]) -> N
     [
         ("max_model_len: 9000", "llm.max_model_len is 9000"),
         ("timeout_seconds: 121", "llm.timeout_seconds is 121"),
-        ("maximum: 1", "llm.maximum: no such key; known are default_max_tokens"),
+        ("maximum: 1", "llm.maximum: no such key; known are accelerator_type"),
         ("model: {id: kimivl-a3b, load_format: dummy}", "does not take embeddings of qwen3_vl"),
     ],
 )

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from actors.errors import ConfigError
-from encoder_service.app import check_object_store
-from encoder_service.config import counted, parse
+from encoder_service.app import check_object_store, check_resources
+from encoder_service.config import counted, encoders, parse, resources
 
 DIGEST = "Ab" * 32
 
@@ -92,6 +92,83 @@ def test_a_count_and_autoscaling_exclude_each_other() -> None:
     application = {"deployments": [{"name": "Encoder", "num_replicas": 2}]}
     with pytest.raises(ConfigError, match="keep one of them"):
         counted(parse(options("encoder: {autoscaling: {max_replicas: 3}}")), application)
+
+
+POOLS = """
+encoder:
+  num_cpus: 4
+  max_stall_seconds: 7
+  pools:
+    - {name: small, accelerator_type: L4, replicas: 3, graphs: {token_budgets: [64, 256]}}
+    - {name: big, num_cpus: 8, resources: {rack: 1}, autoscaling: {max_replicas: 2}}
+graphs: {max_frames_per_batch: 0, token_budgets: [64, 1024]}
+"""
+
+
+def test_a_pool_has_what_it_gives_and_else_what_the_sections_say() -> None:
+    found = encoders(parse(options(POOLS)))
+    assert list(found) == ["Encoder-small", "Encoder-big"]
+    small, big = found.values()
+    assert (small.encoder.replicas, small.encoder.num_cpus) == (3, 4)
+    assert (small.encoder.accelerator_type, big.encoder.accelerator_type) == ("L4", None)
+    assert (big.encoder.most_replicas, big.encoder.num_cpus) == (2, 8)
+    assert (small.encoder.resources, big.encoder.resources) == ({}, {"rack": 1})
+    assert small.encoder.max_stall_seconds == big.encoder.max_stall_seconds == 7
+    assert (small.graphs.token_budgets, big.graphs.token_budgets) == ((64, 256), (64, 1024))
+    assert small.graphs.max_frames_per_batch == big.graphs.max_frames_per_batch == 0
+    assert not small.encoder.pools
+    single = parse(options("{}"))
+    assert encoders(single) == {"Encoder": single}
+
+
+def test_resources_of_all_pools_are_added_up() -> None:
+    given = parse(options(POOLS))
+    few = {"GPU": 4, "CPU": 21, "accelerator_type:L4": 0.003, "rack": 1}
+    assert resources(given) == few
+    assert resources(given, most=True) == few | {"GPU": 5, "CPU": 29, "rack": 2}
+    with pytest.raises(ConfigError, match=r"0\.003 accelerator_type:L4 asked for, 0 there"):
+        check_resources(given, {"GPU": 4, "CPU": 21, "rack": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[{name: Encoder-small, num_replicas: 5}]", None),
+        ("[{name: Encoder, num_replicas: 5}]", "there are Encoder-small, Encoder-big, Router"),
+        ("[{name: Encoder-big, num_replicas: 5}]", "deployment Encoder-big are both given"),
+    ],
+)
+def test_each_pool_has_a_count(text: str, told: str | None) -> None:
+    application = {"deployments": yaml.safe_load(text)}
+    given = parse(options(POOLS))
+    if told:
+        with pytest.raises(ConfigError, match=told):
+            counted(given, application)
+        return
+    found = encoders(counted(given, application))
+    assert [one.encoder.least_replicas for one in found.values()] == [5, 1]
+
+
+@pytest.mark.parametrize(
+    ("pools", "told"),
+    [
+        ("{name: a}, {name: a}", "^encoder: pools: a: give each pool its own name"),
+        ("{replicas: 1}", "encoder.pools.0.name"),
+        ("{name: L_4}", "encoder.pools.0.name"),
+        ("{name: a-}", "encoder.pools.0.name"),
+        ("{name: a, transport: nixl}", "encoder.pools.0.transport: no such key; known are acc"),
+        ("{name: a, graphs: {mode: off}}", "encoder.pools.0.graphs.mode: no such key; known are"),
+        ("{name: a}, {name: b, device: cpu}", "^pool b: encoder: device is cpu: set num_gpus to 0"),
+        (
+            "{name: a, replicas: 1, autoscaling: {max_replicas: 2}}",
+            "^pool a: encoder: replicas and",
+        ),
+        ("{name: a, resources: {rack: 0}}", "encoder.pools.0.resources.rack"),
+    ],
+)
+def test_pools_that_cannot_be_meant_are_refused(pools: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse(options(f"encoder: {{pools: [{pools}]}}"))
 
 
 def test_lists_and_digests_are_taken() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from actors.autoscaling import WorkPolicy
+from actors.engine.budgets import model_capacity
 from actors.errors import ConfigError
+from actors.families.registry import read
+from encoder_service import app
 from encoder_service.app import check_resources, replicas
 from encoder_service.config import parse
 
@@ -64,6 +68,47 @@ def test_serve_is_told_bounds_delays_and_policy() -> None:
     assert told.policy.policy_kwargs == {"target": 100_000}
     # Only the least must find room at once.
     check_resources(options, {"GPU": 2, "CPU": 8})
+
+
+def test_each_pool_is_a_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {}
+
+    def deployment(_: type, name: str, **given: Any) -> SimpleNamespace:
+        return SimpleNamespace(bind=lambda *args: made.update({name: (given, args)}) or name)
+
+    monkeypatch.setattr(app, "serve", SimpleNamespace(deployment=deployment))
+    args: dict[str, Any] = {
+        "model": {"id": "qwen3vl-tiny", "load_format": "dummy"},
+        "encoder": {"replicas": 2, "accelerator_type": "H200"},
+    }
+
+    def wired(pools: list[dict[str, Any]]) -> list[str]:
+        made.clear()
+        options = parse(args | {"encoder": args["encoder"] | {"pools": pools}})
+        app.wire(options, read(options.model), None)
+        names = [name for name in made if name.startswith("Encoder")]
+        assert made["Router"][1][0] == made["Ingress"][1][2] == names
+        return names
+
+    assert wired([]) == ["Encoder"]
+    assert made["Encoder"][1][1:] == ("", None)
+    small = {"name": "small", "replicas": 3, "accelerator_type": "L4", "resources": {"rack": 0.5}}
+    budgets = {"graphs": {"token_budgets": [64, 256]}}
+    assert wired([small | budgets, {"name": "big"}]) == ["Encoder-big", "Encoder-small"]
+    (big_given, big), (small_given, little) = made["Encoder-big"], made["Encoder-small"]
+    assert (big_given["num_replicas"], small_given["num_replicas"]) == (2, 3)
+    assert big_given["ray_actor_options"]["accelerator_type"] == "H200"
+    assert "resources" not in big_given["ray_actor_options"]
+    assert small_given["ray_actor_options"]["accelerator_type"] == "L4"
+    assert small_given["ray_actor_options"]["resources"] == {"rack": 0.5}
+    assert (big[1:], little[1:]) == (("big", None), ("small", (256,)))
+    assert little[0].graphs.token_budgets == (64, 256)
+    # The front door takes what the largest budgets hold.
+    front = made["Ingress"][1][0]
+    assert model_capacity(front.graphs, read(front.model)).tokens == (1024,)
+    descending = {"name": "odd", "graphs": {"token_budgets": [64, 8]}}
+    with pytest.raises(ConfigError, match=r"^pool odd: graphs.token_budgets must ascend"):
+        wired([small, descending])
 
 
 def test_a_target_in_seconds_takes_the_place_of_patches() -> None:

@@ -203,7 +203,7 @@ def test_tensor_parallelism_reserves_gpus() -> None:
     options = ServiceOptions(
         model=TINY, llm=LlmOptions(engine="vllm", tensor_parallel_size=4, replicas=2)
     )
-    assert resources(options, encoders=1)["GPU"] == 1 + 8
+    assert resources(options)["GPU"] == 1 + 8
     assert LlmOptions(engine="vllm").ongoing_requests == 256
     assert LlmOptions().ongoing_requests == 4
 

@@ -58,6 +58,16 @@ def test_a_series_about_a_replica_keeps_its_label() -> None:
     assert found["encoder_router_outstanding_patches", labels] == 7
 
 
+def test_series_of_a_replica_name_its_pool() -> None:
+    pages = Page("Router", "r1", router()), Page("Encoder-l4", "e1", front_door(1))
+    found = samples(merge(Scrape(pages, {}, {"e1": "l4"})))
+    labels = {"deployment": "Router", "pool": "l4", "replica": "e1", "reporter": "r1"}
+    assert found["encoder_router_outstanding_patches", tuple(sorted(labels.items()))] == 7
+    of_itself = {"deployment": "Encoder-l4", "pool": "l4", "replica": "e1"}
+    labels = {"api": "http", "code": "200"} | of_itself
+    assert found["encoder_requests_total", tuple(sorted(labels.items()))] == 1
+
+
 def test_the_page_says_how_complete_it_is() -> None:
     found = samples(merge(Scrape((Page("Router", "r1", router()),), {"Encoder": 2, "Router": 0})))
     assert found["encoder_scraped_replicas", (("deployment", "Router"),)] == 1

@@ -49,7 +49,7 @@ def known() -> dict[str, set[str]]:
         for metric in vars(kind()).values():
             if isinstance(metric, MetricWrapperBase):
                 found = dict.fromkeys(metric._labelnames, "")
-                labels = set(attributed(found, Page("", "", ""))) | TARGET
+                labels = set(attributed(found, Page("", "", ""), {})) | TARGET
                 for name, more in stored(metric):
                     series[name] = labels | more
     page = merge(Scrape((), {"Encoder": 0})).decode()

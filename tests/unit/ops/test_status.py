@@ -84,6 +84,14 @@ def test_each_replica_has_its_own_numbers_and_what_routers_say_of_it() -> None:
     assert (second["patches"], second["answers"], third["answers"]) == (100, True, False)
 
 
+def test_replicas_of_pools_have_their_numbers_and_their_pool() -> None:
+    assert [one["pool"] for one in status(CARD, 0, GLANCE, 0)["replicas"]] == [None] * 3
+    pages = (Page("Encoder-l4", "e1", encoder(3, 300)), Page("Encoder-h200", "e2", encoder(1, 100)))
+    scrape = Scrape(pages, {}, {"e1": "l4", "e2": "h200"})
+    seen = status(CARD, 0, Glance(scrape, {"e1": False, "e2": False}, ()), 0)["replicas"]
+    assert [(one["pool"], one["patches"]) for one in seen] == [("l4", 300), ("h200", 100)]
+
+
 def test_errors_are_the_latest_first() -> None:
     assert [one["time"] for one in status(CARD, 0, GLANCE, 0)["errors"]] == [2.0, 1.0]
 

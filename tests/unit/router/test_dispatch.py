@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -22,7 +23,7 @@ from actors.errors import (
     TooLarge,
     Unavailable,
 )
-from actors.types import Answer, Embedding, Media
+from actors.types import Answer, Embedding, ItemPlan, Media
 from router.dispatch import Dispatcher
 from router.options import RouterOptions
 from router.policy.ledger import SENT_ITEMS
@@ -70,6 +71,57 @@ def test_slower_replicas_get_less_as_soon_as_all_have_said_how_fast_they_are() -
         fleet.metadata["b"] = {"device": "slow", "cost": slow}
         assert right(media, await collect(router, media))
         assert [(replica, len(items)) for replica, items in fleet.calls[2:]] == [("a", 8), ("b", 2)]
+        return router
+
+    settled(test())
+
+
+def video(number: int) -> Media:
+    """Of 4 groups of frames with 25 tokens each."""
+    plan = ItemPlan((4, 2, 50), 400, 100, (100,), frames=4)
+    return replace(item(number), kind="video", plan=plan)
+
+
+def test_items_go_to_pools_that_take_them() -> None:
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("abc", well)
+        fleet.metadata["a"] = {"largest_item": [25]}
+        router, _ = dispatcher(fleet)
+        large = [item(number, 104) for number in range(4)]  # 26 tokens
+        small = [item(4), video(5), item(6), item(7)]
+        assert right(small + large, await collect(router, small + large))
+        got = {replica: set[str]() for replica in "abc"}
+        for replica, digests in fleet.calls:
+            got[replica].update(digests)
+        assert got["a"]
+        assert got["a"] <= {one.digest for one in small}
+        assert got["b"]
+        assert got["c"]
+        fleet.replicas = ["a"]
+        *answers, last = await collect(router, [*small, large[0]])
+        assert right(small, answers)
+        assert isinstance(last, Unavailable)
+        assert "26 tokens and the encoders that are ready take 25: try again" in last.message
+        return router
+
+    settled(test())
+
+
+def test_a_large_item_is_retried_where_it_is_taken() -> None:
+    async def test() -> Dispatcher:
+        failures = [ShardLost("not reached")]
+
+        async def once(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+            if failures:
+                raise failures.pop()
+            return await well(replica, media, timeout_seconds)
+
+        fleet = MemoryFleet("ab", once)
+        fleet.metadata["a"] = {"largest_item": [25]}
+        router, _ = dispatcher(fleet)
+        assert right([item(0, 104)], await collect(router, [item(0, 104)]))
+        assert right([item(1)], await collect(router, [item(1)]))
+        assert [replica for replica, _ in fleet.calls] == ["b", "b", "a"]
         return router
 
     settled(test())
@@ -357,6 +409,29 @@ def test_a_small_request_waits_for_what_was_sent_not_for_what_waits(singly: bool
         assert busy.encoded <= sent + 2 * 64 + 1
         await asyncio.gather(*tasks)
         assert busy.encoded == 50 * 64 + 1
+        return router
+
+    settled(test())
+
+
+def test_requests_that_wait_for_a_pool_hold_up_no_others() -> None:
+    async def test() -> Dispatcher:
+        busy = Busy("ab")
+        busy.fleet.metadata["a"] = {"largest_item": [25]}
+        router, _ = dispatcher(busy.fleet)
+        await busy.devices["b"].acquire()
+        requests = [[item(100 * n + one, 104) for one in range(SENT_ITEMS)] for n in range(4)]
+        large = [asyncio.create_task(collect(router, media)) for media in requests]
+        await asyncio.sleep(0.01)
+        assert [replica for replica, _ in busy.fleet.calls] == ["b"], "the others wait"
+        for number in range(3):
+            small = [item(1000 * number - one) for one in range(1, 65)]
+            assert right(small, await collect(router, small))
+        # Small items leave the room on the other replica to what waited for it before them.
+        assert [replica for replica, _ in busy.fleet.calls] == ["b", "a", "a", "a"]
+        busy.devices["b"].release()
+        for media, answers in zip(requests, await asyncio.gather(*large), strict=True):
+            assert right(media, answers)
         return router
 
     settled(test())

@@ -91,7 +91,7 @@ async def served(
     PUBLISHED[DEPLOYMENT] = {"a": Replica({}, 7, endpoint)}
     handle = Handle()
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: handle)
-    fleet = ServeFleet(handle, None)
+    fleet = ServeFleet([handle], None)
     async with asyncio.timeout(SECONDS):
         yield encoder, handle, fleet
         PUBLISHED[DEPLOYMENT] = {}
@@ -127,7 +127,7 @@ def test_of_equal_devices_the_fastest_measurement_counts() -> None:
 def test_only_replicas_of_the_own_model_and_version_are_planned_for(
     fingerprint: str | None, names: str
 ) -> None:
-    fleet = ServeFleet(Handle(), fingerprint)
+    fleet = ServeFleet([Handle()], fingerprint)
     reported = {name: one.outstanding_patches for name, one in fleet.reports().items()}
     assert reported == dict.fromkeys(names, 7)
     assert fleet.reports() is fleet.reports()
@@ -138,9 +138,35 @@ def test_replicas_of_the_own_node_are_told_from_others() -> None:
     away = replace(NOWHERE, node="another")
     named = {"a": away, "b": NOWHERE, "c": away, "d": NOWHERE}
     PUBLISHED[DEPLOYMENT] = {name: Replica({}, 7, where) for name, where in named.items()}
-    fleet = ServeFleet(Handle(), None)
+    fleet = ServeFleet([Handle()], None)
     assert list(fleet.reports()) == ["a", "b", "c", "d"]
     assert fleet.near() == {"b", "d"}
+
+
+def test_the_replicas_of_all_pools_are_one_fleet() -> None:
+    """Serve is asked about a replica through the handle of its own pool."""
+    handles = []
+    for pool in ("small", "big"):
+        handles.append(Handle())
+        handles[-1].deployment_name = f"Encoder-{pool}"
+        about = {"pool": pool, "largest_item": [9]} if pool == "small" else {"pool": pool}
+        PUBLISHED["fleet", f"Encoder-{pool}"] = {pool: Replica(about, 7, NOWHERE)}
+
+    async def test() -> None:
+        fleet = ServeFleet(handles, None)
+        reports = fleet.reports()
+        assert {name: one.pool for name, one in reports.items()} == {"small": "small", "big": "big"}
+        assert [one.largest_item for one in reports.values()] == [(9,), None]
+        assert fleet.reports() is reports
+        with pytest.raises(ShardLost):
+            await fleet.encode("big", [item(1)], "bfloat16", 5)
+        while fleet._confirming:
+            await asyncio.sleep(0.01)
+        assert [handle.checked for handle in handles] == [0, 1]
+        del PUBLISHED["fleet", "Encoder-big"]
+        assert list(fleet.reports()) == ["small"]
+
+    run(test())
 
 
 @pytest.mark.parametrize(("node", "where"), [(NODE, "local"), ("another", "remote")])
@@ -257,7 +283,7 @@ def test_what_a_replica_keeps_is_found_by_its_id(monkeypatch: pytest.MonkeyPatch
 def test_a_replica_that_is_lost_takes_what_it_kept_along() -> None:
     async def test() -> None:
         PUBLISHED[DEPLOYMENT] = {name: Replica({}, 7, NOWHERE) for name in "ab"}
-        fleet = ServeFleet(Handle(), None)
+        fleet = ServeFleet([Handle()], None)
         with pytest.raises(Unavailable, match="cannot be reached"):  # still listed: perhaps later
             await fleet.fetch("b.x")
         PUBLISHED[DEPLOYMENT] = {"a": Replica({}, 7, NOWHERE)}
@@ -334,7 +360,7 @@ def test_replicas_may_be_asked_for_in_another_thread(monkeypatch: pytest.MonkeyP
 def test_a_replica_that_is_gone_is_unreachable() -> None:
     async def test() -> None:
         with pytest.raises(ReplicaUnreachable, match="gone"):
-            await ServeFleet(Handle(), None).encode("z", [item(1)], "bfloat16", 5)
+            await ServeFleet([Handle()], None).encode("z", [item(1)], "bfloat16", 5)
 
     run(test())
 
@@ -355,7 +381,7 @@ def test_serve_is_asked_about_a_replica_that_is_unreachable(
     async def test() -> None:
         handle = Handle()
         handle.failures = list(failures)
-        fleet = ServeFleet(handle, None)
+        fleet = ServeFleet([handle], None)
         for _ in range(2):  # once for all calls that fail meanwhile
             with pytest.raises(ReplicaUnreachable):
                 await fleet.encode("a", [item(1)], "bfloat16", 5)

@@ -1,0 +1,302 @@
+"""`make soak-nodes`: two Ray nodes under light load for hours; once a minute something is killed.
+
+Exits with 1 if an answer is wrong or missing, if a request fails that its fault does not excuse, or
+if memory, open files, processes, objects or files in shared memory grow or are left over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from argparse import ArgumentParser
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.serve.test_several_nodes import RAY
+
+os.environ.update(RAY)  # before Ray is imported
+
+import httpx
+from ray import serve
+from rich.console import Console
+from rich.table import Table
+
+from actors.media import decode_worker
+from encoder_service.app import build
+from encoder_service.bench.cluster import Cluster
+from encoder_service.client import Client
+from encoder_service.config import parse
+from tests.chaos import __main__ as chaos
+from tests.chaos.callers import Callers, Phase, known_files
+from tests.chaos.faults import ENCODERS, FAULTS, Recovered
+from tests.chaos.sources import from_outside, within_ray
+from tests.processes import Clocks, command, family, status
+from tests.serve.nodes import Node, nodes
+from tests.serve.object_store import used
+from tests.serve.stand_in import within
+from tests.serve.three_nodes import GRPC, IMAGES, options, ready
+from tests.serve.tiny import GRPC_PORT
+from tests.soak_service import MOST_GROWTH, growth, private_bytes
+
+MINUTE = 60.0
+BEFORE_SECONDS = 10.0
+"""Of load before each fault."""
+PAUSE_SECONDS = 2.0
+"""Between two requests of a caller."""
+SAMPLE_SECONDS = 10.0
+AWAY_SECONDS = 20.0
+"""From the loss of a node until it is started again."""
+OLD_SECONDS = 1200.0
+"""What a process must have lived for its growth to count: in its first minutes it warms up."""
+MOST_FILES = 10
+"""By which the open files of a process may grow."""
+SOCKETS = 2 * ENCODERS
+"""Directories of killed encoders stay for a minute, and until another one starts."""
+OURS = {"Encoder", "Ingress", "Router", "decoder"}
+"""Kinds of processes whose growth is judged. Ray's own, and this process, are shown."""
+
+
+class Watch(threading.Thread):
+    """Samples the memory and the open files of this process and of all that it started."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.clocks = Clocks()
+        self.started = time.monotonic()
+        self.points: dict[int, list[tuple[float, int, int]]] = defaultdict(list)
+        """Of each process: seconds, bytes, open files."""
+        self.kinds: dict[int, str] = {}
+        self.shared: set[str] = set()
+        """Files in /dev/shm that a process mapped."""
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(SAMPLE_SECONDS):
+            numbers = living()
+            self.clocks.look(numbers)
+            for number in numbers:
+                with suppress(OSError, AssertionError):  # it has ended
+                    self._look(number)
+
+    def _look(self, number: int) -> None:
+        seconds = time.monotonic() - self.started
+        point = (seconds, private_bytes(number), len(os.listdir(f"/proc/{number}/fd")))
+        self.kinds[number] = kind(number)  # Ray's processes are named after they have started
+        self.points[number].append(point)
+        for line in Path(f"/proc/{number}/maps").read_text().splitlines():
+            if "/dev/shm/" in line and not line.endswith("(deleted)"):
+                self.shared.add(line.split(maxsplit=5)[5])
+
+    def stop(self) -> None:
+        self.ended.set()
+        self.join()
+
+    def cores(self) -> float:
+        """On average."""
+        return sum(self.clocks.seconds.values()) / (time.monotonic() - self.started)
+
+    def table(self) -> tuple[Table, list[str]]:
+        """A row for each kind of process; those of our processes that grew."""
+        shown = Table(title="processes", title_justify="left")
+        for name in (
+            "kind",
+            "number",
+            "MiB first / last",
+            "most growth, MiB",
+            "files first / last",
+        ):
+            shown.add_column(name, justify="left" if name == "kind" else "right")
+        grew = []
+        for name in sorted(set(self.kinds.values())):
+            found = [self.points[number] for number, each in self.kinds.items() if each == name]
+            longest = max(found, key=len)
+            old = [one for one in found if one[-1][0] - one[0][0] >= OLD_SECONDS]
+            rises = [growth([(seconds, size) for seconds, size, _ in one]) for one in old]
+            most = max(rises, key=lambda rise: rise[1], default=None)
+            files = [(one[len(one) // 2][2], one[-1][2]) for one in old]
+            if name in OURS and (
+                any(grown > MOST_GROWTH * level for level, grown in rises)
+                or any(last > first + MOST_FILES for first, last in files)
+            ):
+                grew.append(name)
+            shown.add_row(
+                name,
+                f"{len(found)}, {len(old)} old",
+                " / ".join(f"{longest[place][1] / 2**20:.0f}" for place in (0, -1)),
+                f"{most[1] / 2**20:+.1f} of {most[0] / 2**20:.0f}" if most else "",
+                " / ".join(str(longest[place][2]) for place in (0, -1)),
+            )
+        return shown, grew
+
+
+def kind(number: int) -> str:
+    """What a process is: the title that Ray gives it, or its program."""
+    words = Path(f"/proc/{number}/cmdline").read_text().strip("\0").split("\0")
+    if number == os.getpid():
+        return "callers and driver"
+    if decode_worker.__name__ in words:
+        return "decoder"
+    if title := re.match(r"ray::(?:.*ServeReplica:encoder:)?(\w+)", words[0]):
+        return title[1]
+    return next(
+        (one for one in map(os.path.basename, words) if one.endswith(".py")), command(number)
+    )
+
+
+def living() -> list[int]:
+    """This process and all that it started, without those that nobody has waited for."""
+    found = []
+    for number in family(os.getpid()):
+        with suppress(OSError):  # it has ended
+            if status(number)[0] != "Z":
+                found.append(number)
+    return found
+
+
+class Faults:
+    """Each returns when it is set, as in tests/chaos/faults.py."""
+
+    def __init__(self, found: list[Node], random: Random) -> None:
+        """`found`: the first node, which is never lost, and the second."""
+        self.nodes = found
+        self.random = random
+        self.where = Cluster(found[0].http, GRPC_PORT)
+        chosen = ("an encoder is killed", "an ingress is killed", "the router is killed")
+        self.named: dict[str, Callable[[], Recovered]] = {
+            **{name: partial(FAULTS[name], self.where) for name in chosen},
+            "a decoder process is killed": self.kill_decoder,
+            "a node is killed": self.kill_node,
+        }
+
+    def strike(self, name: str) -> float | None:
+        """Seconds until the service was as before; None: it never was."""
+        struck = time.monotonic()
+        recovered = self.named[name]()
+        return chaos.until(lambda: recovered() and self.ready(), struck)
+
+    def kill_decoder(self) -> Recovered:
+        before = decoders()
+        os.kill(self.random.choice(before), signal.SIGKILL)
+        return lambda: len(decoders()) == len(before)
+
+    def kill_node(self) -> Recovered:
+        """Another one is started in its place after a while."""
+        self.nodes[1].signal(signal.SIGKILL)
+        time.sleep(AWAY_SECONDS)
+        self.nodes[1] = self.nodes[1].again()
+        return lambda: True
+
+    def ready(self) -> bool:
+        """All encoders may be given work by the ingresses behind both proxies."""
+        with suppress(httpx.HTTPError, ValueError):
+            return all(ready(node) == ENCODERS for node in self.nodes)
+        return False
+
+
+def decoders() -> list[int]:
+    return [number for number in living() if kind(number) == "decoder"]
+
+
+def soak(
+    folder: Path, faults: Faults, watch: Watch, seconds: float
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """A row for each kind of fault, as in `make chaos`; what is left after the last request."""
+    sections = {"preprocess": {"processes": 1}, "cache": {"max_bytes": 0}}
+    made = parse(options(folder).model_dump() | sections)
+    serve.run(build(made.model_dump()), name="encoder", route_prefix="/")
+    within(120, faults.ready)
+    first, second = (node.http for node in faults.nodes)
+    with Client(first) as client:
+        known = known_files(client, IMAGES)
+    empty = used().bytes
+    sources = [
+        *(partial(from_outside, url) for url in (first, second, GRPC)),
+        *(partial(from_outside, url, reference=True) for url in (first, second)),
+        partial(within_ray, made),
+    ]
+    callers = Callers(sources, known, PAUSE_SECONDS)
+    phases: dict[str, list[Phase]] = defaultdict(lambda: [Phase(), Phase(), Phase()])
+    recoveries: dict[str, list[float | None]] = defaultdict(list)
+    watch.start()
+    callers.start()
+    start = time.monotonic()
+    while (begun := time.monotonic()) + MINUTE <= start + seconds:
+        name = faults.random.choice(sorted(faults.named))
+        time.sleep(BEFORE_SECONDS)
+        parts = [callers.next_phase()]
+        recoveries[name].append(faults.strike(name))
+        parts.append(callers.next_phase())
+        time.sleep(max(BEFORE_SECONDS, begun + MINUTE - time.monotonic()))
+        parts.append(callers.next_phase())
+        for whole, part in zip(phases[name], parts, strict=True):
+            whole.add(part)
+        row = chaos.row(name, recoveries[name][-1], *parts)
+        shown = [row[key] for key in ("fault", "recovery_seconds", "right", "failed", "wrong")]
+        print(f"{begun - start:6.0f} s", *shown, *row["messages"], flush=True)
+    left: dict[str, float] = {}
+    try:
+        callers.stop()
+    except RuntimeError:
+        left["requests that were never answered"] = 1
+    watch.stop()
+    left |= {
+        "outstanding patches": chaos.rest(lambda: chaos.outstanding(first)),
+        "bytes in the object stores": chaos.rest(lambda: max(0, used().bytes - empty)),
+    }
+    rows = []
+    for name, parts in sorted(phases.items()):
+        times = recoveries[name]
+        slowest = None if None in times else max(filter(None, times))
+        rows.append(chaos.row(name, slowest, *parts))
+        rows[-1]["fault"] += f", {len(times)} times"
+        if name == "a node is killed":  # a caller of the other one keeps its connection
+            rows[-1]["wrong"] += [one for one in rows[-1]["messages"] if first in one]
+    return rows, left
+
+
+def main() -> int:
+    parser = ArgumentParser("soak_nodes")
+    parser.add_argument("--seconds", type=float, default=7200)
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of faults")
+    parser.add_argument("--json", type=Path, help="a file for all samples")
+    given = parser.parse_args()
+    console = Console(width=150)
+    watch = Watch()
+    # A short path: those of sockets have a limit.
+    with tempfile.TemporaryDirectory(prefix="es", ignore_cleanup_errors=True) as home:
+        for name in ("ray", "tmp", "model"):
+            Path(home, name).mkdir()
+        os.environ.update(RAY_TMPDIR=home, TMPDIR=f"{home}/tmp")
+        with nodes({"num_cpus": 5}, {"num_cpus": 5}) as found:
+            faults = Faults(list(found), Random(given.seed))
+            rows, left = soak(Path(home, "model"), faults, watch, given.seconds)
+        left["processes"] = chaos.rest(lambda: len(living()) - 1)
+        left["socket directories"] = max(0, len(os.listdir(f"{home}/tmp")) - SOCKETS)
+    left["files in /dev/shm"] = sum(map(os.path.exists, watch.shared))
+    processes, grew = watch.table()
+    console.print(processes)
+    console.print(chaos.table(rows))
+    console.print(f"{sum(sum(one['right']) for one in rows)} requests answered right,", end=" ")
+    console.print(f"{watch.cores():.2f} cores; left over: {left}")
+    if given.json:
+        points = {f"{name} {number}": watch.points[number] for number, name in watch.kinds.items()}
+        given.json.write_text(json.dumps({"faults": rows, "processes": points}) + "\n")
+    broken = [one["fault"] for one in rows if one["wrong"] or one["broken"]]
+    broken += [name for name, amount in left.items() if amount] + [f"{one} grew" for one in grew]
+    console.print(f"[red]broken: {', '.join(broken)}" if broken else "every promise held")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
