@@ -128,8 +128,12 @@ def refusal(client: Client, image: bytes) -> str:
 def test_pools_are_one_fleet(cluster: Cluster) -> None:
     url = cluster.http
     given = {key: value for key, value in ARGS["encoder"].items() if key != "replicas"}
-    pools = [{"name": "fast"}, {"name": "slow", "graphs": {"token_budgets": [64]}}]
-    sections = {"graphs": {"token_budgets": [64, 256]}, "router": {"coalesce": False}, "auth": {}}
+    pools = [{"name": "fast"}, {"name": "slow", "graphs": {"token_budgets": [4, 16, 64]}}]
+    sections = {
+        "graphs": {"token_budgets": [4, 16, 64, 256]},
+        "router": {"coalesce": False},
+        "auth": {},
+    }
     application = {
         "name": "pools",
         "route_prefix": "/",
