@@ -20,7 +20,6 @@ from pathlib import Path
 from threading import Lock
 from time import monotonic, time
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 import numpy as np
@@ -156,17 +155,24 @@ class ObjectStorage:
 
 
 def open_store(options: SharedCacheOptions) -> Store:
-    """Reaches out to nothing yet. Raises ConfigError."""
-    kind = urlsplit(options.url).scheme
+    """Reaches out to nothing yet. Raises ConfigError, which does not quote a password."""
+    kind, _, rest = options.url.partition("://")
     check_packages(kind)
     if kind == "file":
-        return LocalFolder(Path(urlsplit(options.url).path), options.max_bytes)
-    if kind in ("redis", "rediss"):
-        return Redis(options.url, options.ttl_seconds)
+        if not rest.startswith("/") or not rest.strip("/"):
+            raise ConfigError(f"cache.shared.url: {options.url}: write file:///folder")
+        return LocalFolder(Path(rest), options.max_bytes)
     try:
+        if kind in ("redis", "rediss"):
+            return Redis(options.url, options.ttl_seconds)
         return ObjectStorage(options.url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"cache.shared.url: {error}") from error
+    except ImportError as error:
+        raise ConfigError(f"cache.shared.url: {error}") from None
+    except ValueError:  # may quote the password as a port
+        raise ConfigError(
+            f"cache.shared.url: {kind}:// is not known to fsspec, or what follows is not a valid "
+            "URL: percent-encode a password"
+        ) from None
 
 
 def check_packages(kind: str) -> None:
