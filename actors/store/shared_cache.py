@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from threading import Lock
 from time import monotonic, time
@@ -222,6 +223,7 @@ class SharedCache:
         self._metrics = metrics
         self._readers = ThreadPoolExecutor(THREADS, "cache-read")
         self._writers = ThreadPoolExecutor(THREADS, "cache-write")
+        self._free_readers = asyncio.Semaphore(THREADS)
         self._lock = Lock()
         self._unwritten_bytes = 0
         self._paused_until = 0.0
@@ -231,13 +233,18 @@ class SharedCache:
         if self._paused():
             return None
         loop = asyncio.get_running_loop()
-        began = monotonic()
+        began, reading = monotonic(), inf
+        found = None
         try:
-            async with asyncio.timeout(READ_SECONDS):
+            async with asyncio.timeout(READ_SECONDS), self._free_readers:
+                reading = monotonic()
                 found = await loop.run_in_executor(self._readers, self._read, key)
         except Exception as error:
-            self._failed("read", error)
-            return None
+            # Of many look-ups at once, some are late because of the others: misses.
+            late = isinstance(error, TimeoutError) and monotonic() < reading + READ_SECONDS / 2
+            if not late:
+                self._failed("read", error)
+                return None
         if found is not None and found.shape[0] != tokens:
             found = None
         if found is None:
@@ -291,5 +298,6 @@ class SharedCache:
         if isinstance(error, ValueError):
             log.warning("cache.shared: %s", error)
             return
+        if not self._paused():  # those that began before say the same
+            log.warning("cache.shared is not used for %g s: %s: %r", PAUSE_SECONDS, what, error)
         self._paused_until = monotonic() + PAUSE_SECONDS
-        log.warning("cache.shared is not used for %g s: %s: %r", PAUSE_SECONDS, what, error)

@@ -201,6 +201,29 @@ def test_a_store_that_is_down_is_left_alone_for_a_while(
     asyncio.run(run())
 
 
+class Slow:
+    def read(self, name: str) -> bytes | None:
+        time.sleep(0.15)
+        return packed("weights", KEY, MADE)
+
+    def write(self, name: str, value: bytes) -> None:
+        pass
+
+
+def test_many_look_ups_at_once_do_not_pause_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_cache, "READ_SECONDS", 0.4)
+
+    async def run() -> None:
+        cache = opened(Slow())
+        found = await asyncio.gather(*(cache.get(KEY, 6) for _ in range(40)))
+        assert 4 <= sum(one is not None for one in found) < 40
+        assert sample(cache, "failures_total", operation="read") == 0
+        assert await cache.get(KEY, 6) is not None
+        cache.close()
+
+    asyncio.run(run())
+
+
 def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_cache, "MOST_UNWRITTEN_BYTES", 250)
     cache = opened(Broken(0.2))
