@@ -65,8 +65,8 @@ def updated(options: Made, user_config: Any, live: Mapping[str, Collection[str]]
     values = options.model_dump(exclude_unset=True)
     for section, given in user_config.items():
         wrong = [section] if section not in live else []
-        if isinstance(given, Mapping):
-            wrong = wrong or [f"{section}.{key}" for key in given if key not in live[section]]
+        if isinstance(given, Mapping) and not wrong:
+            wrong = [f"{section}.{key}" for key in given if key not in live[section]]
             given = values.get(section, {}) | given
         if wrong:
             there = [f"{name}.{key}" for name, keys in live.items() for key in sorted(keys)]
@@ -90,7 +90,8 @@ def refused(*, running: bool) -> Iterator[None]:
 
 
 def sentence(kind: type[Options], problem: Mapping[str, Any]) -> str:
-    """One of pydantic's problems. Possible secrets are not quoted: unknown keys, and `auth`."""
+    """One of pydantic's problems. Possible secrets are not quoted: unknown keys, `auth`, and
+    `cache`, whose URL may have a password."""
     keys = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
         return f"{'.'.join(keys)}: no such key; known are {', '.join(known(kind, keys[:-1]))}"
@@ -101,7 +102,7 @@ def sentence(kind: type[Options], problem: Mapping[str, Any]) -> str:
     if "token_sha256" in keys:
         said += "; the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
     # For a section's own validator, or a missing key, the input is the whole section.
-    if "auth" in keys or problem["type"] in ("missing", "value_error"):
+    if not {"auth", "cache"}.isdisjoint(keys) or problem["type"] in ("missing", "value_error"):
         return said
     return f"{said} (got {problem['input']!r})"
 

@@ -12,7 +12,8 @@ import logging
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from operator import le
 from typing import Any
 
 from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceError, Unavailable
@@ -44,6 +45,10 @@ MAX_LONE_DEATHS = 2
 Key = tuple[tuple[str, ...], Dtype, bool]
 """What decides an embedding and where it is: the item's identity, the dtype, and whether the rows
 may stay on the device."""
+
+
+Sizes = tuple[tuple[int, ...] | None, ...]
+"""Replica.largest_item of pools."""
 
 
 def key(media: Media, dtype: Dtype) -> Key:
@@ -98,6 +103,13 @@ class WaitingRequest:
     items: list[InFlightItem]
     singly: bool
 
+    tokens: tuple[int, ...] = field(init=False)
+    """The most that one of them needs on each path."""
+
+    def __post_init__(self) -> None:
+        needed = (item.media.plan.least_tokens for item in self.items)
+        self.tokens = tuple(map(max, zip(*needed, strict=False)))
+
 
 class Dispatcher:
     """All items that one router has in flight."""
@@ -119,6 +131,7 @@ class Dispatcher:
         self._costs: Mapping[str, Cost | None] = {}
         self._by_size: dict[tuple[int, ...] | None, list[str]] = {}
         """The replicas by the largest item that they take."""
+        self._sizes: Sizes = ()
         self._joinable: dict[Key, InFlightItem] = {}
         """Items in flight that other requests may join."""
         self._queue = FairQueue[WaitingRequest]()
@@ -159,12 +172,14 @@ class Dispatcher:
         items = self._admit(media, dtype, deadline, keep=keep)
         unsent = list(dict.fromkeys(item for item in items if item.unsent))
         request = WaitingRequest(unsent, singly)
-        self._queue.add(request, sum(ITEM_PATCHES + item.media.plan.patches for item in unsent))
-        self._send_waiting()
         late = DeadlineExceeded(
             f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
         )
         try:
+            if unsent:
+                size = sum(ITEM_PATCHES + item.media.plan.patches for item in unsent)
+                self._queue.add(request, size)
+                self._send_waiting()
             waiting: dict[asyncio.Future[Answer], list[int]] = {}
             for position, item in enumerate(items):
                 waiting.setdefault(item.answer, []).append(position)
@@ -199,6 +214,7 @@ class Dispatcher:
             self._by_size = {}
             for name, replica in reports.items():
                 self._by_size.setdefault(replica.largest_item, []).append(name)
+            self._sizes = tuple(self._by_size)
             self.ledger.report({name: replica.work for name, replica in reports.items()})
             self._affinity.keep(reports)
         return reports
@@ -214,15 +230,14 @@ class Dispatcher:
     def _takers(self, items: Sequence[InFlightItem]) -> list[tuple[list[InFlightItem], list[str]]]:
         """Items, with the replicas to plan them over; the items that fewest pools take first."""
         self.refresh()
-        found: dict[tuple[tuple[int, ...] | None, ...], list[InFlightItem]] = {}
+        found: dict[Sizes, list[InFlightItem]] = {}
         for item in items:
-            tokens = item.media.plan.least_tokens
-            sizes = tuple(most for most in self._by_size if most is None or holds(most, tokens))
-            found.setdefault(sizes, []).append(item)
-        return [
-            (found[sizes], self._sound([one for size in sizes for one in self._by_size[size]]))
-            for sizes in sorted(found, key=len)
-        ]
+            found.setdefault(taking(self._sizes, item.media.plan.least_tokens), []).append(item)
+        return [(found[sizes], self._of(sizes)) for sizes in sorted(found, key=len)]
+
+    def _of(self, sizes: Sizes) -> list[str]:
+        """The sound replicas of these pools."""
+        return self._sound([replica for most in sizes for replica in self._by_size[most]])
 
     def _sound(self, replicas: list[str]) -> list[str]:
         """Those that did not fail recently; if all did, those that answer; else all."""
@@ -274,16 +289,22 @@ class Dispatcher:
         """
         usable = self._sound(list(self.refresh()))
         kept: set[str] = set()
+        full: set[Sizes] = set()
         place = 0
-        while place < len(self._queue) and not (usable and kept.issuperset(usable)):
-            items = [item for item in self._queue[place].items if item.unsent]
-            largest = self._takers(items)[0][1] if items else []
+        while place < len(self._queue):
+            if (sizes := taking(self._sizes, self._queue[place].tokens)) in full:
+                place += 1
+                continue
+            largest = self._of(sizes)
             free = [replica for replica in largest if replica not in kept]
             if largest and not (free and self.ledger.has_room(free)):
                 kept.update(largest)
-                place += 1
+                full.add(sizes)
+                if kept.issuperset(usable):
+                    return
                 continue
             request = self._queue.pop(place)
+            items = [item for item in request.items if item.unsent]
             if items and usable:
                 self._launch(items, kept, singly=request.singly)
             elif items:  # all replicas were lost
@@ -473,9 +494,10 @@ class Dispatcher:
         self.ledger.release(item.reservation, now(), done=isinstance(answer, Embedding))
 
 
-def holds(most: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Whether an item's tokens on each path are within the most of a pool."""
-    return all(one <= limit for one, limit in zip(tokens, most, strict=True))
+@lru_cache(10_000)  # asked for every request that waits, whenever encoders get room
+def taking(sizes: Sizes, tokens: tuple[int, ...]) -> Sizes:
+    """Of these largest items, those that an item is within, on each path."""
+    return tuple(most for most in sizes if most is None or all(map(le, tokens, most)))
 
 
 def too_large(tokens: Sequence[int], most: Sequence[int]) -> Unavailable:

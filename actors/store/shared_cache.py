@@ -16,11 +16,11 @@ from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from threading import Lock
 from time import monotonic, time
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 import numpy as np
@@ -156,17 +156,24 @@ class ObjectStorage:
 
 
 def open_store(options: SharedCacheOptions) -> Store:
-    """Reaches out to nothing yet. Raises ConfigError."""
-    kind = urlsplit(options.url).scheme
+    """Reaches out to nothing yet. Raises ConfigError, which does not quote a password."""
+    kind, _, rest = options.url.partition("://")
     check_packages(kind)
     if kind == "file":
-        return LocalFolder(Path(urlsplit(options.url).path), options.max_bytes)
-    if kind in ("redis", "rediss"):
-        return Redis(options.url, options.ttl_seconds)
+        if not rest.startswith("/") or not rest.strip("/"):
+            raise ConfigError(f"cache.shared.url: {options.url}: write file:///folder")
+        return LocalFolder(Path(rest), options.max_bytes)
     try:
+        if kind in ("redis", "rediss"):
+            return Redis(options.url, options.ttl_seconds)
         return ObjectStorage(options.url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"cache.shared.url: {error}") from error
+    except ImportError as error:
+        raise ConfigError(f"cache.shared.url: {error}") from None
+    except ValueError:  # may quote the password as a port
+        raise ConfigError(
+            f"cache.shared.url: {kind}:// is not known to fsspec, or what follows is not a valid "
+            "URL: percent-encode a password"
+        ) from None
 
 
 def check_packages(kind: str) -> None:
@@ -216,6 +223,7 @@ class SharedCache:
         self._metrics = metrics
         self._readers = ThreadPoolExecutor(THREADS, "cache-read")
         self._writers = ThreadPoolExecutor(THREADS, "cache-write")
+        self._free_readers = asyncio.Semaphore(THREADS)
         self._lock = Lock()
         self._unwritten_bytes = 0
         self._paused_until = 0.0
@@ -225,13 +233,18 @@ class SharedCache:
         if self._paused():
             return None
         loop = asyncio.get_running_loop()
-        began = monotonic()
+        began, reading = monotonic(), inf
+        found = None
         try:
-            async with asyncio.timeout(READ_SECONDS):
+            async with asyncio.timeout(READ_SECONDS), self._free_readers:
+                reading = monotonic()
                 found = await loop.run_in_executor(self._readers, self._read, key)
         except Exception as error:
-            self._failed("read", error)
-            return None
+            # Of many look-ups at once, some are late because of the others: misses.
+            late = isinstance(error, TimeoutError) and monotonic() < reading + READ_SECONDS / 2
+            if not late:
+                self._failed("read", error)
+                return None
         if found is not None and found.shape[0] != tokens:
             found = None
         if found is None:
@@ -285,5 +298,6 @@ class SharedCache:
         if isinstance(error, ValueError):
             log.warning("cache.shared: %s", error)
             return
+        if not self._paused():  # those that began before say the same
+            log.warning("cache.shared is not used for %g s: %s: %r", PAUSE_SECONDS, what, error)
         self._paused_until = monotonic() + PAUSE_SECONDS
-        log.warning("cache.shared is not used for %g s: %s: %r", PAUSE_SECONDS, what, error)

@@ -77,6 +77,7 @@ def test_the_options_are_those_of_ingress_after_its_user_config() -> None:
         ("Ingress", "{limits: {max_body_bytes: 1}}", r"limits\.max_body_bytes: not a key that"),
         ("Ingress", "{limits: {max_response_bytes: 2000000000}, router: 3}", "router: "),
         ("Ingress", "{model: {id: other}}", "Ingress: user_config: model: not a key that can"),
+        ("Ingress", "{llm: {replicas: 2}}", "Ingress: user_config: llm: not a key that can"),
         ("Ingress", "3", "user_config is not a mapping"),
         ("Router", "{limits: {max_items: 3}}", r"those are router\.cache_affinity"),
         ("Encoder", "{references: {ttl_seconds: 3}}", "those are none here"),
@@ -85,7 +86,7 @@ def test_the_options_are_those_of_ingress_after_its_user_config() -> None:
 def test_what_needs_a_restart_is_no_user_config(name: str, user_config: str, told: str) -> None:
     deployment = {"name": name, "user_config": yaml.safe_load(user_config)}
     with pytest.raises(ConfigError, match=told):
-        counted(parse(options("{}")), {"deployments": [deployment]})
+        counted(parse(options("llm: null")), {"deployments": [deployment]})
 
 
 def test_a_count_and_autoscaling_exclude_each_other() -> None:

@@ -8,6 +8,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -432,6 +433,38 @@ def test_requests_that_wait_for_a_pool_hold_up_no_others() -> None:
         busy.devices["b"].release()
         for media, answers in zip(requests, await asyncio.gather(*large), strict=True):
             assert right(media, answers)
+        return router
+
+    settled(test())
+
+
+def test_requests_that_wait_for_a_pool_cost_others_little() -> None:
+    """Their replicas are not looked for once per request."""
+
+    async def test() -> Dispatcher:
+        busy = Busy("ab")
+        busy.fleet.metadata["a"] = {"largest_item": [25]}
+        router, _ = dispatcher(busy.fleet)
+        await busy.devices["b"].acquire()
+        large = [asyncio.create_task(collect(router, [item(n, 104)])) for n in range(300)]
+        await asyncio.sleep(0.05)
+        assert router.ledger.waiting == 104 * (300 - SENT_ITEMS)
+        with patch.object(router, "_sound", wraps=router._sound) as sound:
+            await collect(router, [item(-1)])
+        assert sound.call_count < 20
+        busy.devices["b"].release()
+        await asyncio.gather(*large)
+        return router
+
+    settled(test())
+
+
+def test_a_plan_that_fails_leaves_nothing_behind() -> None:
+    async def test() -> Dispatcher:
+        router, _ = dispatcher(MemoryFleet("a", well))
+        broken = patch.object(router, "_plan", side_effect=ZeroDivisionError)
+        with broken, pytest.raises(ZeroDivisionError):
+            await collect(router, [item(1)])
         return router
 
     settled(test())

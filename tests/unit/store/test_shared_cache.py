@@ -14,7 +14,7 @@ import pytest
 from fakeredis import TcpFakeServer
 
 from actors.errors import ConfigError
-from actors.options import SharedCacheOptions
+from actors.options import ActorOptions, SharedCacheOptions, validated
 from actors.store import shared_cache
 from actors.store.kept import Key
 from actors.store.shared_cache import LocalFolder, SharedCache, Store, open_store, packed, unpacked
@@ -193,11 +193,33 @@ def test_a_store_that_is_down_is_left_alone_for_a_while(
         assert store.calls == 1
         assert sample(cache, "failures_total", operation="read") == 1
         assert sample(cache, "skipped_total") == 20
-        cache.close()
         monkeypatch.setattr(shared_cache, "monotonic", lambda: began + 11)
-        opened_again = opened(store)
-        assert await opened_again.get(KEY, 6) is None
+        assert await cache.get(KEY, 6) is None
         assert store.calls == 2
+        cache.close()
+
+    asyncio.run(run())
+
+
+class Slow:
+    def read(self, name: str) -> bytes | None:
+        time.sleep(0.15)
+        return packed("weights", KEY, MADE)
+
+    def write(self, name: str, value: bytes) -> None:
+        pass
+
+
+def test_many_look_ups_at_once_do_not_pause_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_cache, "READ_SECONDS", 0.4)
+
+    async def run() -> None:
+        cache = opened(Slow())
+        found = await asyncio.gather(*(cache.get(KEY, 6) for _ in range(40)))
+        assert 4 <= sum(one is not None for one in found) < 40
+        assert sample(cache, "failures_total", operation="read") == 0
+        assert await cache.get(KEY, 6) is not None
+        cache.close()
 
     asyncio.run(run())
 
@@ -215,8 +237,27 @@ def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cannot_be_opened_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"cache\.shared\.url: .*nonsense"):
         open_store(SharedCacheOptions(url="nonsense://x"))
+    for url in ("file://folder", "file://folder/below", "file:///", "file://"):
+        with pytest.raises(ConfigError, match="write file:///folder"):
+            open_store(SharedCacheOptions(url=url))
     monkeypatch.setattr(shared_cache, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"xxhash and redis: pip install 'encoder-service\[cache"):
         open_store(SharedCacheOptions(url="redis://127.0.0.1"))
     with pytest.raises(ValueError, match="url"):
         SharedCacheOptions(url="/var/cache")
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:secret/9@h/0", "redis://u:secret@h:x", "Redis://:secret@h"]
+)
+def test_a_password_is_not_quoted(url: str) -> None:
+    def configured() -> None:
+        values = {"model": {"id": "x"}, "cache": {"shared": {"url": url}}}
+        shared = validated(ActorOptions, values).cache.shared
+        assert shared
+        open_store(shared)
+
+    with pytest.raises(ConfigError, match=r"cache\.shared\.url") as caught:
+        configured()
+    assert "secret" not in str(caught.value)
+    assert caught.value.__suppress_context__, "nor in a traceback"
