@@ -396,8 +396,10 @@ class ActorOptions(Options):
 
     @model_validator(mode="after")
     def graphs_hold_the_dtype(self) -> Self:
-        """Checked here too, so that `encoder-service check` finds it: see attention.choose."""
-        on_cuda, graphs = self.encoder.device == "cuda", self.graphs.mode != "off"
+        """Checked here too, so that `encoder-service check` finds it: see attention.choose. Pools
+        are checked one by one: see config.encoders."""
+        on_cuda = self.encoder.device == "cuda" and not self.encoder.pools
+        graphs = self.graphs.mode != "off"
         if self.model.dtype == "float32" and on_cuda and graphs:
             raise ValueError(
                 "model.dtype is float32, for which there is no attention that a CUDA graph can "
@@ -409,7 +411,8 @@ class ActorOptions(Options):
     def blocks_run_here(self) -> Self:
         """Whether the family has the fast form is known once its spec is read: see config.fit."""
         try:
-            self.block_form(fast=True)
+            if not self.encoder.pools:
+                self.block_form(fast=True)
         except ConfigError as error:
             raise ValueError(error.message) from error
         return self

@@ -31,6 +31,7 @@ logger = logging.getLogger("ray.serve")
 
 NO_REPLICA = "no encoder replica is ready; try again later"
 POLL_SECONDS = 0.02  # between two checks whether there is a replica now
+WATCH_SECONDS = 0.5  # between two checks whether a new replica has room for what waits
 BACKOFF_SECONDS = 0.1
 """Before replicas that all failed are tried again. Doubles with each loss."""
 MARGIN_SECONDS, MARGIN_FRACTION = 0.05, 0.1
@@ -135,6 +136,7 @@ class Dispatcher:
         self._joinable: dict[Key, InFlightItem] = {}
         """Items in flight that other requests may join."""
         self._queue = FairQueue[WaitingRequest]()
+        self._watch: asyncio.Task[None] | None = None
         self._affinity = CacheAffinity(cache_max_bytes if options.cache_affinity else 0)
         self._liveness = Liveness(fleet.check, fleet.reach, options.stall_seconds)
         self.ledger = Ledger(
@@ -180,6 +182,8 @@ class Dispatcher:
                 size = sum(ITEM_PATCHES + item.media.plan.patches for item in unsent)
                 self._queue.add(request, size)
                 self._send_waiting()
+                if self._queue and (self._watch is None or self._watch.done()):
+                    self._watch = detached(self._watch_for_room())
             waiting: dict[asyncio.Future[Answer], list[int]] = {}
             for position, item in enumerate(items):
                 waiting.setdefault(item.answer, []).append(position)
@@ -309,6 +313,12 @@ class Dispatcher:
                 self._launch(items, kept, singly=request.singly)
             elif items:  # all replicas were lost
                 self._begin(items, self._retry(items, singly=request.singly))
+
+    async def _watch_for_room(self) -> None:
+        """For replicas that come while no call ends and no request arrives."""
+        while self._queue:
+            await asyncio.sleep(WATCH_SECONDS)
+            self._send_waiting()
 
     def _launch(
         self, items: Sequence[InFlightItem], kept: Collection[str] = (), *, singly: bool

@@ -83,39 +83,46 @@ def add(subcommands: Any) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     """Prints a table for each of our applications. Raises StartError, naming the offending key."""
     document = read_document(options.config)
+    tables, warnings = described(document, options.config)
     if options.against:
-        check_serve(document, str(options.config))
-        load_all(options.config)
-        shown = Table(show_header=False)
+        tables = [Table(show_header=False)]
         old = read_document(options.against)
         check_schema(old, str(options.against))
         for kind, what in rollout(old, document):
-            shown.add_row(kind, escape(what))
-        console.print(shown if shown.rows else "nothing changes")
-        return 0
-    check_serve(document, str(options.config))
-    services = load_all(options.config)
-    check_ports([one.ingress.grpc_port for one in services], str(options.config))
+            tables[0].add_row(kind, escape(what))
+        if not tables[0].rows:
+            console.print("nothing changes")
+    for shown in tables:
+        if shown.rows:
+            console.print(shown)
+    for warning in (*warnings, *exposed()):
+        console.print(f"[bold yellow]{escape(warning)}[/]", soft_wrap=True)
+    return 0
+
+
+def described(document: dict[str, Any], path: Path) -> tuple[list[Table], list[str]]:
+    """Of each application of ours what would be served, and warnings. Raises StartError."""
+    tables, warnings = list[Table](), list[str]()
+    check_serve(document, str(path))
+    services = load_all(path)
+    check_ports([one.ingress.grpc_port for one in services], str(path))
     for service in services:
-        check_timeouts(document, service.limits.timeout_seconds, str(options.config))
+        check_timeouts(document, service.limits.timeout_seconds, str(path))
         spec = read(service.model)
         pools = fitted(service, spec)
         largest, room = next(iter(pools.values()))
         check_scaling(service)
-        shown = table(spec, pools)
-        shown.add_row("listens on", ports(document, service.ingress, str(options.config)))
-        console.print(shown)
-        warnings = [warning for one, _ in pools.values() for warning in missing(one)]
-        for warning in (*dict.fromkeys(warnings), *eager(largest, spec, room)):
-            console.print(f"[bold yellow]{escape(warning)}[/]", soft_wrap=True)
+        tables.append(table(spec, pools))
+        tables[-1].add_row("listens on", ports(document, service.ingress, str(path)))
+        found = [warning for one, _ in pools.values() for warning in missing(one)]
+        warnings += [*dict.fromkeys(found), *eager(largest, spec, room)]
         if service.llm:
-            check_timeouts(document, service.llm.timeout_seconds, str(options.config), "llm")
-            console.print(llm_table(service.llm, llm_spec.read(service.llm, service.model, spec)))
+            check_timeouts(document, service.llm.timeout_seconds, str(path), "llm")
+            llm = llm_spec.read(service.llm, service.model, spec)
+            tables.append(llm_table(service.llm, llm))
         if spec.dummy:
-            console.print("[bold yellow]dummy weights: the embeddings will be random numbers[/]")
-    for warning in exposed():
-        console.print(f"[bold yellow]{escape(warning)}[/]", soft_wrap=True)
-    return 0
+            warnings.append("dummy weights: the embeddings will be random numbers")
+    return tables, warnings
 
 
 def exposed() -> Iterator[str]:

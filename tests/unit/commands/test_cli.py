@@ -68,6 +68,8 @@ def test_check_shows_what_a_change_does(tmp_path: Path, capsys: pytest.CaptureFi
     broken = changed(tmp_path, "name: Encoder", "name: Encoders")
     assert cli.main(["check", broken, "--against", old]) == 1
     assert "no deployment is named 'Encoders'" in capsys.readouterr().err
+    unknown = changed(tmp_path, "id: qwen3vl-tiny", "id: qwen3vl-tinny")
+    assert cli.main(["check", unknown, "--against", old]) == 1, "all that `check` finds"
     odd = tmp_path / "odd.yaml"
     for wrong in ("args: 3", "deployments: [Encoder]"):
         odd.write_text(f"applications: [{{name: a, import_path: x:y, {wrong}}}]")

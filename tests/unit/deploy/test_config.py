@@ -122,6 +122,16 @@ def test_a_pool_has_what_it_gives_and_else_what_the_sections_say() -> None:
     assert encoders(single) == {"Encoder": single}
 
 
+def test_a_device_is_that_of_each_pool() -> None:
+    """Not that of the section, which would be cuda here."""
+    cpu = "device: cpu, num_gpus: 0"
+    model = "{id: m, dtype: float32}"
+    parse(options(f"{{model: {model}, encoder: {{pools: [{{name: a, {cpu}}}]}}}}"))
+    mixed = f"{{model: {model}, encoder: {{pools: [{{name: a, {cpu}}}, {{name: b}}]}}}}"
+    with pytest.raises(ConfigError, match=r"pool b: model.dtype is float32"):
+        parse(options(mixed))
+
+
 def test_resources_of_all_pools_are_added_up() -> None:
     given = parse(options(POOLS))
     few = {"GPU": 4, "CPU": 21, "accelerator_type:L4": 0.003, "rack": 1}

@@ -25,6 +25,7 @@ from actors.errors import (
     Unavailable,
 )
 from actors.types import Answer, Embedding, ItemPlan, Media
+from router import dispatch as dispatch_module
 from router.dispatch import Dispatcher
 from router.options import RouterOptions
 from router.policy.ledger import SENT_ITEMS
@@ -545,6 +546,27 @@ def test_requests_wait_for_a_replica_when_all_are_lost() -> None:
         dead.set()
         await asyncio.sleep(0.01)
         fleet.replicas = ["b"]
+        assert await asyncio.gather(*requests) == [64] * 3
+        return router
+
+    settled(test())
+
+
+def test_a_replica_that_comes_gets_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though no call ends and no request arrives, as beside long videos."""
+    monkeypatch.setattr(dispatch_module, "WATCH_SECONDS", 0.01)
+
+    async def test() -> Dispatcher:
+        busy = Busy("ab", held=True)
+        busy.fleet.replicas = ["a"]
+        router, _ = dispatcher(busy.fleet)
+        requests = [asyncio.create_task(stream(router, 1000 * number)) for number in range(3)]
+        await asyncio.sleep(0.01)
+        assert {replica for replica, _ in busy.fleet.calls} == {"a"}
+        busy.fleet.replicas = ["a", "b"]
+        await asyncio.sleep(0.05)
+        assert {replica for replica, _ in busy.fleet.calls} == {"a", "b"}
+        busy.go.set()
         assert await asyncio.gather(*requests) == [64] * 3
         return router
 
