@@ -106,13 +106,12 @@ def test_many_routers_do_not_flee_to_the_same_replicas() -> None:
 
 def test_replicas_of_different_speed_are_balanced_by_seconds() -> None:
     """As well as if every replica's seconds were known exactly, and far better than by patches."""
-    for slower in (2, 4):
-        flow = steady(8, 2000, 0.7, routers=1, seed=1, cost=TAILED, slower=(1, slower))
-        seconds, patches = simulate(flow), simulate(replace(flow, known="patches"))
-        assert p99(seconds) < 1.15 * p99(simulate(replace(flow, known="everything")))
-        assert p99(seconds) < 0.7 * p99(patches)
-        shares = [sum(seconds.patches[first::2]) for first in (0, 1)]
-        assert shares[0] > 0.8 * slower * shares[1]
+    flow = steady(8, 1500, 0.7, routers=1, seed=1, cost=TAILED, slower=(1, 4))
+    seconds, patches = simulate(flow), simulate(replace(flow, known="patches"))
+    assert p99(seconds) < 1.15 * p99(simulate(replace(flow, known="everything")))
+    assert p99(seconds) < 0.7 * p99(patches)
+    shares = [sum(seconds.patches[first::2]) for first in (0, 1)]
+    assert shares[0] > 0.8 * 4 * shares[1]
 
 
 def test_sizes_stay_within_what_a_model_takes() -> None:
@@ -125,7 +124,7 @@ def test_sizes_stay_within_what_a_model_takes() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, picture = tmp_path / "simulation.json", tmp_path / "simulation.png"
-    arguments = ["simulate", "--replicas", "2", "3", "--requests", "50"]
+    arguments = ["simulate", "--replicas", "2", "3", "--requests", "16"]
     assert cli.main([*arguments, "--json", str(report), "--plot", str(picture)]) == 0
     assert "largest_first" in capsys.readouterr().out
     assert [row["replicas"] for row in json.loads(report.read_text())] == [2] * 6 + [3] * 6

@@ -44,11 +44,15 @@ OPTIONS = ActorOptions(
 
 
 @pytest.fixture
-def actor(monkeypatch: pytest.MonkeyPatch) -> encoder.Encoder:
+def in_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     node = SimpleNamespace(get_node_id=lambda: "node", get_actor_name=lambda: "actor")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
+
+
+@pytest.fixture
+def actor(in_serve: None) -> encoder.Encoder:
     return encoder.Encoder(OPTIONS)
 
 
@@ -175,24 +179,22 @@ def test_serve_awaits_its_end_and_that_of_calls_over_grpc(actor: encoder.Encoder
     asyncio.run(run())
 
 
-def test_a_second_replica_finds_what_the_first_encoded(
-    actor: encoder.Encoder, tmp_path: Path
-) -> None:
+def test_a_second_replica_finds_what_the_first_encoded(in_serve: None, tmp_path: Path) -> None:
     """Also in another dtype."""
     shared = SharedCacheOptions(url=f"file://{tmp_path}")
     options = OPTIONS.model_copy(update={"cache": CacheOptions(shared=shared)})
 
     async def run() -> None:
         first, second = encoder.Encoder(options), encoder.Encoder(options)
-        (made,) = (await first.encode([media(actor, 64)], "float32", 30)).answers
+        (made,) = (await first.encode([media(first, 64)], "float32", 30)).answers
         assert isinstance(made, Embedding)
         assert made.source == "graph"
         first.pipeline.writer.shared._writers.shutdown()  # type: ignore[union-attr]
-        (hit,) = (await second.encode([media(actor, 64)], "float32", 30)).answers
+        (hit,) = (await second.encode([media(first, 64)], "float32", 30)).answers
         assert isinstance(hit, Embedding)
         assert hit.source == "cache"
         assert bytes(hit.data) == bytes(made.data)  # type: ignore[arg-type]
-        (half,) = (await second.encode([media(actor, 64)], "float16", 30)).answers
+        (half,) = (await second.encode([media(first, 64)], "float16", 30)).answers
         assert isinstance(half, Embedding)
         assert (half.source, half.dtype, half.size_bytes) == (
             "cache",
