@@ -32,6 +32,8 @@ class Node:
     """Where its proxy listens."""
     again: Callable[[], Node]
     """Starts another node with the same options and port, once this one is lost."""
+    end: Callable[[], None]
+    """Kills its raylet, and those of Ray's servers that a head has."""
 
     def signal(self, number: signal.Signals) -> None:
         """To all processes of the node."""
@@ -52,10 +54,11 @@ def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Seque
         node = cluster.add_node(object_store_memory=STORE_BYTES, include_dashboard=False, **options)
         (raylet,) = node.all_processes["raylet"]
         again = partial(add, port, options)
-        return Node(node.node_id, raylet.process.pid, f"http://127.0.0.1:{port}", again)
+        end = partial(cluster.remove_node, node, allow_graceful=False)
+        return Node(node.node_id, raylet.process.pid, f"http://127.0.0.1:{port}", again, end)
 
     found = [add(port, options) for port, options in zip(ports, wanted, strict=True)]
-    ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
+    connect(cluster.address)
     serve.start(
         proxy_location=proxies,
         http_options={"host": "127.0.0.1", "port": ports[0]},
@@ -66,6 +69,10 @@ def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Seque
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def connect(address: str) -> None:
+    ray.init(address=address, namespace="serve", log_to_driver=False)
 
 
 def node_of(actor: str) -> str:
