@@ -94,12 +94,11 @@ def processes() -> dict[str, int]:
 def lose(head: Node, workers: Sequence[Node]) -> None:
     """The head is away for a while, under load. Then an encoder dies, too."""
     within(60, lambda: all(ready(one) == 2 for one in workers))
-    with Client(workers[0].http) as client:  # one at a time: all by the encoder of its node
+    with Client(workers[0].http) as client:
         known = known_files(client, IMAGES)
     before, address = processes(), ray.get_runtime_context().gcs_address
     by_id = [partial(from_outside, one.http, reference=True) for one in workers]
-    small = {one: known[one] for one in IMAGES[:3]}
-    callers = Callers([*outside(*workers), partial(from_outside, GRPC), *by_id], small)
+    callers = Callers([*outside(*workers), partial(from_outside, GRPC), *by_id], known)
     callers.start()
 
     def phase(name: str, may_fail: Collection[str] = ()) -> None:
@@ -118,7 +117,6 @@ def lose(head: Node, workers: Sequence[Node]) -> None:
     start = time.monotonic()
     head.signal(signal.SIGKILL)
     head.end()
-    callers.known = known
     for one in workers:  # the first of these pages since the start
         for page in PAGES:
             assert httpx.get(one.http + page, timeout=10).status_code == 200, page
