@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -297,7 +297,7 @@ class Dispatcher:
                 continue
             largest = self._of(sizes)
             free = [replica for replica in largest if replica not in kept]
-            if largest and not (free and self.ledger.has_room(free)):
+            if largest and not (free and self._room(free)):
                 kept.update(largest)
                 full.add(sizes)
                 if kept.issuperset(usable):
@@ -306,6 +306,9 @@ class Dispatcher:
             request = self._queue.pop(place)
             items = [item for item in request.items if item.unsent]
             self._launch(items, kept, singly=request.singly)
+
+    def _room(self, replicas: Iterable[str]) -> bool:
+        return self.ledger.has_room({replica: self._costs.get(replica) for replica in replicas})
 
     async def _watch_for_room(self) -> None:
         """For replicas that come while no call ends and no request arrives."""
@@ -491,7 +494,7 @@ class Dispatcher:
             if item.call is call:  # otherwise another call has it now
                 self._complete(item, error)
         # All replicas first, because it costs less than to find those that can be used.
-        if self._queue and (not self._reports or self.ledger.has_room(self._reports)):
+        if self._queue and (not self._reports or self._room(self._reports)):
             self._send_waiting()
 
     def _complete(self, item: InFlightItem, answer: Answer | None) -> None:

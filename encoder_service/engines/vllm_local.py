@@ -49,6 +49,10 @@ KEYS = {
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
 """By modality, under which names vLLM keeps an item's patches and its grid."""
+SHORT_STEP_TOKENS, SHORT_STEP_SHARE = 256, 3
+TOKENS_PER_SHARE = 2048
+"""For how many slices a step waits: a short one, which only decodes, for several, and is still
+shorter than one that reads a prompt; a long one in proportion to its length."""
 
 
 class LocalOptions(Options):
@@ -56,7 +60,7 @@ class LocalOptions(Options):
 
     place: str = "local"
     chunk_ms: float = Field(5, gt=0)
-    """How long a step of the language model waits for slices of a waiting image."""
+    """Of a slice. A step of the language model waits for `share_of` of them."""
     ahead_bytes: int = Field(2**30, gt=0)
     """Rows on the device that are encoded before their requests are scheduled."""
     graphs: GraphOptions = GraphOptions(steps_per_doubling=2)
@@ -188,11 +192,6 @@ class LocalEncoder:
         item.answer.add_done_callback(partial(completed, rows))
         if rows.cancelled():
             item.answer.cancel()
-
-    def waiting(self) -> int:
-        """How many requests wait for the engine."""
-        unfinished = [item.requests for item in self.items.values() if item.rows and not item.done]
-        return len(set().union(*unfinished))
 
     def drop(self, name: str, request_id: str) -> None:
         """Forgets an item with the last request that needs it."""
@@ -338,7 +337,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         if metadata.tokens:
             pace = encoder.engine.device.pace
             assert pace is not None
-            pace.step(max(1, encoder.waiting()))
+            pace.step(share_of(metadata.tokens))
 
     def save_caches(self, encoder_cache: dict[str, Tensor], mm_hash: str, **kwargs: Any) -> None:
         """Does nothing: vLLM's own cache keeps what vLLM has encoded."""
@@ -347,6 +346,13 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
 def the(encoder: LocalEncoder | None) -> LocalEncoder:
     assert encoder is not None, "vLLM has shut the connector down"
     return encoder
+
+
+def share_of(tokens: int) -> int:
+    """For how many slices a step of so many tokens waits."""
+    if tokens < SHORT_STEP_TOKENS:
+        return SHORT_STEP_SHARE
+    return max(1, tokens // TOKENS_PER_SHARE)
 
 
 def check(vllm_config: Any) -> None:

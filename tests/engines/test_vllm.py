@@ -183,6 +183,12 @@ def test_with_our_engine_inside_images_are_answered_as_by_vllm_alone(
     assert "vLLM encodes an item itself" not in log
 
 
+def test_an_image_that_is_too_large_for_our_engine_is_answered_too(engines: Engines) -> None:
+    image = [shown(jpeg(672, 640))]
+    assert_same(answer(engines.local, image), answer(engines.whole, image))
+    assert "vLLM encodes an item itself" in engines.local_log.read_text()
+
+
 def parts(embeddings: list[Embedding]) -> list[Part]:
     return [one.to_vllm() for one in embeddings]
 

@@ -28,7 +28,7 @@ from actors.types import Answer, Embedding, ItemPlan, Media
 from router import dispatch as dispatch_module
 from router.dispatch import Dispatcher
 from router.options import RouterOptions
-from router.policy.ledger import SENT_ITEMS
+from router.policy.ledger import UNMEASURED_ITEMS
 from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost
 from router.router import Router
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, embedding, item, right, settled, well
@@ -428,7 +428,7 @@ def test_a_small_request_waits_for_what_was_sent_not_for_what_waits(singly: bool
         tasks = [asyncio.create_task(one) for one in large]
         await asyncio.sleep(0.01)
         sent = sum(len(digests) for _, digests in busy.fleet.calls)
-        assert 3 * SENT_ITEMS <= sent <= 3 * SENT_ITEMS + 2 * 64
+        assert 3 * UNMEASURED_ITEMS <= sent <= 3 * UNMEASURED_ITEMS + 2 * 64
         assert router.ledger.waiting == 100 * (50 * 64 - sent)
         assert busy.fleet.waiting_per_sent == (50 * 64 - sent) / sent
         small = asyncio.create_task(collect(router, [item(-1)]))
@@ -449,7 +449,7 @@ def test_requests_that_wait_for_a_pool_hold_up_no_others() -> None:
         busy.fleet.metadata["a"] = {"largest_item": [25]}
         router, _ = dispatcher(busy.fleet)
         await busy.devices["b"].acquire()
-        requests = [[item(100 * n + one, 104) for one in range(SENT_ITEMS)] for n in range(4)]
+        requests = [[item(100 * n + one, 104) for one in range(UNMEASURED_ITEMS)] for n in range(4)]
         large = [asyncio.create_task(collect(router, media)) for media in requests]
         await asyncio.sleep(0.01)
         assert [replica for replica, _ in busy.fleet.calls] == ["b"], "the others wait"
@@ -502,7 +502,7 @@ def test_requests_that_wait_for_a_pool_cost_others_little() -> None:
         await busy.devices["b"].acquire()
         large = [asyncio.create_task(collect(router, [item(n, 104)])) for n in range(300)]
         await asyncio.sleep(0.05)
-        assert router.ledger.waiting == 104 * (300 - SENT_ITEMS)
+        assert router.ledger.waiting == 104 * (300 - UNMEASURED_ITEMS)
         with patch.object(router, "_sound", wraps=router._sound) as sound:
             await collect(router, [item(-1)])
         assert sound.call_count < 20
@@ -551,7 +551,7 @@ def test_a_waiting_item_is_sent_with_the_first_request_that_needs_it() -> None:
         await asyncio.sleep(0.01)
         busy.go.set()
         await small
-        assert busy.encoded < 64 + SENT_ITEMS
+        assert busy.encoded < 64 + UNMEASURED_ITEMS
         assert await large == await before == 64
         assert busy.encoded == 128
         return router
