@@ -476,9 +476,11 @@ def test_a_pool_is_told_of_what_waits_for_it_alone() -> None:
         large = [asyncio.create_task(collect(router, [item(n, 104)])) for n in range(96)]
         await asyncio.sleep(0.05)
         assert busy.fleet.waiting_per_sent == 2
-        small = [asyncio.create_task(collect(router, [item(-1 - n)])) for n in range(SENT_ITEMS)]
+        small = [
+            asyncio.create_task(collect(router, [item(-1 - n)])) for n in range(UNMEASURED_ITEMS)
+        ]
         await asyncio.sleep(0.05)
-        assert {replica for replica, _ in busy.fleet.calls[SENT_ITEMS:]} == {"a"}
+        assert {replica for replica, _ in busy.fleet.calls[UNMEASURED_ITEMS:]} == {"a"}
         assert busy.fleet.waiting_per_sent == 0
         small += [asyncio.create_task(collect(router, [item(-100)]))]
         await asyncio.sleep(0.05)
