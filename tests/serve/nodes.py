@@ -6,6 +6,7 @@ A process is in one Ray cluster at a time, so tests run these in another one: te
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from encoder_service.bench.cluster import free_ports
+from encoder_service.bench.cluster import free_ports, ha_proxy
 from tests.processes import family
 
 STORE_BYTES = 100_000_000
@@ -47,10 +48,12 @@ def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Seque
     """A cluster; this process is on its first node. `wanted`: CPUs and resources of each."""
     cluster = Cluster()
     ports = free_ports(len(wanted))
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
     def add(port: int, options: dict[str, Any]) -> Node:
         # All are on one address. The first node's proxy takes the port of `http_options`.
         os.environ["RAY_SERVE_WORKER_PROXY_HTTP_PORT"] = str(port)
+        os.environ.update(ha_proxy(f"{os.environ['RAY_TMPDIR']}/{port}", most_files))
         node = cluster.add_node(object_store_memory=STORE_BYTES, include_dashboard=False, **options)
         (raylet,) = node.all_processes["raylet"]
         again = partial(add, port, options)
