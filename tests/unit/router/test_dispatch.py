@@ -109,6 +109,33 @@ def test_items_go_to_pools_that_take_them() -> None:
     settled(test())
 
 
+def test_items_wait_for_the_pool_that_takes_them() -> None:
+    """As those of a lost fleet do, and no longer, whatever is lost meanwhile."""
+
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("ab", well)
+        fleet.metadata["a"] = fleet.metadata["c"] = {"largest_item": [25]}
+        router, _ = dispatcher(fleet, replica_wait_seconds=0.5)
+        assert right([item(0)], await collect(router, [item(0)]))
+        fleet.replicas = ["a"]
+        request = asyncio.create_task(collect(router, [item(1), item(2, 104)]))
+        await asyncio.sleep(0.1)
+        fleet.replicas = ["a", "b"]
+        assert right([item(1), item(2, 104)], await request)
+        fleet.replicas = ["a"]
+        begun = asyncio.get_running_loop().time()
+        request = asyncio.create_task(collect(router, [item(2, 104)]))
+        for replicas in ([], ["a"], [], ["c"]):
+            await asyncio.sleep(0.11)
+            fleet.replicas = replicas
+        [answer] = await request
+        assert isinstance(answer, Unavailable)
+        assert asyncio.get_running_loop().time() - begun < 0.9
+        return router
+
+    settled(test())
+
+
 def test_a_large_item_is_retried_where_it_is_taken() -> None:
     async def test() -> Dispatcher:
         failures = [ShardLost("not reached")]
@@ -434,6 +461,34 @@ def test_requests_that_wait_for_a_pool_hold_up_no_others() -> None:
         busy.devices["b"].release()
         for media, answers in zip(requests, await asyncio.gather(*large), strict=True):
             assert right(media, answers)
+        return router
+
+    settled(test())
+
+
+def test_a_pool_is_told_of_what_waits_for_it_alone() -> None:
+    """Or a pool would be scaled up for items that it does not take."""
+
+    async def test() -> Dispatcher:
+        busy = Busy("ab", held=True)
+        busy.fleet.metadata["a"] = {"largest_item": [25]}
+        router, _ = dispatcher(busy.fleet)
+        large = [asyncio.create_task(collect(router, [item(n, 104)])) for n in range(96)]
+        await asyncio.sleep(0.05)
+        assert busy.fleet.waiting_per_sent == 2
+        small = [
+            asyncio.create_task(collect(router, [item(-1 - n)])) for n in range(UNMEASURED_ITEMS)
+        ]
+        await asyncio.sleep(0.05)
+        assert {replica for replica, _ in busy.fleet.calls[UNMEASURED_ITEMS:]} == {"a"}
+        assert busy.fleet.waiting_per_sent == 0
+        small += [asyncio.create_task(collect(router, [item(-100)]))]
+        await asyncio.sleep(0.05)
+        for replica, own in (("a", 32 * 100), ("b", 32 * 104)):
+            waiting = 100 / (32 * 204) + (64 * 104 / own if replica == "b" else 0)
+            assert router._waiting_per_sent(replica) == pytest.approx(waiting)
+        busy.go.set()
+        await asyncio.gather(*large, *small)
         return router
 
     settled(test())
