@@ -36,6 +36,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "pixtral-12b": LAYERS | {"intermediate_size": 128},
     "mistral-small31": LAYERS | {"intermediate_size": 128},
+    "lighton-ocr": LAYERS | {"intermediate_size": 128},
     "paddleocr-vl": LAYERS | {"intermediate_size": 128},
     "siglip-so400m": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "clip-vit-l-336": LAYERS | {"intermediate_size": 128, "image_size": 84},
@@ -75,7 +76,7 @@ def write_small(folder: Path, preset: str) -> Path:
     if processor and "longest_edge" in processor.get("size", {}):
         # A side for Pixtral, an area for the others.
         processor["size"]["longest_edge"] = (
-            448 if preset in ("pixtral-12b", "mistral-small31") else 448**2
+            448 if preset in ("pixtral-12b", "mistral-small31", "lighton-ocr") else 448**2
         )
     folder.mkdir(exist_ok=True)
     for name, content in files.items():

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 PRESETS = (
     *("qwen35-27b", "qwen2vl-7b", "qwen25vl-7b", "glm41v-9b", "kimivl-a3b", "kimik25"),
-    *("pixtral-12b", "mistral-small31", "paddleocr-vl"),
+    *("pixtral-12b", "mistral-small31", "lighton-ocr", "paddleocr-vl"),
 )
 
 

@@ -38,6 +38,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "paligemma2-3b": {"used_layers": 4},
     "pixtral-12b": {"num_hidden_layers": 4},
     "mistral-small31": {"num_hidden_layers": 4},
+    "lighton-ocr": {"num_hidden_layers": 4},
     "paddleocr-vl": {"num_hidden_layers": 4},
     "step3vl-10b": {"num_hidden_layers": 4},
     "step3-321b": {"num_hidden_layers": 4},

@@ -38,6 +38,7 @@ FAMILIES = {
     "kimi_k25": "Kimi-K2.5",
     "pixtral": "Pixtral",
     "mistral3": "Mistral Small 3.1, 3.2",
+    "lighton_ocr": "LightOnOCR",
     "paddleocr_vl": "PaddleOCR-VL",
     "internvl": "InternVL 2, 2.5, 3, 3.5",
     "internvl_chat": "InternVL 2, 2.5, 3, 3.5",

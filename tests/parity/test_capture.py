@@ -31,7 +31,7 @@ from tests.checkpoints_clip import (
     write_siglip,
 )
 from tests.checkpoints_ocr import write_deepseek_ocr
-from tests.checkpoints_pixtral import write_mistral3, write_pixtral
+from tests.checkpoints_pixtral import write_lighton_ocr, write_mistral3, write_pixtral
 from tests.checkpoints_step import write_step3, write_step3p7
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_llama4
 
@@ -55,6 +55,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "gemma3": write_gemma3,
     "pixtral": write_pixtral,
     "mistral3": write_mistral3,
+    "lighton_ocr": write_lighton_ocr,
     "siglip": write_siglip,
     "clip": write_clip,
     "llava": partial(write_llava, tower="clip"),

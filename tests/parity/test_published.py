@@ -154,6 +154,7 @@ PUBLISHED = [
     Published("kimik25", "Kimi-K2.5", 471, kimi_k25),
     Published("pixtral-12b", "Pixtral", 435, pixtral(1024, 16)),
     Published("mistral-small31", "Mistral Small 3.1, 3.2", 439, pixtral(1540, 28)),
+    Published("lighton-ocr", "LightOnOCR", 410, pixtral(1540, 28)),
     Published("paddleocr-vl", "PaddleOCR-VL", 439, paddleocr),
     Published("internvl3-8b", "InternVL 2, 2.5, 3, 3.5", 332, internvl),
     Published("internvl3-78b", "InternVL 2, 2.5, 3, 3.5", 5709, internvl),

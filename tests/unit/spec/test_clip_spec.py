@@ -33,6 +33,7 @@ PALIGEMMA = OneTile(224, 14, 1, 1, picture_pixels=224, cropped=False, class_toke
         ("paligemma2-3b", "paligemma", PALIGEMMA, 2304),
         ("pixtral-12b", "pixtral", FittedSizing(16, 1, 1024), 5120),
         ("mistral-small31", "mistral3", FittedSizing(14, 2, 1540), 5120),
+        ("lighton-ocr", "lighton_ocr", FittedSizing(14, 2, 1540), 1024),
         ("kimik25", "kimi_k25", ShrinkingSizing(14, 2, 16384, 512), 7168),
         ("paddleocr-vl", "paddleocr_vl", RoundingSizing(14, 2, 147384, 2822400), 1024),
     ],
@@ -66,6 +67,7 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("pixtral-12b", "config.json", {"vision_feature_layer": -2}, "only full and -1"),
         ("pixtral-12b", "config.json", vision("pixtral-12b", hidden_act="gelu"), "hidden_act"),
         ("mistral-small31", "config.json", {"vision_feature_layer": -2}, "vision_feature_layer"),
+        ("lighton-ocr", "config.json", vision("lighton-ocr", hidden_act="gelu"), "hidden_act"),
         ("kimik25", "config.json", vision("kimik25", init_pos_emb_width=32), "init_pos_emb_height"),
         ("kimik25", "config.json", vision("kimik25", merge_kernel_size=[2, 1]), "only squares"),
         ("kimik25", PROCESSOR, {"media_proc_cfg": {"fixed_output_tokens": 9}}, "fixed_output"),
@@ -175,7 +177,11 @@ def test_a_pack_holds_many_small_images() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["siglip", "clip", "llava", "paligemma", "pixtral", "mistral3", "paddleocr", "kimik25"]
+    "name",
+    [
+        *("siglip", "clip", "llava", "paligemma", "pixtral", "mistral3", "lighton_ocr"),
+        *("paddleocr", "kimik25"),
+    ],
 )
 def test_there_is_a_config(name: str) -> None:
     assert (CONFIGS / f"{name}.yaml").is_file()
