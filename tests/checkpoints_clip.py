@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,20 @@ def write_paligemma(folder: Path, text: str) -> Any:
     scatter(model.model.vision_tower)
     scatter(model.model.multi_modal_projector)
     return written(folder, model, {"size": {"height": 84, "width": 84}})
+
+
+def write_idefics3(folder: Path, kind: str) -> Any:
+    """`write_siglip` for `Idefics3` or `SmolVLM`: four tokens a tile, longer sides of two tiles."""
+    module, vision = import_module("transformers"), TOWER | {"image_size": PICTURE}
+    torch.manual_seed(0)
+    config = getattr(module, f"{kind}Config")(
+        vision_config=vision, text_config=TEXT, scale_factor=3, image_token_id=5
+    )
+    model = getattr(module, f"{kind}ForConditionalGeneration")(config).eval()
+    scatter(model.model.vision_model)
+    scatter(model.model.connector)
+    sizes = {"size": {"longest_edge": 2 * PICTURE}, "max_image_size": {"longest_edge": PICTURE}}
+    return written(folder, model, sizes | {"resample": 1})
 
 
 PINPOINTS = [[PICTURE * rows, PICTURE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]

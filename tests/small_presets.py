@@ -43,6 +43,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-onevision-7b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "paligemma2-3b": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "smolvlm2-2b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "step3vl-10b": {"width": 64, "heads": 4, "layers": 3, "mlp_ratio": 2, "image_size": 224},
     "step3-321b": LAYERS | {"intermediate_size": 128, "output_hidden_size": 72, "image_size": 224},
 }
@@ -54,6 +55,10 @@ SIZES = {
     **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84},
     **{"llava-onevision-7b": 90, "paligemma2-3b": 84},
 }
+LONGEST = dict.fromkeys(("pixtral-12b", "mistral-small31", "lighton-ocr"), 448) | {
+    "smolvlm2-2b": 180
+}
+"""Presets whose `longest_edge` is a side; of the others it is an area."""
 
 
 def write_small(folder: Path, preset: str) -> Path:
@@ -73,11 +78,10 @@ def write_small(folder: Path, preset: str) -> Path:
         processor["in_token_limit"] = 256
     if processor and "max_pixels" in processor:
         processor["max_pixels"] = 448**2
+    if processor and "max_image_size" in processor:
+        processor["max_image_size"]["longest_edge"] = config["vision_config"]["image_size"]
     if processor and "longest_edge" in processor.get("size", {}):
-        # A side for Pixtral, an area for the others.
-        processor["size"]["longest_edge"] = (
-            448 if preset in ("pixtral-12b", "mistral-small31", "lighton-ocr") else 448**2
-        )
+        processor["size"]["longest_edge"] = LONGEST.get(preset, 448**2)
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))

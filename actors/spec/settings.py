@@ -15,7 +15,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import Resample, Sizing
 from actors.spec.video import VideoSizing
 
-PIL_RESAMPLING: dict[Resample, int] = {"bilinear": 2, "bicubic": 3}
+PIL_RESAMPLING: dict[Resample, int] = {"lanczos": 1, "bilinear": 2, "bicubic": 3}
 """PIL.Image.Resampling, as processors' JSON has it."""
 
 CLIP_PIXELS: Json = {

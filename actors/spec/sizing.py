@@ -19,7 +19,7 @@ import numpy.typing as npt
 from actors.errors import InvalidOption, TooLarge
 from actors.types import Grid, ItemPlan, ProcessorKwargs, Size
 
-Resample = Literal["bicubic", "bilinear"]  # how a family's images are resized
+Resample = Literal["bicubic", "bilinear", "lanczos"]  # how a family's images are resized
 
 PATHS = ("global", "local")
 """The paths of models that see an image as a whole and in crops: see ViewSizing."""

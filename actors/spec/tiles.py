@@ -271,6 +271,37 @@ class AnyresSizing(TileSizing):
         return self.tile_tokens, (self.max_tiles + 1) * self.tile_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class SplitTiles(TileSizing):
+    """Scales the longer side to a length, then stretches both to whole tiles (Idefics3)."""
+
+    picture_pixels: int
+    """As in AnyresSizing."""
+    longest_pixels: int
+    """Of the longer side: whole tiles."""
+
+    def fitted(self, size: Size) -> Size:
+        """transformers.models.idefics3: get_resize_output_image_size."""
+        longest = self.longest_pixels
+        if size.width >= size.height:
+            return Size(longest, even(longest / (size.width / size.height)))
+        return Size(even(longest * (size.width / size.height)), longest)
+
+    def layout(self, size: Size) -> Layout:
+        """transformers.models.idefics3: resize_for_vision_encoder, split_images."""
+        fitted, side = self.fitted(size), self.picture_pixels
+        return math.ceil(fitted.height / side), math.ceil(fitted.width / side)
+
+    def resized(self, size: Size) -> Size:
+        rows, columns = self.layout(size)
+        return Size(columns * self.picture_pixels, rows * self.picture_pixels)
+
+
+def even(pixels: float) -> int:
+    """Down to an integer, then up to an even one; at least 1."""
+    return max(int(pixels) + int(pixels) % 2, 1)
+
+
 def with_overview(tiles: int) -> int:
     """Tiles to encode for a canvas of this many."""
     return tiles + 1 if tiles > 1 else 1

@@ -36,6 +36,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "llava15-7b": {"used_layers": 4},
     "llava-onevision-7b": {"used_layers": 4},
     "paligemma2-3b": {"used_layers": 4},
+    "smolvlm2-2b": {"used_layers": 4},
     "pixtral-12b": {"num_hidden_layers": 4},
     "mistral-small31": {"num_hidden_layers": 4},
     "lighton-ocr": {"num_hidden_layers": 4},

@@ -50,6 +50,8 @@ FAMILIES = {
     "llava_onevision": "LLaVA-OneVision",
     "llava_qwen": "LLaVA-OneVision",
     "paligemma": "PaliGemma 1, 2",
+    "idefics3": "Idefics3, SmolVLM 1, 2",
+    "smolvlm": "Idefics3, SmolVLM 1, 2",
     "deepseek_vl_v2": "DeepSeek-OCR",
     "DeepseekOCR": "DeepSeek-OCR",
     "step3p7": "Step3-VL-10B, Step-3.7",

@@ -25,6 +25,7 @@ from actors.options import ModelOptions
 from tests import checkpoints
 from tests.checkpoints_clip import (
     write_clip,
+    write_idefics3,
     write_llava,
     write_onevision,
     write_paligemma,
@@ -61,6 +62,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "llava": partial(write_llava, tower="clip"),
     "llava_onevision": write_onevision,
     "paligemma": partial(write_paligemma, text="gemma2"),
+    "idefics3": partial(write_idefics3, kind="SmolVLM"),
     "deepseek_ocr": write_deepseek_ocr,
     "step3p7": write_step3p7,
     "step3": write_step3,

@@ -119,6 +119,15 @@ def onevision(size: Size) -> int:
     return tokens
 
 
+def idefics3(size: Size) -> int:
+    """Tokens as transformers' image processor of SmolVLM2 cuts tiles, as it is published."""
+    module = import_module("transformers.models.smolvlm.image_processing_pil_smolvlm")
+    edges = {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}}
+    processor = module.SmolVLMImageProcessorPil(**edges)
+    tiles: int = processor.get_number_of_image_patches(size.height, size.width, edges)[0]
+    return 9**2 * tiles
+
+
 def deepseek(size: Size) -> int:
     """Tokens by the published rule: 273 of the whole, and the nearest canvas of 2 to 9 crops."""
     if max(size.width, size.height) <= 640:
@@ -165,6 +174,7 @@ PUBLISHED = [
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
     Published("paligemma2-3b", "PaliGemma 1, 2", 415, lambda size: 16**2),
+    Published("smolvlm2-2b", "Idefics3, SmolVLM 1, 2", 434, idefics3),
     Published("deepseek-ocr", "DeepSeek-OCR", 401, deepseek),
     Published("step3vl-10b", "Step3-VL-10B, Step-3.7", 1981, step3),
     Published("step3-321b", "Step3 (321B)", 4675, step3),

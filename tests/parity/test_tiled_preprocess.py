@@ -16,10 +16,10 @@ from PIL import Image
 from torch import Tensor
 
 from actors.families.registry import read
-from actors.media.patchify import cut_tiles
+from actors.media.patchify import cut_tiles, patchifier_of
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset
-from actors.spec.tiles import OneTile, PaddedTiles, StretchedTiles, TileSizing
+from actors.spec.tiles import OneTile, PaddedTiles, SplitTiles, StretchedTiles, TileSizing
 from actors.types import Size
 from tests.images import opened
 from tests.patches import patches_of
@@ -67,6 +67,23 @@ def test_siglip_gives_the_picture_of_the_processor(size: tuple[int, int], preset
     side = model.sizing.tile_pixels
     tiles = bytes_of(theirs["pixel_values"][..., :side, :side])
     compare(image, model.sizing, tiles, model.resample)
+
+
+@pytest.mark.parametrize("size", [*SIZES, (1, 900), (901, 300)], ids=str)
+def test_smolvlm_gives_the_tiles_of_the_processor(size: tuple[int, int]) -> None:
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    image, model = opened().resize(size), read(ModelOptions(id="smolvlm2-2b", load_format="dummy"))
+    settings = Preset("smolvlm2-2b").files["preprocessor_config.json"] | {"do_normalize": False}
+    (theirs,) = SmolVLMImageProcessorPil(**settings)(image, return_tensors="np")["pixel_values"]
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    plan, patches = patchifier_of(model).patchify(pixels)
+    assert isinstance(model.sizing, SplitTiles)
+    side = model.sizing.tile_pixels
+    tiles = bytes_of(theirs[..., :side, :side])
+    assert plan.patches == len(tiles) * 27**2
+    exact = torch.cat([cut_tiles(tensor(tile), model.sizing) for tile in tiles])
+    assert patches.equal(exact)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

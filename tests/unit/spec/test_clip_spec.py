@@ -14,13 +14,14 @@ from actors.models.load import family_of
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset
 from actors.spec.sizing import FittedSizing, RoundingSizing, ShrinkingSizing
-from actors.spec.tiles import AnyresSizing, OneTile
+from actors.spec.tiles import AnyresSizing, OneTile, SplitTiles
 from actors.types import Size
 from tests.unit.spec.test_tile_spec import CONFIGS, PROCESSOR, changed
 
 SIGLIP = OneTile(378, 14, 1, 1, picture_pixels=384, cropped=False, class_tokens=0)
 CLIP = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=1)
 LLAVA = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=0)
+SMOLVLM = SplitTiles(378, 14, 3, 16, picture_pixels=384, longest_pixels=1536)
 PALIGEMMA = OneTile(224, 14, 1, 1, picture_pixels=224, cropped=False, class_tokens=0)
 
 
@@ -31,6 +32,7 @@ PALIGEMMA = OneTile(224, 14, 1, 1, picture_pixels=224, cropped=False, class_toke
         ("clip-vit-l-336", "clip", CLIP, 1024),
         ("llava15-7b", "llava", LLAVA, 4096),
         ("paligemma2-3b", "paligemma", PALIGEMMA, 2304),
+        ("smolvlm2-2b", "idefics3", SMOLVLM, 2048),
         ("pixtral-12b", "pixtral", FittedSizing(16, 1, 1024), 5120),
         ("mistral-small31", "mistral3", FittedSizing(14, 2, 1540), 5120),
         ("lighton-ocr", "lighton_ocr", FittedSizing(14, 2, 1540), 1024),
@@ -64,6 +66,11 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("paligemma2-3b", "config.json", vision("paligemma2-3b", hidden_act="gelu"), "hidden_act"),
         ("paligemma2-3b", PROCESSOR, {"size": {"height": 448, "width": 448}}, "tower's 224"),
         ("paligemma2-3b", PROCESSOR, {"resample": 2}, "resample"),
+        ("smolvlm2-2b", PROCESSOR, {"do_image_splitting": False}, "do_image_splitting"),
+        ("smolvlm2-2b", PROCESSOR, {"max_image_size": {"longest_edge": 364}}, "tower's 384"),
+        ("smolvlm2-2b", PROCESSOR, {"size": {"longest_edge": 1400}}, "only multiples of 384"),
+        ("smolvlm2-2b", PROCESSOR, {"size": {"longest_edge": 4224}}, "up to 4096"),
+        ("smolvlm2-2b", PROCESSOR, {"resample": 3}, "resample of the image processor: only 1"),
         ("pixtral-12b", "config.json", {"vision_feature_layer": -2}, "only full and -1"),
         ("pixtral-12b", "config.json", vision("pixtral-12b", hidden_act="gelu"), "hidden_act"),
         ("mistral-small31", "config.json", {"vision_feature_layer": -2}, "vision_feature_layer"),
@@ -180,7 +187,7 @@ def test_a_pack_holds_many_small_images() -> None:
     "name",
     [
         *("siglip", "clip", "llava", "paligemma", "pixtral", "mistral3", "lighton_ocr"),
-        *("paddleocr", "kimik25"),
+        *("smolvlm", "paddleocr", "kimik25"),
     ],
 )
 def test_there_is_a_config(name: str) -> None:
