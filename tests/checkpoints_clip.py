@@ -81,6 +81,23 @@ def write_paligemma(folder: Path, text: str) -> Any:
     return written(folder, model, {"size": {"height": 84, "width": 84}})
 
 
+def write_aya(folder: Path, kind: str) -> Any:
+    """`write_siglip` for `AyaVision` or `Cohere2Vision`: nine tokens a tile, up to 12 tiles."""
+    module, vision = import_module("transformers"), TOWER | {"image_size": 84}
+    torch.manual_seed(0)
+    config = getattr(module, f"{kind}Config")(
+        vision_config=vision | {"model_type": "siglip_vision_model"},
+        text_config=TEXT,
+        alignment_intermediate_size=112,
+        adapter_layer_norm_eps=1e-3,
+        image_token_id=5,
+    )
+    model = getattr(module, f"{kind}ForConditionalGeneration")(config).eval()
+    scatter(model.model.vision_tower)
+    scatter(model.model.multi_modal_projector)
+    return written(folder, model, {"size": {"height": 84, "width": 84}})
+
+
 def write_idefics3(folder: Path, kind: str) -> Any:
     """`write_siglip` for `Idefics3` or `SmolVLM`: four tokens a tile, longer sides of two tiles."""
     module, vision = import_module("transformers"), TOWER | {"image_size": PICTURE}

@@ -43,6 +43,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-onevision-7b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "paligemma2-3b": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "aya-vision-8b": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "command-a-vision": LAYERS | {"intermediate_size": 128, "image_size": 96},
     "smolvlm2-2b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "step3vl-10b": {"width": 64, "heads": 4, "layers": 3, "mlp_ratio": 2, "image_size": 224},
     "step3-321b": LAYERS | {"intermediate_size": 128, "output_hidden_size": 72, "image_size": 224},
@@ -53,7 +55,8 @@ TOKENS = {"gemma3-4b": {"mm_tokens_per_image": 16}, "internvl3-78b": {"force_ima
 SIZES = {
     **{"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224},
     **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84},
-    **{"llava-onevision-7b": 90, "paligemma2-3b": 84},
+    **{"llava-onevision-7b": 90, "paligemma2-3b": 84, "aya-vision-8b": 84},
+    "command-a-vision": 96,
 }
 LONGEST = dict.fromkeys(("pixtral-12b", "mistral-small31", "lighton-ocr"), 448) | {
     "smolvlm2-2b": 180

@@ -116,6 +116,25 @@ class StretchedTiles(CutTiles):
 
 
 @dataclass(frozen=True, slots=True)
+class CoveringTiles(StretchedTiles):
+    """Stretches the image to the canvas that enlarges it least, or else shrinks it least (Cohere 2
+    Vision). `min_tiles` is not read."""
+
+    def layout(self, size: Size) -> Layout:
+        """transformers.models.cohere2_vision: get_optimal_tiled_canvas."""
+        scales = {
+            (rows, columns): min(
+                columns * self.tile_pixels / size.width, rows * self.tile_pixels / size.height
+            )
+            for rows, columns in layouts(1, self.max_tiles)
+        }
+        enlarging = [canvas for canvas, scale in scales.items() if scale >= 1]
+        if enlarging:
+            return min(enlarging, key=scales.__getitem__)
+        return max(scales, key=scales.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
 class PaddedTiles(CutTiles):
     """Pads the image, its aspect ratio kept, to the canvas that it fits best (Llama 4)."""
 

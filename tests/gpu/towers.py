@@ -36,6 +36,8 @@ FEWER: dict[str, dict[str, Any]] = {
     "llava15-7b": {"used_layers": 4},
     "llava-onevision-7b": {"used_layers": 4},
     "paligemma2-3b": {"used_layers": 4},
+    "aya-vision-8b": {"used_layers": 4},
+    "command-a-vision": {"used_layers": 4},
     "smolvlm2-2b": {"used_layers": 4},
     "pixtral-12b": {"num_hidden_layers": 4},
     "mistral-small31": {"num_hidden_layers": 4},

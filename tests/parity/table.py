@@ -50,6 +50,8 @@ FAMILIES = {
     "llava_onevision": "LLaVA-OneVision",
     "llava_qwen": "LLaVA-OneVision",
     "paligemma": "PaliGemma 1, 2",
+    "aya_vision": "Aya Vision",
+    "cohere2_vision": "Cohere 2 Vision",
     "idefics3": "Idefics3, SmolVLM 1, 2",
     "smolvlm": "Idefics3, SmolVLM 1, 2",
     "deepseek_vl_v2": "DeepSeek-OCR",

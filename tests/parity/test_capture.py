@@ -24,6 +24,7 @@ from actors.models.layers.weights import Weights
 from actors.options import ModelOptions
 from tests import checkpoints
 from tests.checkpoints_clip import (
+    write_aya,
     write_clip,
     write_idefics3,
     write_llava,
@@ -62,6 +63,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "llava": partial(write_llava, tower="clip"),
     "llava_onevision": write_onevision,
     "paligemma": partial(write_paligemma, text="gemma2"),
+    "aya_vision": partial(write_aya, kind="AyaVision"),
+    "cohere2_vision": partial(write_aya, kind="Cohere2Vision"),
     "idefics3": partial(write_idefics3, kind="SmolVLM"),
     "deepseek_ocr": write_deepseek_ocr,
     "step3p7": write_step3p7,

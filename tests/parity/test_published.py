@@ -89,13 +89,24 @@ def kimi_k25(size: Size) -> int:
     return down * across
 
 
-def internvl(size: Size) -> int:
-    """Tokens as transformers' image processor of InternVL cuts tiles."""
+def got_ocr2(side: int, tokens: int) -> Count:
+    """Tokens as transformers' image processor of InternVL and Aya Vision cuts tiles."""
     module = import_module("transformers.models.got_ocr2.image_processing_pil_got_ocr2")
-    processor = module.GotOcr2ImageProcessorPil(size={"height": 448, "width": 448})
+    processor = module.GotOcr2ImageProcessorPil(size={"height": side, "width": side})
     settings = {"crop_to_patches": True}
-    tiles: int = processor.get_number_of_image_patches(size.height, size.width, settings)
-    return 256 * tiles
+
+    def count(size: Size) -> int:
+        tiles: int = processor.get_number_of_image_patches(size.height, size.width, settings)
+        return tokens * tiles
+
+    return count
+
+
+def cohere2(size: Size) -> int:
+    """Tokens as transformers' image processor of Cohere 2 Vision cuts tiles."""
+    rule = llama4.functions("cohere2_vision")["get_optimal_tiled_canvas"]
+    tiles = prod(rule((size.height, size.width), (512, 512), 1, 12))
+    return 256 * (tiles + 1 if tiles > 1 else 1)
 
 
 def llama_4(size: Size) -> int:
@@ -165,8 +176,8 @@ PUBLISHED = [
     Published("mistral-small31", "Mistral Small 3.1, 3.2", 439, pixtral(1540, 28)),
     Published("lighton-ocr", "LightOnOCR", 410, pixtral(1540, 28)),
     Published("paddleocr-vl", "PaddleOCR-VL", 439, paddleocr),
-    Published("internvl3-8b", "InternVL 2, 2.5, 3, 3.5", 332, internvl),
-    Published("internvl3-78b", "InternVL 2, 2.5, 3, 3.5", 5709, internvl),
+    Published("internvl3-8b", "InternVL 2, 2.5, 3, 3.5", 332, got_ocr2(448, 256)),
+    Published("internvl3-78b", "InternVL 2, 2.5, 3, 3.5", 5709, got_ocr2(448, 256)),
     Published("llama4-scout", "Llama 4", 872, llama_4),
     Published("gemma3-4b", "Gemma 3", 420, lambda size: 256),
     Published("siglip-so400m", "SigLIP", 413, lambda size: 27**2),
@@ -174,6 +185,8 @@ PUBLISHED = [
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
     Published("paligemma2-3b", "PaliGemma 1, 2", 415, lambda size: 16**2),
+    Published("aya-vision-8b", "Aya Vision", 604, got_ocr2(364, 169)),
+    Published("command-a-vision", "Cohere 2 Vision", 810, cohere2),
     Published("smolvlm2-2b", "Idefics3, SmolVLM 1, 2", 434, idefics3),
     Published("deepseek-ocr", "DeepSeek-OCR", 401, deepseek),
     Published("step3vl-10b", "Step3-VL-10B, Step-3.7", 1981, step3),

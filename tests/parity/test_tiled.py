@@ -28,6 +28,7 @@ from actors.options import GraphOptions, ModelOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, ItemPlan, Size
 from tests.checkpoints_clip import (
+    write_aya,
     write_clip,
     write_idefics3,
     write_llava,
@@ -108,6 +109,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tens
     ),
     "paligemma": (lambda folder: write_paligemma(folder, "gemma"), internvl),
     "paligemma2": (lambda folder: write_paligemma(folder, "gemma2"), internvl),
+    "aya": (lambda folder: write_aya(folder, "AyaVision"), internvl),
+    "cohere2": (lambda folder: write_aya(folder, "Cohere2Vision"), internvl),
     "idefics3": (lambda folder: write_idefics3(folder, "Idefics3"), idefics3),
     "smolvlm": (lambda folder: write_idefics3(folder, "SmolVLM"), idefics3),
 }
