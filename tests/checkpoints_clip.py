@@ -117,6 +117,29 @@ ASPECT = "anyres_max_4"
 """Of nine tiles, about four are left."""
 
 
+def write_llava_next(folder: Path, tower: str) -> Any:
+    """`write_onevision` for LLaVA-NeXT over `clip`, or over `siglip` with several layers."""
+    from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
+
+    torch.manual_seed(0)
+    clip = tower == "clip"
+    side = 84 if clip else PICTURE
+    grid = [[height * side // PICTURE, width * side // PICTURE] for height, width in PINPOINTS]
+    several = {"vision_feature_layer": [-3, -1], "vision_feature_select_strategy": "full"}
+    config = LlavaNextConfig(
+        vision_config=TOWER | {"model_type": f"{tower}_vision_model", "image_size": side},
+        text_config=TEXT,
+        image_grid_pinpoints=grid,
+        image_token_index=5,
+        **({} if clip else several),
+    )
+    model = LlavaNextForConditionalGeneration(config).eval()
+    scatter(model.model.vision_tower)
+    scatter(model.model.multi_modal_projector)
+    sizes = CROPPED if clip else {"size": {"height": side, "width": side}}
+    return written(folder, model, sizes | {"image_grid_pinpoints": grid})
+
+
 def write_onevision(folder: Path) -> Any:
     """`write_siglip` for LLaVA-OneVision, whose tower ends with the layer that is used."""
     from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration

@@ -41,6 +41,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "siglip-so400m": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "clip-vit-l-336": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "llava-next-7b": LAYERS | {"intermediate_size": 128},
     "llava-onevision-7b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "paligemma2-3b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "aya-vision-8b": LAYERS | {"intermediate_size": 128, "image_size": 84},

@@ -116,6 +116,9 @@ class ModelSource:
         return replace(model, video=video) if groups == video.group else model
 
 
+ProcessorSize = int | list[int] | dict[str, int] | None
+"""`size` of an image processor, in whichever form JSON has it."""
+
 Reader = Callable[[ModelSource], ModelSpec]
 """How a family's spec.py makes a spec."""
 
@@ -195,12 +198,17 @@ def tile_sides(vision: Json, processor: Json) -> dict[str, int]:
     }
 
 
-def tower_pixels(vision: Json, size: int | list[int] | dict[str, int] | None) -> int:
+def tower_pixels(vision: Json, size: ProcessorSize) -> int:
     """The side of the tower's images, which must be the image processor's `size`."""
     pixels = side(vision["image_size"])
     if side(size or pixels) != pixels:
         raise ValueError(f"size of the image processor: only the tower's {pixels} is supported")
     return pixels
+
+
+def shorter_side(size: ProcessorSize) -> ProcessorSize:
+    """`size` of a processor that crops a square: {"shortest_edge": 336} as 336."""
+    return size["shortest_edge"] if isinstance(size, dict) and len(size) == 1 else size
 
 
 def rgb(value: float | list[float]) -> tuple[float, float, float]:

@@ -34,6 +34,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "siglip-so400m": {"used_layers": 4},
     "clip-vit-l-336": {"used_layers": 4},
     "llava15-7b": {"used_layers": 4},
+    "llava-next-7b": {"used_layers": 4},
     "llava-onevision-7b": {"used_layers": 4},
     "paligemma2-3b": {"used_layers": 4},
     "aya-vision-8b": {"used_layers": 4},

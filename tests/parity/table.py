@@ -47,6 +47,8 @@ FAMILIES = {
     "siglip": "SigLIP",
     "clip": "CLIP",
     "llava": "LLaVA 1.5",
+    "llava_next": "LLaVA-NeXT",
+    "llava_next_video": "LLaVA-NeXT",
     "llava_onevision": "LLaVA-OneVision",
     "llava_qwen": "LLaVA-OneVision",
     "paligemma": "PaliGemma 1, 2",

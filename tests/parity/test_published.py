@@ -115,6 +115,21 @@ def llama_4(size: Size) -> int:
     return 144 * (tiles + 1 if tiles > 1 else 1)
 
 
+def llava_next(size: Size) -> int:
+    """Tokens as transformers' processor of LLaVA-NeXT counts placeholders."""
+    module = import_module("transformers.models.llava_next.processing_llava_next")
+    kind = module.LlavaNextProcessor
+    pil = import_module("transformers.models.llava_next.image_processing_pil_llava_next")
+    processor = SimpleNamespace(
+        image_processor=pil.LlavaNextImageProcessorPil(),
+        patch_size=14,
+        num_additional_image_tokens=1,
+    )
+    processor._get_unpadded_features = partial(kind._get_unpadded_features, processor)
+    tokens: int = kind._get_number_of_features(processor, size.height, size.width, 336, 336)
+    return tokens - 1  # of the class token
+
+
 def onevision(size: Size) -> int:
     """Tokens as transformers' processor of LLaVA-OneVision counts placeholders."""
     module = import_module("transformers.models.llava_onevision.processing_llava_onevision")
@@ -183,6 +198,7 @@ PUBLISHED = [
     Published("siglip-so400m", "SigLIP", 413, lambda size: 27**2),
     Published("clip-vit-l-336", "CLIP", 304, lambda size: 24**2 + 1),
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),
+    Published("llava-next-7b", "LLaVA-NeXT", 312, llava_next),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
     Published("paligemma2-3b", "PaliGemma 1, 2", 415, lambda size: 16**2),
     Published("aya-vision-8b", "Aya Vision", 604, got_ocr2(364, 169)),

@@ -107,6 +107,15 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tens
         lambda folder: write_llava(folder, "siglip", vision_feature_select_strategy="full"),
         llava,
     ),
+    "llava-layers": (
+        lambda folder: write_llava(
+            folder,
+            "siglip",
+            vision_feature_select_strategy="full",
+            vision_feature_layer=[-3, -1],
+        ),
+        llava,
+    ),
     "paligemma": (lambda folder: write_paligemma(folder, "gemma"), internvl),
     "paligemma2": (lambda folder: write_paligemma(folder, "gemma2"), internvl),
     "aya": (lambda folder: write_aya(folder, "AyaVision"), internvl),
