@@ -120,6 +120,9 @@ CHECKPOINTS = {
         GLM_PROCESSOR,
         "glm46v.Glm46V",
     ),
+    "glm_ocr": Checkpoint(
+        "GlmOcr", GLM | {"intermediate_size": 120}, {}, GLM_PROCESSOR, "glm46v.Glm46V"
+    ),
     PADDLE: Checkpoint(
         "PaddleOCRVL",
         {

@@ -34,6 +34,7 @@ FAMILIES = {
     "glm4v": "GLM-4.1V, 4.5V, 4.6V",
     "glm4v_moe": "GLM-4.1V, 4.5V, 4.6V",
     "glm46v": "GLM-4.1V, 4.5V, 4.6V",
+    "glm_ocr": "GLM-OCR",
     "kimi_vl": "Kimi-VL",
     "kimi_k25": "Kimi-K2.5",
     "pixtral": "Pixtral",

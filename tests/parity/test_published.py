@@ -185,6 +185,7 @@ PUBLISHED = [
     Published("qwen2vl-7b", "Qwen2-VL", 676, qwen(28, 3136, 12845056)),
     Published("qwen25vl-7b", "Qwen2.5-VL", 677, qwen(28, 3136, 12845056)),
     Published("glm41v-9b", "GLM-4.1V, 4.5V, 4.6V", 892, glm),
+    Published("glm-ocr", "GLM-OCR", 434, glm),
     Published("kimivl-a3b", "Kimi-VL", 448, kimi),
     Published("kimik25", "Kimi-K2.5", 471, kimi_k25),
     Published("pixtral-12b", "Pixtral", 435, pixtral(1024, 16)),

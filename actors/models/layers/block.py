@@ -67,7 +67,8 @@ class BlockWeights:
     up: Affine
     down: Affine
     qk_norm: Tensor | None = None
-    """[2, width]: RMSNorm over all heads of q together, and of k, before they are rotated."""
+    """RMSNorm of q, and of k, before they are rotated: [2, width] over all heads together, or [2,
+    head size] over each."""
 
 
 class Blocks(Protocol):
@@ -232,9 +233,9 @@ def rms_norm(x: Tensor, norm: Affine, epsilon: float) -> Tensor:
 
 
 def qk_normed(qk: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """qk [patches, 2, heads, head size], normalised over heads and head size."""
-    flat = qk.flatten(2)
-    return (F.rms_norm(flat, flat.shape[-1:], eps=epsilon) * weight).view(qk.shape)
+    """qk [patches, 2, heads, head size], normalised as the size of the weight says."""
+    normed = qk.reshape(len(qk), 2, -1, weight.shape[1])
+    return (F.rms_norm(normed, normed.shape[-1:], eps=epsilon) * weight[:, None]).view(qk.shape)
 
 
 def quick_gelu(x: Tensor) -> Tensor:

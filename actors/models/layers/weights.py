@@ -92,7 +92,7 @@ class BlockNames:
     biased: bool = True  # whether they have biases
     unbiased: frozenset[str] = frozenset()  # the names above of those that still have none
     scales: tuple[str, str] | None = None  # layer scales of proj and down
-    qk_norm: tuple[str, str] | None = None  # RMSNorm over all heads of q, and of k
+    qk_norm: tuple[str, str] | None = None  # RMSNorm of q, and of k
 
 
 CLIP_NAMES = BlockNames(
@@ -187,7 +187,10 @@ class Weights:
         return self.place(torch.stack(found)) if found else None
 
 
-def expected_blocks(names: BlockNames, depth: int, width: int, mlp_width: int) -> Expected:
+def expected_blocks(
+    names: BlockNames, depth: int, width: int, mlp_width: int, qk_size: int | None = None
+) -> Expected:
+    """`qk_size`: of the norms of q and k, if they are for each head."""
     parts: dict[str, tuple[int, ...]] = {
         names.norm1: (width,),
         **dict.fromkeys(names.qkv, (3 * width // len(names.qkv), width)),
@@ -204,7 +207,7 @@ def expected_blocks(names: BlockNames, depth: int, width: int, mlp_width: int) -
                 f"{block}.{part}", weight, bias=names.biased and part not in names.unbiased
             )
         shapes |= {f"{block}.{scale}": (width,) for scale in names.scales or ()}
-        shapes |= {f"{block}.{norm}.weight": (width,) for norm in names.qk_norm or ()}
+        shapes |= {f"{block}.{norm}.weight": (qk_size or width,) for norm in names.qk_norm or ()}
     return shapes
 
 
