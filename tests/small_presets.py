@@ -27,6 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
         **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160},
         "out_hidden_size": 96,
     },
+    "ernie45vl-28b": {"depth": 3, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2},
     "kimivl-a3b": LAYERS | {"intermediate_size": 128},
     "internvl3-8b": LAYERS | {"intermediate_size": 128, "image_size": [84, 84]},
     "internvl3-78b": LAYERS | {"intermediate_size": 128, "image_size": 84},

@@ -35,6 +35,8 @@ FAMILIES = {
     "glm4v_moe": "GLM-4.1V, 4.5V, 4.6V",
     "glm46v": "GLM-4.1V, 4.5V, 4.6V",
     "glm_ocr": "GLM-OCR",
+    "ernie4_5_vl_moe": "ERNIE-4.5-VL",
+    "ernie4_5_moe_vl": "ERNIE-4.5-VL",
     "kimi_vl": "Kimi-VL",
     "kimi_k25": "Kimi-K2.5",
     "pixtral": "Pixtral",

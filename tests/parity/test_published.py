@@ -186,6 +186,7 @@ PUBLISHED = [
     Published("qwen25vl-7b", "Qwen2.5-VL", 677, qwen(28, 3136, 12845056)),
     Published("glm41v-9b", "GLM-4.1V, 4.5V, 4.6V", 892, glm),
     Published("glm-ocr", "GLM-OCR", 434, glm),
+    Published("ernie45vl-28b", "ERNIE-4.5-VL", 775, qwen(28, 3136, 4816896)),
     Published("kimivl-a3b", "Kimi-VL", 448, kimi),
     Published("kimik25", "Kimi-K2.5", 471, kimi_k25),
     Published("pixtral-12b", "Pixtral", 435, pixtral(1024, 16)),

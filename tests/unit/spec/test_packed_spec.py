@@ -37,6 +37,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("qwen25vl-7b", "qwen2_5_vl", WindowedSizing(14, 2, 3136, 12845056, 4), 3584),
         ("glm41v-9b", "glm4v", EnlargingSizing(14, 2, 6272, 4816896), 4096),
         ("glm-ocr", "glm_ocr", EnlargingSizing(14, 2, 6272, 4816896), 1536),
+        ("ernie45vl-28b", "ernie4_5_vl_moe", PackedSizing(14, 2, 3136, 4816896), 2560),
         ("kimivl-a3b", "kimi_vl", CappedSizing(14, 2, 4096, 512), 2048),
     ],
 )
@@ -62,6 +63,8 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
         ("qwen25vl-7b", VISION, {"hidden_act": "gelu"}),
         ("glm41v-9b", VISION, {"attention_bias": True}),
         ("glm-ocr", VISION, {"attention_bias": False}),
+        ("ernie45vl-28b", VISION, {"hidden_act": "gelu"}),
+        ("ernie45vl-28b", VISION, {"temporal_merge_size": 4}),
         ("kimivl-a3b", VISION, {"merge_kernel_size": [2, 1]}),
         ("kimivl-a3b", VISION, {"init_pos_emb_height": 32}),
         ("kimivl-a3b", PROCESSOR, {"pad_input": False}),
