@@ -24,3 +24,8 @@ def gemma3(source: ModelSource) -> ModelSpec:
 
 MODEL_TYPES = {"gemma3": gemma3}
 VISION_DEFAULTS = {"gemma3": TOWERS[SIGLIP_TOWER]}
+
+REFUSED = {
+    "gemma3n": "its tower is a convolutional network",
+    "gemma4": "its blocks have norms after attention and MLP, and norms of values",
+}

@@ -46,3 +46,9 @@ TOWER: Json = {
     **{"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
 }
 VISION_DEFAULTS: Mapping[str, Json] = dict.fromkeys(MODEL_TYPES, TOWER)
+
+RESAMPLED = "its patches are resampled between layers, or by queries after them"
+REFUSED = {
+    "granite_docling": "its connector has DeepStack mergers and a second, finer route",
+    **{"minicpmv": RESAMPLED, "minicpmv4_6": RESAMPLED},
+}

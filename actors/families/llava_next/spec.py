@@ -34,3 +34,9 @@ def llava_next(source: ModelSource) -> ModelSpec:
 
 
 MODEL_TYPES = {"llava_next": llava_next, "llava_next_video": llava_next}
+
+MASKED = "its SigLIP masks the padding of crops"
+REFUSED = {
+    "granite4_vision": "its projectors are Q-Formers over windows of several layers",
+    **{"phi4_multimodal": MASKED, "phi4mm": MASKED},
+}
