@@ -43,6 +43,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "mistral-small31": LAYERS | {"intermediate_size": 128},
     "lighton-ocr": LAYERS | {"intermediate_size": 128},
     "paddleocr-vl": LAYERS | {"intermediate_size": 128},
+    "gemma4-31b": LAYERS
+    | {"intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 16}
+    | {"position_embedding_size": 1024},
     "siglip-so400m": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "clip-vit-l-336": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},

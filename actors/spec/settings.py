@@ -48,13 +48,16 @@ class ModelSource:
         """The width of the language model, for which the embeddings are."""
         return int(self.config["text_config"]["hidden_size"])
 
-    def image_processor(self, defaults: Json, resample: Resample = "bicubic") -> Json:
+    def image_processor(
+        self, defaults: Json, resample: Resample = "bicubic", *, normalized: bool = True
+    ) -> Json:
         """The image processor's settings; transformers 5 saves them in processor_config.json."""
         settings = self.files.read_json("preprocessor_config.json")
         if settings is None:
             together = self.files.read_json("processor_config.json") or {}
             settings = together.get("image_processor", {})
-        only(settings, fixed_steps(resample), "the image processor")
+        fixed = fixed_steps(resample) | {"do_normalize": normalized}
+        only(settings, fixed, "the image processor")
         if abs((settings.get("rescale_factor") or 1 / 255) * 255 - 1) > 1e-6:
             raise ValueError("rescale_factor of the image processor: only 1/255 is supported")
         return defaults | settings

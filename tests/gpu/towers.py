@@ -33,6 +33,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "internvl3-78b": {"num_hidden_layers": 4},
     "llama4-scout": {"num_hidden_layers": 4},
     "gemma3-4b": {"num_hidden_layers": 4},
+    "gemma4-31b": {"num_hidden_layers": 4},
     "siglip-so400m": {"used_layers": 4},
     "clip-vit-l-336": {"used_layers": 4},
     "llava15-7b": {"used_layers": 4},

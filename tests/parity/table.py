@@ -47,6 +47,7 @@ FAMILIES = {
     "internvl_chat": "InternVL 2, 2.5, 3, 3.5",
     "llama4": "Llama 4",
     "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4",
     "siglip": "SigLIP",
     "clip": "CLIP",
     "llava": "LLaVA 1.5",

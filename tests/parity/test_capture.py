@@ -36,7 +36,7 @@ from tests.checkpoints_clip import (
 from tests.checkpoints_ocr import write_deepseek_ocr
 from tests.checkpoints_pixtral import write_lighton_ocr, write_mistral3, write_pixtral
 from tests.checkpoints_step import write_step3, write_step3p7
-from tests.checkpoints_tiles import write_gemma3, write_internvl, write_llama4
+from tests.checkpoints_tiles import write_gemma3, write_gemma4, write_internvl, write_llama4
 
 META = torch.device("meta")
 
@@ -56,6 +56,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "internvl-6B": partial(write_internvl, tower="6B"),
     "llama4": write_llama4,
     "gemma3": write_gemma3,
+    "gemma4": write_gemma4,
     "pixtral": write_pixtral,
     "mistral3": write_mistral3,
     "lighton_ocr": write_lighton_ocr,

@@ -54,6 +54,13 @@ def glm(size: Size) -> int:
     return int(prod(module.smart_resize(2, size.height, size.width, **limits))) // 28**2
 
 
+def gemma4(size: Size) -> int:
+    """Tokens as transformers' image processor of Gemma 4 resizes."""
+    module = import_module("transformers.models.gemma4.image_processing_pil_gemma4")
+    sides = module.get_aspect_ratio_preserving_size(size.height, size.width, 16, 280 * 9, 3)
+    return int(prod(sides)) // 48**2
+
+
 def kimi(size: Size) -> int:
     """Tokens by the published rule: at most 4096 whole patches, then padded to blocks of 28."""
     scale = min(1.0, (4096 / (size.width // 14 * (size.height // 14))) ** 0.5)
@@ -197,6 +204,7 @@ PUBLISHED = [
     Published("internvl3-78b", "InternVL 2, 2.5, 3, 3.5", 5709, got_ocr2(448, 256)),
     Published("llama4-scout", "Llama 4", 872, llama_4),
     Published("gemma3-4b", "Gemma 3", 420, lambda size: 256),
+    Published("gemma4-31b", "Gemma 4", 576, gemma4),
     Published("siglip-so400m", "SigLIP", 413, lambda size: 27**2),
     Published("clip-vit-l-336", "CLIP", 304, lambda size: 24**2 + 1),
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),

@@ -27,5 +27,4 @@ VISION_DEFAULTS = {"gemma3": TOWERS[SIGLIP_TOWER]}
 
 REFUSED = {
     "gemma3n": "its tower is a convolutional network",
-    "gemma4": "its blocks have norms after attention and MLP, and norms of values",
 }
