@@ -392,3 +392,24 @@ def test_what_cannot_work_is_refused_at_start(
 
     with pytest.raises(ValueError, match="in another process"):
         LocalConnector(configured("qwen3vl-tiny"), ECConnectorRole.SCHEDULER)
+
+
+def test_what_was_loaded_is_reported_once(stubbed: Stubbed) -> None:
+    encoder = stubbed.scheduler.encoder
+    request = stubbed.images("a", "x", "y")
+    stubbed.step(request)
+    stubbed.submitted(2)
+    rows = [stubbed.answer(0), stubbed.answer(1)]
+    assert stubbed.scheduler.get_ec_connector_stats() is None
+    stubbed.step(request)
+    report = stubbed.scheduler.get_ec_connector_stats().data
+    assert (report["loaded"], report["left"], report["failed"]) == (2, 0, 0)
+    assert report["bytes"] == sum(one.nbytes for one in rows)
+    assert len(report["seconds"]) == 2
+    assert min(report["seconds"]) > 0
+    assert stubbed.scheduler.get_ec_connector_stats() is None
+    encoder.cached = {}
+    other = stubbed.images("b", "z", modality="audio")
+    for _ in range(3):  # vLLM asks at every step
+        stubbed.step(other)
+    assert stubbed.scheduler.get_ec_connector_stats().data["left"] == 1
