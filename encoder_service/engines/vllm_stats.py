@@ -29,7 +29,7 @@ class LoadStats(ECConnectorStats):  # type: ignore[misc]  # types are checked wi
     """Since the last report: COUNTERS, and under "seconds" how long each loaded embedding took."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        self.data = data or dict.fromkeys(COUNTERS, 0) | {"seconds": []}
+        self.data: dict[str, Any] = data or {**dict.fromkeys(COUNTERS, 0), "seconds": []}
 
     def loaded(self, size_bytes: int, seconds: float) -> None:
         self.data["loaded"] += 1
