@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from tests.checkpoints_tiles import PROCESSOR, TEXT, scatter
+from tests.images import photograph
+
+Units = npt.NDArray[np.float32]
 
 TOWER = {
     "hidden_size": 64,
@@ -94,6 +101,22 @@ def write_clip_texts(folder: Path, end: int | None = None) -> Any:
     vocabulary = {name: place for place, name in enumerate(names)}
     CLIPTokenizer(vocab=vocabulary, merges=[]).save_pretrained(folder)
     return written(folder, model, CROPPED)
+
+
+def units_of(model: Any, folder: str | Path, photographs: Sequence[str]) -> tuple[Units, Units]:
+    """transformers' own vectors of length 1, of photographs and of CAPTIONS, by its processors."""
+    from transformers import AutoTokenizer
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    processor = CLIPImageProcessorPil.from_pretrained(folder)
+    pictures = [Image.open(BytesIO(photograph(name))).convert("RGB") for name in photographs]
+    pixels = processor(pictures, return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(folder)(CAPTIONS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        images = model.get_image_features(**pixels, return_dict=True).pooler_output
+        texts = model.get_text_features(**tokens, return_dict=True).pooler_output
+    images, texts = (torch.nn.functional.normalize(one).numpy() for one in (images, texts))
+    return images, texts
 
 
 def write_llava(folder: Path, tower: str, **settings: Any) -> Any:

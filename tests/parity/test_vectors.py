@@ -7,7 +7,6 @@ import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ import openai
 import pytest
 import torch
 from fastapi import FastAPI
-from PIL import Image
 from starlette.testclient import TestClient
 from torch import Tensor
 from transformers import AutoTokenizer
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from actors.engine.budgets import model_capacity
 from actors.engine.device import Device
@@ -44,7 +41,7 @@ from encoder_service.config import ServiceOptions
 from encoder_service.llm import embeddings
 from encoder_service.llm.embeddings import Vectors
 from encoder_service.service import Service
-from tests.checkpoints_clip import CAPTIONS, write_clip_texts, write_siglip_texts
+from tests.checkpoints_clip import CAPTIONS, units_of, write_clip_texts, write_siglip_texts
 from tests.images import PHOTOGRAPHS, photograph
 from tests.parity.table import check
 from tests.parity.test_tiled import pixels, random_patches
@@ -177,17 +174,6 @@ class Served:
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0)
 
-    def vectors(self) -> tuple[Vectors, Vectors]:
-        """transformers' own, from files and texts to units: of PHOTOGRAPHS, and of CAPTIONS."""
-        processor = CLIPImageProcessorPil.from_pretrained(self.id)
-        pictures = [Image.open(BytesIO(photograph(name))).convert("RGB") for name in PHOTOGRAPHS]
-        pixels = processor(pictures, return_tensors="pt")
-        tokens = AutoTokenizer.from_pretrained(self.id)(CAPTIONS, padding=True, return_tensors="pt")
-        with torch.no_grad():
-            images = self.model.get_image_features(**pixels, return_dict=True).pooler_output
-            texts = self.model.get_text_features(**tokens, return_dict=True).pooler_output
-        return unit(images.numpy()), unit(texts.numpy())
-
 
 def unit(vectors: Vectors) -> Vectors:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -227,7 +213,7 @@ def test_retrieval_ranks_as_transformers_does(served: Served) -> None:
     assert found.usage.prompt_tokens == len(IMAGES) * 37 + len(CAPTIONS) * 32
     ours = np.array([one.embedding for one in found.data])
     assert np.allclose(np.linalg.norm(ours, axis=1), 1)
-    images, texts = served.vectors()
+    images, texts = units_of(served.model, served.id, PHOTOGRAPHS)
     assert np.abs(ours[len(IMAGES) :] - texts).max() < 1e-5
     assert np.abs(ours[: len(IMAGES)] - images).max() < 0.01  # Pillow resizes, torch there
     for ranked, exact in (

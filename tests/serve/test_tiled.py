@@ -8,15 +8,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
 from ray import serve
-from transformers import AutoTokenizer
 
 from actors.media.image import decode
 from actors.media.patchify import patchifier_of
 from encoder_service import Client, Text
 from encoder_service.app import build
-from tests.checkpoints_clip import CAPTIONS, write_clip_texts
+from tests.checkpoints_clip import CAPTIONS, units_of, write_clip_texts
 from tests.images import PHOTOGRAPHS, jpeg, photograph
 from tests.parity.table import TOLERANCE
 from tests.parity.test_tiled import CHECKPOINTS, Pair, loaded, theirs
@@ -68,11 +66,8 @@ def test_vectors_of_photographs_and_texts(cluster: Cluster, tmp_path: Path) -> N
     finally:
         serve.delete("vectors")
     assert np.allclose(vectors, again[::-1], atol=1e-6)
-    tokens = AutoTokenizer.from_pretrained(tmp_path)(CAPTIONS, padding=True, return_tensors="pt")
-    with torch.no_grad():
-        exact = model.get_text_features(**tokens, return_dict=True).pooler_output
-    texts = torch.nn.functional.normalize(exact)
-    assert np.abs(vectors[len(PHOTOGRAPHS) :] - texts.numpy()).max() < TOLERANCE
+    _, texts = units_of(model, tmp_path, PHOTOGRAPHS)
+    assert np.abs(vectors[len(PHOTOGRAPHS) :] - texts).max() < TOLERANCE
     assert 'encoder_requests_total{api="embeddings",code="200"' in page
     hits = [line for line in page.splitlines() if line.startswith("encoder_graph_hits_total")]
     for path in ("default", "text"):
