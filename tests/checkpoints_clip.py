@@ -64,16 +64,22 @@ def write_siglip_texts(folder: Path) -> Any:
     from transformers import SiglipConfig, SiglipModel, SiglipTokenizer
 
     torch.manual_seed(0)
-    text = TOWER | {"vocab_size": 64, "max_position_embeddings": 32, "pad_token_id": 1}
-    text |= {"bos_token_id": None, "eos_token_id": 1}
-    config = SiglipConfig(vision_config=TOWER | {"image_size": PICTURE}, text_config=text)
+    text = TOWER | {"vocab_size": 64, "max_position_embeddings": 32}
+    ids = {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": 1}
+    config = SiglipConfig(vision_config=TOWER | {"image_size": PICTURE}, text_config=text | ids)
     model = SiglipModel(config).eval()
     scatter(model)
     trained = BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        **{"sentence_iterator": iter(CAPTIONS * 20), "model_writer": trained, "vocab_size": 60},
-        **{"hard_vocab_limit": False, "minloglevel": 2, "pad_id": -1, "bos_id": -1},
-        **{"unk_id": 2, "eos_id": 1},
+        sentence_iterator=iter(CAPTIONS * 20),
+        model_writer=trained,
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        pad_id=-1,
+        bos_id=-1,
+        unk_id=2,
+        eos_id=1,
     )
     (folder / "spiece.model").write_bytes(trained.getvalue())
     # As published: the model sees the padding, without a mask.

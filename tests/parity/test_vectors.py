@@ -176,7 +176,8 @@ class Served:
 
 
 def unit(vectors: Vectors) -> Vectors:
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    units: Vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return units
 
 
 @pytest.fixture(scope="module")

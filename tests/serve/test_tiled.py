@@ -57,7 +57,7 @@ def test_vectors_of_photographs_and_texts(cluster: Cluster, tmp_path: Path) -> N
         "ingress": {"num_cpus": 0.1},
     }
     serve.run(build(args), name="vectors", route_prefix="/")
-    sources = [*map(photograph, PHOTOGRAPHS), *map(Text, CAPTIONS)]
+    sources: list[bytes | Text] = [*map(photograph, PHOTOGRAPHS), *map(Text, CAPTIONS)]
     try:
         with Client(cluster.http) as client:
             vectors = client.embed(sources)

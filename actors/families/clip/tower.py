@@ -258,7 +258,7 @@ class TextTower:
         if (found := text["hidden_act"]) not in ACTIVATIONS:
             raise ValueError(f"hidden_act {found!r} of text_config: not supported")
         self.clip, self.length = is_clip(spec), int(text["max_position_embeddings"])
-        self.end = text.get("eos_token_id")
+        self.end: Any = text.get("eos_token_id")
         self.tokens, self.positions = (
             weights.place(weights.tensors[f"{TEXT}.embeddings.{name}_embedding.weight"])
             for name in ("token", "position")

@@ -28,13 +28,11 @@ def blocks(language: str, word: str) -> list[str]:
 
 
 CHAT, VECTORS, CLIP = ":8000/v1/chat", "client.embed", "openai/clip-vit-large-patch14"
+OTHERS = [block for block in blocks("python", "") if CHAT in block or VECTORS in block]
+"""They replace the service with one of their own."""
 EXAMPLES = [
-    pytest.param(
-        block,
-        marks=[pytest.mark.extended] if CHAT in block or VECTORS in block else [],
-        id=str(number),
-    )
-    for number, block in enumerate(blocks("python", ""))
+    *(block for block in blocks("python", "") if block not in OTHERS),
+    *(pytest.param(block, marks=pytest.mark.extended) for block in OTHERS),
 ]
 
 
@@ -70,7 +68,7 @@ def test_curl(folder: Path, cluster: Cluster) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("block", EXAMPLES)
+@pytest.mark.parametrize("block", EXAMPLES, ids=map(str, range(len(EXAMPLES))))
 def test_python(
     folder: Path,
     cluster: Cluster,
