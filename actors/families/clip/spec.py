@@ -10,7 +10,16 @@ from dataclasses import replace
 
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import CLIP_PIXELS, HALVES, ModelSource, only, side, tower_pixels
+from actors.spec.settings import (
+    CLIP_PIXELS,
+    HALVES,
+    ModelSource,
+    only,
+    resampling,
+    side,
+    tower_pixels,
+)
+from actors.spec.sizing import Resample
 from actors.spec.tiles import OneTile
 
 SIGLIP_TOWER, CLIP_TOWER = "siglip_vision_model", "clip_vision_model"
@@ -58,7 +67,10 @@ def alone(family: str, kind: str, source: ModelSource, class_tokens: int) -> Mod
     and text tower."""
     vision = source.vision | {"model_type": kind}
     vision |= {"used_layers": vision["num_hidden_layers"]}
-    spec = one_tile(family, "clip", source, vision, vision["hidden_size"], class_tokens)
+    # SigLIP resizes bicubically, SigLIP 2 bilinearly.
+    resample: Resample | None = "bicubic" if kind == CLIP_TOWER else None
+    width = vision["hidden_size"]
+    spec = one_tile(family, "clip", source, vision, width, class_tokens, resample)
     if source.options.output == "rows":
         return spec
     if kind == CLIP_TOWER:
@@ -67,10 +79,10 @@ def alone(family: str, kind: str, source: ModelSource, class_tokens: int) -> Mod
         only(vision, {"vision_use_head": True}, "vision_config, for model.output vector")
     if text := source.config.get("text_config"):
         text = TEXTS[kind] | text
-        width = text.get("projection_size") or text["hidden_size"]
-        if kind == SIGLIP_TOWER and width != spec.width:
+        values = text.get("projection_size") or text["hidden_size"]
+        if kind == SIGLIP_TOWER and values != spec.width:
             raise ValueError(
-                f"projection_size of text_config: {width}, where images give {spec.width} values"
+                f"projection_size of text_config: {values}, where images give {spec.width} values"
             )
     paths = ("default", "text") if text else ("default",)
     assert isinstance(spec.sizing, OneTile)
@@ -79,11 +91,20 @@ def alone(family: str, kind: str, source: ModelSource, class_tokens: int) -> Mod
 
 
 def one_tile(
-    family: str, folder: str, source: ModelSource, vision: Json, width: int, class_tokens: int
+    family: str,
+    folder: str,
+    source: ModelSource,
+    vision: Json,
+    width: int,
+    class_tokens: int,
+    resample: Resample | None = "bicubic",
 ) -> ModelSpec:
-    """The spec of a tower whose images are divided as by CLIP's or SigLIP's processor."""
+    """The spec of a tower whose images are divided as by CLIP's or SigLIP's processor.
+
+    `resample`: None: as the processor says.
+    """
     cropped = vision["model_type"] == CLIP_TOWER
-    processor = source.image_processor(CLIP_PIXELS if cropped else HALVES)
+    processor = source.image_processor(CLIP_PIXELS if cropped else HALVES, resample)
     size = processor.get("size")
     if cropped:
         only(processor, {"do_center_crop": True}, "the image processor")
@@ -102,7 +123,8 @@ def one_tile(
         cropped=cropped,
         class_tokens=class_tokens,
     )
-    return source.spec(family, processor, vision, sizing, width, folder=folder)
+    mode = resample or resampling(processor)
+    return source.spec(family, processor, vision, sizing, width, folder=folder, resample=mode)
 
 
 MODEL_TYPES = {"siglip": siglip, "clip": clip}

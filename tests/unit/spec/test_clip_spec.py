@@ -107,6 +107,8 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
     ("preset", "file", "change", "message"),
     [
         ("siglip-so400m", PROCESSOR, {"size": {"height": 224, "width": 224}}, "tower's 384"),
+        ("siglip-so400m", PROCESSOR, {"resample": 1}, r"resample .* 1 is none of \[2, 3\]"),
+        ("clip-vit-l-336", PROCESSOR, {"resample": 2}, "resample"),
         ("clip-vit-l-336", PROCESSOR, {"size": {"shortest_edge": 224}}, "tower's 336"),
         ("clip-vit-l-336", PROCESSOR, {"crop_size": 224}, "crop_size .* only 336"),
         ("clip-vit-l-336", PROCESSOR, {"do_center_crop": False}, "do_center_crop"),
