@@ -264,7 +264,12 @@ def embedding_input(source: File | Text) -> dict[str, Any]:
     """An entry of `input` of POST /v1/embeddings. Reads files. Raises OSError, TypeError."""
     if isinstance(source, Text):
         return {"type": "text", "text": source.text}
-    item = request_item(source)
+    try:
+        item = request_item(source)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"there is no file {source!r:.100}; a text is a Text(...)"
+        ) from None
     if item.type != "image" or item.own():
         raise TypeError("embed takes images and texts, without options of their own")
     url = item.url or f"data:image/*;base64,{b64encode(item.data or b'').decode()}"

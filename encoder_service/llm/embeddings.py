@@ -22,7 +22,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.types import Embedding, Media
 from encoder_service.api.errors import AtItem
 from encoder_service.api.http import EMBEDDINGS_PATH
-from encoder_service.api.schema import ERRORS, schema
+from encoder_service.api.schema import ERRORS, ErrorDocument, schema
 from encoder_service.api.upload import read_body
 from encoder_service.intake.limits import Deadline, check_items, offload
 from encoder_service.llm.http import MOST_CHARACTERS_A_TOKEN, MOST_VALUES, refusal
@@ -111,7 +111,8 @@ def add(app: FastAPI, service: Service) -> None:
     """Adds the route. Models that give rows refuse every request, and say what to do."""
     app.state.bodies.append(EmbeddingRequest)
     body = {"required": True, "content": {JSON: schema(EmbeddingRequest)}}
-    responses = ERRORS | {200: {"model": EmbeddingsDocument}}
+    unknown = {"model": ErrorDocument, "description": "Another model is served."}
+    responses = ERRORS | {200: {"model": EmbeddingsDocument}, 404: unknown}
 
     @app.post(EMBEDDINGS_PATH, openapi_extra={"requestBody": body}, responses=responses)
     async def embeddings(request: Request) -> Response:

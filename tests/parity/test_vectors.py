@@ -7,6 +7,7 @@ import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,8 @@ def test_the_client_says_what_it_cannot_embed(served: Served) -> None:
     with Client(served.url) as client:
         with pytest.raises(TypeError, match="embed takes images and texts"):
             client.embed([Video(b"x")])  # type: ignore[list-item]
+        with pytest.raises(FileNotFoundError, match=r"no file 'a cat'; a text is a Text\("):
+            client.embed(["a cat"])
         with pytest.raises(ServiceError, match=r"limits\.max_items is 16"):
             client.embed([Text("a")] * 17)
     with Client("grpc://127.0.0.1:1") as client, pytest.raises(ServiceError, match="needs HTTP"):
@@ -300,3 +303,24 @@ def test_models_without_what_is_asked(model: dict[str, str], message: str) -> No
     answer = client.post("/v1/embeddings", json={"input": "a cat"})
     assert answer.status_code == 400
     assert re.search(message, answer.json()["error"]["message"])
+
+
+def test_a_token_is_asked_for() -> None:
+    model = {"id": "clip-vit-l-336", "load_format": "dummy", "output": "vector"}
+    chosen = {"model": model, "auth": {"token_sha256": [sha256(b"secret").hexdigest()]}}
+    client = TestClient(app(ServiceOptions.model_validate(chosen), Fleet()))
+    answer = client.post("/v1/embeddings", json={"input": "a cat"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unauthorized")
+    headers = {"authorization": "Bearer secret"}
+    assert client.post("/v1/embeddings", json={"input": "a"}, headers=headers).status_code == 400
+
+
+def test_the_openapi_document_describes_vectors() -> None:
+    model = {"id": "clip-vit-l-336", "load_format": "dummy", "output": "vector"}
+    chosen = ServiceOptions.model_validate({"model": model})
+    document = TestClient(app(chosen, Fleet())).get("/openapi.json").json()
+    described = document["paths"]["/v1/embeddings"]["post"]
+    named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(document)))
+    assert {"EmbeddingRequest", "EmbeddingsDocument"} <= named
+    assert named <= document["components"]["schemas"].keys()
+    assert {"200", "400", "401", "404", "413", "429"} <= described["responses"].keys()
