@@ -63,7 +63,8 @@ class Ingress:
         self.router = Router(
             encoders, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
         )
-        scraped = [handle for handle in (*encoders, router, own, chat) if handle]
+        # Serve connects a handle at its first use: while the head is away that blocks this process.
+        scraped = [handle.options() for handle in (*encoders, router, own, chat) if handle]
         self.options = options
         self.spec = spec
         self.running = False

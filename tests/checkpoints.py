@@ -120,6 +120,17 @@ CHECKPOINTS = {
         GLM_PROCESSOR,
         "glm46v.Glm46V",
     ),
+    "glm_ocr": Checkpoint(
+        "GlmOcr", GLM | {"intermediate_size": 120}, {}, GLM_PROCESSOR, "glm46v.Glm46V"
+    ),
+    "ernie4_5_vl_moe": Checkpoint(
+        "Ernie4_5_VLMoe",
+        {"depth": 5, "num_heads": 4, "hidden_size": 64, "intermediate_size": 128},
+        {"moe_intermediate_size": [64, 64], "moe_num_experts": 4, "moe_k": 2},
+        {key: value for key, value in CLIP.items() if not key.endswith("_pixels")}
+        | {"temporal_patch_size": 1, "size": {"shortest_edge": 3136, "longest_edge": 1003520}},
+        "ernie4_5_vl_moe.Ernie4_5_VLMoe",
+    ),
     PADDLE: Checkpoint(
         "PaddleOCRVL",
         {
@@ -160,10 +171,9 @@ def write_made(folder: Path, made: Checkpoint, max_shard_size: str = "300KB") ->
         vision_config=dict(made.vision), text_config=TEXT | dict(made.text), **TOKENS
     )
     model = getattr(transformers, f"{made.name}ForConditionalGeneration")(config).eval()
-    projector = getattr(model.model, "projector", None)
-    scatter(model.model.visual)
-    if projector:
-        scatter(projector)
+    for name, part in model.model.named_children():
+        if name != "language_model":
+            scatter(part)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     (folder / "preprocessor_config.json").write_text(json.dumps(made.processor))
     return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -157,9 +158,63 @@ def write_paligemma(folder: Path, text: str) -> Any:
     return written(folder, model, {"size": {"height": 84, "width": 84}})
 
 
+def write_aya(folder: Path, kind: str) -> Any:
+    """`write_siglip` for `AyaVision` or `Cohere2Vision`: nine tokens a tile, up to 12 tiles."""
+    module, vision = import_module("transformers"), TOWER | {"image_size": 84}
+    torch.manual_seed(0)
+    config = getattr(module, f"{kind}Config")(
+        vision_config=vision | {"model_type": "siglip_vision_model"},
+        text_config=TEXT,
+        alignment_intermediate_size=112,
+        adapter_layer_norm_eps=1e-3,
+        image_token_id=5,
+    )
+    model = getattr(module, f"{kind}ForConditionalGeneration")(config).eval()
+    scatter(model.model.vision_tower)
+    scatter(model.model.multi_modal_projector)
+    return written(folder, model, {"size": {"height": 84, "width": 84}})
+
+
+def write_idefics3(folder: Path, kind: str) -> Any:
+    """`write_siglip` for `Idefics3` or `SmolVLM`: four tokens a tile, longer sides of two tiles."""
+    module, vision = import_module("transformers"), TOWER | {"image_size": PICTURE}
+    torch.manual_seed(0)
+    config = getattr(module, f"{kind}Config")(
+        vision_config=vision, text_config=TEXT, scale_factor=3, image_token_id=5
+    )
+    model = getattr(module, f"{kind}ForConditionalGeneration")(config).eval()
+    scatter(model.model.vision_model)
+    scatter(model.model.connector)
+    sizes = {"size": {"longest_edge": 2 * PICTURE}, "max_image_size": {"longest_edge": PICTURE}}
+    return written(folder, model, sizes | {"resample": 1})
+
+
 PINPOINTS = [[PICTURE * rows, PICTURE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 ASPECT = "anyres_max_4"
 """Of nine tiles, about four are left."""
+
+
+def write_llava_next(folder: Path, tower: str) -> Any:
+    """`write_onevision` for LLaVA-NeXT over `clip`, or over `siglip` with several layers."""
+    from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
+
+    torch.manual_seed(0)
+    clip = tower == "clip"
+    side = 84 if clip else PICTURE
+    grid = [[height * side // PICTURE, width * side // PICTURE] for height, width in PINPOINTS]
+    several = {"vision_feature_layer": [-3, -1], "vision_feature_select_strategy": "full"}
+    config = LlavaNextConfig(
+        vision_config=TOWER | {"model_type": f"{tower}_vision_model", "image_size": side},
+        text_config=TEXT,
+        image_grid_pinpoints=grid,
+        image_token_index=5,
+        **({} if clip else several),
+    )
+    model = LlavaNextForConditionalGeneration(config).eval()
+    scatter(model.model.vision_tower)
+    scatter(model.model.multi_modal_projector)
+    sizes = CROPPED if clip else {"size": {"height": side, "width": side}}
+    return written(folder, model, sizes | {"image_grid_pinpoints": grid})
 
 
 def write_onevision(folder: Path) -> Any:

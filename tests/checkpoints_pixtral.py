@@ -1,4 +1,4 @@
-"""Small random checkpoints of Pixtral and Mistral 3, under their published names."""
+"""Small random checkpoints of Pixtral and its kin, under their published names."""
 
 from __future__ import annotations
 
@@ -51,8 +51,18 @@ def write_mistral3(folder: Path) -> Any:
     return saved(folder, Mistral3ForConditionalGeneration(config).eval())
 
 
+def write_lighton_ocr(folder: Path) -> Any:
+    from transformers import LightOnOcrConfig, LightOnOcrForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = TEXT | {"model_type": "qwen3", "head_dim": 24, "rms_norm_eps": 1e-3}
+    config = LightOnOcrConfig(vision_config=TOWER, text_config=text, image_token_id=5)
+    return saved(folder, LightOnOcrForConditionalGeneration(config).eval())
+
+
 def saved(folder: Path, model: Any) -> Any:
     """Makes tower and projector random, and saves the model."""
-    scatter(model.model.vision_tower)
-    scatter(model.model.multi_modal_projector)
+    for name, part in model.model.named_children():
+        if name != "language_model":
+            scatter(part)
     return written(folder, model, PROCESSOR)

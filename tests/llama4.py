@@ -1,4 +1,4 @@
-"""Functions of transformers' Llama 4 image processor, whose module needs torchvision."""
+"""Functions of transformers' image processors whose modules need torchvision, such as Llama 4's."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 
 @lru_cache
-def functions() -> Mapping[str, Any]:
-    module = find_spec("transformers.models.llama4.image_processing_llama4")
+def functions(family: str) -> Mapping[str, Any]:
+    module = find_spec(f"transformers.models.{family}.image_processing_{family}")
     assert module
     assert module.origin
     tree = ast.parse(Path(module.origin).read_text())
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    names: dict[str, Any] = {"torch": torch, "math": math, "SizeDict": object}
+    names: dict[str, Any] = {"torch": torch, "np": np, "math": math, "SizeDict": object}
     names |= {"defaultdict": defaultdict, "lru_cache": lru_cache}
     exec(compile(tree, module.origin, "exec"), names)
     return names
@@ -32,6 +33,8 @@ def canvas(width: int, height: int, most: int) -> tuple[int, int]:
     """Height and width in pixels of the canvas of at most `most` tiles of 336 x 336."""
     tile = SimpleNamespace(height=336, width=336)
     # Unwrapped, because its cache needs hashable arguments.
-    supported = functions()["find_supported_resolutions"].__wrapped__(most, tile)
-    rows, columns = functions()["get_best_fit"]((height, width), torch.tensor(supported)).tolist()
+    supported = functions("llama4")["find_supported_resolutions"].__wrapped__(most, tile)
+    rows, columns = functions("llama4")["get_best_fit"](
+        (height, width), torch.tensor(supported)
+    ).tolist()
     return rows, columns

@@ -23,6 +23,11 @@ SMALL: dict[str, dict[str, Any]] = {
         **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160},
         "out_hidden_size": 96,
     },
+    "glm-ocr": {
+        **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160},
+        "out_hidden_size": 96,
+    },
+    "ernie45vl-28b": {"depth": 3, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2},
     "kimivl-a3b": LAYERS | {"intermediate_size": 128},
     "internvl3-8b": LAYERS | {"intermediate_size": 128, "image_size": [84, 84]},
     "internvl3-78b": LAYERS | {"intermediate_size": 128, "image_size": 84},
@@ -36,12 +41,20 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "pixtral-12b": LAYERS | {"intermediate_size": 128},
     "mistral-small31": LAYERS | {"intermediate_size": 128},
+    "lighton-ocr": LAYERS | {"intermediate_size": 128},
     "paddleocr-vl": LAYERS | {"intermediate_size": 128},
+    "gemma4-31b": LAYERS
+    | {"intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 16}
+    | {"position_embedding_size": 1024},
     "siglip-so400m": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "clip-vit-l-336": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "llava-next-7b": LAYERS | {"intermediate_size": 128},
     "llava-onevision-7b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "paligemma2-3b": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "aya-vision-8b": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "command-a-vision": LAYERS | {"intermediate_size": 128, "image_size": 96},
+    "smolvlm2-2b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "step3vl-10b": {"width": 64, "heads": 4, "layers": 3, "mlp_ratio": 2, "image_size": 224},
     "step3-321b": LAYERS | {"intermediate_size": 128, "output_hidden_size": 72, "image_size": 224},
 }
@@ -51,8 +64,13 @@ TOKENS = {"gemma3-4b": {"mm_tokens_per_image": 16}, "internvl3-78b": {"force_ima
 SIZES = {
     **{"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224},
     **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84},
-    **{"llava-onevision-7b": 90, "paligemma2-3b": 84},
+    **{"llava-onevision-7b": 90, "paligemma2-3b": 84, "aya-vision-8b": 84},
+    "command-a-vision": 96,
 }
+LONGEST = dict.fromkeys(("pixtral-12b", "mistral-small31", "lighton-ocr"), 448) | {
+    "smolvlm2-2b": 180
+}
+"""Presets whose `longest_edge` is a side; of the others it is an area."""
 
 
 def write_small(folder: Path, preset: str) -> Path:
@@ -72,11 +90,10 @@ def write_small(folder: Path, preset: str) -> Path:
         processor["in_token_limit"] = 256
     if processor and "max_pixels" in processor:
         processor["max_pixels"] = 448**2
+    if processor and "max_image_size" in processor:
+        processor["max_image_size"]["longest_edge"] = config["vision_config"]["image_size"]
     if processor and "longest_edge" in processor.get("size", {}):
-        # A side for Pixtral, an area for the others.
-        processor["size"]["longest_edge"] = (
-            448 if preset in ("pixtral-12b", "mistral-small31") else 448**2
-        )
+        processor["size"]["longest_edge"] = LONGEST.get(preset, 448**2)
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))

@@ -36,6 +36,17 @@ def readers() -> Mapping[str, Reader]:
 
 
 @cache
+def refused() -> Mapping[str, str]:
+    """`model_type` of a model that is not served -> why, and which of its kin is."""
+    found = [(spec, getattr(spec, "REFUSED", {})) for spec in specs()]
+    return {
+        kind: f"{reason}. The nearest that is served is {next(iter(spec.MODEL_TYPES))}"
+        for spec, reasons in found
+        for kind, reason in reasons.items()
+    }
+
+
+@cache
 def vision_defaults() -> Mapping[str, Json]:
     """`model_type` -> the defaults of keys that `vision_config` may lack."""
     found = [getattr(spec, "VISION_DEFAULTS", {}) for spec in specs()]
@@ -69,6 +80,11 @@ def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
     if config is None:
         raise CheckpointError(f"model.id {options.id!r} has no config.json: not a model's folder?")
     model_type = model_type_of(files, config)
+    if model_type in refused():
+        raise CheckpointError(
+            f"model.id {options.id!r} is of the architecture {model_type!r}, which is not served: "
+            f"{refused()[model_type]}"
+        )
     if model_type not in readers():
         raise CheckpointError(
             f"model.id {options.id!r} is of the architecture {model_type!r}; "

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from actors.errors import CheckpointError
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, Resample, WindowedSizing
-from actors.spec.tiles import AnyresSizing, TileSizing, with_overview
+from actors.spec.tiles import AnyresSizing, SplitTiles, TileSizing, with_overview
 from actors.spec.video import PooledGroups
 from actors.spec.views import CropSizing, WindowSizing
 from actors.types import NO_KWARGS, Clip, Item, ItemPlan, Kind, ProcessorKwargs, Size
@@ -157,13 +158,28 @@ class AnyresPatchifier(Patchifier):
         shown = resize(image, self.sizing.resized(size), self.spec.resample)
         canvas = image.new_zeros(3, rows * side, columns * side)
         canvas[:, above : above + shown.shape[1], left : left + shown.shape[2]] = shown
-        tiles = canvas.view(3, rows, side, columns, side).permute(1, 3, 0, 2, 4).flatten(0, 1)
-        return torch.cat([self.frame(tile, Size(side, side)) for tile in (image, *tiles)])
+        tiles = (image, *squares(canvas, rows, columns))
+        return torch.cat([self.frame(tile, Size(side, side)) for tile in tiles])
 
     def frame(self, frame: Tensor, size: Size) -> Tensor:
         whole = self.sizing.tile_pixels
         tile = resize(frame, size, self.spec.resample)[:, :whole, :whole]
         return cut_tiles(tile, self.sizing)
+
+
+class SplitPatchifier(AnyresPatchifier):
+    """The tiles of the canvas, then the canvas as the overview (Idefics3)."""
+
+    sizing: SplitTiles
+
+    def patches(self, image: Tensor) -> Tensor:
+        size, side, mode = size_of(image), self.sizing.picture_pixels, self.spec.resample
+        fitted = resize(image, self.sizing.fitted(size), mode)
+        canvas = resize(fitted, self.sizing.resized(size), mode)
+        tiles = list(squares(canvas, *self.sizing.layout(size)))
+        if with_overview(len(tiles)) > 1:
+            tiles.append(canvas)
+        return torch.cat([self.frame(tile, Size(side, side)) for tile in tiles])
 
 
 class CropPatchifier(Patchifier):
@@ -210,9 +226,8 @@ class WindowPatchifier(Patchifier):
                 right = windows.columns * windows.side - windows.canvas.width
                 below = windows.rows * windows.side - windows.canvas.height
                 canvas = padded(canvas, right, below)
-            grid = canvas.unflatten(2, (windows.columns, -1)).unflatten(1, (windows.rows, -1))
             square = Size(sizing.crop_pixels, sizing.crop_pixels)
-            views = grid.permute(1, 3, 0, 2, 4).flatten(0, 1)
+            views = squares(canvas, windows.rows, windows.columns)
             crops = [resize(view, square, mode) for view in views]
             patches = torch.cat([patches, *(cut_blocks(c, sizing.patch_size, 1) for c in crops)])
         return patches
@@ -228,6 +243,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
             return BlockPatchifier(spec) if pooled else PairPatchifier(spec)
         case AnyresSizing():
             return AnyresPatchifier(spec)
+        case SplitTiles():
+            return SplitPatchifier(spec)
         case TileSizing():
             return TilePatchifier(spec)
         case CropSizing():
@@ -244,12 +261,23 @@ def size_of(image: Tensor) -> Size:
 
 def resize(image: Tensor, size: Size, mode: Resample = "bicubic") -> Tensor:
     """uint8 [3, height, width] to another height and width, with antialiasing. Equal to
-    transformers' torchvision backend on the CPU, bit for bit."""
+    transformers' torchvision backend on the CPU, bit for bit; Lanczos, which not every torch has,
+    to its Pillow backend."""
     if image.shape[1:] == (size.height, size.width):
         return image
+    if mode == "lanczos":
+        picture = Image.fromarray(contiguous(image.permute(1, 2, 0)).numpy())
+        picture = picture.resize((size.width, size.height), Image.Resampling.LANCZOS)
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
     # A batch of one in true channels-last strides takes torch's vectorised uint8 kernel.
     batch = image.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
     return F.interpolate(batch, size=(size.height, size.width), mode=mode, antialias=True)[0]
+
+
+def squares(canvas: Tensor, rows: int, columns: int) -> Tensor:
+    """[3, height, width] cut into so many rows and columns: [rows x columns, 3, side, side]."""
+    grid = canvas.unflatten(2, (columns, -1)).unflatten(1, (rows, -1))
+    return grid.permute(1, 3, 0, 2, 4).flatten(0, 1)
 
 
 def padded(image: Tensor, right: int, below: int) -> Tensor:

@@ -39,6 +39,8 @@ class TileParts:
     """Applied before the blocks."""
     rotary: tuple[Tensor, Tensor] | None = None
     """cos, sin: float32 [rows of `start`, head size / 2]."""
+    taps: Sequence[int] = ()
+    """Layers whose output precedes that of the last in the values of a patch that the head gets."""
 
 
 class TileTower(Tower):
@@ -57,7 +59,7 @@ class TileTower(Tower):
         self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
-        self.blocks = blocks(parts.layers, parts.style, attention, ())
+        self.blocks = blocks(parts.layers, parts.style, attention, parts.taps)
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """Raises ConfigError for a budget that is not whole tiles."""
@@ -90,8 +92,10 @@ class TileTower(Tower):
         cos, sin = None, None
         if self.parts.rotary:
             cos, sin = (table.repeat(len(x), 1) for table in self.parts.rotary)
-        x, _ = self.blocks(x.flatten(0, 1), cos, sin, values)
-        kept = self.sizing.tile_tokens * self.sizing.merge_size**2
+        x, tapped = self.blocks(x.flatten(0, 1), cos, sin, values)
+        if tapped:
+            x = torch.cat([*tapped, x], 1)
+        kept, width = self.sizing.tile_tokens * self.sizing.merge_size**2, x.shape[1]
         x = x.view(-1, rows, width)[:, rows - kept :]
         return self.parts.head(x.reshape(-1, width * self.sizing.merge_size**2))
 

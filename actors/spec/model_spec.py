@@ -112,3 +112,8 @@ class ModelSpec:
         """16 hexadecimal digits that identify the model, the same in every process."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def nameless(self) -> Self:
+        """Without name and revision: a copy of the model at another path is equal."""
+        return replace(self, id="", revision=None)

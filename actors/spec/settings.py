@@ -15,7 +15,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import Resample, Sizing
 from actors.spec.video import VideoSizing
 
-PIL_RESAMPLING: dict[Resample, int] = {"bilinear": 2, "bicubic": 3}
+PIL_RESAMPLING: dict[Resample, int] = {"lanczos": 1, "bilinear": 2, "bicubic": 3}
 """PIL.Image.Resampling, as processors' JSON has it."""
 
 CLIP_PIXELS: Json = {
@@ -48,7 +48,9 @@ class ModelSource:
         """The width of the language model, for which the embeddings are."""
         return int(self.config["text_config"]["hidden_size"])
 
-    def image_processor(self, defaults: Json, resample: Resample | None = "bicubic") -> Json:
+    def image_processor(
+        self, defaults: Json, resample: Resample | None = "bicubic", *, normalized: bool = True
+    ) -> Json:
         """The image processor's settings; transformers 5 saves them in processor_config.json.
 
         `resample`: None: any of PIL_RESAMPLING.
@@ -57,7 +59,8 @@ class ModelSource:
         if settings is None:
             together = self.files.read_json("processor_config.json") or {}
             settings = together.get("image_processor", {})
-        only(settings, fixed_steps(resample), "the image processor")
+        fixed = fixed_steps(resample) | {"do_normalize": normalized}
+        only(settings, fixed, "the image processor")
         if abs((settings.get("rescale_factor") or 1 / 255) * 255 - 1) > 1e-6:
             raise ValueError("rescale_factor of the image processor: only 1/255 is supported")
         return defaults | settings
@@ -119,6 +122,9 @@ class ModelSource:
         return replace(model, video=video) if groups == video.group else model
 
 
+ProcessorSize = int | list[int] | dict[str, int] | None
+"""`size` of an image processor, in whichever form JSON has it."""
+
 Reader = Callable[[ModelSource], ModelSpec]
 """How a family's spec.py makes a spec."""
 
@@ -156,7 +162,10 @@ def fixed_steps(resample: Resample | None) -> Json:
 def resampling(processor: Json) -> Resample:
     """As an image processor says; bicubic if it does not."""
     names = {number: name for name, number in PIL_RESAMPLING.items()}
-    if (found := processor.get("resample", PIL_RESAMPLING["bicubic"])) not in names:
+    found = processor.get("resample")
+    if found is None:
+        return "bicubic"
+    if found not in names:
         raise ValueError(f"resample of the image processor: {found!r} is none of {list(names)}")
     return names[found]
 
@@ -206,12 +215,17 @@ def tile_sides(vision: Json, processor: Json) -> dict[str, int]:
     }
 
 
-def tower_pixels(vision: Json, size: int | list[int] | dict[str, int] | None) -> int:
+def tower_pixels(vision: Json, size: ProcessorSize) -> int:
     """The side of the tower's images, which must be the image processor's `size`."""
     pixels = side(vision["image_size"])
     if side(size or pixels) != pixels:
         raise ValueError(f"size of the image processor: only the tower's {pixels} is supported")
     return pixels
+
+
+def shorter_side(size: ProcessorSize) -> ProcessorSize:
+    """`size` of a processor that crops a square: {"shortest_edge": 336} as 336."""
+    return size["shortest_edge"] if isinstance(size, dict) and len(size) == 1 else size
 
 
 def rgb(value: float | list[float]) -> tuple[float, float, float]:

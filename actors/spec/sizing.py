@@ -19,7 +19,7 @@ import numpy.typing as npt
 from actors.errors import InvalidOption, TooLarge
 from actors.types import Grid, ItemPlan, ProcessorKwargs, Size
 
-Resample = Literal["bicubic", "bilinear"]  # how a family's images are resized
+Resample = Literal["bicubic", "bilinear", "lanczos"]  # how a family's images are resized
 
 PATHS = ("global", "local")
 """The paths of models that see an image as a whole and in crops: see ViewSizing."""
@@ -230,6 +230,32 @@ class FittedSizing(BlockSizing):
 
     def largest_tokens(self) -> int:
         return (self.longest_side_patches() // self.merge_size) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class FillingSizing(BlockSizing):
+    """Scales every image to about as many tokens, and both sides down to whole merge blocks
+    (Gemma 4)."""
+
+    max_tokens: int
+
+    def resized(self, size: Size) -> Size:
+        """transformers.models.gemma4: get_aspect_ratio_preserving_size."""
+        block = self.patch_size * self.merge_size
+        pixels = self.max_tokens * self.merge_size**2 * self.patch_size**2
+        scale = math.sqrt(pixels / (size.height * size.width))
+        down, across = int(scale * size.height / block), int(scale * size.width / block)
+        if not down:
+            down, across = 1, min(size.width // size.height, self.max_tokens)
+        elif not across:
+            down, across = min(size.height // size.width, self.max_tokens), 1
+        return Size(across * block, down * block)
+
+    def longest_side_patches(self) -> int:
+        return self.max_tokens * self.merge_size
+
+    def largest_tokens(self) -> int:
+        return self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)

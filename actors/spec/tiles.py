@@ -116,6 +116,25 @@ class StretchedTiles(CutTiles):
 
 
 @dataclass(frozen=True, slots=True)
+class CoveringTiles(StretchedTiles):
+    """Stretches the image to the canvas that enlarges it least, or else shrinks it least (Cohere 2
+    Vision). `min_tiles` is not read."""
+
+    def layout(self, size: Size) -> Layout:
+        """transformers.models.cohere2_vision: get_optimal_tiled_canvas."""
+        scales = {
+            (rows, columns): min(
+                columns * self.tile_pixels / size.width, rows * self.tile_pixels / size.height
+            )
+            for rows, columns in layouts(1, self.max_tiles)
+        }
+        enlarging = [canvas for canvas, scale in scales.items() if scale >= 1]
+        if enlarging:
+            return min(enlarging, key=scales.__getitem__)
+        return max(scales, key=scales.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
 class PaddedTiles(CutTiles):
     """Pads the image, its aspect ratio kept, to the canvas that it fits best (Llama 4)."""
 
@@ -278,6 +297,37 @@ class AnyresSizing(TileSizing):
     def token_range(self) -> tuple[int, int]:
         """One tile, as for a frame of a video, to the largest canvas with overview."""
         return self.tile_tokens, (self.max_tiles + 1) * self.tile_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTiles(TileSizing):
+    """Scales the longer side to a length, then stretches both to whole tiles (Idefics3)."""
+
+    picture_pixels: int
+    """As in AnyresSizing."""
+    longest_pixels: int
+    """Of the longer side: whole tiles."""
+
+    def fitted(self, size: Size) -> Size:
+        """transformers.models.idefics3: get_resize_output_image_size."""
+        longest = self.longest_pixels
+        if size.width >= size.height:
+            return Size(longest, even(longest / (size.width / size.height)))
+        return Size(even(longest * (size.width / size.height)), longest)
+
+    def layout(self, size: Size) -> Layout:
+        """transformers.models.idefics3: resize_for_vision_encoder, split_images."""
+        fitted, side = self.fitted(size), self.picture_pixels
+        return math.ceil(fitted.height / side), math.ceil(fitted.width / side)
+
+    def resized(self, size: Size) -> Size:
+        rows, columns = self.layout(size)
+        return Size(columns * self.picture_pixels, rows * self.picture_pixels)
+
+
+def even(pixels: float) -> int:
+    """Down to an integer, then up to an even one; at least 1."""
+    return max(int(pixels) + int(pixels) % 2, 1)
 
 
 def with_overview(tiles: int) -> int:

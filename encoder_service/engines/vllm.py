@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Families for which vLLM takes rows and their grid, from which it derives positions."""
-ROWS = ("internvl", "internvl_chat", "llava", "llava_onevision")
+ROWS = ("internvl", "internvl_chat", "llava", "llava_next", "llava_onevision", "lighton_ocr")
 """Families for whose images vLLM takes the rows alone."""
 TIMED = ("qwen3_vl", "qwen3_5")
 """Families whose prompts contain the time of each temporal group of a video."""

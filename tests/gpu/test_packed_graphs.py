@@ -10,8 +10,17 @@ from tests.gpu.towers import cuda, shallow
 pytestmark = pytest.mark.gpu
 
 PRESETS = (
-    *("qwen35-27b", "qwen2vl-7b", "qwen25vl-7b", "glm41v-9b", "kimivl-a3b", "kimik25"),
-    *("pixtral-12b", "mistral-small31", "paddleocr-vl"),
+    *(
+        "qwen35-27b",
+        "qwen2vl-7b",
+        "qwen25vl-7b",
+        "glm41v-9b",
+        "glm-ocr",
+        "ernie45vl-28b",
+        "kimivl-a3b",
+        "kimik25",
+    ),
+    *("pixtral-12b", "mistral-small31", "lighton-ocr", "paddleocr-vl", "gemma4-31b"),
 )
 
 

@@ -24,18 +24,21 @@ from actors.models.layers.weights import Weights
 from actors.options import ModelOptions
 from tests import checkpoints
 from tests.checkpoints_clip import (
+    write_aya,
     write_clip,
     write_clip_texts,
+    write_idefics3,
     write_llava,
+    write_llava_next,
     write_onevision,
     write_paligemma,
     write_siglip,
     write_siglip_texts,
 )
 from tests.checkpoints_ocr import write_deepseek_ocr
-from tests.checkpoints_pixtral import write_mistral3, write_pixtral
+from tests.checkpoints_pixtral import write_lighton_ocr, write_mistral3, write_pixtral
 from tests.checkpoints_step import write_step3, write_step3p7
-from tests.checkpoints_tiles import write_gemma3, write_internvl, write_llama4
+from tests.checkpoints_tiles import write_gemma3, write_gemma4, write_internvl, write_llama4
 
 META = torch.device("meta")
 
@@ -46,7 +49,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
             "qwen2_vl",
             "qwen2_5_vl",
             "qwen3_vl",
-            "glm4v",
+            *("glm4v", "glm_ocr", "ernie4_5_vl_moe"),
             checkpoints.KIMI,
             checkpoints.PADDLE,
         )
@@ -55,15 +58,21 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "internvl-6B": partial(write_internvl, tower="6B"),
     "llama4": write_llama4,
     "gemma3": write_gemma3,
+    "gemma4": write_gemma4,
     "pixtral": write_pixtral,
     "mistral3": write_mistral3,
+    "lighton_ocr": write_lighton_ocr,
     "siglip": write_siglip,
     "clip": write_clip,
     "siglip-vectors": write_siglip_texts,
     "clip-vectors": write_clip_texts,
     "llava": partial(write_llava, tower="clip"),
+    "llava_next": partial(write_llava_next, tower="siglip"),
     "llava_onevision": write_onevision,
     "paligemma": partial(write_paligemma, text="gemma2"),
+    "aya_vision": partial(write_aya, kind="AyaVision"),
+    "cohere2_vision": partial(write_aya, kind="Cohere2Vision"),
+    "idefics3": partial(write_idefics3, kind="SmolVLM"),
     "deepseek_ocr": write_deepseek_ocr,
     "step3p7": write_step3p7,
     "step3": write_step3,

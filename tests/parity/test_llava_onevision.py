@@ -1,4 +1,4 @@
-"""LLaVA-OneVision against transformers: tokens, tiles, rows of images and videos, both namings."""
+"""LLaVA-NeXT and LLaVA-OneVision against transformers: tokens, tiles, rows, both namings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
     LlavaOnevisionImageProcessorPil,
 )
@@ -28,10 +31,17 @@ from actors.families.registry import read
 from actors.media.patchify import cut_tiles, patchifier_of
 from actors.models.load import load
 from actors.options import ModelOptions
+from actors.spec.checkpoint import Preset
 from actors.spec.tiles import AnyresSizing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, Item, Size
-from tests.checkpoints_clip import PICTURE, TOWER, write_llava_qwen, write_onevision
+from tests.checkpoints_clip import (
+    PICTURE,
+    TOWER,
+    write_llava_next,
+    write_llava_qwen,
+    write_onevision,
+)
 from tests.images import item_of, opened
 from tests.parity.table import check
 from tests.parity.test_published import onevision
@@ -39,7 +49,12 @@ from tests.parity.test_tiled import pixels
 from tests.patches import patches_of
 from tests.videos import patchify_video
 
-PUBLISHED = read(ModelOptions(id="llava-onevision-7b", load_format="dummy"))
+
+def dummy(preset: str) -> ModelOptions:
+    return ModelOptions(id=preset, load_format="dummy")
+
+
+PUBLISHED = read(dummy("llava-onevision-7b"))
 
 SIZES = [Size(60, 60), Size(300, 200), Size(90, 270), Size(250, 40), Size(700, 690), Size(100, 91)]
 """One tile and up to nine, padded above or at the sides, and scaled down."""
@@ -123,6 +138,18 @@ def test_images_and_a_video_in_one_pack(
         check(tower.spec.family, one, other)
 
 
+@pytest.mark.parametrize("over", ["clip", "siglip"])
+def test_images_of_llava_next(over: str, tmp_path: Path) -> None:
+    model = write_llava_next(tmp_path, over)
+    tower = load(ModelOptions(id=str(tmp_path), dtype="float32"), torch.device("cpu"))
+    assert isinstance(tower, OnevisionTower)
+    items = [image_of(tower, size) for size in SIZES]
+    exact = [image_rows(Pair(model, tower), *one) for one in zip(items, SIZES, strict=True)]
+    assert [item.plan.tokens for item in items] == [len(one) for one in exact]
+    for spare in (None, 0, 3):
+        check("llava_next", encode(tower, items, spare), torch.cat(exact))
+
+
 def encode(tower: OnevisionTower, items: Sequence[Item], spare: int | None) -> Tensor:
     """Through a graph with so many tiles to spare, whose patches hold random bytes; or eagerly."""
     plans = [item.plan for item in items]
@@ -173,13 +200,17 @@ def test_a_line_is_refused() -> None:
         PUBLISHED.sizing.plan(Size(10000, 1))
 
 
+@pytest.mark.parametrize("preset", ["llava-onevision-7b", "llava-next-7b"])
 @pytest.mark.parametrize("size", [(600, 400), (1920, 1080), (300, 1100), (90, 70), (384, 384)])
-def test_tiles_are_those_of_the_processor(size: tuple[int, int]) -> None:
-    image, sizing = opened().resize(size), PUBLISHED.sizing
+def test_tiles_are_those_of_the_processor(size: tuple[int, int], preset: str) -> None:
+    image, sizing = opened().resize(size), read(dummy(preset)).sizing
     assert isinstance(sizing, AnyresSizing)
-    theirs = LlavaOnevisionImageProcessorPil(do_normalize=False)(image, return_tensors="np")
+    kind = LlavaNextImageProcessorPil if "next" in preset else LlavaOnevisionImageProcessorPil
+    settings = Preset(preset).files["preprocessor_config.json"] | {"do_normalize": False}
+    theirs = kind(**settings)(image, return_tensors="np")
     tiles = torch.from_numpy((theirs["pixel_values"][0] * 255).round().astype(np.uint8))
-    expected = torch.cat([cut_tiles(tile[:, :378, :378], sizing) for tile in tiles])
+    side = sizing.tile_pixels
+    expected = torch.cat([cut_tiles(tile[:, :side, :side], sizing) for tile in tiles])
     ours = patches_of(torch.from_numpy(np.array(image)).permute(2, 0, 1), sizing)
     difference = np.abs(ours.numpy().astype(np.int64) - expected.numpy().astype(np.int64))
     assert len(ours) == sizing.plan(Size(*size)).patches

@@ -1,4 +1,4 @@
-"""Pixtral and Mistral 3 against transformers' modules, through graphs and eagerly."""
+"""Pixtral, Mistral 3 and LightOnOCR against transformers' modules, through graphs and eagerly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.options import ModelOptions
 from actors.types import ItemPlan, Size
-from tests.checkpoints_pixtral import write_mistral3, write_pixtral
+from tests.checkpoints_pixtral import write_lighton_ocr, write_mistral3, write_pixtral
 from tests.images import PHOTOGRAPHS, photograph
 from tests.parity.table import check
 
@@ -33,7 +33,11 @@ PACKS = [
     [Size(300, 100), Size(20, 50), Size(280, 280)],
     [Size(20 + 33 * i, 300 - 30 * i) for i in range(9)],
 ]
-WRITERS: dict[str, Callable[[Path], Any]] = {"pixtral": write_pixtral, "mistral3": write_mistral3}
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "pixtral": write_pixtral,
+    "mistral3": write_mistral3,
+    "lighton_ocr": write_lighton_ocr,
+}
 
 
 @dataclass(frozen=True)

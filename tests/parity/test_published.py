@@ -54,6 +54,13 @@ def glm(size: Size) -> int:
     return int(prod(module.smart_resize(2, size.height, size.width, **limits))) // 28**2
 
 
+def gemma4(size: Size) -> int:
+    """Tokens as transformers' image processor of Gemma 4 resizes."""
+    module = import_module("transformers.models.gemma4.image_processing_pil_gemma4")
+    sides = module.get_aspect_ratio_preserving_size(size.height, size.width, 16, 280 * 9, 3)
+    return int(prod(sides)) // 48**2
+
+
 def kimi(size: Size) -> int:
     """Tokens by the published rule: at most 4096 whole patches, then padded to blocks of 28."""
     scale = min(1.0, (4096 / (size.width // 14 * (size.height // 14))) ** 0.5)
@@ -89,19 +96,45 @@ def kimi_k25(size: Size) -> int:
     return down * across
 
 
-def internvl(size: Size) -> int:
-    """Tokens as transformers' image processor of InternVL cuts tiles."""
+def got_ocr2(side: int, tokens: int) -> Count:
+    """Tokens as transformers' image processor of InternVL and Aya Vision cuts tiles."""
     module = import_module("transformers.models.got_ocr2.image_processing_pil_got_ocr2")
-    processor = module.GotOcr2ImageProcessorPil(size={"height": 448, "width": 448})
+    processor = module.GotOcr2ImageProcessorPil(size={"height": side, "width": side})
     settings = {"crop_to_patches": True}
-    tiles: int = processor.get_number_of_image_patches(size.height, size.width, settings)
-    return 256 * tiles
+
+    def count(size: Size) -> int:
+        tiles: int = processor.get_number_of_image_patches(size.height, size.width, settings)
+        return tokens * tiles
+
+    return count
+
+
+def cohere2(size: Size) -> int:
+    """Tokens as transformers' image processor of Cohere 2 Vision cuts tiles."""
+    rule = llama4.functions("cohere2_vision")["get_optimal_tiled_canvas"]
+    tiles = prod(rule((size.height, size.width), (512, 512), 1, 12))
+    return 256 * (tiles + 1 if tiles > 1 else 1)
 
 
 def llama_4(size: Size) -> int:
     """Tokens as transformers' image processor of Llama 4 cuts tiles."""
     tiles = prod(llama4.canvas(size.width, size.height, 16)) // 336**2
     return 144 * (tiles + 1 if tiles > 1 else 1)
+
+
+def llava_next(size: Size) -> int:
+    """Tokens as transformers' processor of LLaVA-NeXT counts placeholders."""
+    module = import_module("transformers.models.llava_next.processing_llava_next")
+    kind = module.LlavaNextProcessor
+    pil = import_module("transformers.models.llava_next.image_processing_pil_llava_next")
+    processor = SimpleNamespace(
+        image_processor=pil.LlavaNextImageProcessorPil(),
+        patch_size=14,
+        num_additional_image_tokens=1,
+    )
+    processor._get_unpadded_features = partial(kind._get_unpadded_features, processor)
+    tokens: int = kind._get_number_of_features(processor, size.height, size.width, 336, 336)
+    return tokens - 1  # of the class token
 
 
 def onevision(size: Size) -> int:
@@ -117,6 +150,15 @@ def onevision(size: Size) -> int:
     processor._get_unpadded_features = partial(kind._get_unpadded_features, processor)
     tokens: int = kind._get_number_of_features(processor, size.height, size.width, 384, 384)
     return tokens
+
+
+def idefics3(size: Size) -> int:
+    """Tokens as transformers' image processor of SmolVLM2 cuts tiles, as it is published."""
+    module = import_module("transformers.models.smolvlm.image_processing_pil_smolvlm")
+    edges = {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}}
+    processor = module.SmolVLMImageProcessorPil(**edges)
+    tiles: int = processor.get_number_of_image_patches(size.height, size.width, edges)[0]
+    return 9**2 * tiles
 
 
 def deepseek(size: Size) -> int:
@@ -150,20 +192,28 @@ PUBLISHED = [
     Published("qwen2vl-7b", "Qwen2-VL", 676, qwen(28, 3136, 12845056)),
     Published("qwen25vl-7b", "Qwen2.5-VL", 677, qwen(28, 3136, 12845056)),
     Published("glm41v-9b", "GLM-4.1V, 4.5V, 4.6V", 892, glm),
+    Published("glm-ocr", "GLM-OCR", 434, glm),
+    Published("ernie45vl-28b", "ERNIE-4.5-VL", 775, qwen(28, 3136, 4816896)),
     Published("kimivl-a3b", "Kimi-VL", 448, kimi),
     Published("kimik25", "Kimi-K2.5", 471, kimi_k25),
     Published("pixtral-12b", "Pixtral", 435, pixtral(1024, 16)),
     Published("mistral-small31", "Mistral Small 3.1, 3.2", 439, pixtral(1540, 28)),
+    Published("lighton-ocr", "LightOnOCR", 410, pixtral(1540, 28)),
     Published("paddleocr-vl", "PaddleOCR-VL", 439, paddleocr),
-    Published("internvl3-8b", "InternVL 2, 2.5, 3, 3.5", 332, internvl),
-    Published("internvl3-78b", "InternVL 2, 2.5, 3, 3.5", 5709, internvl),
+    Published("internvl3-8b", "InternVL 2, 2.5, 3, 3.5", 332, got_ocr2(448, 256)),
+    Published("internvl3-78b", "InternVL 2, 2.5, 3, 3.5", 5709, got_ocr2(448, 256)),
     Published("llama4-scout", "Llama 4", 872, llama_4),
     Published("gemma3-4b", "Gemma 3", 420, lambda size: 256),
+    Published("gemma4-31b", "Gemma 4", 576, gemma4),
     Published("siglip-so400m", "SigLIP", 413, lambda size: 27**2),
     Published("clip-vit-l-336", "CLIP", 304, lambda size: 24**2 + 1),
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),
+    Published("llava-next-7b", "LLaVA-NeXT", 312, llava_next),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
     Published("paligemma2-3b", "PaliGemma 1, 2", 415, lambda size: 16**2),
+    Published("aya-vision-8b", "Aya Vision", 604, got_ocr2(364, 169)),
+    Published("command-a-vision", "Cohere 2 Vision", 810, cohere2),
+    Published("smolvlm2-2b", "Idefics3, SmolVLM 1, 2", 434, idefics3),
     Published("deepseek-ocr", "DeepSeek-OCR", 401, deepseek),
     Published("step3vl-10b", "Step3-VL-10B, Step-3.7", 1981, step3),
     Published("step3-321b", "Step3 (321B)", 4675, step3),

@@ -233,7 +233,9 @@ def test_a_processor_decides_only_within_its_family() -> None:
 
 
 SIGLIP = "siglip_vision_model"
-TOWERS = {"gemma3": SIGLIP, "llava_onevision": SIGLIP, "mistral3": "pixtral"}
+TOWERS = dict.fromkeys(("gemma3", "llava_onevision", "aya_vision", "cohere2_vision"), SIGLIP) | {
+    "mistral3": "pixtral"
+}
 
 
 @pytest.mark.parametrize("kind", sorted(vision_defaults().keys() & CONFIG_MAPPING.keys()))

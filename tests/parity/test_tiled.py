@@ -27,7 +27,14 @@ from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, ItemPlan, Size
-from tests.checkpoints_clip import write_clip, write_llava, write_paligemma, write_siglip
+from tests.checkpoints_clip import (
+    write_aya,
+    write_clip,
+    write_idefics3,
+    write_llava,
+    write_paligemma,
+    write_siglip,
+)
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_internvl_chat, write_llama4
 from tests.images import PHOTOGRAPHS, item_of, photograph
 from tests.parity.table import check
@@ -72,6 +79,14 @@ def llava(model: Any, pixels: Tensor) -> Tensor:
     return torch.cat(list(features.pooler_output))
 
 
+def idefics3(model: Any, pixels: Tensor) -> Tensor:
+    """A tile that is black after normalisation would count as padding: there is none."""
+    side = model.config.vision_config.image_size - pixels.shape[-1]
+    padded = F.pad(pixels, (0, side, 0, side), value=1.0)  # pixels that fill no whole patch
+    features = model.model.get_image_features(padded[None], return_dict=True)
+    return torch.cat(list(features.pooler_output))
+
+
 CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tensor]]] = {
     "internvl-300M": (lambda folder: write_internvl(folder, "300M"), internvl),
     "internvl-6B": (lambda folder: write_internvl(folder, "6B"), internvl),
@@ -92,8 +107,21 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tens
         lambda folder: write_llava(folder, "siglip", vision_feature_select_strategy="full"),
         llava,
     ),
+    "llava-layers": (
+        lambda folder: write_llava(
+            folder,
+            "siglip",
+            vision_feature_select_strategy="full",
+            vision_feature_layer=[-3, -1],
+        ),
+        llava,
+    ),
     "paligemma": (lambda folder: write_paligemma(folder, "gemma"), internvl),
     "paligemma2": (lambda folder: write_paligemma(folder, "gemma2"), internvl),
+    "aya": (lambda folder: write_aya(folder, "AyaVision"), internvl),
+    "cohere2": (lambda folder: write_aya(folder, "Cohere2Vision"), internvl),
+    "idefics3": (lambda folder: write_idefics3(folder, "Idefics3"), idefics3),
+    "smolvlm": (lambda folder: write_idefics3(folder, "SmolVLM"), idefics3),
 }
 
 

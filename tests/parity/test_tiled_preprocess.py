@@ -14,18 +14,31 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
 from actors.families.registry import read
-from actors.media.patchify import cut_tiles
-from actors.spec.tiles import OneTile, PaddedTiles, StretchedTiles, TileSizing
+from actors.media.patchify import cut_tiles, patchifier_of
+from actors.options import ModelOptions
+from actors.spec.checkpoint import Preset
+from actors.spec.tiles import (
+    CoveringTiles,
+    OneTile,
+    PaddedTiles,
+    SplitTiles,
+    StretchedTiles,
+    TileSizing,
+)
 from actors.types import Size
+from tests import llama4
 from tests.images import opened
 from tests.patches import patches_of
 from tests.unit.spec.test_tile_spec import PROCESSOR, changed
 
 INTERNVL = StretchedTiles(tile_pixels=448, patch_size=14, merge_size=2, max_tiles=12, min_tiles=1)
+AYA = StretchedTiles(364, 14, 2, 12, 1)
 LLAMA4 = PaddedTiles(tile_pixels=336, patch_size=14, merge_size=2, max_tiles=16)
 
 SIZES = [(600, 400), (1920, 1080), (300, 1100), (90, 70), (448, 448), (2000, 120)]
@@ -33,15 +46,39 @@ SIZES = [(600, 400), (1920, 1080), (300, 1100), (90, 70), (448, 448), (2000, 120
 Pixels = npt.NDArray[np.uint8]
 
 
+@pytest.mark.parametrize("sizing", [INTERNVL, AYA], ids=["internvl", "aya"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_internvl_gives_the_tiles_of_the_processor(size: tuple[int, int]) -> None:
+def test_tiles_of_the_processor_of_internvl_and_aya_vision(
+    size: tuple[int, int], sizing: StretchedTiles
+) -> None:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
     image = opened().resize(size)
-    settings: dict[str, Any] = {"size": {"height": 448, "width": 448}, "do_normalize": False}
+    side = sizing.tile_pixels
+    settings: dict[str, Any] = {"size": {"height": side, "width": side}, "do_normalize": False}
     processor = GotOcr2ImageProcessorPil(**settings, crop_to_patches=True)
     theirs = processor(image, return_tensors="np")
-    compare(image, INTERNVL, bytes_of(theirs["pixel_values"]), "bicubic")
+    compare(image, sizing, bytes_of(theirs["pixel_values"]), "bicubic")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_cohere2_vision_gives_tiles_then_the_whole(size: tuple[int, int]) -> None:
+    """Its processor needs torchvision: its rule for canvases, and Pillow."""
+    image, sizing, side = opened().resize(size), CoveringTiles(512, 16, 2, 12, 1), 512
+    rule = llama4.functions("cohere2_vision")["get_optimal_tiled_canvas"]
+    columns, rows = rule((size[1], size[0]), (side, side), 1, 12)
+    canvas = np.asarray(image.resize((columns * side, rows * side))).transpose(2, 0, 1)
+    tiles = [band for row in np.split(canvas, rows, 1) for band in np.split(row, columns, 2)]
+    if len(tiles) > 1:
+        tiles.append(np.asarray(image.resize((side, side))).transpose(2, 0, 1))
+    compare(image, sizing, tiles, "bicubic")
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_canvases_of_cohere2_vision(width: int, height: int) -> None:
+    rule = llama4.functions("cohere2_vision")["get_optimal_tiled_canvas"]
+    layout = CoveringTiles(512, 16, 2, 12, 1).layout(Size(width, height))
+    assert layout == rule((height, width), (512, 512), 1, 12)[::-1]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -74,6 +111,23 @@ def test_siglip_gives_the_picture_of_the_processor(
     side = model.sizing.tile_pixels
     tiles = bytes_of(theirs["pixel_values"][..., :side, :side])
     compare(image, model.sizing, tiles, model.resample)
+
+
+@pytest.mark.parametrize("size", [*SIZES, (1, 900), (901, 300)], ids=str)
+def test_smolvlm_gives_the_tiles_of_the_processor(size: tuple[int, int]) -> None:
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    image, model = opened().resize(size), read(ModelOptions(id="smolvlm2-2b", load_format="dummy"))
+    settings = Preset("smolvlm2-2b").files["preprocessor_config.json"] | {"do_normalize": False}
+    (theirs,) = SmolVLMImageProcessorPil(**settings)(image, return_tensors="np")["pixel_values"]
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    plan, patches = patchifier_of(model).patchify(pixels)
+    assert isinstance(model.sizing, SplitTiles)
+    side = model.sizing.tile_pixels
+    tiles = bytes_of(theirs[..., :side, :side])
+    assert plan.patches == len(tiles) * 27**2
+    exact = torch.cat([cut_tiles(tensor(tile), model.sizing) for tile in tiles])
+    assert patches.equal(exact)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -16,6 +16,7 @@ from actors.spec.settings import (
     ModelSource,
     only,
     resampling,
+    shorter_side,
     side,
     tower_pixels,
 )
@@ -108,8 +109,7 @@ def one_tile(
     size = processor.get("size")
     if cropped:
         only(processor, {"do_center_crop": True}, "the image processor")
-        if isinstance(size, dict) and set(size) == {"shortest_edge"}:
-            size = size["shortest_edge"]
+        size = shorter_side(size)
         pixels = side(vision["image_size"])
         if side(processor.get("crop_size") or pixels) != pixels:
             raise ValueError(f"crop_size of the image processor: only {pixels} is supported")
@@ -129,3 +129,10 @@ def one_tile(
 
 MODEL_TYPES = {"siglip": siglip, "clip": clip}
 VISION_DEFAULTS = {"siglip": TOWERS[SIGLIP_TOWER], "clip": TOWERS[CLIP_TOWER]}
+
+ALIGNED = "its images are padded to squares, and its tower has an aligner of its own"
+REFUSED = {
+    "siglip2": "its positions are resampled with antialiasing to the size of each image (NaFlex)",
+    "lfm2_vl": "its tiles and its overview differ in size, over SigLIP 2 with NaFlex",
+    **{"janus": ALIGNED, "multi_modality": ALIGNED},
+}

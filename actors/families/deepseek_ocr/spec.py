@@ -37,3 +37,5 @@ def deepseek_ocr(source: ModelSource) -> ModelSpec:
 
 MODEL_TYPES = {"deepseek_vl_v2": deepseek_ocr, "DeepseekOCR": deepseek_ocr}
 """The latter as re-saved by transformers."""
+
+REFUSED = {"deepseek_ocr2": "its second encoder is a language model with learned queries"}

@@ -25,15 +25,18 @@ def glm46v(source: ModelSource) -> ModelSpec:
     return glm(source, Thinning(FRAMES_PER_GROUP))
 
 
-def glm(source: ModelSource, rule: Sampling) -> ModelSpec:
+def glm(
+    source: ModelSource, rule: Sampling, family: str = "glm4v", *, bias: bool = False
+) -> ModelSpec:
     vision, processor = source.vision, source.image_processor(CLIP_PIXELS)
-    only(vision, {"hidden_act": "silu", "attention_bias": False}, "vision_config")
+    only(vision, {"hidden_act": "silu", "attention_bias": bias}, "vision_config")
     smallest, largest = pixel_range(processor, 12544, 11760000)
     # The range counts the pixels of all frames of a group; an image fills each of them.
     frames = int(vision["temporal_patch_size"])
     patch, merge = int(vision["patch_size"]), int(vision["spatial_merge_size"])
     sizing = EnlargingSizing(patch, merge, -(-smallest // frames), largest // frames)
-    model = source.spec("glm4v", processor, vision, sizing, vision["out_hidden_size"])
+    width = vision["out_hidden_size"]
+    model = source.spec(family, processor, vision, sizing, width, folder="glm4v")
     limits = total_pixels(source.video_processor(), 112 * 112, 28 * 28 * 2 * 30000)
     return source.with_video(model, TotalPixels(rule, patch, merge, FRAMES_PER_GROUP, *limits))
 

@@ -76,3 +76,6 @@ VISION_DEFAULTS: Mapping[str, Json] = {
     },
 }
 """The latter: of the configuration class in OpenGVLab's own code."""
+
+MIXED = "its rows are mixtures from a table of visual words, over AIMv2"
+REFUSED = {"ovis2": MIXED, "ovis": MIXED}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from actors.families.clip.spec import CLIP_TOWER, SIGLIP_TOWER, TOWERS, one_tile
 from actors.families.llava_onevision.spec import llava_qwen
 from actors.families.pixtral.spec import pixtral
+from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import ModelSource, only
 
@@ -19,27 +20,35 @@ def llava(source: ModelSource) -> ModelSpec:
     if "mm_vision_tower" in config:
         return llava_qwen(source)
     only(config, {"projector_hidden_act": "gelu"}, "config.json")
-    kind: str = source.vision.get("model_type", "")
-    if kind == "pixtral":
+    if source.vision.get("model_type") == "pixtral":
         return pixtral(source)
+    vision = used(source)
+    kind, strategy = vision["model_type"], config.get("vision_feature_select_strategy", "default")
+    if kind == SIGLIP_TOWER and strategy != "full":
+        raise ValueError("vision_feature_select_strategy: SigLIP has no class to drop, only full")
+    width = config["text_config"].get("hidden_size", LLAMA_WIDTH)
+    class_tokens = int(kind == CLIP_TOWER and strategy == "full")
+    return one_tile("llava", "llava", source, vision, width, class_tokens)
+
+
+def used(source: ModelSource) -> Json:
+    """`vision_config`, with what config.json says of the layers and of the projector."""
+    config = source.config
+    only(config, {"projector_hidden_act": "gelu"}, "config.json")
+    kind: str = source.vision.get("model_type", "")
     if kind not in TOWERS:
         towers = ", ".join([*TOWERS, "pixtral"])
         raise ValueError(f"model_type of vision_config: {kind!r} is none of {towers}")
     vision = TOWERS[kind] | source.vision
-    layer, depth = config.get("vision_feature_layer", -2), int(vision["num_hidden_layers"])
-    used = layer + (depth + 1 if layer < 0 else 0)
-    strategy = config.get("vision_feature_select_strategy", "default")
-    if kind == SIGLIP_TOWER and strategy != "full":
-        raise ValueError("vision_feature_select_strategy: SigLIP has no class to drop, only full")
-    if kind == SIGLIP_TOWER and used == depth:
+    depth, given = int(vision["num_hidden_layers"]), config.get("vision_feature_layer", -2)
+    stated: list[int] = given if isinstance(given, list) else [given]
+    layers = [layer + (depth + 1 if layer < 0 else 0) for layer in stated]
+    if layers != sorted(set(layers)) or not 0 < layers[0] <= layers[-1] <= depth:
         raise ValueError(
-            "vision_feature_layer: of SigLIP only layers before the last are supported"
+            f"vision_feature_layer: {given} is not in ascending order, or not of {depth} layers"
         )
     bias = config.get("multimodal_projector_bias", True)
-    vision |= {"used_layers": used, "projector_bias": bias}
-    width = config["text_config"].get("hidden_size", LLAMA_WIDTH)
-    class_tokens = int(kind == CLIP_TOWER and strategy == "full")
-    return one_tile("llava", "llava", source, vision, width, class_tokens)
+    return vision | {"used_layers": layers[-1], "taps": layers[:-1], "projector_bias": bias}
 
 
 MODEL_TYPES = {"llava": llava}

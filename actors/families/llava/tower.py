@@ -5,6 +5,8 @@ Computes what transformers.models.llava computes in LlavaMultiModalProjector, to
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.nn.functional as F
 
 from actors.families.clip import tower as clip
@@ -25,13 +27,17 @@ def family(spec: ModelSpec) -> Family[TileParts]:
 
 def expected(spec: ModelSpec, projector: tuple[str, str] = PROJECTOR) -> Expected:
     (up, down), bias = projector, bool(spec.vision["projector_bias"])
+    seen = clip.dimensions(spec).width * (1 + len(spec.vision.get("taps", ())))
     return {
         **clip.layer_shapes(spec),
-        **affine(up, (spec.width, clip.dimensions(spec).width), bias=bias),
+        **affine(up, (spec.width, seen), bias=bias),
         **affine(down, (spec.width, spec.width), bias=bias),
     }
 
 
 def parts(spec: ModelSpec, weights: Weights, projector: tuple[str, str] = PROJECTOR) -> TileParts:
     up, down = (weights.affine(name) for name in projector)
-    return clip.parts(spec, weights, lambda x: down.linear(F.gelu(up.linear(x))))
+    taps = [layer - 1 for layer in spec.vision.get("taps", ())]
+    return replace(
+        clip.parts(spec, weights, lambda x: down.linear(F.gelu(up.linear(x)))), taps=taps
+    )

@@ -33,12 +33,8 @@ def llava_onevision(source: ModelSource) -> ModelSpec:
     only(vision, {"model_type": SIGLIP_TOWER}, "vision_config")
     bias = config.get("multimodal_projector_bias", True)
     vision |= {"model_type": SIGLIP_TOWER, "projector_bias": bias}
-    grids = [one.get("image_grid_pinpoints") for one in (processor, config)]
-    pinpoints: list[list[int]] | None = grids[0] or grids[1]
-    if grids[1] and grids[1] != pinpoints:
-        raise ValueError("image_grid_pinpoints: config.json and the image processor differ")
     aspect = config.get("vision_aspect_ratio", "anyres_max_9")
-    sizing = anyres(vision, processor, pinpoints, aspect)
+    sizing = anyres(vision, processor, pinpoints_of(source, processor), aspect)
     return tiled("llava_onevision", source, processor, vision, sizing, source.text_width)
 
 
@@ -59,24 +55,34 @@ def llava_qwen(source: ModelSource) -> ModelSpec:
     return tiled("llava_qwen", source, HALVES, vision, sizing, config["hidden_size"])
 
 
+def pinpoints_of(source: ModelSource, processor: Json) -> list[list[int]] | None:
+    grids = [one.get("image_grid_pinpoints") for one in (processor, source.config)]
+    pinpoints: list[list[int]] | None = grids[0] or grids[1]
+    if grids[1] and grids[1] != pinpoints:
+        raise ValueError("image_grid_pinpoints: config.json and the image processor differ")
+    return pinpoints
+
+
 def anyres(
-    vision: Json, processor: Json, pinpoints: list[list[int]] | None, aspect: str
+    vision: Json, processor: Json, pinpoints: list[list[int]] | None, aspect: str = ""
 ) -> AnyresSizing:
-    """`pinpoints`: heights and widths of canvases, in pixels."""
+    """`pinpoints`: heights and widths of canvases, in pixels. Without `aspect` no canvas is scaled
+    down."""
     patch, pixels = side(vision["patch_size"]), tower_pixels(vision, processor.get("size"))
     whole = [pixels * tiles for tiles in range(1, 7)]
     canvases = pinpoints or [list(canvas) for canvas in product(whole, whole)]
     if any(edge % pixels or edge <= 0 for canvas in canvases for edge in canvas):
         raise ValueError(f"image_grid_pinpoints: only whole tiles of {pixels} are supported")
-    before, _, most = str(aspect).partition("anyres_max_")
+    layouts = tuple((height // pixels, across // pixels) for height, across in canvases)
+    max_tiles = max(rows * columns for rows, columns in layouts)
+    before, _, most = str(aspect or f"anyres_max_{max_tiles}").partition("anyres_max_")
     if before or not most.isdecimal() or not int(most):
         raise ValueError(f"vision_aspect_ratio: {aspect!r} is no anyres_max_N")
-    layouts = tuple((height // pixels, across // pixels) for height, across in canvases)
     return AnyresSizing(
         tile_pixels=pixels // patch * patch,
         patch_size=patch,
         merge_size=1,
-        max_tiles=max(rows * columns for rows, columns in layouts),
+        max_tiles=max_tiles,
         picture_pixels=pixels,
         canvases=layouts,
         most_tiles=int(most),

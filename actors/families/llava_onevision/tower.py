@@ -1,8 +1,8 @@
-"""The vision tower of LLaVA-OneVision: LLaVA's over SigLIP, and the order of its rows.
+"""The vision tower of LLaVA-NeXT and LLaVA-OneVision: LLaVA's, and the order of its rows.
 
-Computes what transformers.models.llava_onevision computes in get_image_features, for each image as
-if it were alone in its prompt, and in get_video_features. The graph ends with the projector;
-removing the padding, scaling and pooling follow it, as there.
+Computes what transformers.models.llava_next and llava_onevision compute in get_image_features, for
+each image as if it were alone in its prompt, and in get_video_features. The
+graph ends with the projector; removing the padding, scaling and pooling follow it, as there.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class OnevisionTower(TileTower):
     ) -> None:
         super().__init__(spec, parts.tiles, attention, blocks)
         assert isinstance(spec.sizing, AnyresSizing)
-        assert isinstance(spec.video, PooledFrames)
         self.anyres, self.frames = spec.sizing, spec.video
         self.newline = parts.newline
 
@@ -96,6 +95,7 @@ class OnevisionTower(TileTower):
 
     def video_rows(self, tokens: Tensor, plan: ItemPlan) -> Tensor:
         """transformers: apply_pooling. The last chunk of a video ends in the newline."""
+        assert isinstance(self.frames, PooledFrames)
         side, pooled = self.frames.side, self.frames.frame_side
         frames = tokens.view(plan.frames, side, side, -1)
         rows = resampled(frames, (pooled, pooled)).flatten(0, 2)

@@ -1,4 +1,7 @@
-"""Pixtral (as a tower of transformers.models.llava) and Mistral 3: transformers.models.mistral3."""
+"""Pixtral (as a tower of transformers.models.llava), Mistral 3 and LightOnOCR.
+
+transformers.models.mistral3 and lighton_ocr. LightOnOCR is published as either.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,12 @@ def mistral3(source: ModelSource) -> ModelSpec:
     return fitted("mistral3", source, projector, config.get("spatial_merge_size", 2))
 
 
+def lighton_ocr(source: ModelSource) -> ModelSpec:
+    epsilon = source.config["text_config"].get("rms_norm_eps", 1e-6)
+    projector = {"projector_bias": False, "projector_epsilon": epsilon}
+    return fitted("lighton_ocr", source, projector, source.config.get("spatial_merge_size", 2))
+
+
 def fitted(family: str, source: ModelSource, projector: Json, merge: int) -> ModelSpec:
     vision, processor = source.vision, source.image_processor(CLIP_PIXELS)
     only(source.config, {"projector_hidden_act": "gelu"}, "config.json")
@@ -51,5 +60,5 @@ def fitted(family: str, source: ModelSource, projector: Json, merge: int) -> Mod
     )
 
 
-MODEL_TYPES = {"mistral3": mistral3}
-VISION_DEFAULTS: Mapping[str, Json] = {"mistral3": PIXTRAL}
+MODEL_TYPES = {"mistral3": mistral3, "lighton_ocr": lighton_ocr}
+VISION_DEFAULTS: Mapping[str, Json] = dict.fromkeys(MODEL_TYPES, PIXTRAL)

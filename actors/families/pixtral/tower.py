@@ -1,7 +1,7 @@
-"""The vision tower of Pixtral and Mistral 3 with its projector: RMS norms, SwiGLU, no biases.
+"""The vision tower of Pixtral, Mistral 3 and LightOnOCR with its projector: RMS norms, SwiGLU.
 
-Computes what transformers.models.pixtral computes in PixtralVisionModel, and llava or mistral3 in
-their projectors.
+Computes what transformers.models.pixtral computes in PixtralVisionModel, and llava, mistral3 or
+lighton_ocr in their projectors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import rope_theta
 
-PREFIXES = ("vision_tower.", "multi_modal_projector.")
+PREFIXES = ("vision_tower.", "multi_modal_projector.", "vision_encoder.", "vision_projection.")
+"""The last two: of LightOnOCR."""
 
 NAMES = BlockNames(
     block="transformer.layers",
@@ -53,7 +54,7 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
         **affine("linear_1", (spec.width, tower.width), bias=bias),
         **affine("linear_2", (spec.width, spec.width), bias=bias),
     }
-    if spec.family == "mistral3":
+    if "projector_epsilon" in spec.vision:
         expected |= affine("norm", (tower.width,), bias=False)
         expected |= affine("patch_merger.merging_layer", (tower.width, tower.merged), bias=False)
     return Family(PREFIXES, expected, tower.head_size, parts, PixtralTower)
@@ -63,7 +64,7 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
     tower, before = Dimensions.read(spec), weights.affine("ln_pre")
     first, second = weights.affine("linear_1"), weights.affine("linear_2")
     norm, merging = None, None
-    if spec.family == "mistral3":
+    if "projector_epsilon" in spec.vision:
         norm = weights.affine("norm")
         # Published: for each channel the patches of a token. Here the patches are concatenated.
         stored = weights.tensors["patch_merger.merging_layer.weight"]

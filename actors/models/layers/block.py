@@ -19,7 +19,7 @@ from torch import Tensor
 from actors.kernels.attention import Attention, Values
 from actors.options import BlockForm
 
-Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"]
+Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh"]
 Norm = Literal["layer", "rms"]
 
 WINDOW = "window_"
@@ -39,10 +39,17 @@ class Style:
     epsilon: float = 1e-6
     norm: Norm = "layer"
     post_norm: bool = False
-    """Norms follow attention and MLP instead of preceding them (Step3). Has no fast form."""
+    """Norms follow attention and MLP instead of preceding them (Step3)."""
+    both_norms: bool = False
+    """Other norms follow attention and MLP, too (Gemma 4)."""
     windowed: frozenset[int] = frozenset()
     """Layers whose patches attend within their window: they read the inputs that start with
     WINDOW."""
+
+    @property
+    def fast(self) -> bool:
+        """Whether there is a fast form of such blocks."""
+        return not (self.post_norm or self.both_norms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    """One layer. `qkv` is fused: [3 x heads x head size, width]. SwiGLU: `up` is gate, then up."""
+    """One layer. `qkv` is fused: [3 x heads x head size, width]. Gated: `up` is gate, then up."""
 
     norm1: Affine
     qkv: Affine
@@ -67,7 +74,10 @@ class BlockWeights:
     up: Affine
     down: Affine
     qk_norm: Tensor | None = None
-    """[2, width]: RMSNorm over all heads of q together, and of k, before they are rotated."""
+    """RMSNorm of q, and of k, before they are rotated: [2, width] over all heads together, or [2,
+    head size] over each; [3, head size]: of v, too."""
+    after: tuple[Affine, Affine] | None = None
+    """Norms of what attention and what the MLP adds, with `both_norms`."""
 
 
 class Blocks(Protocol):
@@ -145,8 +155,9 @@ class ReferenceBlocks:
         qkv = F.linear(y, layer.qkv.weight, layer.qkv.bias)
         qkv = qkv.view(len(x), 3, self.style.heads, -1)
         if layer.qk_norm is not None:
-            normed = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
-            qkv = torch.cat([normed, qkv[:, 2:]], dim=1)
+            count = len(layer.qk_norm)
+            normed = qk_normed(qkv[:, :count], layer.qk_norm, self.style.epsilon)
+            qkv = torch.cat([normed, qkv[:, count:]], dim=1)
         if cos is not None and sin is not None:
             qkv = torch.cat([rotate(qkv[:, :2], cos, sin), qkv[:, 2:]], dim=1)
         return qkv
@@ -156,8 +167,11 @@ class ReferenceBlocks:
         if self.style.post_norm:
             x = x + self.norm(y, layer.norm1)
             return x + self.norm(self.mlp(x, layer), layer.norm2)
-        x = x + y
-        return x + self.mlp(self.norm(x, layer.norm2), layer)
+        if layer.after is None:
+            x = x + y
+            return x + self.mlp(self.norm(x, layer.norm2), layer)
+        x = x + self.norm(y, layer.after[0])
+        return x + self.norm(self.mlp(self.norm(x, layer.norm2), layer), layer.after[1])
 
     def norm(self, x: Tensor, norm: Affine) -> Tensor:
         return NORMS[self.style.norm](x, norm, self.style.epsilon)
@@ -232,9 +246,9 @@ def rms_norm(x: Tensor, norm: Affine, epsilon: float) -> Tensor:
 
 
 def qk_normed(qk: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """qk [patches, 2, heads, head size], normalised over heads and head size."""
-    flat = qk.flatten(2)
-    return (F.rms_norm(flat, flat.shape[-1:], eps=epsilon) * weight).view(qk.shape)
+    """qk [patches, 2 or 3, heads, head size], normalised as the size of the weight says."""
+    normed = qk.reshape(*qk.shape[:2], -1, weight.shape[1])
+    return (F.rms_norm(normed, normed.shape[-1:], eps=epsilon) * weight[:, None]).view(qk.shape)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -248,11 +262,18 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu_tanh(x: Tensor) -> Tensor:
+    """As swiglu."""
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
     "quick_gelu": quick_gelu,
     "swiglu": swiglu,
+    "geglu_tanh": geglu_tanh,
 }
 
 NORMS: dict[Norm, Callable[[Tensor, Affine, float], Tensor]] = {

@@ -59,7 +59,7 @@ class FastBlocks:
         attention: Attention,
         taps: Sequence[int] = (),
     ) -> None:
-        assert not style.post_norm, "ModelSpec.fast_blocks says that there is none. This is a bug."
+        assert style.fast, "ModelSpec.fast_blocks says that there is none. This is a bug."
         self.style = style
         self.attention = attention
         self.taps = taps

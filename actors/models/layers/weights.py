@@ -92,7 +92,8 @@ class BlockNames:
     biased: bool = True  # whether they have biases
     unbiased: frozenset[str] = frozenset()  # the names above of those that still have none
     scales: tuple[str, str] | None = None  # layer scales of proj and down
-    qk_norm: tuple[str, str] | None = None  # RMSNorm over all heads of q, and of k
+    qk_norm: tuple[str, str] | None = None  # RMSNorm of q, and of k
+    after: tuple[str, str] | None = None  # norms of what attention and MLP add
 
 
 CLIP_NAMES = BlockNames(
@@ -177,6 +178,12 @@ class Weights:
                 up=self.affine(*(f"{block}.{name}" for name in names.up)),
                 down=self.scaled(f"{block}.{names.down}", ends[1] and f"{block}.{ends[1]}"),
                 qk_norm=self.stacked(f"{block}.{name}.weight" for name in names.qk_norm or ()),
+                after=(
+                    self.affine(f"{block}.{names.after[0]}"),
+                    self.affine(f"{block}.{names.after[1]}"),
+                )
+                if names.after
+                else None,
             )
             for block in (f"{names.block}.{layer}" for layer in range(depth))
         ]
@@ -187,7 +194,10 @@ class Weights:
         return self.place(torch.stack(found)) if found else None
 
 
-def expected_blocks(names: BlockNames, depth: int, width: int, mlp_width: int) -> Expected:
+def expected_blocks(
+    names: BlockNames, depth: int, width: int, mlp_width: int, qk_size: int | None = None
+) -> Expected:
+    """`qk_size`: of the norms of q and k, if they are for each head."""
     parts: dict[str, tuple[int, ...]] = {
         names.norm1: (width,),
         **dict.fromkeys(names.qkv, (3 * width // len(names.qkv), width)),
@@ -204,7 +214,8 @@ def expected_blocks(names: BlockNames, depth: int, width: int, mlp_width: int) -
                 f"{block}.{part}", weight, bias=names.biased and part not in names.unbiased
             )
         shapes |= {f"{block}.{scale}": (width,) for scale in names.scales or ()}
-        shapes |= {f"{block}.{norm}.weight": (width,) for norm in names.qk_norm or ()}
+        shapes |= {f"{block}.{norm}.weight": (width,) for norm in names.after or ()}
+        shapes |= {f"{block}.{norm}.weight": (qk_size or width,) for norm in names.qk_norm or ()}
     return shapes
 
 

@@ -10,6 +10,7 @@ import torch
 from actors.spec.video import retention_mask
 from actors.types import ItemPlan
 from encoder_service.client.items import Embedding
+from encoder_service.engines import vllm
 from encoder_service.engines.sglang import expanded, processor_output
 from tests import vllm_rules
 from tests.responses import octets
@@ -53,7 +54,7 @@ def test_rows_with_a_grid_arrive_in_vllm(family: str, grids: list[tuple[int, int
         assert torch.equal(rows, one.torch())
 
 
-@pytest.mark.parametrize("family", ["internvl", "internvl_chat", "llava", "llava_onevision"])
+@pytest.mark.parametrize("family", vllm.ROWS)
 def test_plain_rows_arrive_in_vllm(family: str) -> None:
     one = embedding((1, 8, 8), family)
     (arrived,) = vllm_rules.embeddings([one.to_vllm()], HIDDEN)

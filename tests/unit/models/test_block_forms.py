@@ -85,7 +85,7 @@ def test_a_spec_says_whether_its_blocks_have_the_fast_form(preset: str, tmp_path
     model, cpu = read(options), torch.device("cpu")
     build(model, tensors(options, model, cpu), cpu, noted)
     assert styles
-    assert all(style.post_norm is not model.fast_blocks for style in styles)
+    assert all(style.fast is model.fast_blocks for style in styles)
 
 
 @pytest.mark.parametrize(

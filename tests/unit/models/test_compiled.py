@@ -29,6 +29,7 @@ STYLES = (
     Style(HEADS, "gelu", norm="rms"),
     Style(HEADS, "swiglu", norm="rms", windowed=frozenset({0, 2})),
     Style(HEADS, "quick_gelu", post_norm=True),
+    Style(HEADS, "geglu_tanh", norm="rms", both_norms=True),
 )
 
 
@@ -42,9 +43,10 @@ def layer(style: Style, generator: torch.Generator, *, qk_norm: bool) -> BlockWe
         qkv=affine(3 * WIDTH, WIDTH),
         proj=affine(WIDTH, WIDTH),
         norm2=affine(WIDTH),
-        up=affine(MLP * (1 + (style.activation == "swiglu")), WIDTH),
+        up=affine(MLP * (1 + ("glu" in style.activation)), WIDTH),
         down=affine(WIDTH, MLP),
         qk_norm=torch.rand(2, WIDTH, generator=generator) if qk_norm else None,
+        after=(affine(WIDTH), affine(WIDTH)) if style.both_norms else None,
     )
 
 

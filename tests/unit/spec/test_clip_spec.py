@@ -15,13 +15,17 @@ from actors.models.load import family_of
 from actors.options import GraphOptions, ModelOptions
 from actors.spec.checkpoint import Preset
 from actors.spec.sizing import FittedSizing, RoundingSizing, ShrinkingSizing
-from actors.spec.tiles import AnyresSizing, OneTile
+from actors.spec.tiles import AnyresSizing, OneTile, SplitTiles
 from actors.types import ItemPlan, Size
 from tests.unit.spec.test_tile_spec import CONFIGS, PROCESSOR, changed
 
 SIGLIP = OneTile(378, 14, 1, 1, picture_pixels=384, cropped=False, class_tokens=0)
 CLIP = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=1)
 LLAVA = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=0)
+SMOLVLM = SplitTiles(378, 14, 3, 16, picture_pixels=384, longest_pixels=1536)
+LLAVA_NEXT = AnyresSizing(
+    *(336, 14, 1, 4, 336), canvases=((1, 2), (2, 1), (2, 2), (3, 1), (1, 3)), most_tiles=4
+)
 PALIGEMMA = OneTile(224, 14, 1, 1, picture_pixels=224, cropped=False, class_tokens=0)
 
 
@@ -32,8 +36,11 @@ PALIGEMMA = OneTile(224, 14, 1, 1, picture_pixels=224, cropped=False, class_toke
         ("clip-vit-l-336", "clip", CLIP, 1024),
         ("llava15-7b", "llava", LLAVA, 4096),
         ("paligemma2-3b", "paligemma", PALIGEMMA, 2304),
+        ("smolvlm2-2b", "idefics3", SMOLVLM, 2048),
+        ("llava-next-7b", "llava_next", LLAVA_NEXT, 4096),
         ("pixtral-12b", "pixtral", FittedSizing(16, 1, 1024), 5120),
         ("mistral-small31", "mistral3", FittedSizing(14, 2, 1540), 5120),
+        ("lighton-ocr", "lighton_ocr", FittedSizing(14, 2, 1540), 1024),
         ("kimik25", "kimi_k25", ShrinkingSizing(14, 2, 16384, 512), 7168),
         ("paddleocr-vl", "paddleocr_vl", RoundingSizing(14, 2, 147384, 2822400), 1024),
     ],
@@ -107,7 +114,7 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
     ("preset", "file", "change", "message"),
     [
         ("siglip-so400m", PROCESSOR, {"size": {"height": 224, "width": 224}}, "tower's 384"),
-        ("siglip-so400m", PROCESSOR, {"resample": 1}, r"resample .* 1 is none of \[2, 3\]"),
+        ("siglip-so400m", PROCESSOR, {"resample": 4}, r"resample .* 4 is none of"),
         ("clip-vit-l-336", PROCESSOR, {"resample": 2}, "resample"),
         ("clip-vit-l-336", PROCESSOR, {"size": {"shortest_edge": 224}}, "tower's 336"),
         ("clip-vit-l-336", PROCESSOR, {"crop_size": 224}, "crop_size .* only 336"),
@@ -115,13 +122,25 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("llava15-7b", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act"),
         ("llava15-7b", "config.json", vision("llava15-7b", model_type="vit"), "'vit' is none of"),
         ("llava15-7b", "config.json", vision("siglip-so400m"), "SigLIP has no class"),
+        ("llava15-7b", "config.json", {"vision_feature_layer": [-2, -5]}, "not in ascending order"),
+        ("llava15-7b", "config.json", {"vision_feature_layer": 25}, "or not of 24 layers"),
+        ("llava-next-7b", "config.json", {"vision_feature_select_strategy": "full"}, "of CLIP"),
+        ("llava-next-7b", PROCESSOR, {"crop_size": 224}, "crop_size .* only 336"),
+        ("llava-next-7b", PROCESSOR, {"size": {"shortest_edge": 224}}, "tower's 336"),
+        ("llava-next-7b", PROCESSOR, {"image_grid_pinpoints": [[336, 336]]}, "differ"),
         ("paligemma2-3b", "config.json", vision("clip-vit-l-336"), "only siglip_vision_model"),
         ("paligemma2-3b", "config.json", vision("paligemma2-3b", hidden_act="gelu"), "hidden_act"),
         ("paligemma2-3b", PROCESSOR, {"size": {"height": 448, "width": 448}}, "tower's 224"),
         ("paligemma2-3b", PROCESSOR, {"resample": 2}, "resample"),
+        ("smolvlm2-2b", PROCESSOR, {"do_image_splitting": False}, "do_image_splitting"),
+        ("smolvlm2-2b", PROCESSOR, {"max_image_size": {"longest_edge": 364}}, "tower's 384"),
+        ("smolvlm2-2b", PROCESSOR, {"size": {"longest_edge": 1400}}, "only multiples of 384"),
+        ("smolvlm2-2b", PROCESSOR, {"size": {"longest_edge": 4224}}, "up to 4096"),
+        ("smolvlm2-2b", PROCESSOR, {"resample": 3}, "resample of the image processor: only 1"),
         ("pixtral-12b", "config.json", {"vision_feature_layer": -2}, "only full and -1"),
         ("pixtral-12b", "config.json", vision("pixtral-12b", hidden_act="gelu"), "hidden_act"),
         ("mistral-small31", "config.json", {"vision_feature_layer": -2}, "vision_feature_layer"),
+        ("lighton-ocr", "config.json", vision("lighton-ocr", hidden_act="gelu"), "hidden_act"),
         ("kimik25", "config.json", vision("kimik25", init_pos_emb_width=32), "init_pos_emb_height"),
         ("kimik25", "config.json", vision("kimik25", merge_kernel_size=[2, 1]), "only squares"),
         ("kimik25", PROCESSOR, {"media_proc_cfg": {"fixed_output_tokens": 9}}, "fixed_output"),
@@ -194,7 +213,7 @@ def test_frames_of_llava_onevision(tmp_path: Path) -> None:
     assert registry.read(options).max_frames_per_video == 8
 
 
-def test_a_siglip_tower_in_llava_stops_before_its_last_layer(tmp_path: Path) -> None:
+def test_a_siglip_tower_in_llava_stops_at_the_layer_that_is_used(tmp_path: Path) -> None:
     tower = vision("siglip-so400m") | {"vision_feature_select_strategy": "full"}
     options = changed(tmp_path, "llava15-7b", "config.json", tower)
     square = Preset("siglip-so400m").files[PROCESSOR]
@@ -204,8 +223,7 @@ def test_a_siglip_tower_in_llava_stops_before_its_last_layer(tmp_path: Path) -> 
     assert model.vision["used_layers"] == 26
     options = changed(tmp_path, "llava15-7b", "config.json", tower | {"vision_feature_layer": -1})
     (tmp_path / PROCESSOR).write_text(json.dumps(square))
-    with pytest.raises(CheckpointError, match="only layers before the last"):
-        registry.read(options)
+    assert registry.read(options).vision["used_layers"] == 27
 
 
 def test_paligemmas_differ_in_width_and_size(tmp_path: Path) -> None:
@@ -231,7 +249,11 @@ def test_a_pack_holds_many_small_images() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["siglip", "clip", "llava", "paligemma", "pixtral", "mistral3", "paddleocr", "kimik25"]
+    "name",
+    [
+        *("siglip", "clip", "llava", "paligemma", "pixtral", "mistral3", "lighton_ocr"),
+        *("llava_next", "smolvlm", "paddleocr", "kimik25"),
+    ],
 )
 def test_there_is_a_config(name: str) -> None:
     assert (CONFIGS / f"{name}.yaml").is_file()

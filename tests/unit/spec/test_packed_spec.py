@@ -12,7 +12,13 @@ from actors.errors import CheckpointError
 from actors.families import registry
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset
-from actors.spec.sizing import CappedSizing, EnlargingSizing, PackedSizing, WindowedSizing
+from actors.spec.sizing import (
+    CappedSizing,
+    EnlargingSizing,
+    FillingSizing,
+    PackedSizing,
+    WindowedSizing,
+)
 
 CONFIG, VISION, PROCESSOR = "config.json", "vision_config", "preprocessor_config.json"
 
@@ -36,6 +42,9 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("qwen2vl-7b", "qwen2_vl", PackedSizing(14, 2, 3136, 12845056), 3584),
         ("qwen25vl-7b", "qwen2_5_vl", WindowedSizing(14, 2, 3136, 12845056, 4), 3584),
         ("glm41v-9b", "glm4v", EnlargingSizing(14, 2, 6272, 4816896), 4096),
+        ("glm-ocr", "glm_ocr", EnlargingSizing(14, 2, 6272, 4816896), 1536),
+        ("ernie45vl-28b", "ernie4_5_vl_moe", PackedSizing(14, 2, 3136, 4816896), 2560),
+        ("gemma4-31b", "gemma4", FillingSizing(16, 3, 280), 5376),
         ("kimivl-a3b", "kimi_vl", CappedSizing(14, 2, 4096, 512), 2048),
     ],
 )
@@ -60,6 +69,13 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
         ("qwen2vl-7b", VISION, {"hidden_act": "relu"}),
         ("qwen25vl-7b", VISION, {"hidden_act": "gelu"}),
         ("glm41v-9b", VISION, {"attention_bias": True}),
+        ("glm-ocr", VISION, {"attention_bias": False}),
+        ("ernie45vl-28b", VISION, {"hidden_act": "gelu"}),
+        ("ernie45vl-28b", VISION, {"temporal_merge_size": 4}),
+        ("gemma4-31b", VISION, {"use_clipped_linears": True}),
+        ("gemma4-31b", VISION, {"num_key_value_heads": 4}),
+        ("gemma4-31b", PROCESSOR, {"do_normalize": True}),
+        ("gemma4-31b", PROCESSOR, {"pooling_kernel_size": 2}),
         ("kimivl-a3b", VISION, {"merge_kernel_size": [2, 1]}),
         ("kimivl-a3b", VISION, {"init_pos_emb_height": 32}),
         ("kimivl-a3b", PROCESSOR, {"pad_input": False}),

@@ -76,6 +76,15 @@ def test_other_preprocessing_is_refused(tmp_path: Path, setting: dict[str, Any])
         registry.read(write(tmp_path, processor=setting))
 
 
+@pytest.mark.parametrize("kind", sorted(registry.refused()))
+def test_a_relative_that_is_not_served_is_refused_by_its_reason(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(CheckpointError, match=f"'{kind}', which is not served: its") as told:
+        registry.read(write(tmp_path, {"model_type": kind}))
+    nearest = str(told.value).rpartition("nearest that is served is ")[2]
+    assert nearest in registry.readers()
+    assert kind not in registry.readers()
+
+
 def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="of the architecture 'llama'; supported are") as told:
         registry.read(write(tmp_path, {"model_type": "llama"}))

@@ -1,4 +1,4 @@
-"""What the JSON files of the tile families say: both schemes of InternVL, Llama 4, refusals."""
+"""What the JSON files of the tile families say: InternVL, Llama 4, Aya Vision; refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actors.errors import CheckpointError
 from actors.families import registry
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset
-from actors.spec.tiles import PaddedTiles, StretchedTiles
+from actors.spec.tiles import CoveringTiles, PaddedTiles, StretchedTiles
 from encoder_service import cli
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -35,6 +35,8 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("internvl3-8b", "internvl", STRETCHED, 3584),
         ("internvl3-78b", "internvl_chat", STRETCHED, 8192),
         ("llama4-scout", "llama4", PADDED, 5120),
+        ("aya-vision-8b", "aya_vision", StretchedTiles(364, 14, 2, 12, 1), 4096),
+        ("command-a-vision", "cohere2_vision", CoveringTiles(512, 16, 2, 12, 1), 12288),
         ("gemma3-4b", "gemma3", StretchedTiles(896, 14, 4, 1, 1), 2560),
     ],
 )
@@ -66,6 +68,7 @@ def test_tiles_are_limited_by_the_processor_or_by_the_chat_models_own_config(
     assert registry.read(options).sizing == StretchedTiles(448, 14, 2, 6, 1)
 
 
+CLIP = {"model_type": "clip_vision_model"}
 PROCESSOR = "preprocessor_config.json"
 
 
@@ -92,6 +95,9 @@ PROCESSOR = "preprocessor_config.json"
         ("internvl3-78b", "config.json", {"llm_config": {}}, "lacks or misstates 'hidden_size'"),
         ("llama4-scout", PROCESSOR, {"resize_to_max_canvas": True}, "resize_to_max_canvas"),
         ("gemma3-4b", PROCESSOR, {"do_pan_and_scan": True}, "do_pan_and_scan"),
+        ("aya-vision-8b", "config.json", {"vision_feature_layer": -2}, "vision_feature_layer"),
+        ("aya-vision-8b", "config.json", {"vision_config": CLIP}, "only siglip_vision_model"),
+        ("command-a-vision", PROCESSOR, {"crop_to_patches": False}, "crop_to_patches"),
         ("llama4-scout", PROCESSOR, {"resample": 3}, "resample of the image processor"),
     ],
 )
@@ -107,6 +113,8 @@ def test_what_the_tower_does_not_do_is_refused(
     [
         ("internvl.yaml", "internvl3-8b", "256 512 768 1024 1280"),
         ("llama4.yaml", "llama4-scout", "144 288 432 576 720"),
+        ("aya_vision.yaml", "aya-vision-8b", "169 338 507 676 845"),
+        ("cohere2_vision.yaml", "command-a-vision", "256 512 768 1024 1280"),
         ("gemma3.yaml", "gemma3-4b", "256"),
     ],
 )

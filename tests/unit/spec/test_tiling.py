@@ -56,7 +56,9 @@ def test_padded_canvases_are_those_of_transformers(width: int, height: int, most
     rows, columns = sizing.layout(Size(width, height))
     assert (336 * rows, 336 * columns) == canvas
     bounds = min(max(height, 336), canvas[0]), min(max(width, 336), canvas[1])
-    rows, columns = llama4.functions()["get_max_res_without_distortion"]((height, width), bounds)
+    rows, columns = llama4.functions("llama4")["get_max_res_without_distortion"](
+        (height, width), bounds
+    )
     assert sizing.resized(Size(width, height)) == Size(max(columns, 1), max(rows, 1))
 
 

@@ -1,0 +1,114 @@
+"""The vision tower of Gemma 4: norms around attention and MLP, 3 x 3 patches pooled to a token.
+
+Computes what transformers.models.gemma4 computes in Gemma4VisionModel and embed_vision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.models.layers.block import Affine, BlockWeights, Style
+from actors.models.layers.patches import Positions, folded_embedding
+from actors.models.layers.weights import (
+    BlockNames,
+    Dimensions,
+    Weights,
+    affine,
+    expected_blocks,
+    reordered,
+)
+from actors.models.packed import PackedParts, PackedTower
+from actors.models.tower import Family
+from actors.spec.model_spec import ModelSpec
+
+PREFIXES = ("vision_tower.", "embed_vision.")
+
+NAMES = BlockNames(
+    block="encoder.layers",
+    norm1="input_layernorm",
+    qkv=tuple(f"self_attn.{part}_proj.linear" for part in "qkv"),
+    proj="self_attn.o_proj.linear",
+    norm2="pre_feedforward_layernorm",
+    up=("mlp.gate_proj.linear", "mlp.up_proj.linear"),
+    down="mlp.down_proj.linear",
+    biased=False,
+    qk_norm=("self_attn.q_norm", "self_attn.k_norm"),
+    after=("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+PATCHES = "patch_embedder.input_proj.weight"
+POSITIONS = "patch_embedder.position_embedding_table"
+PROJECTOR = "embedding_projection"
+STANDARD = ("std_bias", "std_scale")
+
+THETA = 100.0
+
+
+def family(spec: ModelSpec) -> Family[PackedParts]:
+    tower, heads = Dimensions.read(spec), int(spec.vision["head_dim"])
+    positions = int(spec.vision["position_embedding_size"])
+    expected = {
+        PATCHES: (tower.width, 3 * tower.patch_size**2),
+        POSITIONS: (2, positions, tower.width),
+        **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width, qk_size=heads),
+        **affine(PROJECTOR, (spec.width, tower.width), bias=False),
+    }
+    if spec.vision["standardize"]:
+        expected |= dict.fromkeys(STANDARD, (tower.width,))
+    size = tower.head_size
+    return Family(PREFIXES, expected, size, parts, PackedTower, last_norms=NAMES.after or ())
+
+
+def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
+    tower, epsilon = Dimensions.read(spec), float(spec.vision["rms_norm_eps"])
+    patch, width = tower.patch_size, tower.width
+    # Published: all channels of a pixel are adjacent. Here: all pixels of a channel.
+    pixels = weights.tensors[PATCHES].view(width, patch, patch, 3, 1).permute(0, 3, 4, 1, 2)
+    none = torch.zeros(width, device=pixels.device)
+    folded = folded_embedding(pixels, none, spec.mean, spec.std)
+    table = weights.place(weights.tensors[POSITIONS].flatten(0, 1))
+    projector = weights.affine(PROJECTOR).weight
+    scale = math.sqrt(width)
+    bias, factor = (
+        [weights.tensors[name].float().to(table.device) for name in STANDARD]
+        if spec.vision["standardize"]
+        else (0.0, 1.0)
+    )
+
+    def head(x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        pooled = x.view(-1, tower.merge_size**2, width).float().mean(1) * scale
+        rows = ((pooled - bias) * factor).to(x.dtype)
+        return F.linear(F.rms_norm(rows, (width,), eps=epsilon), projector)
+
+    def one_of_each_axis(
+        places: Tensor, rows: int, columns: int, side: int
+    ) -> tuple[Tensor, Tensor]:
+        """Of the table of columns, and of that of rows."""
+        taps = places.flip(1) + torch.tensor([0, len(table) // 2])
+        return taps, torch.ones(taps.shape)
+
+    today = spec.vision.get("rope_parameters") or {}
+    return PackedParts(
+        embedding=Affine(weights.place(folded.weight), weights.place(folded.bias)),
+        layers=[ours(layer, tower.heads) for layer in weights.blocks(NAMES, tower.depth)],
+        style=Style(tower.heads, "geglu_tanh", epsilon, norm="rms", both_norms=True),
+        head=head,
+        positions=Positions(table, one_of_each_axis, taps=2),
+        theta=float(today.get("rope_theta") or THETA),
+    )
+
+
+def ours(layer: BlockWeights, heads: int) -> BlockWeights:
+    """Published: the first half of a head rotates with columns, the second with rows, each half
+    against half; scores are not scaled, and values are normalised."""
+    assert layer.qk_norm is not None
+    query, key = layer.qk_norm
+    size = len(query)
+    order = torch.arange(size).view(4, -1)[[2, 0, 3, 1]].flatten()
+    norms = [query[order] * math.sqrt(size), key[order], torch.ones_like(query)]
+    return replace(reordered(layer, heads, order), qk_norm=torch.stack(norms))
