@@ -28,6 +28,7 @@ from actors.types import Answer, Dtype, Media
 from encoder_service.api import grpc, http
 from encoder_service.api.errors import AtItem
 from encoder_service.config import LIVE, ServiceOptions, fit
+from encoder_service.llm import embeddings
 from encoder_service.llm import http as chat_http
 from encoder_service.llm.http import ChatService, ReplicaLost
 from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed
@@ -75,6 +76,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once, after the constructor."""
         app = http.build(self.service, self.lifespan if self.options.ingress.grpc_port else None)
+        embeddings.add(app, self.service)
         if self.chat:
             chat_http.add(app, self.service, self.chat)
         return app

@@ -315,8 +315,9 @@ def table(spec: ModelSpec, pools: Mapping[str, tuple[ServiceOptions, Capacity]])
     shown = Table(show_header=False)
     shown.add_row("model", spec.id + (f" at {spec.revision}" if spec.revision else ""))
     shown.add_row("family", f"{spec.family}, {spec.dtype}, {spec.weights} weights")
-    shown.add_row("takes", " and ".join(f"{kind}s" for kind in spec.kinds))
-    shown.add_row("gives", f"rows of {spec.width} values")
+    taken = [*spec.kinds, "text"] if spec.text else spec.kinds
+    shown.add_row("takes", " and ".join(f"{kind}s" for kind in taken))
+    shown.add_row("gives", f"{'vectors' if spec.vector else 'rows'} of {spec.width} values")
     for name, (one, own) in pools.items():
         if name.startswith(POOL):
             shown.add_section()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import yaml
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema
 
+from actors.spec.checkpoint import Preset
 from encoder_service import __version__, cli
 from encoder_service.commands import check
 from encoder_service.commands.check import rollout
@@ -348,6 +350,24 @@ def test_check_of_pixels_that_are_no_whole_number_of_tokens(
     assert says in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("texts", [False, True])
+def test_check_shows_vectors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], texts: bool
+) -> None:
+    files = Preset("clip-vit-l-336").files
+    if texts:
+        files["config.json"]["text_config"] = {"max_position_embeddings": 70}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    config = changed(tmp_path, "id: qwen3vl-tiny", f"output: vector, id: {tmp_path}")
+    assert cli.main(["check", config]) == 0
+    shown = capsys.readouterr().out
+    rows = {row[0]: row[1] for row in map(cells, shown.splitlines()) if len(row) == 2}
+    assert rows["takes"] == ("images and texts" if texts else "images")
+    assert rows["gives"] == "vectors of 768 values"
+    assert rows.get("budgets, text") == ("0 70 140 280 560 1120" if texts else None)
+
+
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("│")[1:-1]]
 
@@ -429,6 +449,11 @@ def test_check_names_what_is_wrong_with_the_language_model(
             "model.videos_kwargs.frames: no such key; known are fps, max_patches",
         ),
         ("router: {", "auth: {token_sha256: [me]}\n      router: {", "printf %s TOKEN | sha256sum"),
+        (
+            "id: qwen3vl-tiny",
+            "output: vector, id: qwen3vl-tiny",
+            "model.output is vector, but the family qwen3_vl has no pooled output",
+        ),
     ],
 )
 def test_check_names_what_is_wrong(
