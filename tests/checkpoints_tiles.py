@@ -179,8 +179,8 @@ def write_gemma3(folder: Path) -> Any:
     return model
 
 
-def write_gemma4(folder: Path) -> Any:
-    """The same for Gemma 4, of up to 70 tokens."""
+def write_gemma4(folder: Path, *, clipped: bool = False) -> Any:
+    """The same for Gemma 4, of up to 70 tokens. `clipped`: as E2B and E4B are."""
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -189,15 +189,18 @@ def write_gemma4(folder: Path) -> Any:
     vision |= {"head_dim": 16, "patch_size": 4, "position_embedding_size": 640}
     text = {key: value for key, value in TEXT.items() if key != "model_type"}
     config = Gemma4Config(
-        vision_config=vision | {"standardize": True},
+        vision_config=vision | {"standardize": not clipped, "use_clipped_linears": clipped},
         text_config=text | {"head_dim": 16, "global_head_dim": 16, "vocab_size_per_layer_input": 8},
         image_token_id=5,
     )
     model = Gemma4ForConditionalGeneration(config).eval()
     scatter(model.model.vision_tower)
     scatter(model.model.embed_vision)
-    for values in (model.model.vision_tower.std_bias, model.model.vision_tower.std_scale):
-        values.copy_(1 + torch.rand_like(values))
+    for name, values in model.model.vision_tower.named_buffers():
+        if name.endswith(("_min", "_max")):
+            values.copy_((0.4 + torch.rand(())) * (-1 if name.endswith("_min") else 1))
+        elif name.startswith("std_"):
+            values.copy_(1 + torch.rand_like(values))
     model.save_pretrained(folder, max_shard_size="150KB")
     settings = {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 3, "resample": 3}
     settings |= {"do_normalize": False, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}

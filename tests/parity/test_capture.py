@@ -58,7 +58,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "internvl-6B": partial(write_internvl, tower="6B"),
     "llama4": write_llama4,
     "gemma3": write_gemma3,
-    "gemma4": write_gemma4,
+    "gemma4": partial(write_gemma4, clipped=True),
     "pixtral": write_pixtral,
     "mistral3": write_mistral3,
     "lighton_ocr": write_lighton_ocr,

@@ -36,9 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gemma4")
 
 
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
-    return write_gemma4(folder)
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "clipped"])
+def model(request: pytest.FixtureRequest, folder: Path) -> Any:
+    return write_gemma4(folder, clipped=request.param)
 
 
 @pytest.fixture(scope="module")

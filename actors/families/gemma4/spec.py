@@ -10,12 +10,11 @@ from actors.spec.sizing import FillingSizing
 
 
 def gemma4(source: ModelSource) -> ModelSpec:
-    """`use_clipped_linears` clips what goes into and comes out of each linear layer."""
     vision, processor = source.vision, source.image_processor({}, normalized=False)
     patch, merge = int(vision["patch_size"]), int(vision["pooling_kernel_size"])
     heads = int(vision["num_attention_heads"])
     fixed = {
-        **{"hidden_activation": "gelu_pytorch_tanh", "use_clipped_linears": False},
+        "hidden_activation": "gelu_pytorch_tanh",
         **{"num_key_value_heads": heads, "head_dim": int(vision["hidden_size"]) // heads},
     }
     only(vision, fixed, "vision_config")

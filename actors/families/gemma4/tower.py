@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,8 @@ NAMES = BlockNames(
 PATCHES = "patch_embedder.input_proj.weight"
 POSITIONS = "patch_embedder.position_embedding_table"
 PROJECTOR = "embedding_projection"
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+"""Of each linear layer of the blocks, with `use_clipped_linears`."""
 STANDARD = ("std_bias", "std_scale")
 
 THETA = 100.0
@@ -58,10 +61,18 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
         **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width, qk_size=heads),
         **affine(PROJECTOR, (spec.width, tower.width), bias=False),
     }
+    if spec.vision["use_clipped_linears"]:
+        linears = (*NAMES.qkv, NAMES.proj, *NAMES.up, NAMES.down)
+        for layer, name in product(range(tower.depth), linears):
+            expected |= dict.fromkeys(bounds_of(layer, name), ())
     if spec.vision["standardize"]:
         expected |= dict.fromkeys(STANDARD, (tower.width,))
     size = tower.head_size
     return Family(PREFIXES, expected, size, parts, PackedTower, last_norms=NAMES.after or ())
+
+
+def bounds_of(layer: int, linear: str) -> list[str]:
+    return [f"{NAMES.block}.{layer}.{linear.removesuffix('linear')}{bound}" for bound in BOUNDS]
 
 
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
@@ -92,10 +103,13 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
         taps = places.flip(1) + torch.tensor([0, len(table) // 2])
         return taps, torch.ones(taps.shape)
 
+    layers = [ours(layer, tower.heads) for layer in weights.blocks(NAMES, tower.depth)]
+    if spec.vision["use_clipped_linears"]:
+        layers = [clipped(layer, index, weights) for index, layer in enumerate(layers)]
     today = spec.vision.get("rope_parameters") or {}
     return PackedParts(
         embedding=Affine(weights.place(folded.weight), weights.place(folded.bias)),
-        layers=[ours(layer, tower.heads) for layer in weights.blocks(NAMES, tower.depth)],
+        layers=layers,
         style=Style(tower.heads, "geglu_tanh", epsilon, norm="rms", both_norms=True),
         head=head,
         positions=Positions(table, one_of_each_axis, taps=2),
@@ -112,3 +126,20 @@ def ours(layer: BlockWeights, heads: int) -> BlockWeights:
     order = torch.arange(size).view(4, -1)[[2, 0, 3, 1]].flatten()
     norms = [query[order] * math.sqrt(size), key[order], torch.ones_like(query)]
     return replace(reordered(layer, heads, order), qk_norm=torch.stack(norms))
+
+
+def clipped(layer: BlockWeights, index: int, weights: Weights) -> BlockWeights:
+    """The layer with the bounds of its linear layers."""
+
+    def clip(linear: Affine, *names: str) -> Affine:
+        bounds = [[weights.tensors[bound] for bound in bounds_of(index, name)] for name in names]
+        stacked = torch.stack([torch.stack(each) for each in bounds])
+        return replace(linear, clips=weights.place(stacked))
+
+    return replace(
+        layer,
+        qkv=clip(layer.qkv, *NAMES.qkv),
+        proj=clip(layer.proj, NAMES.proj),
+        up=clip(layer.up, *NAMES.up),
+        down=clip(layer.down, NAMES.down),
+    )

@@ -58,9 +58,25 @@ class Affine:
 
     weight: Tensor
     bias: Tensor
+    clips: Tensor | None = None
+    """[parts, 4]: the least and most that goes into each of the linear layers that are fused here,
+    and that comes out (Gemma 4)."""
 
     def linear(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if self.clips is None:
+            return F.linear(x, self.weight, self.bias)
+        parts = zip(
+            *(each.chunk(len(self.clips)) for each in (self.weight, self.bias)),
+            *self.clips.unbind(1),
+            strict=True,
+        )
+        return torch.cat(
+            [
+                F.linear(x.clamp(low, high), weight, bias).clamp(least, most)
+                for weight, bias, low, high, least, most in parts
+            ],
+            -1,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +168,7 @@ class ReferenceBlocks:
     ) -> Tensor:
         """The part of a layer before attention: packed q, k, v, rotated."""
         y = x if self.style.post_norm else self.norm(x, layer.norm1)
-        qkv = F.linear(y, layer.qkv.weight, layer.qkv.bias)
-        qkv = qkv.view(len(x), 3, self.style.heads, -1)
+        qkv = layer.qkv.linear(y).view(len(x), 3, self.style.heads, -1)
         if layer.qk_norm is not None:
             count = len(layer.qk_norm)
             normed = qk_normed(qkv[:, :count], layer.qk_norm, self.style.epsilon)
@@ -163,7 +178,7 @@ class ReferenceBlocks:
         return qkv
 
     def after(self, x: Tensor, attended: Tensor, layer: BlockWeights) -> Tensor:
-        y = F.linear(attended, layer.proj.weight, layer.proj.bias)
+        y = layer.proj.linear(attended)
         if self.style.post_norm:
             x = x + self.norm(y, layer.norm1)
             return x + self.norm(self.mlp(x, layer), layer.norm2)
@@ -177,8 +192,8 @@ class ReferenceBlocks:
         return NORMS[self.style.norm](x, norm, self.style.epsilon)
 
     def mlp(self, x: Tensor, layer: BlockWeights) -> Tensor:
-        up = ACTIVATIONS[self.style.activation](F.linear(x, layer.up.weight, layer.up.bias))
-        return F.linear(up, layer.down.weight, layer.down.bias)
+        up = ACTIVATIONS[self.style.activation](layer.up.linear(x))
+        return layer.down.linear(up)
 
 
 class CompiledBlocks(ReferenceBlocks):

@@ -72,7 +72,7 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
         ("glm-ocr", VISION, {"attention_bias": False}),
         ("ernie45vl-28b", VISION, {"hidden_act": "gelu"}),
         ("ernie45vl-28b", VISION, {"temporal_merge_size": 4}),
-        ("gemma4-31b", VISION, {"use_clipped_linears": True}),
+        ("gemma4-31b", VISION, {"hidden_activation": "silu"}),
         ("gemma4-31b", VISION, {"num_key_value_heads": 4}),
         ("gemma4-31b", PROCESSOR, {"do_normalize": True}),
         ("gemma4-31b", PROCESSOR, {"pooling_kernel_size": 2}),
