@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,33 @@ def test_texts(tmp_path: Path, preset: str, tokens: int, budgets: tuple[int, ...
         (0, *budgets),
     )
     assert room.tokens == (images[-1], texts[-1]) == (images[-1], 16 * tokens)
+
+
+@pytest.mark.parametrize(
+    ("preset", "side", "text", "published"),
+    [
+        ("clip-vit-l-336", 224, (768, 3072, 12, 12), 427_616_513),
+        ("siglip-so400m", 384, (1152, 4304, 27, 16), 877_960_498),
+    ],
+)
+def test_a_model_has_all_the_parameters_of_its_checkpoint(
+    tmp_path: Path, preset: str, side: int, text: tuple[int, ...], published: int
+) -> None:
+    """Of openai/clip-vit-large-patch14 and google/siglip-so400m-patch14-384, besides the scale of
+    their scores (and SigLIP's bias), which vectors do not need."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {"text_config": dict(zip(keys, text, strict=True)), **vision(preset, image_size=side)}
+    changed(tmp_path, preset, PROCESSOR, {"size": side, "crop_size": side})
+    options = changed_again(tmp_path, sizes)
+    expected = family_of(registry.read(options)).expected.values()
+    assert published - sum(map(math.prod, expected)) == (1 if preset.startswith("clip") else 2)
+
+
+def changed_again(folder: Path, change: dict[str, Any]) -> ModelOptions:
+    """Of the folder's config.json, for vectors."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    return ModelOptions(id=str(folder), output="vector")
 
 
 PROJECTED = {"projection_size": 1152}
