@@ -140,6 +140,9 @@ class ModelOptions(Options):
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """`dummy` gives random weights, and every response says so. `auto` is safetensors."""
     dtype: Dtype = "bfloat16"
+    output: Literal["rows", "vector"] = "rows"
+    """`vector`: one vector for each image, and for texts where the checkpoint has a text tower, in
+    place of the rows of an image. For CLIP and SigLIP."""
     trust: Literal["never"] = "never"
     """Code from a repository is never run. There is no other value."""
     images_kwargs: ImagesKwargs = ImagesKwargs()

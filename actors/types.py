@@ -168,8 +168,8 @@ class Cost:
 class Media:
     """One item as the client sent it, still compressed, with what its header says."""
 
-    kind: Kind
-    data: bytes
+    kind: Kind | Literal["text"]
+    data: bytes  # of a text: UTF-8
     plan: ItemPlan
     digest: str  # hexadecimal SHA-256 of `data`; for `frames`, of their digests
     notice: str = ""  # for the client, such as "animated GIF: only the first frame is encoded"

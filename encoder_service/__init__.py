@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         Input,
         Plan,
         ServiceError,
+        Text,
         Video,
     )
 
@@ -26,6 +27,7 @@ __all__ = [
     "Input",
     "Plan",
     "ServiceError",
+    "Text",
     "Video",
 ]
 

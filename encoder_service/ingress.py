@@ -28,6 +28,7 @@ from actors.types import Answer, Dtype, Media
 from encoder_service.api import grpc, http
 from encoder_service.api.errors import AtItem
 from encoder_service.config import LIVE, ServiceOptions, fit
+from encoder_service.llm import embeddings
 from encoder_service.llm import http as chat_http
 from encoder_service.llm.http import ChatService, ReplicaLost
 from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed
@@ -62,7 +63,8 @@ class Ingress:
         self.router = Router(
             encoders, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
         )
-        scraped = [handle for handle in (*encoders, router, own, chat) if handle]
+        # Serve connects a handle at its first use: while the head is away that blocks this process.
+        scraped = [handle.options() for handle in (*encoders, router, own, chat) if handle]
         self.options = options
         self.spec = spec
         self.running = False
@@ -74,6 +76,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once, after the constructor."""
         app = http.build(self.service, self.lifespan if self.options.ingress.grpc_port else None)
+        embeddings.add(app, self.service)
         if self.chat:
             chat_http.add(app, self.service, self.chat)
         return app

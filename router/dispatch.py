@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from operator import le
+from functools import partial
 from typing import Any
 
 from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceError, Unavailable
@@ -24,12 +23,12 @@ from router.options import RouterOptions
 from router.policy.balance import CacheAffinity, Plan, plan_around
 from router.policy.fair_queue import FairQueue
 from router.policy.ledger import Ledger, Reservation
+from router.policy.pools import NO_REPLICA, Pools, Sizes
 from router.replicas.fleet import Fleet, Replica, ReplicaDied, ShardLost, costs, detached
 from router.replicas.liveness import Liveness
 
 logger = logging.getLogger("ray.serve")
 
-NO_REPLICA = "no encoder replica is ready; try again later"
 POLL_SECONDS = 0.02  # between two checks whether there is a replica now
 WATCH_SECONDS = 0.5  # between two checks whether a new replica has room for what waits
 BACKOFF_SECONDS = 0.1
@@ -48,10 +47,6 @@ Key = tuple[tuple[str, ...], Dtype, bool]
 may stay on the device."""
 
 
-Sizes = tuple[tuple[int, ...] | None, ...]
-"""Replica.largest_item of pools."""
-
-
 def key(media: Media, dtype: Dtype) -> Key:
     return media.identity, dtype, media.on_device
 
@@ -68,6 +63,8 @@ class InFlightItem:
     keep: bool = False
     """Its replica keeps its embedding, under an id that is one request's alone."""
     answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
+    untaken_since: float | None = None
+    """Since when there is no replica that takes it."""
     waiting: int = 0
     """Requests that wait for it; a request counts once for each of its places."""
     losses: int = 0
@@ -106,10 +103,12 @@ class WaitingRequest:
 
     tokens: tuple[int, ...] = field(init=False)
     """The most that one of them needs on each path."""
+    patches: int = field(init=False)
 
     def __post_init__(self) -> None:
         needed = (item.media.plan.least_tokens for item in self.items)
         self.tokens = tuple(map(max, zip(*needed, strict=False)))
+        self.patches = sum(item.media.plan.patches for item in self.items)
 
 
 class Dispatcher:
@@ -130,9 +129,7 @@ class Dispatcher:
         self._cache_max_bytes = cache_max_bytes
         self._reports: Mapping[str, Replica] | None = None
         self._costs: Mapping[str, Cost | None] = {}
-        self._by_size: dict[tuple[int, ...] | None, list[str]] = {}
-        """The replicas by the largest item that they take."""
-        self._sizes: Sizes = ()
+        self._pools = Pools({})
         self._joinable: dict[Key, InFlightItem] = {}
         """Items in flight that other requests may join."""
         self._queue = FairQueue[WaitingRequest]()
@@ -179,8 +176,7 @@ class Dispatcher:
         )
         try:
             if unsent:
-                size = sum(ITEM_PATCHES + item.media.plan.patches for item in unsent)
-                self._queue.add(request, size)
+                self._queue.add(request, ITEM_PATCHES * len(unsent) + request.patches)
                 self._send_waiting()
                 if self._queue and (self._watch is None or self._watch.done()):
                     self._watch = detached(self._watch_for_room())
@@ -215,10 +211,7 @@ class Dispatcher:
         if reports is not self._reports:
             self._reports = reports
             self._costs = costs(reports)
-            self._by_size = {}
-            for name, replica in reports.items():
-                self._by_size.setdefault(replica.largest_item, []).append(name)
-            self._sizes = tuple(self._by_size)
+            self._pools = Pools({name: one.largest_item for name, one in reports.items()})
             self.ledger.report({name: replica.work for name, replica in reports.items()})
             self._affinity.keep(reports)
         return reports
@@ -236,12 +229,15 @@ class Dispatcher:
         self.refresh()
         found: dict[Sizes, list[InFlightItem]] = {}
         for item in items:
-            found.setdefault(taking(self._sizes, item.media.plan.least_tokens), []).append(item)
+            found.setdefault(self._taken_by(item), []).append(item)
         return [(found[sizes], self._of(sizes)) for sizes in sorted(found, key=len)]
+
+    def _taken_by(self, item: InFlightItem) -> Sizes:
+        return self._pools.taking(item.media.plan.least_tokens)
 
     def _of(self, sizes: Sizes) -> list[str]:
         """The sound replicas of these pools."""
-        return self._sound([replica for most in sizes for replica in self._by_size[most]])
+        return self._sound(self._pools.replicas(sizes))
 
     def _sound(self, replicas: list[str]) -> list[str]:
         """Those that did not fail recently; if all did, those that answer; else all."""
@@ -296,12 +292,12 @@ class Dispatcher:
         full: set[Sizes] = set()
         place = 0
         while place < len(self._queue):
-            if (sizes := taking(self._sizes, self._queue[place].tokens)) in full:
+            if (sizes := self._pools.taking(self._queue[place].tokens)) in full:
                 place += 1
                 continue
             largest = self._of(sizes)
             free = [replica for replica in largest if replica not in kept]
-            if largest and not (free and self.ledger.has_room(free)):
+            if largest and not (free and self._room(free)):
                 kept.update(largest)
                 full.add(sizes)
                 if kept.issuperset(usable):
@@ -309,10 +305,10 @@ class Dispatcher:
                 continue
             request = self._queue.pop(place)
             items = [item for item in request.items if item.unsent]
-            if items and usable:
-                self._launch(items, kept, singly=request.singly)
-            elif items:  # all replicas were lost
-                self._begin(items, self._retry(items, singly=request.singly))
+            self._launch(items, kept, singly=request.singly)
+
+    def _room(self, replicas: Iterable[str]) -> bool:
+        return self.ledger.has_room({replica: self._costs.get(replica) for replica in replicas})
 
     async def _watch_for_room(self) -> None:
         """For replicas that come while no call ends and no request arrives."""
@@ -324,15 +320,28 @@ class Dispatcher:
         self, items: Sequence[InFlightItem], kept: Collection[str] = (), *, singly: bool
     ) -> None:
         """Plans items over the replicas that take them, without `kept` ones if there are others.
-        Items that none takes are Unavailable."""
+        Items that none takes wait a little."""
         for some, replicas in self._takers(items):
             if replicas:
                 free = [replica for replica in replicas if replica not in kept]
                 self._plan_over(free or replicas, some, singly=singly)
-                continue
-            most = max((size for size in self._by_size if size), default=())
-            for item in some:
-                self._complete(item, too_large(item.media.plan.least_tokens, most))
+            else:
+                self._begin(some, self._wait_for_takers(some, singly=singly))
+
+    async def _wait_for_takers(self, items: Sequence[InFlightItem], *, singly: bool) -> None:
+        """Until a replica takes one of them. Those that waited for too long are Unavailable."""
+        wanted = list(items)
+        while wanted and not any(self._taken_by(item) for item in wanted):
+            time = now()
+            for item in wanted:
+                item.untaken_since = item.untaken_since or time
+                give_up = item.untaken_since + self._options.replica_wait_seconds
+                if time >= min(give_up, item.deadline):
+                    self._complete(item, self._pools.too_large(item.media.plan.least_tokens))
+            await asyncio.sleep(POLL_SECONDS)
+            self.refresh()
+            wanted = self._unanswered(wanted)
+        self._launch(wanted, singly=singly)
 
     def _plan_over(
         self, replicas: Sequence[str], items: Sequence[InFlightItem], *, singly: bool
@@ -354,6 +363,7 @@ class Dispatcher:
     def _send(self, replica: str, items: list[InFlightItem]) -> None:
         self._begin(items, self._call(replica, items))
         for item in items:
+            item.untaken_since = None
             self.ledger.assign(item.reservation, replica)
         self._metrics.sent(replica, sum(item.media.plan.patches for item in items))
 
@@ -381,7 +391,7 @@ class Dispatcher:
                     first.dtype,
                     left,
                     keep=first.keep,
-                    waiting_per_sent=self.ledger.waiting_per_sent,
+                    waiting_per_sent=self._waiting_per_sent(replica),
                 )
         except ShardLost as error:
             singly = isinstance(error, ReplicaDied)
@@ -395,6 +405,13 @@ class Dispatcher:
             del reply  # embeddings are large, and this frame may now wait for a replica
         if wanted := self._unanswered(items):
             await self._retry(wanted, singly=singly)
+
+    def _waiting_per_sent(self, replica: str) -> float:
+        if not self._pools.several:
+            return self.ledger.waiting_per_sent
+        queued = (self._queue[place] for place in range(len(self._queue)))
+        waiting = ((request.tokens, request.patches) for request in queued)
+        return self._pools.waiting_per_sent(replica, waiting, self.ledger.own)
 
     def _deliver(
         self,
@@ -443,17 +460,9 @@ class Dispatcher:
         """Plans items again, over the replicas that are available by now."""
         for item in items:
             self.ledger.assign(item.reservation, None)
-        deadline = max(item.deadline for item in items)
-        try:
-            await self._any_replica(deadline)
-            over = (replica for _, replicas in self._takers(items) for replica in replicas)
-            if all(self.ledger.excluded(replica, now()) for replica in over):
-                await asyncio.sleep(BACKOFF_SECONDS * 2 ** items[0].losses)
-                await self._any_replica(deadline)
-        except Unavailable as error:
-            for item in items:
-                self._complete(item, error)
-            return
+        over = [replica for _, replicas in self._takers(items) for replica in replicas]
+        if over and all(self.ledger.excluded(replica, now()) for replica in over):
+            await asyncio.sleep(BACKOFF_SECONDS * 2 ** items[0].losses)
         wanted = self._unanswered(items)
         self._metrics.replans.inc(len(wanted))
         self._launch(wanted, singly=singly)
@@ -485,7 +494,7 @@ class Dispatcher:
             if item.call is call:  # otherwise another call has it now
                 self._complete(item, error)
         # All replicas first, because it costs less than to find those that can be used.
-        if self._queue and (not self._reports or self.ledger.has_room(self._reports)):
+        if self._queue and (not self._reports or self._room(self._reports)):
             self._send_waiting()
 
     def _complete(self, item: InFlightItem, answer: Answer | None) -> None:
@@ -502,23 +511,6 @@ class Dispatcher:
         if isinstance(answer, Embedding):
             self._affinity.saw(item.media, answer)
         self.ledger.release(item.reservation, now(), done=isinstance(answer, Embedding))
-
-
-@lru_cache(10_000)  # asked for every request that waits, whenever encoders get room
-def taking(sizes: Sizes, tokens: tuple[int, ...]) -> Sizes:
-    """Of these largest items, those that an item is within, on each path."""
-    return tuple(most for most in sizes if most is None or all(map(le, tokens, most)))
-
-
-def too_large(tokens: Sequence[int], most: Sequence[int]) -> Unavailable:
-    """`most`: that the replicas which are ready take, on each path; empty: there is none."""
-    if not most:
-        return Unavailable(NO_REPLICA)
-    has, take = (" and ".join(map(str, each)) for each in (tokens, most))
-    return Unavailable(
-        f"the item has {has} tokens and the encoders that are ready take {take}: try again when "
-        "the pool with the largest graphs.token_budgets is ready, or send a smaller item"
-    )
 
 
 def now() -> float:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from tests.checkpoints_tiles import PROCESSOR, TEXT, scatter
+from tests.images import photograph
+
+Units = npt.NDArray[np.float32]
 
 TOWER = {
     "hidden_size": 64,
@@ -22,6 +30,8 @@ TOWER = {
 }
 PICTURE = 90
 """SigLIP's image size, of which the patches cover 84 pixels, as 378 of 384 in the original."""
+
+CAPTIONS = ["a cat", "two dogs in the rain", "a cup of coffee", "The Launch of a Rocket!"]
 
 SETTINGS = {key: PROCESSOR[key] for key in ("image_mean", "image_std", "resample")}
 CROPPED = {"do_center_crop": True, "size": {"shortest_edge": 84}, "crop_size": 84}
@@ -47,6 +57,73 @@ def write_clip(folder: Path) -> Any:
     model = CLIPModel(CLIPConfig(vision_config=TOWER | {"image_size": 84}, text_config=text)).eval()
     scatter(model.vision_model)
     return written(folder, model, CROPPED)
+
+
+def write_siglip_texts(folder: Path) -> Any:
+    """`write_siglip` with a text tower that means something, and a tokenizer."""
+    import sentencepiece
+    from transformers import SiglipConfig, SiglipModel, SiglipTokenizer
+
+    torch.manual_seed(0)
+    text = TOWER | {"vocab_size": 64, "max_position_embeddings": 32}
+    ids = {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": 1}
+    config = SiglipConfig(vision_config=TOWER | {"image_size": PICTURE}, text_config=text | ids)
+    model = SiglipModel(config).eval()
+    scatter(model)
+    trained = BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CAPTIONS * 20),
+        model_writer=trained,
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        pad_id=-1,
+        bos_id=-1,
+        unk_id=2,
+        eos_id=1,
+    )
+    (folder / "spiece.model").write_bytes(trained.getvalue())
+    # As published: the model sees the padding, without a mask.
+    unmasked = {"model_input_names": ["input_ids"]}
+    SiglipTokenizer(str(folder / "spiece.model"), **unmasked).save_pretrained(folder)
+    return written(folder, model, {"size": {"height": PICTURE, "width": PICTURE}})
+
+
+def write_clip_texts(folder: Path, end: int | None = None) -> Any:
+    """`write_clip` with a text tower that means something, and a tokenizer of bytes. `end`: the
+    `eos_token_id` of its configuration, if that is not the tokenizer's."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+
+    torch.manual_seed(0)
+    letters = sorted(ByteLevel.alphabet())
+    names = [*letters, *(f"{one}</w>" for one in letters), "<|startoftext|>", "<|endoftext|>"]
+    text = TOWER | {"vocab_size": len(names), "max_position_embeddings": 32}
+    text |= {"bos_token_id": len(names) - 2, "eos_token_id": end or len(names) - 1}
+    config = CLIPConfig(
+        vision_config=TOWER | {"image_size": 84}, text_config=text, projection_dim=48
+    )
+    model = CLIPModel(config).eval()
+    scatter(model)
+    vocabulary = {name: place for place, name in enumerate(names)}
+    CLIPTokenizer(vocab=vocabulary, merges=[]).save_pretrained(folder)
+    return written(folder, model, CROPPED)
+
+
+def units_of(model: Any, folder: str | Path, photographs: Sequence[str]) -> tuple[Units, Units]:
+    """transformers' own vectors of length 1, of photographs and of CAPTIONS, by its processors."""
+    from transformers import AutoTokenizer
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    processor = CLIPImageProcessorPil.from_pretrained(folder)
+    pictures = [Image.open(BytesIO(photograph(name))).convert("RGB") for name in photographs]
+    pixels = processor(pictures, return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(folder)(CAPTIONS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        images = model.get_image_features(**pixels, return_dict=True).pooler_output
+        texts = model.get_text_features(**tokens, return_dict=True).pooler_output
+    images, texts = (torch.nn.functional.normalize(one).numpy() for one in (images, texts))
+    return images, texts
 
 
 def write_llava(folder: Path, tower: str, **settings: Any) -> Any:

@@ -1,4 +1,5 @@
 """`make demo`: the tiny service encodes photographs over HTTP and gRPC, and answers a chat.
+`make demo-vectors`: a small random CLIP gives vectors of photographs and texts.
 
 Prints its metrics. Exits with 1 if a check fails. Needs no GPU, no weights, no network.
 """
@@ -10,6 +11,7 @@ import sys
 import time
 from base64 import b64encode
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 import numpy as np
@@ -18,8 +20,9 @@ from rich.table import Table
 
 from encoder_service.bench.cluster import cluster, logical_cpus, service
 from encoder_service.bench.load import WorkDone, scrape, work_between
-from encoder_service.client import Client, Embedding
-from encoder_service.config import load
+from encoder_service.client import Client, Embedding, Text
+from encoder_service.config import ServiceOptions, load
+from tests.checkpoints_clip import CAPTIONS, units_of, write_clip_texts
 from tests.images import PHOTOGRAPHS, jpeg, photograph
 from tests.videos import video
 
@@ -50,6 +53,46 @@ def main() -> int:
                 console, where.http, options.model.id, pictures["coffee, small JPEG"], rows
             )
     return judge(console, over_http, over_grpc, work, encoders, chats)
+
+
+def vectors() -> int:
+    """Ranks photographs for texts as transformers does with the same weights."""
+    console, names = Console(), list(PHOTOGRAPHS)
+    with TemporaryDirectory() as folder:
+        model = write_clip_texts(Path(folder))
+        few = {"num_cpus": 0.1}
+        options = ServiceOptions.model_validate(
+            {
+                "model": {"id": folder, "dtype": "float32", "output": "vector"},
+                "encoder": {"replicas": 2, "device": "cpu", "num_gpus": 0} | few,
+                **{"router": few, "ingress": few},
+            }
+        )
+        exact = units_of(model, folder, names)
+        with cluster(logical_cpus(options), object_store_bytes=400_000_000) as where:
+            console.print("starting: 2 encoders with a small random CLIP ...")
+            with service(options, where), Client(where.http) as client:
+                started = time.perf_counter()
+                images = client.embed([photograph(name) for name in names])
+                texts = client.embed([Text(one) for one in CAPTIONS])
+                taken = time.perf_counter() - started
+                body = {"input": CAPTIONS[0], "encoding_format": "float", "dimensions": 8}
+                answer = httpx.post(f"{where.http}/v1/embeddings", json=body, trust_env=False)
+    title = f"/v1/embeddings: {len(names)} images, {len(CAPTIONS)} texts in {taken * 1e3:.0f} ms"
+    shown = Table("text", *names, title=f"{title}; cosine similarity, by random weights")
+    for caption, row in zip(CAPTIONS, texts @ images.T, strict=True):
+        shown.add_row(caption, *(f"{one:.3f}" for one in row))
+    console.print(shown)
+    few_values = np.array(answer.json()["data"][0]["embedding"])
+    cut = texts[0, :8] / np.linalg.norm(texts[0, :8])
+    ranks, theirs = ((b @ a.T).argsort(1) for a, b in ((images, texts), exact))
+    checks = {
+        "texts rank the photographs as with transformers": bool((ranks == theirs).all()),
+        "vectors of texts equal transformers'": np.allclose(texts, exact[1], atol=1e-4),
+        "vectors have length 1": np.allclose(np.linalg.norm(images, axis=1), 1),
+        "floats of 8 dimensions are the first, scaled": np.allclose(few_values, cut, atol=1e-6),
+    }
+    return told(console, checks)
 
 
 def encode(console: Console, url: str, pictures: dict[str, bytes]) -> list[Embedding]:
@@ -132,10 +175,15 @@ def judge(
         "weights are reported as random": over_http[0].weights == "dummy",
         "chat: the stream equals the answer, and usage counts the photograph": chats,
     }
+    return told(console, checks)
+
+
+def told(console: Console, checks: dict[str, bool]) -> int:
+    """Prints them. Returns the exit status."""
     for name, good in checks.items():
         console.print(f"[{'green' if good else 'red'}]{'yes' if good else 'NO '}[/] {name}")
     return 0 if all(checks.values()) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(vectors() if sys.argv[1:] == ["vectors"] else main())

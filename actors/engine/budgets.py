@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actors.errors import ConfigError
 from actors.options import GraphOptions
@@ -23,6 +23,8 @@ FRAME_TOKENS = 32
 or per fewer if groups are smaller. Each lengthens the table that every replay reads."""
 
 MOST_TOKENS = 13824  # default maximum of each path of a model of two paths
+
+MOST_TEXTS = 16  # in a pack
 
 MOST_EXACT_GRAPHS = 64  # layouts of which each path keeps a graph with `graphs.mode: exact`
 
@@ -149,7 +151,20 @@ def model_capacity(options: GraphOptions, spec: ModelSpec) -> Capacity:
             raise ConfigError(f"graphs.{key}: {spec.id} has one path: use graphs.token_budgets")
     unit = UNIT_TOKENS if isinstance(spec.sizing, BlockSizing) else None
     frames, own = spec.max_frames_per_video, spec.own_sizing or spec.sizing
-    return capacity(options, spec.sizing.token_range(), frames, unit, own.token_range()[1])
+    room = capacity(options, spec.sizing.token_range(), frames, unit, own.token_range()[1])
+    return with_texts(room, spec.text_plan.patches) if spec.text_plan else room
+
+
+def with_texts(room: Capacity, tokens: int) -> Capacity:
+    """With texts of so many tokens each on a second path. A pack holds images, texts, or both."""
+    (images,), most = room.budgets, MOST_TEXTS * tokens
+    texts = (most,) if room.exact_graphs else doubled(tokens, most)
+    return replace(
+        room,
+        budgets=((0, *images), (0, *texts)) if images else ((), ()),
+        tokens=(*room.tokens, most),
+        items=room.items + MOST_TEXTS,
+    )
 
 
 def two_path_capacity(

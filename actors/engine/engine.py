@@ -240,7 +240,8 @@ class Engine:
         metrics, plans = self.metrics, [one.item.plan for one in launched.waiting]
         metrics.pack_items.observe(len(plans))
         metrics.patches.inc(sum(plan.patches for plan in plans))
-        metrics.tokens.inc(sum(plan.tokens for plan in plans))
+        vector = self.tower.spec.vector
+        metrics.tokens.inc(sum(sum(plan.path_tokens) if vector else plan.tokens for plan in plans))
         metrics.pack_outcomes.labels(outcome(launched.labels)).inc()
         for index, (path, budget, label) in enumerate(
             zip(self.tower.spec.paths, launched.pack.budgets, launched.labels, strict=True)

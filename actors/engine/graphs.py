@@ -128,7 +128,8 @@ class GraphSet:
         return None if budget is None else str(budget)
 
     def run(self, budget: int | None, items: Sequence[Item]) -> Tensor:
-        """As `encode`, for items."""
+        """As `encode`, for items; those without tokens on this path are left out."""
+        items = [item for item in items if item.plan.path_tokens[self.index]]
         patches = [torch.as_tensor(item.patches[item.plan.rows(self.index)]) for item in items]
         later = [
             patches[i] if item.later is None else torch.as_tensor(item.later)
@@ -144,7 +145,8 @@ class GraphSet:
         patches: Sequence[Tensor],
         later: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Rows [tokens of all items, width] on the device, in the order of the items.
+        """Rows [tokens of all items, width] on the device, in the order of the items; a vector for
+        each item of a model that gives vectors.
 
         `patches`: this path's, uint8, one tensor per item, on the host or on the device. `later`:
         the patches of the second frames of videos; an image's are its patches once more. Packs of
@@ -299,12 +301,13 @@ class ExactGraphSet(GraphSet):
             del self.seen[layout]
             tokens, segments = self.room(None, plans)
             static = self.static(self._shapes(tokens, segments, self.videos(plans)))
-            rows = self.output[:tokens]
-            replay = self.kept[layout] = self.device.capture(
-                lambda: rows.copy_(self.tower.forward(self.path, static)),
-                kept=True,
-                tuned=self.tuned,
-            )
+
+            def forward() -> Tensor:
+                rows = self.tower.forward(self.path, static)
+                return self.output[: len(rows)].copy_(rows)
+
+            replay = self.device.capture(forward, kept=True, tuned=self.tuned)
+            self.kept[layout] = replay
             # The device is idle after a capture, so the evicted graph is not being replayed.
             if len(self.kept) > self.most:
                 self.kept.popitem(last=False)
@@ -312,7 +315,8 @@ class ExactGraphSet(GraphSet):
         return replay
 
     def _layout(self, plans: Sequence[ItemPlan]) -> Layout:
-        return tuple((plan.grid_thw, plan.path_tokens[self.index], plan.frames) for plan in plans)
+        on_path = ((plan, plan.path_tokens[self.index]) for plan in plans)
+        return tuple((plan.grid_thw, tokens, plan.frames) for plan, tokens in on_path if tokens)
 
 
 def capture(

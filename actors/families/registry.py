@@ -97,6 +97,11 @@ def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
         raise CheckpointError(
             f"model.id {options.id!r}: its configuration lacks or misstates {error}"
         ) from error
+    if options.output == "vector" and not spec.vector:
+        raise CheckpointError(
+            f"model.output is vector, but the family {spec.family} has no pooled output: leave it "
+            "out, and the service gives rows"
+        )
     spec = with_kwargs(spec, "image", options.images_kwargs)
     return with_kwargs(spec, "video", options.videos_kwargs)
 

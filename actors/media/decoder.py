@@ -28,6 +28,7 @@ from actors.media import decode_worker
 from actors.media.decode_worker import Slab, size_of
 from actors.media.image import prepare
 from actors.media.patchify import patchifier_of
+from actors.media.text import Texts
 from actors.options import ActorOptions
 from actors.spec.checkpoint import Noted, find
 from actors.telemetry.metrics import EncoderMetrics
@@ -156,6 +157,7 @@ class Decoder:
         CheckpointError; StartError where the system has no memfd_create."""
         files = Noted(find(options.model))
         self.patchifier = patchifier_of(read(options.model, files))
+        self.texts = Texts(self.patchifier.spec) if self.patchifier.spec.text else None
         self._model = decode_worker.model_message(options.model, files.contents)
         self._series = series
         self._stall_seconds = options.encoder.max_stall_seconds
@@ -206,7 +208,8 @@ class Decoder:
         with self._changed:
             if self._failure or self._closing:
                 raise self._failure or Unavailable(STOPPING)
-            if slab is None or not slab.fits(size_bytes) or len(media.frames) > MAX_FRAMES:
+            large = slab is None or not slab.fits(size_bytes) or len(media.frames) > MAX_FRAMES
+            if slab is None or large or media.kind == "text":
                 return self._executor.submit(self._decode_here, media, monotonic())
             job = Job(media, size_bytes)
             self._waiting.append(job)
@@ -234,7 +237,8 @@ class Decoder:
     def _decode_here(self, media: Media, submitted: float) -> Item:
         began = monotonic()
         try:
-            item = prepare(self.patchifier, media)
+            texts = self.texts if media.kind == "text" else None
+            item = texts.item(media) if texts else prepare(self.patchifier, media)
         except ServiceError:
             raise
         except Exception as error:

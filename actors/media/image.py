@@ -38,7 +38,7 @@ AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # one thread per image: several are dec
 
 def prepare(patchifier: Patchifier, media: Media) -> Item:
     """Decodes one item and cuts it into patches. Raises InvalidMedia, TooLarge."""
-    patchifier = patchifier.asked(media.kind, media.kwargs)
+    patchifier = patchifier.asked("video" if media.clip else "image", media.kwargs)
     if media.clip:
         return patchifier.patchify_video(media.clip, decoded_frames(patchifier, media, media.clip))
     plan, patches = patchifier.patchify(decode(media.data, media.alpha))

@@ -14,7 +14,7 @@ from typing import Any, Self
 from actors.errors import InvalidOption
 from actors.spec.sizing import Defaults, Largest, Resample, Sizing
 from actors.spec.video import VideoSizing
-from actors.types import NO_KWARGS, Dtype, Kind, ProcessorKwargs
+from actors.types import NO_KWARGS, Dtype, ItemPlan, Kind, ProcessorKwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,23 @@ class ModelSpec:
     """Whether the fast form of the blocks has all that these blocks do: see options.block_form."""
     own_sizing: Sizing | None = None
     """That of the checkpoint, where `model.images_kwargs` changes it."""
+    vector: bool = False
+    """An image gives one vector, pooled and projected, in place of rows."""
+    text: Mapping[str, Any] | None = None
+    """`text_config` of config.json, with the family's defaults, of a model that gives vectors of
+    texts too. They have a path of their own, the last."""
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         return ("image", "video") if self.video else ("image",)
+
+    @property
+    def text_plan(self) -> ItemPlan | None:
+        """The same for every text, because each is padded to the longest. None: it takes none."""
+        if self.text is None:
+            return None
+        tokens = int(self.text["max_position_embeddings"])
+        return ItemPlan((1, 1, tokens), tokens, 1, (0, tokens))
 
     @property
     def max_frames_per_video(self) -> int:
@@ -99,3 +112,8 @@ class ModelSpec:
         """16 hexadecimal digits that identify the model, the same in every process."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def nameless(self) -> Self:
+        """Without name and revision: a copy of the model at another path is equal."""
+        return replace(self, id="", revision=None)

@@ -49,9 +49,12 @@ class ModelSource:
         return int(self.config["text_config"]["hidden_size"])
 
     def image_processor(
-        self, defaults: Json, resample: Resample = "bicubic", *, normalized: bool = True
+        self, defaults: Json, resample: Resample | None = "bicubic", *, normalized: bool = True
     ) -> Json:
-        """The image processor's settings; transformers 5 saves them in processor_config.json."""
+        """The image processor's settings; transformers 5 saves them in processor_config.json.
+
+        `resample`: None: any of PIL_RESAMPLING.
+        """
         settings = self.files.read_json("preprocessor_config.json")
         if settings is None:
             together = self.files.read_json("processor_config.json") or {}
@@ -150,10 +153,21 @@ def processor_name(files: Files) -> str:
     return ""
 
 
-def fixed_steps(resample: Resample) -> Json:
+def fixed_steps(resample: Resample | None) -> Json:
     """Settings of a processor that may be absent but must not differ."""
-    steps = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
-    return {**steps, "resample": PIL_RESAMPLING[resample]}
+    steps: Json = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
+    return steps | ({"resample": PIL_RESAMPLING[resample]} if resample else {})
+
+
+def resampling(processor: Json) -> Resample:
+    """As an image processor says; bicubic if it does not."""
+    names = {number: name for name, number in PIL_RESAMPLING.items()}
+    found = processor.get("resample")
+    if found is None:
+        return "bicubic"
+    if found not in names:
+        raise ValueError(f"resample of the image processor: {found!r} is none of {list(names)}")
+    return names[found]
 
 
 def only(settings: Json, fixed: Json, whose: str) -> None:

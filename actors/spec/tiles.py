@@ -177,6 +177,15 @@ class OneTile(TileSizing):
     image, stretched."""
     class_tokens: int
     """Rows of the embedding before those of the patches."""
+    pooled: bool = False
+    """The tile gives one vector in place of the rows of its tokens."""
+    paths: int = 1
+    """Of the model; images take the first."""
+
+    def plan(self, size: Size) -> ItemPlan:
+        plan = TileSizing.plan(self, size)  # super() does not work with slots
+        tokens = (plan.tokens, *[0] * (self.paths - 1))
+        return replace(plan, tokens=1 if self.pooled else plan.tokens, path_tokens=tokens)
 
     def layout(self, size: Size) -> Layout:
         return 1, 1

@@ -84,7 +84,8 @@ class LocalFolder:
 
     def write(self, name: str, value: bytes) -> None:
         path = self._path(name)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self.path, path.parent):  # of those that `parents` makes, no mode is set
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         part = self.path / f"{uuid4().hex}.part"
         try:
             part.write_bytes(value)

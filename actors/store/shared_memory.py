@@ -21,8 +21,9 @@ from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedByt
 
 INLINE_BYTES = 2**20  # up to here rows travel by value: shared memory takes as long
 MOST_TOGETHER_BYTES = 64 * 2**20  # of one object, which stays as long as one embedding is held
-READ_SECONDS = 10.0
-"""Time limit of a read. Ray itself waits a minute for the node of a process that is stopped."""
+READ_SECONDS, SLOW_BYTES_PER_SECOND = 10.0, 20e6
+"""Time limit of a read: so many seconds, and those that a slow network takes for the object. Ray
+itself waits a minute for the node of a process that is stopped."""
 
 
 def share(data: Bytes) -> Bytes | SharedBytes:
@@ -72,12 +73,13 @@ async def read(data: Bytes | SharedBytes) -> Bytes:
     if not isinstance(data, SharedBytes):
         return data
     reference: Any = data.object_ref
+    limit_seconds = READ_SECONDS + data.object_bytes / SLOW_BYTES_PER_SECOND
     try:
-        async with asyncio.timeout(READ_SECONDS):
+        async with asyncio.timeout(limit_seconds):
             found: list[Bytes | RemoteBytes] = await reference
     except TimeoutError as error:
         raise EmbeddingLost(
-            f"the embedding could not be read from its node within {READ_SECONDS:g} s; try again"
+            f"the embedding could not be read from its node within {limit_seconds:.0f} s; try again"
         ) from error
     except ObjectLostError as error:
         raise EmbeddingLost(

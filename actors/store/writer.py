@@ -62,6 +62,7 @@ class RowWriter:
         self.fingerprint = spec.fingerprint  # once: it digests the whole configuration
         self.cache = cache
         self.shared = shared
+        self.shared_fingerprint = spec.nameless.fingerprint
         self.memory = memory
         self.replica = replica
         # An object that several items share is kept whole as long as one of them is kept.
@@ -76,6 +77,10 @@ class RowWriter:
 
     def key(self, media: Media) -> Key:
         return (self.fingerprint, *media.identity)
+
+    def shared_key(self, media: Media) -> Key:
+        """In the shared cache, where the same weights may have another name."""
+        return (self.shared_fingerprint, *media.identity)
 
     def stays_on_device(self, media: Media, dtype: Dtype) -> bool:
         """Whether an item's rows are left on the device. Pruning needs them on the host."""
@@ -103,14 +108,13 @@ class RowWriter:
 
     async def from_shared_cache(self, media: Media, dtype: Dtype, tokens: int) -> Embedding | None:
         """The embedding of an item that any replica has encoded; None if there is none."""
-        key = self.key(media)
-        if not self.shared or not (hit := await self.shared.get(key, tokens)):
+        if not self.shared or not (hit := await self.shared.get(self.shared_key(media), tokens)):
             return None
         hit = replace(hit, replica=self.replica)
         if hit.size_bytes > INLINE_BYTES:
             rows: Any = hit.data
             hit = replace(hit, data=await asyncio.to_thread(share, rows))
-        self.cache.put(key, hit)
+        self.cache.put(self.key(media), hit)
         return await converted(hit, dtype)
 
     def _cached(
@@ -121,7 +125,7 @@ class RowWriter:
         data = as_bytes(rows, self.spec.dtype)
         made = self.embedding(item, data, self.spec.dtype, rows.shape[0], mask)
         if self.shared:
-            self.shared.put(self.key(media), made)
+            self.shared.put(self.shared_key(media), made)
         if not self.cache.max_bytes:
             return data
         own = share(data)

@@ -138,7 +138,7 @@ def content(embedding: Embedding) -> Document:
 
 def video_times(spec: ModelSpec, media: Media) -> Document:
     """Times of a video's frame groups, which some language models are given."""
-    video = spec.asked(media.kind, media.kwargs).video
+    video = spec.asked("video", media.kwargs).video if media.clip else None
     if media.clip is None or video is None:
         return {}
     return {
@@ -172,6 +172,8 @@ def model_card(options: ServiceOptions, spec: ModelSpec) -> Document:
         "kinds": list(spec.kinds),
         "width": spec.width,
         "deepstack": spec.deepstack,
+        "output": "vector" if spec.vector else "rows",
+        "text_tokens": spec.text_plan.patches if spec.text_plan else 0,
         "tokens_per_item": {"smallest_budget": smallest, "largest": largest},
         "processor_kwargs": kwargs_card(options, spec, holds),
         "graphs": {

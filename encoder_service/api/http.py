@@ -28,15 +28,22 @@ from encoder_service.wire.formats import JSON, MSGPACK, NPZ, SAFETENSORS, WRITER
 ENCODE_PATH = "/v1/encode"
 PLAN_PATH = "/v1/plan"
 CHAT_PATH = "/v1/chat/completions"
+EMBEDDINGS_PATH = "/v1/embeddings"
 REFERENCE_PATH = "/v1/embeddings/{reference}"
-COUNTED = {ENCODE_PATH: "http", PLAN_PATH: "plan", CHAT_PATH: "chat"}
+COUNTED = {
+    ENCODE_PATH: "http",
+    PLAN_PATH: "plan",
+    CHAT_PATH: "chat",
+    EMBEDDINGS_PATH: "embeddings",
+}
 """The paths that the metrics count, and under which `api`."""
 PLAN_FORMATS = (JSON, MSGPACK)
 GZIP_LEVEL = 1  # base64 shrinks by a quarter at any level
 
 
 def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
-    """The application. llm/http.py adds the chat API if there is a language model."""
+    """The application. llm/embeddings.py adds OpenAI's embeddings; llm/http.py chats, if there is a
+    language model."""
     app = FastAPIOffline(
         title="Encoder Service",
         description="The vision encoders of vision-language models as a separate service. Images "

@@ -9,6 +9,7 @@ from encoder_service.client.items import (
     Plan,
     ServiceError,
     Source,
+    Text,
     Video,
 )
 
@@ -23,6 +24,7 @@ __all__ = [
     "Samples",
     "ServiceError",
     "Source",
+    "Text",
     "Video",
     "Written",
 ]

@@ -11,32 +11,38 @@ from functools import update_wrapper
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image
 from rich.console import Console
 
 from encoder_service.client.dataset import DatasetOptions, Samples, Written, encode_dataset
 from encoder_service.client.items import (
     Embedding,
+    File,
     Frames,
     Input,
     Plan,
     ProcessorOptions,
     ServiceError,
     Source,
+    Text,
     Video,
+    embedding_input,
     given,
     read_items,
     read_plans,
+    read_vectors,
     request_item,
 )
 from encoder_service.client.transports import connect
-from encoder_service.wire.documents import RequestItem
 
 LONGEST_BACKOFF_SECONDS = 5.0
 """Between attempts, where the service does not say how long to wait."""
 GRACE_SECONDS = 1.0
 """Added to the first attempt, so that the transport's timeout, whose error says more, is first."""
 Arguments = ParamSpec("Arguments")
+Given = TypeVar("Given")
 Result = TypeVar("Result")
 
 
@@ -99,7 +105,7 @@ class AsyncClient:
         changes from frame to frame. `options` hold for every source whose kind takes them and that
         is no Input with its own.
         """
-        items = await request_items(sources, "encode")
+        items = await read_all(sources, request_item, "encode")
         sent = {
             "dtype": dtype,
             "on_error": on_error,
@@ -136,9 +142,21 @@ class AsyncClient:
         **options: Unpack[ProcessorOptions],
     ) -> list[Plan] | list[Plan | ServiceError]:
         """Returns what each source would cost, in order, without encoding it. See `encode`."""
-        items = await request_items(sources, "plan")
+        items = await read_all(sources, request_item, "plan")
         sent = {"on_error": on_error, "evs_rate": evs_rate} | given(options)
         return read_plans(await self.persist(lambda: self.transport.plan(items, sent)))
+
+    async def embed(
+        self, sources: Sequence[File | Text], dimensions: int | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Returns a vector of length 1 for each image or Text: float32 [sources, dimensions].
+
+        For services with `model.output: vector`, over HTTP. `dimensions`: the first values of each
+        vector; None: all. Raises as `encode` does, and TypeError for videos.
+        """
+        inputs = await read_all(sources, embedding_input, "embed")
+        sent = {"input": inputs, "encoding_format": "base64", "dimensions": dimensions}
+        return read_vectors(await self.persist(lambda: self.transport.embed(sent)))
 
     async def encode_dataset(
         self,
@@ -211,13 +229,15 @@ class AsyncClient:
         await self.close()
 
 
-async def request_items(sources: Sequence[Source], method: str) -> list[RequestItem]:
+async def read_all(
+    sources: Sequence[Given], read: Callable[[Given], Result], method: str
+) -> list[Result]:
     """What is sent for the sources. Raises OSError, TypeError for one source instead of a list."""
-    single = isinstance(sources, str | Path | bytes | Image.Image | Video | Frames | Input)
+    single = isinstance(sources, str | Path | bytes | Image.Image | Video | Frames | Input | Text)
     if single or not isinstance(sources, Iterable):
         one = type(sources).__name__
         raise TypeError(f"{method} takes a list, not one {one}: {method}([source])")
-    return await asyncio.to_thread(lambda: [request_item(source) for source in sources])
+    return await asyncio.to_thread(lambda: [read(source) for source in sources])
 
 
 def blocking(
@@ -261,6 +281,7 @@ class Client:
 
     encode = blocking(AsyncClient.encode)
     plan = blocking(AsyncClient.plan)
+    embed = blocking(AsyncClient.embed)
     encode_dataset = blocking(AsyncClient.encode_dataset)
     fetch = blocking(AsyncClient.fetch)
     release = blocking(AsyncClient.release)

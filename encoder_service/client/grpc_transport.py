@@ -69,6 +69,9 @@ class GrpcTransport:
         answer = await self.call(self.stub.Plan, request_of(items, options))
         return document_of(answer) | {"items": [item_document(item) for item in answer.items]}
 
+    async def embed(self, body: Document) -> Document:
+        raise ServiceError("unimplemented", "embed needs HTTP: Client('http://HOST:PORT')")
+
     async def fetch(self, reference: str) -> Document:
         request = pb.FetchRequest(reference=reference)
         return await self.collect(self.rows.Fetch(request, **self.settings))

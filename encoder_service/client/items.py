@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
+import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
@@ -60,6 +62,13 @@ class Video:
     the first frame is encoded."""
 
     file: str | Path | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text, for `Client.embed`."""
+
+    text: str
 
 
 class ProcessorOptions(TypedDict, total=False):
@@ -249,6 +258,29 @@ def service_error(
         bool(document.get("retryable", False)),
         retry_after_seconds,
     )
+
+
+def embedding_input(source: File | Text) -> dict[str, Any]:
+    """An entry of `input` of POST /v1/embeddings. Reads files. Raises OSError, TypeError."""
+    if isinstance(source, Text):
+        return {"type": "text", "text": source.text}
+    try:
+        item = request_item(source)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"there is no file {source!r:.100}; a text is a Text(...)"
+        ) from None
+    if item.type != "image" or item.own():
+        raise TypeError("embed takes images and texts, without options of their own")
+    url = item.url or f"data:image/*;base64,{b64encode(item.data or b'').decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def read_vectors(document: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+    """float32 [inputs, dimensions] of a response with base64. Raises ServiceError."""
+    with reading():
+        rows = [b64decode(one["embedding"], validate=True) for one in document["data"]]
+        return np.stack([np.frombuffer(row, "<f4") for row in rows])
 
 
 LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens", "kept_rows")

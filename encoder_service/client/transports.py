@@ -75,6 +75,10 @@ class HttpTransport:
     async def plan(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
         return await self.document("POST", "/v1/plan", packed(items, options), JSON)
 
+    async def embed(self, body: Document) -> Document:
+        sent = json.dumps(body).encode()
+        return await self.document("POST", "/v1/embeddings", sent, JSON, JSON)
+
     async def fetch(self, reference: str) -> Document:
         return await self.document("GET", path_of(reference))
 
@@ -96,9 +100,16 @@ class HttpTransport:
             await self.session.close()
 
     async def document(
-        self, method: str, path: str, body: bytes = b"", accept: str = SAFETENSORS
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        accept: str = SAFETENSORS,
+        content_type: str = MSGPACK,
     ) -> Document:
-        document: Document = await self.request(method, path, body, read_document, accept)
+        document: Document = await self.request(
+            method, path, body, read_document, accept, content_type
+        )
         return document
 
     async def request(
@@ -108,13 +119,14 @@ class HttpTransport:
         body: bytes = b"",
         read: Callable[[aiohttp.ClientResponse], Awaitable[Any]] = aiohttp.ClientResponse.read,
         accept: str = SAFETENSORS,
+        content_type: str = MSGPACK,
     ) -> Any:
         """What `read` makes of a 2xx response; any other one is raised as ServiceError."""
         if self.session is None:
             self.session = self.open_session()
         content: dict[str, Any] = {"headers": {"accept": accept}}
         if body:
-            content["headers"] |= {"content-type": MSGPACK, "content-length": str(len(body))}
+            content["headers"] |= {"content-type": content_type, "content-length": str(len(body))}
             content["data"] = pieces(body) if len(body) > PIECE_BYTES else body
         try:
             async with self.session.request(

@@ -162,6 +162,11 @@ def rollout(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, s
 def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The same, of one application."""
     there, restarted = encoders(old), set()
+    were, are = deployed(old), deployed(new)
+    for name in are - were:
+        yield "started", f"deployment {name}"
+    for name in were - are:
+        yield "removed", f"deployment {name}"
     if changed := differences(versioned(old), versioned(new)):
         restarted = set(there)
         yield "restarts", f"every replica, because of {', '.join(changed)}"
@@ -171,7 +176,7 @@ def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple
         if key.split(".")[0] not in (*VERSIONED, "deployments"):
             yield "live", key
     before, after = named(old, "deployments"), named(new, "deployments")
-    for name in before.keys() | after.keys():
+    for name in (before.keys() | after.keys()) - (were ^ are):
         was, now = before.get(name, {}), after.get(name, {})
         for key in differences(was, now):
             if (option := key.split(".")[0]) in RESTARTING:
@@ -186,7 +191,8 @@ def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple
                 yield "live", f"{name}: {key}"
     for name, (least, most) in there.items():
         if name in restarted:
-            yield "captured again", f"the graphs of every {NOUN.get(name, name)}"
+            if name in are:
+                yield "captured again", f"the graphs of every {NOUN.get(name, name)}"
             yield "lost", losses(old, "all", name)
         elif least == most > (left := encoders(new)[name][1]):
             yield "lost", losses(old, f"{most - left} of", name)
@@ -223,11 +229,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         was, now = old.get(key), new.get(key)
         if written(was) == written(now):
             continue
+        inner = []
         if key == "pools":
             was, now = named(old, key), named(new, key)
-        inner = []
+            inner = [f"{key}.{one}" for one in sorted(was.keys() ^ now.keys())]
+            both = was.keys() & now.keys()
+            was, now = ({one: each[one] for one in both} for each in (was, now))
         if isinstance(was or {}, Mapping) and isinstance(now or {}, Mapping):
-            inner = [f"{key}.{one}" for one in differences(was or {}, now or {})]
+            inner += [f"{key}.{one}" for one in differences(was or {}, now or {})]
         found += inner or [key]
     return found
 
@@ -251,6 +260,12 @@ def encoders(application: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         found = [one if isinstance(one, int) else 1 for one in (least, most)]
         counts[deployment] = found[0], max(found)
     return counts
+
+
+def deployed(application: Mapping[str, Any]) -> set[str]:
+    """Deployments that an application need not have."""
+    chat = {"Chat"} if section(application, "args", "llm") else set()
+    return encoders(application).keys() | chat
 
 
 def losses(application: Mapping[str, Any], which: str, deployment: str) -> str:
@@ -300,8 +315,9 @@ def table(spec: ModelSpec, pools: Mapping[str, tuple[ServiceOptions, Capacity]])
     shown = Table(show_header=False)
     shown.add_row("model", spec.id + (f" at {spec.revision}" if spec.revision else ""))
     shown.add_row("family", f"{spec.family}, {spec.dtype}, {spec.weights} weights")
-    shown.add_row("takes", " and ".join(f"{kind}s" for kind in spec.kinds))
-    shown.add_row("gives", f"rows of {spec.width} values")
+    taken = [*spec.kinds, "text"] if spec.text else spec.kinds
+    shown.add_row("takes", " and ".join(f"{kind}s" for kind in taken))
+    shown.add_row("gives", f"{'vectors' if spec.vector else 'rows'} of {spec.width} values")
     for name, (one, own) in pools.items():
         if name.startswith(POOL):
             shown.add_section()
@@ -326,7 +342,8 @@ def table(spec: ModelSpec, pools: Mapping[str, tuple[ServiceOptions, Capacity]])
     )
     shown.add_row("cache of each", cached)
     if shared := service.cache.shared:
-        shown.add_row("cache of all", escape(shared.url.rpartition("@")[2]))
+        kind = shared.url.partition("://")[0]  # what follows may contain a password
+        shown.add_row("cache of all", escape(shared.url) if kind == "file" else kind)
     shown.add_row("references of each", f"{service.references.max_bytes:,} bytes")
     for name, most in service.limits:
         shown.add_row(f"limits.{name}", "none of its own" if most is None else f"{most:,}")

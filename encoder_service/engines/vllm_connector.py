@@ -28,6 +28,8 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 
+from encoder_service.engines.vllm_stats import LoadMetrics, LoadStats, Stopwatch
+
 if TYPE_CHECKING:
     import torch
 
@@ -55,6 +57,10 @@ class PendingFetch:
     rows: Future[torch.Tensor]
     requests: set[str] = field(default_factory=set)
     """Ids of the requests that still need it."""
+    time: Stopwatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.time = Stopwatch(self.rows)
 
 
 class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
@@ -98,6 +104,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self.fetches: dict[str, PendingFetch] = {}
         self.turns = asyncio.Semaphore(FETCHES_AT_ONCE)
         self.failed: set[str] = set()
+        self.stats = LoadStats()
         self.needed = RowsToLoad()
         self.client: Client | None = None
         if role is ECConnectorRole.SCHEDULER:
@@ -172,6 +179,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         name = request.mm_features[index].identifier
         log.error("request %s fails: embedding %s: %s", request.request_id, name, problem)
         self.failed.add(request.request_id)
+        self.stats.count("failed")
         return False
 
     def take_unavailable_requests(self) -> set[str]:
@@ -188,7 +196,9 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         """Sends item `index` to the workers with the next step, if this connector fetched it."""
         identifier = request.mm_features[index].identifier
         if self.has_cache_item(identifier):
-            self.needed.rows[identifier] = self.fetches[identifier].rows.result()
+            fetch = self.fetches[identifier]
+            self.needed.rows[identifier] = rows = fetch.rows.result()
+            self.stats.loaded(rows.nbytes, fetch.time.seconds)
 
     def build_connector_meta(self, scheduler_output: Any) -> RowsToLoad:
         built, self.needed = self.needed, RowsToLoad()
@@ -208,6 +218,19 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         if not fetch.requests:
             fetch.rows.cancel()
             del self.fetches[name]
+
+    def get_ec_connector_stats(self) -> LoadStats | None:
+        return self.stats.taken()
+
+    # In vLLM's front end, for both places
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> LoadStats:
+        return LoadStats(data)
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> LoadMetrics:
+        return LoadMetrics(*arguments)
 
     # In a worker
 

@@ -39,16 +39,22 @@ from actors.spec.sizing import BlockSizing, WindowedSizing
 from actors.startup import open_engine
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan
+from encoder_service.engines.vllm_stats import LoadStats, Stopwatch
 
 log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Whose patches are the same in vLLM and here."""
+LEFT = "vLLM encodes an item itself (vllm:encoder_service_left_total counts them): %s"
 KEYS = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
 """By modality, under which names vLLM keeps an item's patches and its grid."""
+SHORT_STEP_TOKENS, SHORT_STEP_SHARE = 256, 3
+TOKENS_PER_SHARE = 2048
+"""For how many slices a step waits: a short one, which only decodes, for several, and is still
+shorter than one that reads a prompt; a long one in proportion to its length."""
 
 
 class LocalOptions(Options):
@@ -56,7 +62,7 @@ class LocalOptions(Options):
 
     place: str = "local"
     chunk_ms: float = Field(5, gt=0)
-    """How long a step of the language model waits for slices of a waiting image."""
+    """Of a slice. A step of the language model waits for `share_of` of them."""
     ahead_bytes: int = Field(2**30, gt=0)
     """Rows on the device that are encoded before their requests are scheduled."""
     graphs: GraphOptions = GraphOptions(steps_per_doubling=2)
@@ -81,6 +87,7 @@ class LocalItem:
     requests: set[str] = field(default_factory=set)
     rows: Future[Tensor] | None = None  # None: not given to the engine yet
     answer: Future[Item] | None = None  # the engine's
+    time: Stopwatch | None = None  # since it was given to the engine
 
     @property
     def done(self) -> bool:
@@ -103,7 +110,10 @@ class LocalEncoder:
         self.ready: set[str] = set()  # requests all of whose items are here
         self.loading: dict[str, Tensor] = {}  # rows for the step that is being scheduled
         self.cached: Mapping[str, Tensor] = {}  # vLLM's encoder cache
-        self.encoded = self.left = 0  # items of ours and of vLLM
+        self.encoded = 0
+        self.left: dict[str, set[str]] = {}  # to vLLM's tower: items of unfinished requests
+        self.warned = False
+        self.stats = LoadStats()
         self.threads = ThreadPoolExecutor(1, "patches")
         device = engine.device.device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -111,7 +121,7 @@ class LocalEncoder:
     def close(self) -> None:
         self.threads.shutdown()
         self.engine.close()
-        log.info("the engine encoded %d items, vLLM %d", self.encoded, self.left)
+        log.info("the engine encoded %d items", self.encoded)
 
     def need(self, request: Any, index: int) -> bool:
         """Whether an item is here, or is left to vLLM. Otherwise it will be encoded."""
@@ -125,14 +135,22 @@ class LocalEncoder:
         except Exception as error:  # no error may end vLLM's scheduler
             log.error("vLLM encodes an item itself, because its data cannot be read: %r", error)
             item = None
-        if item is None:
-            self.left += 1
-            if self.left == 1:
-                log.warning("vLLM encodes an item itself that is not for the engine: %s", name)
+        if item is not None:
+            self.items[name] = item
+            item.requests.add(request.request_id)
+        if item is None or (item.done and not item.encoded):
+            self.leave(name, request.request_id)
             return True
-        self.items[name] = item
-        item.requests.add(request.request_id)
         return item.done
+
+    def leave(self, name: str, request_id: str) -> None:
+        """To vLLM's tower. vLLM asks again until the request is scheduled."""
+        names = self.left.setdefault(request_id, set())
+        if name not in names:
+            names.add(name)
+            self.stats.count("left")
+            log.log(logging.DEBUG if self.warned else logging.WARNING, LEFT, name)
+            self.warned = True
 
     def accepted(self, request: Any, index: int) -> LocalItem | None:
         """The item, if the engine can encode it; otherwise vLLM does."""
@@ -168,6 +186,7 @@ class LocalEncoder:
             if used + item.size_bytes > self.ahead_bytes and not stuck:
                 break
             item.rows, stuck = Future(), False
+            item.time = Stopwatch(item.rows)
             self.threads.submit(self.submit, item, item.rows)
             used += item.size_bytes
 
@@ -188,11 +207,6 @@ class LocalEncoder:
         item.answer.add_done_callback(partial(completed, rows))
         if rows.cancelled():
             item.answer.cancel()
-
-    def waiting(self) -> int:
-        """How many requests wait for the engine."""
-        unfinished = [item.requests for item in self.items.values() if item.rows and not item.done]
-        return len(set().union(*unfinished))
 
     def drop(self, name: str, request_id: str) -> None:
         """Forgets an item with the last request that needs it."""
@@ -302,8 +316,10 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
             item = encoder.items.pop(name)
             assert item.rows
             assert item.answer
+            assert item.time
             encoder.loading[name] = item.rows.result()
             encoder.encoded += 1
+            encoder.stats.loaded(item.size_bytes, item.time.seconds)
             if encoder.encoded == 1:
                 seconds = item.answer.result().encode_seconds
                 log.info("the engine encoded its first item in %.0f ms", seconds * 1000)
@@ -319,9 +335,14 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         encoder = the(self.encoder)
         encoder.ready.discard(request.request_id)
+        encoder.left.pop(request.request_id, None)
         for feature in request.mm_features:
             encoder.drop(feature.identifier, request.request_id)
         return False, None
+
+    def get_ec_connector_stats(self) -> LoadStats | None:
+        """vLLM asks both halves, and adds what they report."""
+        return the(self.encoder).stats.taken()
 
     # In the worker
 
@@ -338,7 +359,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         if metadata.tokens:
             pace = encoder.engine.device.pace
             assert pace is not None
-            pace.step(max(1, encoder.waiting()))
+            pace.step(share_of(metadata.tokens))
 
     def save_caches(self, encoder_cache: dict[str, Tensor], mm_hash: str, **kwargs: Any) -> None:
         """Does nothing: vLLM's own cache keeps what vLLM has encoded."""
@@ -347,6 +368,13 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
 def the(encoder: LocalEncoder | None) -> LocalEncoder:
     assert encoder is not None, "vLLM has shut the connector down"
     return encoder
+
+
+def share_of(tokens: int) -> int:
+    """For how many slices a step of so many tokens waits."""
+    if tokens < SHORT_STEP_TOKENS:
+        return SHORT_STEP_SHARE
+    return max(1, tokens // TOKENS_PER_SHARE)
 
 
 def check(vllm_config: Any) -> None:

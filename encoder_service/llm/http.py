@@ -279,7 +279,7 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
         except ClientDisconnect:
             raise
         except Exception as problem:
-            return refusal(problem, parsed, exchange)
+            return refusal(problem, exchange, parsed.place if parsed else None)
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> dict[str, Any]:
@@ -294,19 +294,22 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
             service.authorize(*request.headers.getlist("authorization"))
             chat.check_model(model)
         except Exception as problem:
-            return refusal(problem, None, request.state.exchange)
+            return refusal(problem, request.state.exchange)
         return entry
 
 
-def refusal(problem: Exception, parsed: Parsed | None, exchange: Exchange) -> Response:
-    """An error in OpenAI's shape, with our usual status and headers."""
+def refusal(
+    problem: Exception, exchange: Exchange, place: Callable[[int], str] | None = None
+) -> Response:
+    """An error in OpenAI's shape, with our usual status and headers. `place`: the path of an item
+    in the request."""
     found = fault(problem, exchange.request_id)
     exchange.failed(found.row.type, found.message)
     param = problem.param if isinstance(problem, InvalidKey | UnknownModel) else None
     if isinstance(problem, InvalidOption):
         param = "mm_processor_kwargs"
-    if parsed and found.item is not None:
-        param = parsed.place(found.item)
+    if place and found.item is not None:
+        param = place(found.item)
     return error_response(found, found.openai_document(param))
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from actors.errors import CheckpointError, InvalidRequest, UnsupportedMedia
+from actors.media.text import read_tokenizer
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Files, Preset, find
 from actors.spec.video import VideoSizing, retained_tokens
@@ -37,17 +38,12 @@ CHATML = """\
 def load_tokenizer(options: ModelOptions) -> Any:
     """A model's own PreTrainedTokenizerFast with its chat template; bytes and ChatML for a preset.
 
-    Raises CheckpointError. Code from a repository is never run.
+    Raises CheckpointError.
     """
     files = find(options)
     if isinstance(files, Preset):
         return byte_tokenizer()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            options.id, revision=options.revision, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"the tokenizer of {options.id!r} cannot be read: {error}") from error
+    tokenizer = read_tokenizer(options.id, options.revision)
     tokenizer.chat_template = read_template(files) or tokenizer.chat_template
     if not isinstance(tokenizer.chat_template, str) or not tokenizer.is_fast:
         raise CheckpointError(
@@ -99,13 +95,13 @@ def place(media: Media, video: VideoSizing | None) -> Placed:
     """`video`: how the encoders cut up videos. Raises UnsupportedMedia for a video without it."""
     plan, clip = media.plan, media.clip
     if clip is None:
-        return Placed(media.kind, plan.grid_thw, plan.tokens)
+        return Placed("image", plan.grid_thw, plan.tokens)
     if video is None:
         raise UnsupportedMedia("this model takes no videos: send frames as images")
     video = video.asked(media.kwargs)
     times, seconds = tuple(video.timestamps(clip)), video.seconds_per_group(clip)
     dropped = plan.tokens - retained_tokens(plan, media.evs_rate)
-    return Placed(media.kind, plan.grid_thw, plan.tokens, times, seconds, dropped)
+    return Placed("video", plan.grid_thw, plan.tokens, times, seconds, dropped)
 
 
 @dataclass(frozen=True, slots=True)

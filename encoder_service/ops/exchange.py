@@ -27,13 +27,14 @@ MOST_WAITING_LINES = 10_000
 
 
 class ServiceMetrics:
-    """Series of one ingress replica. `api`: http, grpc, grpc_stream, plan, grpc_plan or chat."""
+    """Series of one ingress replica. `api`: http, grpc, grpc_stream, plan, grpc_plan, chat
+    or embeddings."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "encoder_requests_total",
-            "Requests to encode, plan or chat, by the status of their response.",
+            "Requests to encode, plan, embed or chat, by the status of their response.",
             ("api", "code"),
             registry=self.registry,
         )

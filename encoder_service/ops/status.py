@@ -192,7 +192,11 @@ def status(card: Json, cache_max_bytes: int, glance: Glance, time: float) -> Jso
             "max_bytes": cache_max_bytes * len(glance.excluded),
             "bytes": samples.total("cache_bytes"),
         }
-        | {name: samples.total(f"cache_{name}_total") for name in ("hits", "misses", "evictions")},
+        | {name: samples.total(f"cache_{name}_total") for name in ("hits", "misses", "evictions")}
+        | {
+            f"shared_{name}": samples.total(f"shared_cache_{name}_total")
+            for name in ("hits", "misses")
+        },
         "requests": samples.by("requests_total", "api", "code"),
         "request_seconds": samples.histogram("request_seconds"),
         "stages": {name: samples.histogram(f"{name}_seconds") for name in STAGES},

@@ -25,10 +25,12 @@ WAITED_FRACTION = 0.25
 LOOK_BACK_SECONDS = 5.0
 """Busy time over which the throughput is averaged; older work hardly counts."""
 MIN_BUSY_SECONDS = 1.0  # busy time before a throughput is believed
-SENT_SECONDS, SENT_ITEMS = 0.15, 32
-"""Requests wait in the router while what it has sent takes so many seconds and every replica has so
-many items: enough to fill packs and to keep decoding processes busy. More would only be a queue in
-the replicas, which a small request could not pass."""
+SENT_SECONDS, SENT_ITEMS = 0.25, 8
+"""Requests wait in the router while every replica has work of it for so many seconds, and so many
+items: enough to fill packs and to keep decoding processes busy. More would only be a queue in the
+replicas, which a small request could not pass. With 0.15 s a GPU had pauses."""
+UNMEASURED_SECONDS, UNMEASURED_ITEMS = 0.15, 32
+"""The same, for replicas that have not measured what an item costs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -162,12 +164,20 @@ class Ledger:
         """Patches that wait for each one that is on a replica."""
         return self.waiting / (self._sent_patches or 1)
 
-    def has_room(self, replicas: Iterable[str]) -> bool:
-        """Whether these replicas, all that can be used, need more to be busy."""
-        seconds = self._throughput.seconds(self._sent_patches)
-        if seconds is not None and seconds < SENT_SECONDS:
+    def has_room(self, costs: Mapping[str, Cost | None]) -> bool:
+        """Whether one of these replicas needs more from this router to be busy."""
+        return any(self._needs_more(replica, cost) for replica, cost in costs.items())
+
+    def _needs_more(self, replica: str, cost: Cost | None) -> bool:
+        items = self._sent_items.get(replica, 0)
+        if cost is None:
+            seconds = self._throughput.seconds(self._sent_patches)
+            short = seconds is not None and seconds < UNMEASURED_SECONDS
+            return short or items < UNMEASURED_ITEMS
+        if items < SENT_ITEMS:
             return True
-        return any(self._sent_items.get(replica, 0) < SENT_ITEMS for replica in replicas)
+        patches, pairs = self._accounts[replica]
+        return cost.work_seconds(Work(patches.own, pairs.own)) < SENT_SECONDS
 
     def turn(self, replica: str) -> int:
         """Lower: it has waited longer for an item of this router."""

@@ -56,8 +56,8 @@ class Fleet(Protocol):
         """The answers of one replica, in order, and what it still has to do.
 
         `keep`: it keeps the embeddings for a while, each has its id and no data.
-        `waiting_per_sent`: the ledger's, for the autoscaler. Raises ShardLost, or a ServiceError
-        for all items.
+        `waiting_per_sent`: patches that wait for the replica, for the autoscaler. Raises ShardLost,
+        or a ServiceError for all items.
         """
 
     async def check(self, replica: str) -> None:

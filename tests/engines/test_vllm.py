@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from encoder_service import Client, Embedding
 from encoder_service.bench.cluster import cluster, free_ports, logical_cpus, service
@@ -183,6 +184,41 @@ def test_with_our_engine_inside_images_are_answered_as_by_vllm_alone(
     assert "vLLM encodes an item itself" not in log
 
 
+def test_an_image_that_is_too_large_for_our_engine_is_answered_too(engines: Engines) -> None:
+    image = [shown(jpeg(672, 640))]
+    assert_same(answer(engines.local, image), answer(engines.whole, image))
+    assert "vLLM encodes an item itself" in engines.local_log.read_text()
+    assert metrics(engines.local)["left_total"] == 1
+
+
+def test_vllms_metrics_count_what_was_loaded(engines: Engines) -> None:
+    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
+    assert ask(engines.language, parts([kept])).is_success
+    engines.client.release(kept.reference)
+    assert ask(engines.language, parts([kept])).status_code == 500
+    found = metrics(engines.language)
+    assert found["loaded_total"] == found["seconds_count"] >= 1
+    assert found["bytes_total"] >= kept.shape[0] * kept.shape[1] * 4
+    assert found["failed_total"] >= 1
+    image = [shown(jpeg(64, 128))]
+    before = metrics(engines.local)
+    assert answer(engines.local, image).text
+    after = metrics(engines.local)
+    assert after["loaded_total"] == before["loaded_total"] + 1
+    assert after["left_total"] == before["left_total"]
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Of our connector, by name."""
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    return {
+        one.name.removeprefix("vllm:encoder_service_"): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+        if one.name.startswith("vllm:encoder_service_")
+    }
+
+
 def parts(embeddings: list[Embedding]) -> list[Part]:
     return [one.to_vllm() for one in embeddings]
 
@@ -221,7 +257,9 @@ def test_a_reference_that_cannot_be_had_fails_its_request_alone(engines: Engines
 def test_an_id_that_vllm_replaces_fails_its_request_alone(engines: Engines) -> None:
     (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
     options = {"max_pixels": 1_000_000}
-    assert ask(engines.language, parts([kept]), mm_processor_kwargs=options).status_code == 500
+    # vLLM may refuse the option itself.
+    refused = ask(engines.language, parts([kept]), mm_processor_kwargs=options).status_code
+    assert refused in (400, 500)
     nameless = [
         {key: value for key, value in part.items() if key != "uuid"} for part in parts([kept])
     ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 
-from actors.engine.budgets import Segments, capacity
+from actors.engine.budgets import Segments, capacity, model_capacity
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet, capture
+from actors.families import registry
 from actors.models.packed import PackedTower
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions
@@ -17,7 +20,8 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import MOST_ITEMS_A_BUDGET
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Size
-from tests.gpu.towers import cuda, finished, relative_error, shallow, synchronize, towers
+from tests.gpu.towers import FEWER, cuda, finished, relative_error, shallow, synchronize, towers
+from tests.unit.spec.test_tile_spec import changed
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +39,45 @@ SMALLEST = Size(8, 8)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_budgets_equal_the_reference(preset: str) -> None:
     assert worst_error(shallow(preset), cuda()) < 2e-2
+
+
+@pytest.mark.parametrize("preset", ["siglip-so400m", "clip-vit-l-336"])
+def test_vectors_of_images_and_texts(preset: str, tmp_path: Path) -> None:
+    text = {"num_hidden_layers": 4, "projection_size": 1152}
+    options = changed(tmp_path, preset, "config.json", {"text_config": text})
+    chosen = {"load_format": "dummy", "output": "vector"}
+    model = registry.read(options.model_copy(update=chosen))
+    assert vectors_error(replace(model, vision={**model.vision, **FEWER[preset]}), cuda()) < 2e-2
+
+
+def vectors_error(model: ModelSpec, device: Device) -> float:
+    """Relative, over every budget of both paths, in bfloat16 against float32."""
+    tower, reference = towers(model, device)
+    captured = capture(tower, model_capacity(GraphOptions(), model), device, EncoderMetrics())
+    generator, worst, text = np.random.default_rng(0), 0.0, model.text_plan
+    assert text
+    for plan, (path, graphs), values in zip(
+        (model.sizing.plan(SMALLEST), text),
+        captured.items(),
+        (3 * model.sizing.patch_size**2, 4),
+        strict=True,
+    ):
+        eager = GraphSet(reference, path, (), Segments(0), device)
+        for budget in graphs.budgets:
+            poison(graphs)
+            count = max(1, budget // sum(plan.path_tokens) - 1)
+            shape = (plan.patches, values)
+            patches = generator.integers(0, 256, (count, *shape), np.uint8)
+            if plan == text:
+                patches[..., 1:] = 0  # ids below 256
+            items = [Item(plan, one) for one in patches]
+            rows = finished(graphs.run(budget, items))
+            assert rows.shape[1] == model.width
+            assert bool(rows.isfinite().all()), (path, budget)
+            exact = finished(eager.run(None, items))
+            worst = max(worst, relative_error(rows[:count], exact))
+    print(f"{model.id}: worst relative error of vectors {worst:.1e}")
+    return worst
 
 
 def worst_error(model: ModelSpec, device: Device, most: int = MOST_TOKENS, packs: int = 2) -> float:

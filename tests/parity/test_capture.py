@@ -26,6 +26,7 @@ from tests import checkpoints
 from tests.checkpoints_clip import (
     write_aya,
     write_clip,
+    write_clip_texts,
     write_idefics3,
     write_janus,
     write_llava,
@@ -33,6 +34,7 @@ from tests.checkpoints_clip import (
     write_onevision,
     write_paligemma,
     write_siglip,
+    write_siglip_texts,
 )
 from tests.checkpoints_ocr import write_deepseek_ocr
 from tests.checkpoints_pixtral import write_lighton_ocr, write_mistral3, write_pixtral
@@ -63,6 +65,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "lighton_ocr": write_lighton_ocr,
     "siglip": write_siglip,
     "clip": write_clip,
+    "siglip-vectors": write_siglip_texts,
+    "clip-vectors": write_clip_texts,
     "llava": partial(write_llava, tower="clip"),
     "llava_next": partial(write_llava_next, tower="siglip"),
     "llava_onevision": write_onevision,
@@ -109,10 +113,10 @@ class Pixels(TorchDispatchMode):
         return sum(one() is not None for one in self.made)
 
 
-def forwards(folder: Path, *, reference: bool = False) -> Sequence[Tensor]:
+def forwards(options: ModelOptions, *, reference: bool = False) -> Sequence[Tensor]:
     """Each path once, and once more with videos where those have inputs of their own."""
-    model = registry.read(ModelOptions(id=str(folder)))
-    weights = load.tensors(ModelOptions(id=str(folder)), model, META)
+    model = registry.read(options)
+    weights = load.tensors(options, model, META)
     family = load.family_of(model)
     parts = family.parts(model, Weights(weights, META, torch.bfloat16))
     rows = []
@@ -141,7 +145,9 @@ def forwards(folder: Path, *, reference: bool = False) -> Sequence[Tensor]:
 @pytest.mark.parametrize("kind", WRITERS)
 def test_forward_reads_nothing_back_and_keeps_no_pixels(kind: str, tmp_path: Path) -> None:
     WRITERS[kind](tmp_path)
-    rows = forwards(tmp_path)
+    vector = kind.endswith("-vectors")
+    options = ModelOptions(id=str(tmp_path), output="vector" if vector else "rows")
+    rows = forwards(options)
     assert {(one.device, one.dtype) for one in rows} == {(META, torch.bfloat16)}
     with pytest.raises(RuntimeError):  # so does the attention that reads where segments end
-        forwards(tmp_path, reference=True)
+        forwards(options, reference=True)

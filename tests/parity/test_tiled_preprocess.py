@@ -6,6 +6,8 @@ published steps, written here with Pillow. Pillow rounds between its two passes,
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ from actors.types import Size
 from tests import llama4
 from tests.images import opened
 from tests.patches import patches_of
+from tests.unit.spec.test_tile_spec import PROCESSOR, changed
 
 INTERNVL = StretchedTiles(tile_pixels=448, patch_size=14, merge_size=2, max_tiles=12, min_tiles=1)
 AYA = StretchedTiles(364, 14, 2, 12, 1)
@@ -90,15 +93,21 @@ def test_gemma3_gives_the_picture_of_the_processor(size: tuple[int, int]) -> Non
     compare(image, sizing, bytes_of(theirs["pixel_values"]), "bilinear")
 
 
-@pytest.mark.parametrize("preset", ["siglip-so400m", "paligemma2-3b"])
+@pytest.mark.parametrize(
+    ("preset", "resample"), [("siglip-so400m", 3), ("siglip-so400m", 2), ("paligemma2-3b", 3)]
+)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_siglip_gives_the_picture_of_the_processor(size: tuple[int, int], preset: str) -> None:
+def test_siglip_gives_the_picture_of_the_processor(
+    size: tuple[int, int], preset: str, resample: int, tmp_path: Path
+) -> None:
+    """SigLIP 2 resizes bilinearly."""
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     image = opened().resize(size)
-    settings = Preset(preset).files["preprocessor_config.json"] | {"do_normalize": False}
+    options = changed(tmp_path, preset, PROCESSOR, {"resample": resample})
+    settings = json.loads((tmp_path / PROCESSOR).read_text()) | {"do_normalize": False}
     theirs = SiglipImageProcessorPil(**settings)(image, return_tensors="np")
-    model = read(ModelOptions(id=preset, load_format="dummy"))
+    model = read(options)
     assert isinstance(model.sizing, OneTile)
     side = model.sizing.tile_pixels
     tiles = bytes_of(theirs["pixel_values"][..., :side, :side])

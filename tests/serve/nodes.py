@@ -6,6 +6,7 @@ A process is in one Ray cluster at a time, so tests run these in another one: te
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from encoder_service.bench.cluster import free_ports
+from encoder_service.bench.cluster import free_ports, ha_proxy
 from tests.processes import family
 
 STORE_BYTES = 100_000_000
@@ -32,6 +33,8 @@ class Node:
     """Where its proxy listens."""
     again: Callable[[], Node]
     """Starts another node with the same options and port, once this one is lost."""
+    end: Callable[[], None]
+    """Kills its raylet, and those of Ray's servers that a head has."""
 
     def signal(self, number: signal.Signals) -> None:
         """To all processes of the node."""
@@ -45,17 +48,20 @@ def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Seque
     """A cluster; this process is on its first node. `wanted`: CPUs and resources of each."""
     cluster = Cluster()
     ports = free_ports(len(wanted))
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
     def add(port: int, options: dict[str, Any]) -> Node:
         # All are on one address. The first node's proxy takes the port of `http_options`.
         os.environ["RAY_SERVE_WORKER_PROXY_HTTP_PORT"] = str(port)
+        os.environ.update(ha_proxy(f"{os.environ['RAY_TMPDIR']}/{port}", most_files))
         node = cluster.add_node(object_store_memory=STORE_BYTES, include_dashboard=False, **options)
         (raylet,) = node.all_processes["raylet"]
         again = partial(add, port, options)
-        return Node(node.node_id, raylet.process.pid, f"http://127.0.0.1:{port}", again)
+        end = partial(cluster.remove_node, node, allow_graceful=False)
+        return Node(node.node_id, raylet.process.pid, f"http://127.0.0.1:{port}", again, end)
 
     found = [add(port, options) for port, options in zip(ports, wanted, strict=True)]
-    ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
+    connect(cluster.address)
     serve.start(
         proxy_location=proxies,
         http_options={"host": "127.0.0.1", "port": ports[0]},
@@ -66,6 +72,10 @@ def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Seque
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def connect(address: str) -> None:
+    ray.init(address=address, namespace="serve", log_to_driver=False)
 
 
 def node_of(actor: str) -> str:

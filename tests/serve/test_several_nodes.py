@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from secrets import token_hex
+from shutil import which
 
 import pytest
 
@@ -23,10 +24,12 @@ RAY = {
 
 @pytest.mark.extended
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("program", ["two_nodes", "three_nodes", "cut_off"])
+@pytest.mark.parametrize("program", ["two_nodes", "three_nodes", "cut_off", "head_restart"])
 def test_all_nodes_do_their_part(program: str) -> None:
     if program == "cut_off" and [name for _, name in socket.if_nameindex()] != ["lo"]:
         pytest.skip("it makes networks, which it may only in tests/loopback")
+    if program == "head_restart" and not which("redis-server"):
+        pytest.skip("it needs redis-server, as in Debian's package redis-server")
     command = [sys.executable, "-m", f"tests.serve.{program}"]
     # A short path: those of sockets have a limit.
     with tempfile.TemporaryDirectory(prefix="es", ignore_cleanup_errors=True) as home:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
+import numpy as np
 import pytest
 from ray import serve
 
 from actors.media.image import decode
 from actors.media.patchify import patchifier_of
-from encoder_service import Client
+from encoder_service import Client, Text
 from encoder_service.app import build
+from tests.checkpoints_clip import CAPTIONS, units_of, write_clip_texts
 from tests.images import PHOTOGRAPHS, jpeg, photograph
 from tests.parity.table import TOLERANCE
 from tests.parity.test_tiled import CHECKPOINTS, Pair, loaded, theirs
@@ -42,3 +45,30 @@ def test_rows_of_photographs(cluster: Cluster, tmp_path: Path, name: str) -> Non
         assert (embedding.grid_thw, embedding.source) == (plan.grid_thw, "graph")
         exact = theirs(pair, patches)
         assert (embedding.torch() - exact).abs().max() < TOLERANCE
+
+
+def test_vectors_of_photographs_and_texts(cluster: Cluster, tmp_path: Path) -> None:
+    model = write_clip_texts(tmp_path)
+    args: dict[str, Any] = {
+        "model": {"id": str(tmp_path), "dtype": "float32", "output": "vector"},
+        "encoder": {"replicas": 2, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
+        "preprocess": {"processes": 1},
+        "router": {"num_cpus": 0.1},
+        "ingress": {"num_cpus": 0.1},
+    }
+    serve.run(build(args), name="vectors", route_prefix="/")
+    sources: list[bytes | Text] = [*map(photograph, PHOTOGRAPHS), *map(Text, CAPTIONS)]
+    try:
+        with Client(cluster.http) as client:
+            vectors = client.embed(sources)
+            again = client.embed(sources[::-1])
+        page = httpx.get(f"{cluster.http}/metrics").text
+    finally:
+        serve.delete("vectors")
+    assert np.allclose(vectors, again[::-1], atol=1e-6)
+    _, texts = units_of(model, tmp_path, PHOTOGRAPHS)
+    assert np.abs(vectors[len(PHOTOGRAPHS) :] - texts).max() < TOLERANCE
+    assert 'encoder_requests_total{api="embeddings",code="200"' in page
+    hits = [line for line in page.splitlines() if line.startswith("encoder_graph_hits_total")]
+    for path in ("default", "text"):
+        assert any(f'path="{path}"' in line for line in hits)

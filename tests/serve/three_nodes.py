@@ -78,7 +78,10 @@ def main() -> None:
 
 def ready(node: Node) -> int:
     """Encoders that the ingress behind a node's proxy would give work to."""
-    return int(httpx.get(f"{node.http}/readyz").json().get("ready_replicas", 0))
+    try:
+        return int(httpx.get(f"{node.http}/readyz").json().get("ready_replicas", 0))
+    except httpx.TransportError:  # it does not listen yet
+        return 0
 
 
 def counted(node: Node, what: str, where: str) -> float:

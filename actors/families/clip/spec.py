@@ -1,8 +1,12 @@
-"""CLIP and SigLIP on their own, every image as one tile: transformers.models.clip, siglip."""
+"""CLIP and SigLIP on their own, every image as one tile: transformers.models.clip, siglip.
+
+SigLIP 2 of a fixed size (not NaFlex) is a SigLIP to transformers, and here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
@@ -11,10 +15,12 @@ from actors.spec.settings import (
     HALVES,
     ModelSource,
     only,
+    resampling,
     shorter_side,
     side,
     tower_pixels,
 )
+from actors.spec.sizing import Resample
 from actors.spec.tiles import OneTile
 
 SIGLIP_TOWER, CLIP_TOWER = "siglip_vision_model", "clip_vision_model"
@@ -30,30 +36,76 @@ TOWERS: Mapping[str, Json] = {
 }
 """transformers' defaults for keys that `vision_config` lacks, by its own `model_type`."""
 
+PROJECTION = 512
+"""transformers' default of CLIP's `projection_dim`."""
+TEXTS: Mapping[str, Json] = {
+    SIGLIP_TOWER: {
+        **{"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 3072},
+        **{"num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 64},
+        **{"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    },
+    CLIP_TOWER: {
+        **{"vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048},
+        **{"num_hidden_layers": 12, "num_attention_heads": 8, "max_position_embeddings": 77},
+        **{"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "eos_token_id": 49407},
+    },
+}
+"""The same for `text_config`."""
+
 
 def siglip(source: ModelSource) -> ModelSpec:
-    """Rows of the last hidden state, not pooled."""
+    """Rows of the last hidden state, or the vector of `get_image_features`."""
     return alone("siglip", SIGLIP_TOWER, source, class_tokens=0)
 
 
 def clip(source: ModelSource) -> ModelSpec:
-    """Rows of the last hidden state, that of the class token first."""
+    """Rows of the last hidden state, that of the class token first, or the projected vector."""
     return alone("clip", CLIP_TOWER, source, class_tokens=1)
 
 
 def alone(family: str, kind: str, source: ModelSource, class_tokens: int) -> ModelSpec:
-    """A tower without a language model: all of its layers, no projector."""
+    """A tower without a language model: all of its layers; with vectors, its pooling, projection
+    and text tower."""
     vision = source.vision | {"model_type": kind}
     vision |= {"used_layers": vision["num_hidden_layers"]}
-    return one_tile(family, "clip", source, vision, vision["hidden_size"], class_tokens)
+    # SigLIP resizes bicubically, SigLIP 2 bilinearly.
+    resample: Resample | None = "bicubic" if kind == CLIP_TOWER else None
+    width = vision["hidden_size"]
+    spec = one_tile(family, "clip", source, vision, width, class_tokens, resample)
+    if source.options.output == "rows":
+        return spec
+    if kind == CLIP_TOWER:
+        spec = replace(spec, width=int(source.config.get("projection_dim", PROJECTION)))
+    else:
+        only(vision, {"vision_use_head": True}, "vision_config, for model.output vector")
+    if text := source.config.get("text_config"):
+        text = TEXTS[kind] | text
+        values = text.get("projection_size") or text["hidden_size"]
+        if kind == SIGLIP_TOWER and values != spec.width:
+            raise ValueError(
+                f"projection_size of text_config: {values}, where images give {spec.width} values"
+            )
+    paths = ("default", "text") if text else ("default",)
+    assert isinstance(spec.sizing, OneTile)
+    sizing = replace(spec.sizing, pooled=True, paths=len(paths))
+    return replace(spec, sizing=sizing, vector=True, text=text, paths=paths)
 
 
 def one_tile(
-    family: str, folder: str, source: ModelSource, vision: Json, width: int, class_tokens: int
+    family: str,
+    folder: str,
+    source: ModelSource,
+    vision: Json,
+    width: int,
+    class_tokens: int,
+    resample: Resample | None = "bicubic",
 ) -> ModelSpec:
-    """The spec of a tower whose images are divided as by CLIP's or SigLIP's processor."""
+    """The spec of a tower whose images are divided as by CLIP's or SigLIP's processor.
+
+    `resample`: None: as the processor says.
+    """
     cropped = vision["model_type"] == CLIP_TOWER
-    processor = source.image_processor(CLIP_PIXELS if cropped else HALVES)
+    processor = source.image_processor(CLIP_PIXELS if cropped else HALVES, resample)
     size = processor.get("size")
     if cropped:
         only(processor, {"do_center_crop": True}, "the image processor")
@@ -71,7 +123,8 @@ def one_tile(
         cropped=cropped,
         class_tokens=class_tokens,
     )
-    return source.spec(family, processor, vision, sizing, width, folder=folder)
+    mode = resample or resampling(processor)
+    return source.spec(family, processor, vision, sizing, width, folder=folder, resample=mode)
 
 
 MODEL_TYPES = {"siglip": siglip, "clip": clip}

@@ -1,18 +1,32 @@
-"""The vision towers of CLIP and SigLIP, on which many families build.
+"""The vision towers of CLIP and SigLIP, on which many families build, and their text towers.
 
 Computes what transformers.models.siglip and clip compute in SiglipVisionModel (without its pooling
-head) and CLIPVisionModel.
+head) and CLIPVisionModel; with `model.output: vector`, in get_image_features and get_text_features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from actors.families.clip.spec import CLIP_TOWER
-from actors.models.layers.block import Activation, Style, layer_norm
+from actors.kernels.attention import Attention, SegmentAttention, Shapes, Values
+from actors.models.layers.block import ACTIVATIONS as FUNCTIONS
+from actors.models.layers.block import (
+    Activation,
+    Affine,
+    BlocksForm,
+    ReferenceBlocks,
+    Style,
+    layer_norm,
+)
 from actors.models.layers.weights import (
+    KEYS,
     BlockNames,
     Dimensions,
     Expected,
@@ -24,6 +38,7 @@ from actors.models.layers.weights import (
 from actors.models.tiled import TileParts, TileTower, merge_order
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
+from actors.types import ItemPlan
 
 PREFIXES = ("vision_model.",)
 
@@ -49,24 +64,51 @@ POSITIONS = "embeddings.position_embedding"
 CLASS = "embeddings.class_embedding"
 LAST_NORM = "post_layernorm"
 
-POOLING = frozenset(
-    {
-        *("head.probe", "head.attention.in_proj_weight", "head.attention.in_proj_bias"),
-        *(
-            f"head.{name}.{part}"
-            for name in ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
-            for part in ("weight", "bias")
-        ),
+PROJECTION = "visual_projection"
+
+
+def pooling_shapes(width: int, mlp_width: int) -> Expected:
+    """SigLIP's pooling head."""
+    return {
+        "head.probe": (1, 1, width),
+        "head.attention.in_proj_weight": (3 * width, width),
+        "head.attention.in_proj_bias": (3 * width,),
+        **affine("head.attention.out_proj", (width, width)),
+        **affine("head.layernorm", (width,)),
+        **affine("head.mlp.fc1", (mlp_width, width)),
+        **affine("head.mlp.fc2", (width, mlp_width)),
     }
-)
-"""SigLIP's pooling head, which is not used."""
 
 
-def family(spec: ModelSpec) -> Family[TileParts]:
+POOLING = frozenset(pooling_shapes(1, 1))
+"""The names of its tensors, which rows do not need."""
+
+TEXT = "text_model"
+TEXT_NAMES = replace(NAMES, block=f"{TEXT}.{NAMES.block}")
+FIRST_EOS = 2
+"""`eos_token_id` of CLIP's first checkpoints, which is not that of their tokenizer. transformers
+then takes the largest token of a text as its end."""
+
+
+def family(spec: ModelSpec) -> Family[Any]:
     tower = dimensions(spec)
-    last = {} if is_clip(spec) else affine(LAST_NORM, (tower.width,))
-    expected = layer_shapes(spec) | last
-    return Family(PREFIXES, expected, tower.head_size, parts, TileTower, unused(spec))
+    expected = layer_shapes(spec)
+    if not is_clip(spec) or spec.vector:
+        expected |= affine(LAST_NORM, (tower.width,))
+    if not spec.vector:
+        return Family(PREFIXES, expected, tower.head_size, parts, TileTower, unused(spec))
+    if is_clip(spec):
+        expected |= affine(PROJECTION, (spec.width, tower.width), bias=False)
+    else:
+        expected |= pooling_shapes(tower.width, tower.mlp_width)
+    prefixes = (*PREFIXES, "")  # text towers and projections are expected by their whole names
+    left = (unused(spec) - expected.keys()) | {
+        *("logit_scale", "logit_bias", f"{TEXT}.embeddings.position_ids")
+    }
+    if spec.text is None:
+        return Family(prefixes, expected, tower.head_size, vector_parts, TileTower, left)
+    expected |= text_shapes(spec, spec.text)
+    return Family(prefixes, expected, tower.head_size, both_parts, ImageTextTower, left)
 
 
 def dimensions(spec: ModelSpec) -> Dimensions:
@@ -100,6 +142,22 @@ def unused(spec: ModelSpec) -> frozenset[str]:
     return POOLING | {*later, *affine(LAST_NORM, (1,)), "embeddings.position_ids"}
 
 
+def text_shapes(spec: ModelSpec, text: Mapping[str, Any]) -> Expected:
+    width, depth, mlp = (int(text[KEYS[key]]) for key in ("width", "depth", "mlp_width"))
+    rows = {"token": int(text["vocab_size"]), "position": int(text["max_position_embeddings"])}
+    shapes = expected_blocks(TEXT_NAMES, depth, width, mlp)
+    for table, count in rows.items():
+        shapes |= affine(f"{TEXT}.embeddings.{table}_embedding", (count, width), bias=False)
+    last = affine(f"{TEXT}.final_layer_norm", (width,))
+    name, bias = text_projection(spec)
+    return shapes | last | affine(name, (spec.width, width), bias=bias)
+
+
+def text_projection(spec: ModelSpec) -> tuple[str, bool]:
+    """Its name, and whether it has a bias."""
+    return ("text_projection", False) if is_clip(spec) else (f"{TEXT}.head", True)
+
+
 def parts(
     spec: ModelSpec, weights: Weights, head: Callable[[Tensor], Tensor] | None = None
 ) -> TileParts:
@@ -131,6 +189,139 @@ def parts(
         head=head or (lambda x: x),
         stem=stem,
     )
+
+
+def vector_parts(spec: ModelSpec, weights: Weights) -> TileParts:
+    """As `parts`, with a head that gives one vector for each tile."""
+    tower, rows = dimensions(spec), spec.sizing.token_range()[0]
+    last, epsilon = weights.affine(LAST_NORM), float(spec.vision["layer_norm_eps"])
+    if is_clip(spec):
+        projection = weights.affine(PROJECTION)
+
+        def head(x: Tensor) -> Tensor:
+            classes = x.view(-1, rows, tower.width)[:, 0]
+            return projection.linear(layer_norm(classes, last, epsilon))
+    else:
+        pool = pooling(spec, weights)
+
+        def head(x: Tensor) -> Tensor:
+            return pool(layer_norm(x, last, epsilon).view(-1, rows, tower.width))
+
+    return parts(spec, weights, head)
+
+
+def pooling(spec: ModelSpec, weights: Weights) -> Callable[[Tensor], Tensor]:
+    """SigLIP's: [tiles, rows, width] to [tiles, width], by attention to all rows of a tile."""
+    tower, epsilon = dimensions(spec), float(spec.vision["layer_norm_eps"])
+    probe, weight, bias = (
+        weights.place(weights.tensors[f"head.{name}"])
+        for name in ("probe", "attention.in_proj_weight", "attention.in_proj_bias")
+    )
+    width = tower.width
+    query = F.linear(probe, weight[:width], bias[:width]).view(1, tower.heads, 1, -1)
+    inner = Affine(weight[width:], bias[width:])
+    outer, norm, up, down = (
+        weights.affine(f"head.{name}")
+        for name in ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
+    )
+    activation = FUNCTIONS[ACTIVATIONS[spec.vision["hidden_act"]]]
+
+    def pool(x: Tensor) -> Tensor:
+        key, value = inner.linear(x).unflatten(-1, (2, tower.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(query.expand(len(x), -1, -1, -1), key, value)
+        x = outer.linear(seen.flatten(1))
+        return x + down.linear(activation(up.linear(layer_norm(x, norm, epsilon))))
+
+    return pool
+
+
+class TextAttention(SegmentAttention):
+    """Among the tokens of each text, all of one length. Reads nothing back."""
+
+    name = "texts"
+
+    def __init__(self, length: int, *, causal: bool) -> None:
+        self.length = length
+        self.causal = causal
+
+    def __call__(self, qkv: Tensor, values: Values) -> Tensor:
+        query, key, value = qkv.unflatten(0, (-1, self.length)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class TextTower:
+    """Token ids, each text padded to the longest, to vectors."""
+
+    def __init__(self, spec: ModelSpec, text: Mapping[str, Any], weights: Weights) -> None:
+        """Raises ValueError for what `text_config` says and this does not do."""
+        if (found := text["hidden_act"]) not in ACTIVATIONS:
+            raise ValueError(f"hidden_act {found!r} of text_config: not supported")
+        self.clip, self.length = is_clip(spec), int(text["max_position_embeddings"])
+        self.end: Any = text.get("eos_token_id")
+        self.tokens, self.positions = (
+            weights.place(weights.tensors[f"{TEXT}.embeddings.{name}_embedding.weight"])
+            for name in ("token", "position")
+        )
+        self.epsilon = float(text["layer_norm_eps"])
+        self.blocks = ReferenceBlocks(
+            weights.blocks(TEXT_NAMES, int(text[KEYS["depth"]])),
+            Style(int(text[KEYS["heads"]]), ACTIVATIONS[found], self.epsilon),
+            TextAttention(self.length, causal=self.clip),
+        )
+        self.last = weights.affine(f"{TEXT}.final_layer_norm")
+        self.projection = weights.affine(text_projection(spec)[0])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`tokens`: uint8 [texts x length, 4], little-endian; of padding it may be anything."""
+        ids = tokens.view(torch.int32).view(-1, self.length).clamp(0, len(self.tokens) - 1)
+        x = F.embedding(ids, self.tokens) + self.positions
+        x, _ = self.blocks(x.flatten(0, 1), None, None, {})
+        x = x.view(-1, self.length, x.shape[-1])
+        if self.clip:  # that of the first end, which sees all tokens before it
+            ends = ids if self.end == FIRST_EOS else ids.eq(self.end).int()
+            x = x[torch.arange(len(x), device=x.device), ends.argmax(-1)]
+        else:
+            x = x[:, -1]
+        return self.projection.linear(layer_norm(x, self.last, self.epsilon))
+
+
+def both_parts(spec: ModelSpec, weights: Weights) -> tuple[TileParts, TextTower]:
+    assert spec.text is not None
+    return vector_parts(spec, weights), TextTower(spec, spec.text, weights)
+
+
+class ImageTextTower(TileTower):
+    """Images on the first path, texts on the second, vectors of one space."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parts: tuple[TileParts, TextTower],
+        attention: Attention,
+        blocks: BlocksForm,
+    ) -> None:
+        super().__init__(spec, parts[0], attention, blocks)
+        self.texts = parts[1]
+
+    def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
+        if path == "default":
+            return super().inputs(path, tokens, segments)
+        return {"patches": ((tokens // self.texts.length * self.texts.length, 4), torch.uint8)}
+
+    def metadata(
+        self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
+    ) -> dict[str, Tensor]:
+        return super().metadata(path, plans, tokens, segments) if path == "default" else {}
+
+    def forward(self, path: str, values: Values) -> Tensor:
+        if path == "default":
+            return super().forward(path, values)
+        return self.texts.forward(values["patches"])
+
+    def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
+        images, texts = map(iter, outputs)
+        return torch.stack([next(texts if plan.path_tokens[1] else images) for plan in plans])
 
 
 def is_clip(spec: ModelSpec) -> bool:

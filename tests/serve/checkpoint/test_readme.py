@@ -12,6 +12,7 @@ import yaml
 from ray import serve
 
 from encoder_service.app import build
+from tests.checkpoints_clip import write_clip_texts
 from tests.images import jpeg, photograph
 from tests.serve.checkpoint.conftest import APP
 from tests.serve.conftest import Cluster
@@ -26,10 +27,12 @@ def blocks(language: str, word: str) -> list[str]:
     return [block for blocks in found for block in blocks if word in block]
 
 
-CHAT = ":8000/v1/chat"
+CHAT, VECTORS, CLIP = ":8000/v1/chat", "client.embed", "openai/clip-vit-large-patch14"
+OTHERS = [block for block in blocks("python", "") if CHAT in block or VECTORS in block]
+"""They replace the service with one of their own."""
 EXAMPLES = [
-    pytest.param(block, marks=[pytest.mark.extended] if CHAT in block else [], id=str(number))
-    for number, block in enumerate(blocks("python", ""))
+    *(block for block in blocks("python", "") if block not in OTHERS),
+    *(pytest.param(block, marks=pytest.mark.extended) for block in OTHERS),
 ]
 
 
@@ -65,7 +68,7 @@ def test_curl(folder: Path, cluster: Cluster) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("block", EXAMPLES)
+@pytest.mark.parametrize("block", EXAMPLES, ids=map(str, range(len(EXAMPLES))))
 def test_python(
     folder: Path,
     cluster: Cluster,
@@ -76,6 +79,17 @@ def test_python(
     if CHAT in block:
         document = yaml.safe_load((ROOT / "configs/tiny-chat.yaml").read_text())
         serve.run(build(document["applications"][0]["args"]), name=APP, route_prefix="/")
+    if VECTORS in block:
+        clip = folder / "clip"
+        if not clip.exists():
+            clip.mkdir()
+            write_clip_texts(clip)
+        model = {"id": str(clip), "dtype": "float32", "output": "vector"}
+        encoder = {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"}
+        few = {"num_cpus": 0.1}
+        args = {"model": model, "encoder": encoder, "router": few, "ingress": few}
+        serve.run(build(args), name=APP, route_prefix="/")
+        block = block.replace(CLIP, str(clip))
     monkeypatch.chdir(folder)
     exec(here(block, cluster), {})
     assert capsys.readouterr().out

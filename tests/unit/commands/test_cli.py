@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import yaml
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema
 
+from actors.spec.checkpoint import Preset
 from encoder_service import __version__, cli
 from encoder_service.commands import check
 from encoder_service.commands.check import rollout
@@ -249,11 +251,38 @@ POOLS = OLD.replace(
                 "restarts: every replica, because of args.encoder.pools",
             ],
         ),
+        (
+            "{name: a, num_cpus: 4}, {name: b, replicas: 2}",
+            "{name: b, replicas: 2}, {name: c}",
+            [
+                "captured again: the graphs of every Encoder-b",
+                "lost: the ids kept by all 2 Encoder-bs",
+                "lost: the ids kept by all 3 Encoder-as",
+                "removed: deployment Encoder-a",
+                "restarts: every replica, because of args.encoder.pools.a, args.encoder.pools.c",
+                "started: deployment Encoder-c",
+            ],
+        ),
+        (
+            "{model: {id: m},",
+            "{model: {id: m}, llm: {max_model_len: 9},",
+            [
+                "captured again: the graphs of every Encoder-a",
+                "captured again: the graphs of every Encoder-b",
+                "lost: the ids kept by all 2 Encoder-bs",
+                "lost: the ids kept by all 3 Encoder-as",
+                "restarts: every replica, because of args.llm.max_model_len",
+                "started: deployment Chat",
+            ],
+        ),
     ],
 )
 def test_what_a_change_of_pools_does(old: str, new: str, found: list[str]) -> None:
     assert POOLS.count(old) == 1
-    shown = rollout(yaml.safe_load(POOLS), yaml.safe_load(POOLS.replace(old, new)))
+    after = POOLS.replace(old, new)
+    if "{name: c}" in new:
+        after = after.replace("name: Encoder-a", "name: Encoder-c")
+    shown = rollout(yaml.safe_load(POOLS), yaml.safe_load(after))
     assert [f"{kind}: {what}" for kind, what in shown] == found
 
 
@@ -319,6 +348,24 @@ def test_check_of_pixels_that_are_no_whole_number_of_tokens(
     Path(config).write_text(Path(config).read_text().replace("router:", graphs))
     assert cli.main(["check", config]) == 0
     assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_check_shows_vectors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], texts: bool
+) -> None:
+    files = Preset("clip-vit-l-336").files
+    if texts:
+        files["config.json"]["text_config"] = {"max_position_embeddings": 70}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    config = changed(tmp_path, "id: qwen3vl-tiny", f"output: vector, id: {tmp_path}")
+    assert cli.main(["check", config]) == 0
+    shown = capsys.readouterr().out
+    rows = {row[0]: row[1] for row in map(cells, shown.splitlines()) if len(row) == 2}
+    assert rows["takes"] == ("images and texts" if texts else "images")
+    assert rows["gives"] == "vectors of 768 values"
+    assert rows.get("budgets, text") == ("0 70 140 280 560 1120" if texts else None)
 
 
 def cells(line: str) -> list[str]:
@@ -402,6 +449,11 @@ def test_check_names_what_is_wrong_with_the_language_model(
             "model.videos_kwargs.frames: no such key; known are fps, max_patches",
         ),
         ("router: {", "auth: {token_sha256: [me]}\n      router: {", "printf %s TOKEN | sha256sum"),
+        (
+            "id: qwen3vl-tiny",
+            "output: vector, id: qwen3vl-tiny",
+            "model.output is vector, but the family qwen3_vl has no pooled output",
+        ),
     ],
 )
 def test_check_names_what_is_wrong(
@@ -441,6 +493,25 @@ def test_check_warns_of_what_may_be_meant(
         path.write_text(path.read_text().replace("num_gpus: 0, num_cpus: 0.1, device: cpu", ""))
     assert cli.main(["check", str(path)]) == 0
     assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://h:6379/0?password=secret", "redis"),
+        ("redis://:secret/9@h/0?x=a@b", "redis"),
+        ("file:///var/cache/encoder", "file:///var/cache/encoder"),
+    ],
+)
+def test_check_shows_no_credentials(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, shown: str
+) -> None:
+    new = f"cache: {{shared: {{url: '{url}'}}}}\n      router: {{"
+    assert cli.main(["check", changed(tmp_path, "router: {", new)]) == 0
+    out = capsys.readouterr().out
+    rows = {row[0]: row[1] for row in map(cells, out.splitlines()) if len(row) == 2}
+    assert rows["cache of all"] == shown
+    assert "secret" not in out
 
 
 def test_check_warns_of_a_cluster_that_others_can_run_code_in(

@@ -92,8 +92,9 @@ class Halves:
         self.cache: dict[str, Tensor] = {}
         self.spec: ModelSpec = self.worker.encoder.spec
 
-    def step(self, *requests: Images) -> list[Images]:
-        """One turn of vLLM's loop: those of the requests that could be scheduled."""
+    def step(self, *requests: Images, tokens: int = 1) -> list[Images]:
+        """One turn of vLLM's loop: those of the requests that could be scheduled. `tokens`: of each
+        of them."""
         scheduled = []
         for request in requests:
             if self.scheduler.ensure_cache_available(request, 0):
@@ -101,7 +102,7 @@ class Halves:
                     if self.scheduler.has_cache_item(feature.identifier):
                         self.scheduler.update_state_after_alloc(request, index)
                 scheduled.append(request)
-        step = SimpleNamespace(total_num_scheduled_tokens=len(scheduled))
+        step = SimpleNamespace(total_num_scheduled_tokens=len(scheduled) * tokens)
         self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(step))
         self.worker.start_load_caches(self.cache)
         return scheduled
@@ -256,11 +257,9 @@ def test_slices_are_launched_before_steps_of_the_model_alone(
     text = Images("text", {})
     stubbed.step(stubbed.images("a", "x", "y"), stubbed.images("b", "z"))  # no tokens
     assert shares == []
-    stubbed.submitted(3)
-    stubbed.step(text)
-    stubbed.answer(2)
-    stubbed.step(text)
-    assert shares == [2, 1]
+    for tokens in (1, 300, 2125, 8192):
+        stubbed.step(text, tokens=tokens)
+    assert shares == [3, 1, 1, 4], "short steps, which only decode, leave more time"
 
 
 def test_an_image_of_two_requests_is_encoded_once(stubbed: Stubbed) -> None:
@@ -393,3 +392,24 @@ def test_what_cannot_work_is_refused_at_start(
 
     with pytest.raises(ValueError, match="in another process"):
         LocalConnector(configured("qwen3vl-tiny"), ECConnectorRole.SCHEDULER)
+
+
+def test_what_was_loaded_is_reported_once(stubbed: Stubbed) -> None:
+    encoder = stubbed.scheduler.encoder
+    request = stubbed.images("a", "x", "y")
+    stubbed.step(request)
+    stubbed.submitted(2)
+    rows = [stubbed.answer(0), stubbed.answer(1)]
+    assert stubbed.scheduler.get_ec_connector_stats() is None
+    stubbed.step(request)
+    report = stubbed.scheduler.get_ec_connector_stats().data
+    assert (report["loaded"], report["left"], report["failed"]) == (2, 0, 0)
+    assert report["bytes"] == sum(one.nbytes for one in rows)
+    assert len(report["seconds"]) == 2
+    assert min(report["seconds"]) > 0
+    assert stubbed.scheduler.get_ec_connector_stats() is None
+    encoder.cached = {}
+    other = stubbed.images("b", "z", modality="audio")
+    for _ in range(3):  # vLLM asks at every step
+        stubbed.step(other)
+    assert stubbed.scheduler.get_ec_connector_stats().data["left"] == 1

@@ -31,6 +31,8 @@ def encoder(hits: int, patches: int) -> str:
     series.tokens.inc(60)
     series.padded_tokens.labels("default").inc(4)
     series.cache_bytes.set(100)
+    series.shared_cache_hits.inc(2)
+    series.shared_cache_misses.inc()
     series.queue_seconds.observe(0.003)
     return series.text()
 
@@ -73,6 +75,7 @@ def test_all_replicas_are_added_up() -> None:
     assert seen["request_seconds"]["buckets"][-1] == [None, 5]
     assert seen["stages"]["queue"]["count"] == 2
     assert (seen["cache"]["bytes"], seen["cache"]["max_bytes"]) == (200, 3000)
+    assert (seen["cache"]["shared_hits"], seen["cache"]["shared_misses"]) == (4, 2)
     assert seen["router"]["outstanding_patches"] == 24
     assert seen["missing"] == {"Router": 1}
 

@@ -28,7 +28,7 @@ from actors.types import Answer, Embedding, ItemPlan, Media
 from router import dispatch as dispatch_module
 from router.dispatch import Dispatcher
 from router.options import RouterOptions
-from router.policy.ledger import SENT_ITEMS
+from router.policy.ledger import UNMEASURED_ITEMS
 from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost
 from router.router import Router
 from tests.unit.fleet import MemoryFleet, collect, dispatcher, embedding, item, right, settled, well
@@ -104,6 +104,33 @@ def test_items_go_to_pools_that_take_them() -> None:
         assert right(small, answers)
         assert isinstance(last, Unavailable)
         assert "26 tokens and the encoders that are ready take 25: try again" in last.message
+        return router
+
+    settled(test())
+
+
+def test_items_wait_for_the_pool_that_takes_them() -> None:
+    """As those of a lost fleet do, and no longer, whatever is lost meanwhile."""
+
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("ab", well)
+        fleet.metadata["a"] = fleet.metadata["c"] = {"largest_item": [25]}
+        router, _ = dispatcher(fleet, replica_wait_seconds=0.5)
+        assert right([item(0)], await collect(router, [item(0)]))
+        fleet.replicas = ["a"]
+        request = asyncio.create_task(collect(router, [item(1), item(2, 104)]))
+        await asyncio.sleep(0.1)
+        fleet.replicas = ["a", "b"]
+        assert right([item(1), item(2, 104)], await request)
+        fleet.replicas = ["a"]
+        begun = asyncio.get_running_loop().time()
+        request = asyncio.create_task(collect(router, [item(2, 104)]))
+        for replicas in ([], ["a"], [], ["c"]):
+            await asyncio.sleep(0.11)
+            fleet.replicas = replicas
+        [answer] = await request
+        assert isinstance(answer, Unavailable)
+        assert asyncio.get_running_loop().time() - begun < 0.9
         return router
 
     settled(test())
@@ -401,7 +428,7 @@ def test_a_small_request_waits_for_what_was_sent_not_for_what_waits(singly: bool
         tasks = [asyncio.create_task(one) for one in large]
         await asyncio.sleep(0.01)
         sent = sum(len(digests) for _, digests in busy.fleet.calls)
-        assert 3 * SENT_ITEMS <= sent <= 3 * SENT_ITEMS + 2 * 64
+        assert 3 * UNMEASURED_ITEMS <= sent <= 3 * UNMEASURED_ITEMS + 2 * 64
         assert router.ledger.waiting == 100 * (50 * 64 - sent)
         assert busy.fleet.waiting_per_sent == (50 * 64 - sent) / sent
         small = asyncio.create_task(collect(router, [item(-1)]))
@@ -422,7 +449,7 @@ def test_requests_that_wait_for_a_pool_hold_up_no_others() -> None:
         busy.fleet.metadata["a"] = {"largest_item": [25]}
         router, _ = dispatcher(busy.fleet)
         await busy.devices["b"].acquire()
-        requests = [[item(100 * n + one, 104) for one in range(SENT_ITEMS)] for n in range(4)]
+        requests = [[item(100 * n + one, 104) for one in range(UNMEASURED_ITEMS)] for n in range(4)]
         large = [asyncio.create_task(collect(router, media)) for media in requests]
         await asyncio.sleep(0.01)
         assert [replica for replica, _ in busy.fleet.calls] == ["b"], "the others wait"
@@ -439,6 +466,34 @@ def test_requests_that_wait_for_a_pool_hold_up_no_others() -> None:
     settled(test())
 
 
+def test_a_pool_is_told_of_what_waits_for_it_alone() -> None:
+    """Or a pool would be scaled up for items that it does not take."""
+
+    async def test() -> Dispatcher:
+        busy = Busy("ab", held=True)
+        busy.fleet.metadata["a"] = {"largest_item": [25]}
+        router, _ = dispatcher(busy.fleet)
+        large = [asyncio.create_task(collect(router, [item(n, 104)])) for n in range(96)]
+        await asyncio.sleep(0.05)
+        assert busy.fleet.waiting_per_sent == 2
+        small = [
+            asyncio.create_task(collect(router, [item(-1 - n)])) for n in range(UNMEASURED_ITEMS)
+        ]
+        await asyncio.sleep(0.05)
+        assert {replica for replica, _ in busy.fleet.calls[UNMEASURED_ITEMS:]} == {"a"}
+        assert busy.fleet.waiting_per_sent == 0
+        small += [asyncio.create_task(collect(router, [item(-100)]))]
+        await asyncio.sleep(0.05)
+        for replica, own in (("a", 32 * 100), ("b", 32 * 104)):
+            waiting = 100 / (32 * 204) + (64 * 104 / own if replica == "b" else 0)
+            assert router._waiting_per_sent(replica) == pytest.approx(waiting)
+        busy.go.set()
+        await asyncio.gather(*large, *small)
+        return router
+
+    settled(test())
+
+
 def test_requests_that_wait_for_a_pool_cost_others_little() -> None:
     """Their replicas are not looked for once per request."""
 
@@ -449,7 +504,7 @@ def test_requests_that_wait_for_a_pool_cost_others_little() -> None:
         await busy.devices["b"].acquire()
         large = [asyncio.create_task(collect(router, [item(n, 104)])) for n in range(300)]
         await asyncio.sleep(0.05)
-        assert router.ledger.waiting == 104 * (300 - SENT_ITEMS)
+        assert router.ledger.waiting == 104 * (300 - UNMEASURED_ITEMS)
         with patch.object(router, "_sound", wraps=router._sound) as sound:
             await collect(router, [item(-1)])
         assert sound.call_count < 20
@@ -498,7 +553,7 @@ def test_a_waiting_item_is_sent_with_the_first_request_that_needs_it() -> None:
         await asyncio.sleep(0.01)
         busy.go.set()
         await small
-        assert busy.encoded < 64 + SENT_ITEMS
+        assert busy.encoded < 64 + UNMEASURED_ITEMS
         assert await large == await before == 64
         assert busy.encoded == 128
         return router

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from actors.errors import EmbeddingLost, InvalidMedia, Overloaded
 from actors.store import shared_memory
-from actors.types import Answer, Dtype, Embedding, Media, SharedBytes
+from actors.store.shared_memory import read
+from actors.types import Answer, Bytes, Dtype, Embedding, Media, SharedBytes
 from router.here import ATTEMPTS, encode_here
 from tests.unit.fleet import embedding, item, right
 
@@ -87,6 +89,23 @@ def test_what_cannot_be_read_in_time_is_encoded_again(monkeypatch: pytest.Monkey
     answers = asyncio.run(asyncio.wait_for(encode_here(encode, MEDIA, "bfloat16", 5), 2))
     assert right(MEDIA, answers)
     assert router.asked == [MEDIA, MEDIA[:1]]
+
+
+def test_more_bytes_have_more_time_to_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "READ_SECONDS", 0.01)
+    rows = np.zeros(8, np.uint8)
+
+    async def arrive() -> list[Bytes]:
+        await asyncio.sleep(0.1)
+        return [rows]
+
+    async def run() -> None:
+        slow = shared_memory.SLOW_BYTES_PER_SECOND
+        assert await read(SharedBytes(arrive(), 8, others_bytes=int(5 * slow))) is rows
+        with pytest.raises(EmbeddingLost, match="within 0 s"):
+            await read(SharedBytes(arrive(), 8))
+
+    asyncio.run(run())
 
 
 def test_other_errors_stand_as_they_are() -> None:

@@ -151,6 +151,24 @@ def test_patches_of_other_routers_count() -> None:
 FAST, SLOW = Cost(1, 0.5, 0.25), Cost(4, 2, 1)
 
 
+def test_a_measured_replica_gets_a_quarter_of_a_second_of_work() -> None:
+    """Not by the throughput, which is low after requests that came one by one."""
+    book, cost = ledger(), {"a": Cost(0, 1e-3, 0)}
+    for number in range(40):
+        assert book.has_room(cost) is (number < 25)
+        [one] = book.admit([Work(10)], now=0)
+        book.assign(one, "a")
+    assert book.has_room(cost | {"b": cost["a"]})
+
+
+def test_a_measured_replica_gets_a_few_items_however_large() -> None:
+    book, cost = ledger(), {"a": Cost(0, 1, 0)}
+    for number in range(20):
+        assert book.has_room(cost) is (number < 8)
+        [one] = book.admit([Work(10)], now=0)
+        book.assign(one, "a")
+
+
 def test_without_the_cost_of_one_all_are_planned_in_patches() -> None:
     book = ledger()
     book.report({"a": Work(700, 9), "b": Work(30)})

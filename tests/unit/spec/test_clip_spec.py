@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actors.engine.budgets import model_capacity
 from actors.errors import CheckpointError
 from actors.families import registry
 from actors.models.load import family_of
-from actors.options import ModelOptions
+from actors.options import GraphOptions, ModelOptions
 from actors.spec.checkpoint import Preset
 from actors.spec.sizing import FittedSizing, RoundingSizing, ShrinkingSizing
 from actors.spec.tiles import AnyresSizing, OneTile, SplitTiles
-from actors.types import Size
+from actors.types import ItemPlan, Size
 from tests.unit.spec.test_tile_spec import CONFIGS, PROCESSOR, changed
 
 SIGLIP = OneTile(378, 14, 1, 1, picture_pixels=384, cropped=False, class_tokens=0)
@@ -51,6 +53,86 @@ def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
     assert model.kinds == (("image", "video") if family == "kimi_k25" else ("image",))
 
 
+@pytest.mark.parametrize(("preset", "width"), [("siglip-so400m", 1152), ("clip-vit-l-336", 768)])
+def test_vectors(preset: str, width: int) -> None:
+    """Presets have no text tower."""
+    model = registry.read(ModelOptions(id=preset, load_format="dummy", output="vector"))
+    plan, tokens = model.sizing.plan(Size(640, 480)), model.sizing.token_range()[0]
+    assert (model.vector, model.width, model.text_plan) == (True, width, None)
+    assert (plan.tokens, plan.path_tokens, model.paths) == (1, (tokens,), ("default",))
+
+
+TEXTS = {"hidden_size": 768, "num_hidden_layers": 12}
+
+
+@pytest.mark.parametrize(
+    ("preset", "tokens", "budgets"),
+    [("siglip-so400m", 64, (64, 128, 256, 512, 1024)), ("clip-vit-l-336", 77, (77, 154, 308))],
+)
+def test_texts(tmp_path: Path, preset: str, tokens: int, budgets: tuple[int, ...]) -> None:
+    """Each is padded to the longest, on a path of its own."""
+    options = changed(tmp_path, preset, "config.json", {"text_config": TEXTS | PROJECTED})
+    model = registry.read(options.model_copy(update={"output": "vector"}))
+    assert model.text_plan == ItemPlan((1, 1, tokens), tokens, 1, (0, tokens))
+    assert model.sizing.plan(Size(64, 64)).path_tokens == (model.sizing.token_range()[0], 0)
+    room = model_capacity(GraphOptions(), model)
+    images, texts = room.budgets
+    assert (images[:2], texts[: len(budgets) + 1]) == (
+        (0, model.sizing.token_range()[0]),
+        (0, *budgets),
+    )
+    assert room.tokens == (images[-1], texts[-1]) == (images[-1], 16 * tokens)
+
+
+@pytest.mark.parametrize(
+    ("preset", "side", "text", "published"),
+    [
+        ("clip-vit-l-336", 224, (768, 3072, 12, 12), 427_616_513),
+        ("siglip-so400m", 384, (1152, 4304, 27, 16), 877_960_498),
+    ],
+)
+def test_a_model_has_all_the_parameters_of_its_checkpoint(
+    tmp_path: Path, preset: str, side: int, text: tuple[int, ...], published: int
+) -> None:
+    """Of openai/clip-vit-large-patch14 and google/siglip-so400m-patch14-384, besides the scale of
+    their scores (and SigLIP's bias), which vectors do not need."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {"text_config": dict(zip(keys, text, strict=True)), **vision(preset, image_size=side)}
+    changed(tmp_path, preset, PROCESSOR, {"size": side, "crop_size": side})
+    options = changed_again(tmp_path, sizes)
+    expected = family_of(registry.read(options)).expected.values()
+    assert published - sum(map(math.prod, expected)) == (1 if preset.startswith("clip") else 2)
+
+
+def changed_again(folder: Path, change: dict[str, Any]) -> ModelOptions:
+    """Of the folder's config.json, for vectors."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    return ModelOptions(id=str(folder), output="vector")
+
+
+PROJECTED = {"projection_size": 1152}
+"""Of SigLIP's texts; CLIP's `projection_dim` is not in `text_config`."""
+
+
+@pytest.mark.parametrize(
+    ("preset", "change", "message"),
+    [
+        ("llava15-7b", {}, "output is vector, but the family llava has no pooled output"),
+        ("siglip-so400m", {"text_config": TEXTS}, "projection_size of text_config: 768, .* 1152"),
+        ("siglip-so400m", {"vision_config": {"vision_use_head": False}}, "vision_use_head"),
+    ],
+)
+def test_vectors_that_are_not_there(
+    tmp_path: Path, preset: str, change: dict[str, Any], message: str
+) -> None:
+    if "vision_config" in change:
+        change = vision(preset, **change["vision_config"])
+    options = changed(tmp_path, preset, "config.json", change)
+    with pytest.raises(CheckpointError, match=message):
+        registry.read(options.model_copy(update={"output": "vector"}))
+
+
 def vision(preset: str, **change: Any) -> dict[str, Any]:
     config = Preset(preset).files["config.json"]
     return {"vision_config": config["vision_config"] | change}
@@ -60,6 +142,8 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
     ("preset", "file", "change", "message"),
     [
         ("siglip-so400m", PROCESSOR, {"size": {"height": 224, "width": 224}}, "tower's 384"),
+        ("siglip-so400m", PROCESSOR, {"resample": 4}, r"resample .* 4 is none of"),
+        ("clip-vit-l-336", PROCESSOR, {"resample": 2}, "resample"),
         ("clip-vit-l-336", PROCESSOR, {"size": {"shortest_edge": 224}}, "tower's 336"),
         ("clip-vit-l-336", PROCESSOR, {"crop_size": 224}, "crop_size .* only 336"),
         ("clip-vit-l-336", PROCESSOR, {"do_center_crop": False}, "do_center_crop"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from actors.options import (
 )
 from actors.rpc.codec import EncodeCall, message_fields, reply_of
 from actors.rpc.server import Endpoint
+from actors.spec.checkpoint import find
 from actors.store.kept import References
 from actors.telemetry.tracing import NOBODY
 from actors.types import Dtype, Embedding, Media, Size
@@ -180,12 +182,17 @@ def test_serve_awaits_its_end_and_that_of_calls_over_grpc(actor: encoder.Encoder
 
 
 def test_a_second_replica_finds_what_the_first_encoded(in_serve: None, tmp_path: Path) -> None:
-    """Also in another dtype."""
-    shared = SharedCacheOptions(url=f"file://{tmp_path}")
+    """Also in another dtype, and from a copy of the checkpoint."""
+    shared = SharedCacheOptions(url=f"file://{tmp_path}/cache")
     options = OPTIONS.model_copy(update={"cache": CacheOptions(shared=shared)})
+    files = find(options.model)
+    for name in ("config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_text(json.dumps(files.read_json(name)))
+    copy = options.model.model_copy(update={"id": str(tmp_path)})
 
     async def run() -> None:
-        first, second = encoder.Encoder(options), encoder.Encoder(options)
+        first = encoder.Encoder(options)
+        second = encoder.Encoder(options.model_copy(update={"model": copy}))
         (made,) = (await first.encode([media(first, 64)], "float32", 30)).answers
         assert isinstance(made, Embedding)
         assert made.source == "graph"

@@ -119,6 +119,16 @@ def test_a_damaged_entry_is_a_miss_that_pauses_nothing(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_only_its_owner_reads_a_folder_that_a_replica_makes(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "cache"
+    before = os.umask(0)
+    try:
+        LocalFolder(folder, 10_000).write("name", bytes(10))
+    finally:
+        os.umask(before)
+    assert [one.stat().st_mode & 0o777 for one in (folder, folder / "na")] == [0o700] * 2
+
+
 def test_a_folder_keeps_to_its_size_and_evicts_what_was_used_longest_ago(tmp_path: Path) -> None:
     folder = LocalFolder(tmp_path, 10_000)
     for number in range(50):

@@ -1,0 +1,47 @@
+"""Texts become token ids, padded to the length of the text tower, by the model's own tokenizer."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from actors.errors import CheckpointError, InvalidRequest
+from actors.spec.model_spec import ModelSpec
+from actors.types import Item, Media
+
+
+class Texts:
+    """The tokenizer of a model that takes texts. For any thread."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        """Raises CheckpointError."""
+        self.spec = spec
+        self.tokenizer = read_tokenizer(spec.id, spec.revision)
+        self._lock = Lock()  # tokenizers keep how they pad as state
+
+    def item(self, media: Media) -> Item:
+        """Its patches are the ids: uint8 [tokens, 4]. Raises InvalidRequest for a long text."""
+        most = media.plan.patches
+        with self._lock:
+            found = self.tokenizer(media.data.decode(), padding="max_length", max_length=most)
+        ids = found["input_ids"]
+        if len(ids) > most:
+            raise InvalidRequest(
+                f"the text is {len(ids)} tokens, over the {most} of {self.spec.id}: shorten it"
+            )
+        return Item(media.plan, np.array(ids, "<i4").view(np.uint8).reshape(most, -1))
+
+
+def read_tokenizer(id: str, revision: str | None) -> Any:
+    """transformers' tokenizer of a checkpoint. Code from a repository is never run.
+
+    Raises CheckpointError.
+    """
+    from transformers import AutoTokenizer  # only here: few replicas need it
+
+    try:
+        return AutoTokenizer.from_pretrained(id, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(f"the tokenizer of {id!r} cannot be read: {error}") from error

@@ -1,0 +1,104 @@
+"""What the connector has loaded, for vLLM's log and its /metrics. vLLM 0.26 asks for neither."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from time import perf_counter
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+
+try:
+    from vllm.distributed.ec_transfer.ec_connector.metrics import (
+        ECConnectorPromMetrics,
+        ECConnectorStats,
+    )
+except ModuleNotFoundError:
+    ECConnectorPromMetrics = ECConnectorStats = object
+
+COUNTERS = {
+    "loaded": "Embeddings that were fetched, or encoded in this process.",
+    "failed": "Embeddings that could not be had: their requests failed.",
+    "left": "Items that vLLM's own tower encoded.",
+    "bytes": "Bytes of loaded embeddings.",
+}
+BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+
+class LoadStats(ECConnectorStats):  # type: ignore[misc]  # types are checked without vLLM
+    """Since the last report: COUNTERS, and under "seconds" how long each loaded embedding took."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        self.data: dict[str, Any] = data or {**dict.fromkeys(COUNTERS, 0), "seconds": []}
+
+    def loaded(self, size_bytes: int, seconds: float) -> None:
+        self.data["loaded"] += 1
+        self.data["bytes"] += size_bytes
+        self.data["seconds"].append(seconds)
+
+    def count(self, name: str) -> None:
+        self.data[name] += 1
+
+    def taken(self) -> LoadStats | None:
+        """What there is to report, once."""
+        if self.is_empty():
+            return None
+        report = LoadStats(self.data)
+        self.reset()
+        return report
+
+    def reset(self) -> None:
+        self.data = LoadStats().data
+
+    def aggregate(self, other: LoadStats) -> LoadStats:
+        return LoadStats({name: self.data[name] + other.data[name] for name in self.data})
+
+    def reduce(self) -> dict[str, int | float]:
+        seconds = self.data["seconds"]
+        mean = sum(seconds) / len(seconds) if seconds else 0.0
+        return {name: self.data[name] for name in COUNTERS} | {"mean seconds": round(mean, 4)}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class LoadMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
+    """vllm:encoder_service_loaded_total and so on, with vLLM's labels."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """As vLLM's build_prom_metrics."""
+        super().__init__(*arguments)
+        _, kinds, labels, self.labels = arguments
+        self.counters = {
+            name: kinds[Counter](f"vllm:encoder_service_{name}", text, labels)
+            for name, text in COUNTERS.items()
+        }
+        self.seconds = kinds[Histogram](
+            "vllm:encoder_service_seconds",
+            "Of an embedding, from when it was asked for until it was loaded.",
+            labels,
+            buckets=BUCKETS,
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.labels[engine_idx]
+        for name, counter in self.counters.items():
+            counter.labels(*labels).inc(transfer_stats_data[name])
+        for seconds in transfer_stats_data["seconds"]:
+            self.seconds.labels(*labels).observe(seconds)
+
+
+class Stopwatch:
+    """Runs until a future is done."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.began = perf_counter()
+        self.ended: float | None = None
+        future.add_done_callback(self.stop)
+
+    def stop(self, _: object) -> None:
+        self.ended = perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended or perf_counter()) - self.began

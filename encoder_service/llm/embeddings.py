@@ -1,0 +1,238 @@
+"""The embeddings API, as OpenAI's: a vector for each image or text, of models that give vectors.
+
+Images are items like those of /v1/encode, and so are texts: one call of the router encodes both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from actors.errors import InvalidRequest, ServiceError
+from actors.spec.model_spec import ModelSpec
+from actors.types import Embedding, Media
+from encoder_service.api.errors import AtItem
+from encoder_service.api.http import EMBEDDINGS_PATH
+from encoder_service.api.schema import ERRORS, ErrorDocument, schema
+from encoder_service.api.upload import read_body
+from encoder_service.intake.limits import Deadline, check_items, offload
+from encoder_service.llm.http import MOST_CHARACTERS_A_TOKEN, MOST_VALUES, refusal
+from encoder_service.llm.schema import (
+    ImagePart,
+    InvalidKey,
+    StrictModel,
+    TextPart,
+    UnknownModel,
+    invalid,
+    item,
+)
+from encoder_service.ops.exchange import Exchange
+from encoder_service.service import Service
+from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.formats import JSON, Document, WireError, check_json, read_json
+
+URLS = ("data:", "https://", "http://")
+
+Vectors = npt.NDArray[np.float32]
+
+
+def as_inputs(given: Any) -> Any:
+    """OpenAI's `input`, a text or a list of them, as parts. A text that is a URL is an image."""
+    return [as_part(one) for one in (given if isinstance(given, list) else [given])]
+
+
+def as_part(one: Any) -> Any:
+    if isinstance(one, int | list):
+        raise ValueError(
+            "token ids are not supported: send the text itself "
+            "(LangChain: check_embedding_ctx_length=False)"
+        )
+    if not isinstance(one, str):
+        return one
+    if one[:8].lower().startswith(URLS):
+        return {"type": "image_url", "image_url": {"url": one}}
+    return {"type": "text", "text": one}
+
+
+InputPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+class EmbeddingRequest(StrictModel):
+    """The body of POST /v1/embeddings."""
+
+    input: Annotated[
+        list[InputPart],
+        BeforeValidator(as_inputs, json_schema_input_type=str | list[str | InputPart]),
+    ] = Field(min_length=1, fail_fast=True)
+    """A string that begins with data: or https:// is an image, any other one a text."""
+    model: str | None = None
+    """If it is given: the model that is served."""
+    encoding_format: Literal["float", "base64"] = "float"
+    """base64: of little-endian float32."""
+    dimensions: int | None = Field(None, gt=0)
+    """The first values of each vector, scaled to length 1 again."""
+    user: str | None = None
+    """Has no effect."""
+
+
+class VectorDocument(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class UsageDocument(BaseModel):
+    """Tokens that were computed; a text counts as many as it is padded to."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsDocument(BaseModel):
+    """The response of POST /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[VectorDocument]
+    model: str
+    weights: Literal["checkpoint", "dummy"]
+    usage: UsageDocument
+
+
+def add(app: FastAPI, service: Service) -> None:
+    """Adds the route. Models that give rows refuse every request, and say what to do."""
+    app.state.bodies.append(EmbeddingRequest)
+    body = {"required": True, "content": {JSON: schema(EmbeddingRequest)}}
+    unknown = {"model": ErrorDocument, "description": "Another model is served."}
+    responses = ERRORS | {200: {"model": EmbeddingsDocument}, 404: unknown}
+
+    @app.post(EMBEDDINGS_PATH, openapi_extra={"requestBody": body}, responses=responses)
+    async def embeddings(request: Request) -> Response:
+        """Vectors of images and texts, of length 1, as in OpenAI's API."""
+        exchange: Exchange = request.state.exchange
+        try:
+            service.authorize(*request.headers.getlist("authorization"))
+            check_vector(service.spec)
+            service.backend.check_room()
+            with service.buffered.hold() as take:
+                content = await read_body(request, service.limits, take)
+                asked, images = await offload(len(content), parse, content, service.spec)
+                vectors, tokens = await embed(service, asked.input, images, exchange)
+            found = document(service.spec, asked, vectors, tokens)
+            response = await offload(vectors.nbytes, JSONResponse, found)
+            request.state.unsent(len(response.body))
+            return response
+        except ClientDisconnect:
+            raise
+        except Exception as problem:
+            return refusal(problem, exchange, "input[{}]".format)
+
+
+def check_vector(spec: ModelSpec) -> None:
+    if not spec.vector:
+        raise InvalidRequest(
+            f"{spec.id} gives {spec.family} rows here, not one vector for each image: use "
+            "POST /v1/encode, or serve a CLIP or SigLIP with `model.output: vector`"
+        )
+
+
+def parse(body: bytes, spec: ModelSpec) -> tuple[EmbeddingRequest, dict[int, RequestItem]]:
+    """The request, and its images by position. Raises InvalidRequest, or UnknownModel."""
+    try:
+        check_json(body, MOST_VALUES)
+        asked = EmbeddingRequest.model_validate(read_json(body))
+    except WireError as error:
+        raise InvalidRequest(str(error)) from None
+    except ValidationError as error:
+        raise invalid(error) from None
+    if asked.model not in (None, spec.id):
+        raise UnknownModel(f"model {asked.model[:100]!r} is not served here; {spec.id!r} is")
+    if asked.dimensions and asked.dimensions > spec.width:
+        raise InvalidKey(
+            f"dimensions: {asked.dimensions} is over {spec.width}, those of {spec.id}", "dimensions"
+        )
+    return asked, {
+        place: item(f"input[{place}]", part)
+        for place, part in enumerate(asked.input)
+        if isinstance(part, ImagePart)
+    }
+
+
+async def embed(
+    service: Service,
+    inputs: Sequence[TextPart | ImagePart],
+    images: dict[int, RequestItem],
+    exchange: Exchange,
+) -> tuple[Vectors, int]:
+    """The vectors [inputs, width] as the model gives them, and how many tokens were computed.
+
+    Raises ServiceError, or AtItem for the first input that failed.
+    """
+    check_items(len(inputs), service.limits)
+    deadline = Deadline(service.limits.timeout_seconds, "send less")
+    admitted: Iterator[Media | ServiceError] = iter(())
+    if images:
+        admitted = iter(await deadline.keep(service.admission.admit([*images.values()])))
+    media: list[Media] = []
+    for place, part in enumerate(inputs):
+        one = text_media(part.text, service.spec) if isinstance(part, TextPart) else next(admitted)
+        if isinstance(one, ServiceError):
+            raise AtItem(place, one)
+        media.append(one)
+    exchange.admitted(media)
+    work = service.backend.encode(media, "float32", deadline.left(), reference=False)
+    rows = []
+    for place, answer in enumerate(await deadline.keep(work)):
+        if isinstance(answer, ServiceError):
+            raise AtItem(place, answer)
+        rows.append(values(answer))
+    return np.stack(rows), sum(sum(one.plan.path_tokens) for one in media)
+
+
+def text_media(text: str, spec: ModelSpec) -> Media | ServiceError:
+    """A text as an item. The encoder's replica tokenises it, and refuses one that is too long."""
+    plan = spec.text_plan
+    if plan is None:
+        return InvalidRequest(f"{spec.id} has no text tower: send images, as data URLs or https")
+    if len(text) > MOST_CHARACTERS_A_TOKEN * plan.patches:
+        return InvalidRequest(
+            f"the text is {len(text)} characters; {spec.id} takes {plan.patches} tokens: shorten it"
+        )
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        return InvalidRequest("the text has half of a surrogate pair: send valid Unicode")
+    return Media("text", data, plan, hashlib.sha256(data).hexdigest())
+
+
+def values(answer: Embedding) -> Vectors:
+    assert isinstance(answer.data, np.ndarray), "an embedding not read yet. This is a bug."
+    return answer.data.view("<f4")
+
+
+def document(spec: ModelSpec, asked: EmbeddingRequest, vectors: Vectors, tokens: int) -> Document:
+    """The response: vectors of length 1."""
+    kept = vectors[:, : asked.dimensions]
+    lengths = np.linalg.norm(kept, axis=1, keepdims=True)
+    units = kept / np.maximum(lengths, np.finfo(np.float32).tiny)
+    shown = units.tolist()
+    if asked.encoding_format == "base64":
+        shown = [b64encode(one.tobytes()).decode() for one in units]
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": one}
+            for index, one in enumerate(shown)
+        ],
+        "model": spec.id,
+        "weights": spec.weights,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
