@@ -218,7 +218,7 @@ class OneTile(TileSizing):
 class CentredTile(OneTile):
     """All of the image, in the middle of a square of the mean's colour (Janus)."""
 
-    shortest_pixels: int
+    shortest_pixels: int = 14
     """The least that a side is shrunk to."""
 
     def resized(self, size: Size) -> Size:

@@ -13,7 +13,8 @@ def janus(source: ModelSource) -> ModelSpec:
     only(vision, fixed, "vision_config")
     sides = tile_sides(vision, processor)
     sizing = CentredTile(
-        **sides,
+        tile_pixels=sides["tile_pixels"],
+        patch_size=sides["patch_size"],
         merge_size=1,
         max_tiles=1,
         picture_pixels=sides["tile_pixels"],
