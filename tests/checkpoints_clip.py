@@ -158,6 +158,28 @@ def write_paligemma(folder: Path, text: str) -> Any:
     return written(folder, model, {"size": {"height": 84, "width": 84}})
 
 
+def write_janus(folder: Path) -> Any:
+    """`write_siglip` for Janus, without all of its image generation."""
+    from transformers import JanusConfig, JanusForConditionalGeneration
+
+    torch.manual_seed(0)
+    vision = {key: value for key, value in TOWER.items() if key != "intermediate_size"}
+    config = JanusConfig(
+        vision_config=vision | {"image_size": 84, "mlp_ratio": 2.0, "projection_dim": 96},
+        text_config=TEXT | {"model_type": "llama"},
+        vq_config={
+            **{"embed_dim": 8, "num_embeddings": 8, "latent_channels": 32, "base_channels": 32},
+            **{"channel_multiplier": [1, 1], "projection_dim": 96, "num_patches": 2},
+            "image_token_embed_dim": 96,
+        },
+        image_token_id=5,
+    )
+    model = JanusForConditionalGeneration(config).eval()
+    scatter(model.model.vision_model)
+    scatter(model.model.aligner)
+    return written(folder, model, {"size": {"height": 84, "width": 84}})
+
+
 def write_aya(folder: Path, kind: str) -> Any:
     """`write_siglip` for `AyaVision` or `Cohere2Vision`: nine tokens a tile, up to 12 tiles."""
     module, vision = import_module("transformers"), TOWER | {"image_size": 84}

@@ -202,7 +202,12 @@ def write_gemma4(folder: Path, *, clipped: bool = False) -> Any:
         elif name.startswith("std_"):
             values.copy_(1 + torch.rand_like(values))
     model.save_pretrained(folder, max_shard_size="150KB")
-    settings = {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 3, "resample": 3}
+    settings: dict[str, Any] = {
+        "max_soft_tokens": 70,
+        "patch_size": 4,
+        "pooling_kernel_size": 3,
+        "resample": 3,
+    }
     settings |= {"do_normalize": False, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return model

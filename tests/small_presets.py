@@ -52,6 +52,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "llava-next-7b": LAYERS | {"intermediate_size": 128},
     "llava-onevision-7b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "paligemma2-3b": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "janus-pro-1b": LAYERS | {"mlp_ratio": 2.0, "image_size": 96},
     "aya-vision-8b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "command-a-vision": LAYERS | {"intermediate_size": 128, "image_size": 96},
     "smolvlm2-2b": LAYERS | {"intermediate_size": 128, "image_size": 90},
@@ -65,7 +66,7 @@ SIZES = {
     **{"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224},
     **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84},
     **{"llava-onevision-7b": 90, "paligemma2-3b": 84, "aya-vision-8b": 84},
-    "command-a-vision": 96,
+    **{"command-a-vision": 96, "janus-pro-1b": 96},
 }
 LONGEST = dict.fromkeys(("pixtral-12b", "mistral-small31", "lighton-ocr"), 448) | {
     "smolvlm2-2b": 180

@@ -21,7 +21,7 @@ from torch import Tensor
 from actors.errors import CheckpointError
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, Resample, WindowedSizing
-from actors.spec.tiles import AnyresSizing, SplitTiles, TileSizing, with_overview
+from actors.spec.tiles import AnyresSizing, CentredTile, SplitTiles, TileSizing, with_overview
 from actors.spec.video import PooledGroups
 from actors.spec.views import CropSizing, WindowSizing
 from actors.types import NO_KWARGS, Clip, Item, ItemPlan, Kind, ProcessorKwargs, Size
@@ -146,10 +146,20 @@ class TilePatchifier(Patchifier):
         return cut_tiles(resize(frame, size, self.spec.resample), self.sizing)
 
 
+class CentredPatchifier(TilePatchifier):
+    """The image in the middle of a square (Janus)."""
+
+    def patches(self, image: Tensor) -> Tensor:
+        sizing, size = self.sizing, size_of(image)
+        picture = resize(image, sizing.resized(size), self.spec.resample)
+        square = framed(picture, sizing.corner(size), sizing.tile_pixels, self.spec)
+        return cut_tiles(square, sizing)
+
+
 class AnyresPatchifier(Patchifier):
     """The overview, then the tiles of the canvas (LLaVA-OneVision)."""
 
-    sizing: AnyresSizing
+    sizing: AnyresSizing | SplitTiles
 
     def patches(self, image: Tensor) -> Tensor:
         size, side = size_of(image), self.sizing.picture_pixels
@@ -198,12 +208,8 @@ class CropPatchifier(Patchifier):
     def whole(self, image: Tensor) -> Tensor:
         """Padded to a square with the mean's colour: uint8 [3, side, side]. As PIL.ImageOps.pad."""
         size, side = self.sizing.whole(size_of(image)), self.sizing.image_pixels
-        ground = torch.tensor([int(value * 255) for value in self.spec.mean], dtype=torch.uint8)
-        canvas = ground[:, None, None].repeat(1, side, side)
-        left, top = round((side - size.width) * 0.5), round((side - size.height) * 0.5)
-        resized = resize(image, size, self.spec.resample)
-        canvas[:, top : top + size.height, left : left + size.width] = resized
-        return canvas
+        corner = round((side - size.width) * 0.5), round((side - size.height) * 0.5)
+        return framed(resize(image, size, self.spec.resample), corner, side, self.spec)
 
 
 class WindowPatchifier(Patchifier):
@@ -245,6 +251,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
             return AnyresPatchifier(spec)
         case SplitTiles():
             return SplitPatchifier(spec)
+        case CentredTile():
+            return CentredPatchifier(spec)
         case TileSizing():
             return TilePatchifier(spec)
         case CropSizing():
@@ -274,9 +282,18 @@ def resize(image: Tensor, size: Size, mode: Resample = "bicubic") -> Tensor:
     return F.interpolate(batch, size=(size.height, size.width), mode=mode, antialias=True)[0]
 
 
+def framed(picture: Tensor, corner: tuple[int, int], side: int, spec: ModelSpec) -> Tensor:
+    """On a square of the mean's colour: uint8 [3, side, side]."""
+    ground = torch.tensor([int(value * 255) for value in spec.mean], dtype=torch.uint8)
+    canvas = ground[:, None, None].repeat(1, side, side)
+    left, top = corner
+    canvas[:, top : top + picture.shape[1], left : left + picture.shape[2]] = picture
+    return canvas
+
+
 def squares(canvas: Tensor, rows: int, columns: int) -> Tensor:
     """[3, height, width] cut into so many rows and columns: [rows x columns, 3, side, side]."""
-    grid = canvas.unflatten(2, (columns, -1)).unflatten(1, (rows, -1))
+    grid: Tensor = canvas.unflatten(2, (columns, -1)).unflatten(1, (rows, -1))
     return grid.permute(1, 3, 0, 2, 4).flatten(0, 1)
 
 

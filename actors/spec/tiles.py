@@ -215,6 +215,25 @@ class OneTile(TileSizing):
 
 
 @dataclass(frozen=True, slots=True)
+class CentredTile(OneTile):
+    """All of the image, in the middle of a square of the mean's colour (Janus)."""
+
+    shortest_pixels: int = 14
+    """The least that a side is shrunk to."""
+
+    def resized(self, size: Size) -> Size:
+        """transformers.models.janus: JanusImageProcessor.resize."""
+        scale = self.tile_pixels / max(size.width, size.height)
+        width, height = (round(side * scale) for side in (size.width, size.height))
+        return Size(max(width, self.shortest_pixels), max(height, self.shortest_pixels))
+
+    def corner(self, size: Size) -> tuple[int, int]:
+        """Left and upper edge of the resized image on the square."""
+        resized, side = self.resized(size), self.tile_pixels
+        return (side - resized.width) // 2, (side - resized.height) // 2
+
+
+@dataclass(frozen=True, slots=True)
 class AnyresSizing(TileSizing):
     """Pads the image to one of a list of canvases, after the overview (LLaVA-OneVision).
 

@@ -40,6 +40,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "llava-next-7b": {"used_layers": 4},
     "llava-onevision-7b": {"used_layers": 4},
     "paligemma2-3b": {"used_layers": 4},
+    "janus-pro-1b": {"num_hidden_layers": 4},
     "aya-vision-8b": {"used_layers": 4},
     "command-a-vision": {"used_layers": 4},
     "smolvlm2-2b": {"used_layers": 4},

@@ -56,6 +56,7 @@ FAMILIES = {
     "llava_onevision": "LLaVA-OneVision",
     "llava_qwen": "LLaVA-OneVision",
     "paligemma": "PaliGemma 1, 2",
+    "janus": "Janus",
     "aya_vision": "Aya Vision",
     "cohere2_vision": "Cohere 2 Vision",
     "idefics3": "Idefics3, SmolVLM 1, 2",

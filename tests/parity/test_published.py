@@ -211,6 +211,7 @@ PUBLISHED = [
     Published("llava-next-7b", "LLaVA-NeXT", 312, llava_next),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
     Published("paligemma2-3b", "PaliGemma 1, 2", 415, lambda size: 16**2),
+    Published("janus-pro-1b", "Janus", 310, lambda size: 24**2),
     Published("aya-vision-8b", "Aya Vision", 604, got_ocr2(364, 169)),
     Published("command-a-vision", "Cohere 2 Vision", 810, cohere2),
     Published("smolvlm2-2b", "Idefics3, SmolVLM 1, 2", 434, idefics3),

@@ -130,9 +130,7 @@ def one_tile(
 MODEL_TYPES = {"siglip": siglip, "clip": clip}
 VISION_DEFAULTS = {"siglip": TOWERS[SIGLIP_TOWER], "clip": TOWERS[CLIP_TOWER]}
 
-ALIGNED = "its images are padded to squares, and its tower has an aligner of its own"
 REFUSED = {
     "siglip2": "its positions are resampled with antialiasing to the size of each image (NaFlex)",
     "lfm2_vl": "its tiles and its overview differ in size, over SigLIP 2 with NaFlex",
-    **{"janus": ALIGNED, "multi_modality": ALIGNED},
 }

@@ -12,11 +12,12 @@ from actors.errors import CheckpointError
 from actors.families import registry
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset
-from actors.spec.tiles import CoveringTiles, PaddedTiles, StretchedTiles
+from actors.spec.tiles import CentredTile, CoveringTiles, PaddedTiles, StretchedTiles
 from encoder_service import cli
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 STRETCHED = StretchedTiles(tile_pixels=448, patch_size=14, merge_size=2, max_tiles=12, min_tiles=1)
+JANUS = CentredTile(384, 16, 1, 1, 384, cropped=False, class_tokens=0, shortest_pixels=14)
 PADDED = PaddedTiles(tile_pixels=336, patch_size=14, merge_size=2, max_tiles=16)
 
 
@@ -37,6 +38,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("llama4-scout", "llama4", PADDED, 5120),
         ("aya-vision-8b", "aya_vision", StretchedTiles(364, 14, 2, 12, 1), 4096),
         ("command-a-vision", "cohere2_vision", CoveringTiles(512, 16, 2, 12, 1), 12288),
+        ("janus-pro-1b", "janus", JANUS, 2048),
         ("gemma3-4b", "gemma3", StretchedTiles(896, 14, 4, 1, 1), 2560),
     ],
 )
@@ -98,6 +100,7 @@ PROCESSOR = "preprocessor_config.json"
         ("aya-vision-8b", "config.json", {"vision_feature_layer": -2}, "vision_feature_layer"),
         ("aya-vision-8b", "config.json", {"vision_config": CLIP}, "only siglip_vision_model"),
         ("command-a-vision", PROCESSOR, {"crop_to_patches": False}, "crop_to_patches"),
+        ("janus-pro-1b", "config.json", {"vision_config": {"use_qk_norm": True}}, "use_qk_norm"),
         ("llama4-scout", PROCESSOR, {"resample": 3}, "resample of the image processor"),
     ],
 )
@@ -115,6 +118,7 @@ def test_what_the_tower_does_not_do_is_refused(
         ("llama4.yaml", "llama4-scout", "144 288 432 576 720"),
         ("aya_vision.yaml", "aya-vision-8b", "169 338 507 676 845"),
         ("cohere2_vision.yaml", "command-a-vision", "256 512 768 1024 1280"),
+        ("janus.yaml", "janus-pro-1b", "576 1152"),
         ("gemma3.yaml", "gemma3-4b", "256"),
     ],
 )
