@@ -164,11 +164,11 @@ class RouterBackend:
         return Scrape(tuple(pages), missing, self.router.pools())
 
     async def glance(self) -> Glance:
-        scrape, status, told, *counted = await asyncio.gather(
+        scrape, status, told, counted = await asyncio.gather(
             self.scrape(),
             self.router.status(),
             ask_all(self.own, "failures"),
-            *(ask_all(handle, "item_tokens") for handle in self.encoders),
+            asyncio.gather(*(ask_all(handle, "item_tokens") for handle in self.encoders)),
         )
         lists = [json.loads(one[1]) for one in told if one is not None]
         counts = [json.loads(one[1]) for each in counted for one in each if one is not None]

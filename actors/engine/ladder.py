@@ -32,7 +32,7 @@ def pack_loads(counts: Mapping[tuple[int, ...], float], room: Capacity) -> list[
     """
     items = {ItemPlan((1, 1, 1), 0, sum(each), each): count for each, count in counts.items()}
     one_graph = replace(room, budgets=tuple((largest,) for largest in room.tokens))
-    loads = simulated_loads(items, WAITING_ITEMS, one_graph) if items else []
+    loads = simulated_loads(items, WAITING_ITEMS, one_graph)
     if not any(loads):
         largest = ", ".join(map(str, room.tokens))
         raise ConfigError(f"no entry fits the largest budget, {largest}")

@@ -29,8 +29,8 @@ CLOSE_SECONDS = 5.0  # how long a stopping replica waits for a folder that hangs
 LEAST_ITEMS = 1000  # that a file is written of: fewer say little, and would replace more
 MOST_BYTES = 2**20  # of the file
 UNSEEN = 0.05
-"""The share of packs that learned budgets expect where the default ladder has its own: sizes that
-never came are padded little, too."""
+"""Learned budgets expect this share of packs, in equal parts at the default budgets, so that sizes
+that never came are padded little, too."""
 
 
 class ItemTokens:
@@ -66,12 +66,15 @@ def path_tokens(key: str) -> PathTokens:
 
 def counts_of(document: Any, spec: ModelSpec) -> dict[PathTokens, int]:
     """Reads `item_tokens` of GET /v1/status, or of the file. Raises ConfigError."""
-    if not isinstance(document, Mapping) or "item_tokens" not in document:
+    found = document.get("item_tokens") if isinstance(document, Mapping) else None
+    if not isinstance(found, Mapping):
         raise ConfigError("it has no item_tokens")
     if document.get("model") != spec.id:
         raise ConfigError(f"it counts items of {document.get('model')!r}, not of {spec.id}")
+    if not found:
+        raise ConfigError("it counts no items yet")
     counts = {}
-    for key, count in document["item_tokens"].items():
+    for key, count in found.items():
         tokens = path_tokens(key)
         if len(tokens) != len(spec.paths) or min(tokens) < 0 or type(count) is not int or count < 1:
             raise ConfigError(f"item_tokens: {key!r}: {count!r} is not tokens and a count")

@@ -144,7 +144,6 @@ def test_the_status_document_counts_what_was_served(cluster: Cluster) -> None:
     assert [one["answers"] for one in seen["replicas"]] == [True, True]
     assert sum(seen["paths"]["default"]["hits"].values()) >= 1
     assert seen["request_seconds"]["count"] == sum(seen["requests"].values()) >= 2
-    assert sum(seen["item_tokens"].values()) >= seen["items"]["graph"] >= 1
     assert seen["items"]["graph"] == sum(one["items"] for one in seen["replicas"])
 
 

@@ -175,13 +175,13 @@ def test_budgets_of_tiles_and_views_hold_whole_ones_whatever_was_counted(
         ("[" * 10_000, "RecursionError"),
         ("[]", "it has no item_tokens"),
         ('{"model": "another", "item_tokens": {"64": 9}}', "it counts items of 'another'"),
-        (f'{{"model": "{TINY}", "item_tokens": {{}}}}', "no entry fits the largest budget"),
+        (f'{{"model": "{TINY}", "item_tokens": {{}}}}', "it counts no items yet"),
         (f'{{"model": "{TINY}", "item_tokens": {{"x": 9}}}}', "invalid literal"),
         (f'{{"model": "{TINY}", "item_tokens": {{"64": 0.5}}}}', "is not tokens and a count"),
         (f'{{"model": "{TINY}", "item_tokens": {{"64 64": 9}}}}', "is not tokens and a count"),
         (f'{{"model": "{TINY}", "item_tokens": {{"-1": 9}}}}', "is not tokens and a count"),
         (f'{{"model": "{TINY}", "item_tokens": {{"99999": 9}}}}', "no entry fits"),
-        (f'{{"model": "{TINY}", "item_tokens": 3}}', "AttributeError"),
+        (f'{{"model": "{TINY}", "item_tokens": 3}}', "it has no item_tokens"),
         (" " * traffic.MOST_BYTES + "{}", "JSONDecodeError"),
     ],
 )
@@ -253,7 +253,8 @@ def test_a_plan_from_a_running_service_is_that_of_its_sizes(
         ("wrong", {}, "ENCODER_SERVICE_TOKEN"),
         ("sesame", {"model": "other", "item_tokens": {"1": 1}}, "it counts items of 'other', not"),
         ("sesame", {"model": TINY}, "it has no item_tokens"),
-        ("sesame", {"model": TINY, "item_tokens": {}}, "no entry fits the largest budget"),
+        ("sesame", {"model": TINY, "item_tokens": {}}, "it counts no items yet"),
+        ("sesame", {"model": TINY, "item_tokens": {"x": 1}}, "invalid literal"),
     ],
 )
 def test_what_a_running_service_cannot_say(
