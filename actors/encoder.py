@@ -6,6 +6,7 @@ Life: load -> capture -> warm up -> ready -> drain -> stop. Serve sends no reque
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Coroutine
 from dataclasses import asdict
@@ -91,6 +92,10 @@ class Encoder:
     def scrape(self) -> tuple[str, str]:
         """This replica's id, and its series in Prometheus' text format."""
         return self.replica, self.series.text()
+
+    def item_tokens(self) -> tuple[str, str]:
+        """This replica's id, and how many tokens its items had, in JSON."""
+        return self.replica, json.dumps(self.pipeline.engine.item_tokens.document())
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """What routers know of this replica. Serve asks once."""

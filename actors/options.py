@@ -160,7 +160,11 @@ class GraphOptions(Options):
     last; `off` runs everything eagerly."""
     token_budgets: tuple[PositiveInt, ...] = Field((), strict=False)
     """In output tokens. Empty: generated over the model's range (`steps_per_doubling`). For a model
-    of two paths, only the largest counts: it is the maximum of both paths."""
+    of two paths, only the largest counts: it is the maximum of both paths. `learned`: as empty, and
+    with a `sizes_file` as many budgets that suit what it counted."""
+    sizes_file: str = ""
+    """Of `token_budgets: learned`, on each node: replicas write there what they encoded, and plan
+    their budgets from it when they start."""
     steps_per_doubling: Literal[1, 2, 4, 8] = 8
     """Generated budgets per doubling, in multiples of 8 tokens or of one tile; 1: powers of two.
     More budgets pad less and take longer to capture. For models of one path."""
@@ -179,6 +183,26 @@ class GraphOptions(Options):
     """`fast`: our own kernels, for every family but Step3. `compile`: torch.compile, which takes a
     C++ compiler and seconds at the first start, and caches its code in TORCHINDUCTOR_CACHE_DIR.
     Both need CUDA and 16 bits. `reference`: plain torch. `auto`: the first that is supported."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def learned_is_a_word(cls, given: Any) -> Any:
+        """For the budgets that are generated until a file is there."""
+        if not isinstance(given, Mapping) or given.get("token_budgets") != "learned":
+            return given
+        if not given.get("sizes_file"):
+            raise ValueError("token_budgets is learned: set sizes_file, in a folder that stays")
+        return {**given, "token_budgets": ()}
+
+    @model_validator(mode="after")
+    def learned_budgets_are_not_given(self) -> Self:
+        given = self.token_budgets or self.global_token_budgets or self.local_token_budgets
+        if self.sizes_file and (given or self.mode != "budget"):
+            raise ValueError(
+                "sizes_file: only with token_budgets: learned, mode: budget, and without "
+                "global_token_budgets and local_token_budgets"
+            )
+        return self
 
 
 def block_form(asked: BlockChoice, *, on_cuda: bool, dtype: Dtype, fast: bool) -> BlockForm:
@@ -407,6 +431,16 @@ class ActorOptions(Options):
             raise ValueError(
                 "model.dtype is float32, for which there is no attention that a CUDA graph can "
                 "hold: set it to bfloat16 or float16, or graphs.mode to off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def pools_do_not_learn(self) -> Self:
+        """They would share a file, but not the sizes that they encode."""
+        if self.encoder.pools and self.graphs.sizes_file:
+            raise ValueError(
+                "graphs.token_budgets is learned, which encoder.pools cannot: list the budgets, "
+                "see `encoder-service capture-plan --from`"
             )
         return self
 

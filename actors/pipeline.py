@@ -18,6 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from actors.engine.engine import Engine
+from actors.engine.traffic import SizesFile
 from actors.errors import DeadlineExceeded, EmbeddingLost, EncodeFailed, ServiceError, Unavailable
 from actors.media.decoder import Decoder
 from actors.models.load import weights_digest
@@ -71,6 +72,7 @@ class Pipeline:
         references: References,
         series: EncoderMetrics,
         spans: Spans,
+        sizes: SizesFile | None = None,
     ) -> None:
         self.decoder = decoder
         self.engine = engine
@@ -79,6 +81,7 @@ class Pipeline:
         self.references = references
         self.series = series
         self.spans = spans
+        self.sizes = sizes
         self._writing_behind = False
         self._closed = False
 
@@ -152,6 +155,8 @@ class Pipeline:
         self.engine.close()
         self.decoder.close()
         self.writer.close()
+        if self.sizes:
+            self.sizes.close()
 
     def _trace_replay(self, item: Item) -> None:
         self.spans.past(
@@ -261,4 +266,7 @@ def open_pipeline(
         shared = SharedCache(open_store(options.cache.shared), weights, series)
     writer = RowWriter(spec, cache, memory, references.largest_bytes, replica, shared)
     decoder.wait_until_started()
-    return Pipeline(decoder, engine, writer, references, series, spans)
+    sizes = None
+    if options.graphs.sizes_file:
+        sizes = SizesFile(options.graphs.sizes_file, spec.id, engine.item_tokens)
+    return Pipeline(decoder, engine, writer, references, series, spans, sizes)

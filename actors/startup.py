@@ -17,6 +17,7 @@ from actors.engine.device import open_device
 from actors.engine.engine import Engine, PacedEngine
 from actors.engine.graphs import capture, choose_packing, more
 from actors.engine.packing import OpenPack, fitted
+from actors.engine.traffic import learned
 from actors.errors import StartError
 from actors.media.patchify import patchifier_of
 from actors.models.load import load
@@ -45,6 +46,8 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
             f"out of device memory while weights were loaded: {more(device)}. torch said: {error}"
         ) from error
     capacity = model_capacity(options.graphs, tower.spec)
+    if options.graphs.sizes_file:
+        capacity = learned(options.graphs.sizes_file, capacity, tower.spec)
     graphs = capture(tower, capacity, device, series)
     packing = choose_packing(options.packing, graphs)
     kind = PacedEngine if device.pace else Engine

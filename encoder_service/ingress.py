@@ -64,11 +64,12 @@ class Ingress:
             encoders, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
         )
         # Serve connects a handle at its first use: while the head is away that blocks this process.
-        scraped = [handle.options() for handle in (*encoders, router, own, chat) if handle]
+        asked = [handle.options() for handle in encoders]
+        others = [handle.options() for handle in (router, own, chat) if handle]
         self.options = options
         self.spec = spec
         self.running = False
-        self.service = Service(options, spec, RouterBackend(self.router, scraped, own))
+        self.service = Service(options, spec, RouterBackend(self.router, asked, others, own))
         self.chat = None
         if chat and llm and options.llm:
             self.chat = ChatService(options.llm, llm, self.service.admission, ChatFleet(chat))
@@ -111,10 +112,15 @@ class RouterBackend:
     """service.Backend over a router in this process, which saves each request a hop."""
 
     def __init__(
-        self, router: Router, scraped: list[DeploymentHandle], own: DeploymentHandle
+        self,
+        router: Router,
+        encoders: list[DeploymentHandle],
+        others: list[DeploymentHandle],
+        own: DeploymentHandle,
     ) -> None:
         self.router = router
-        self.scraped = scraped
+        self.encoders = encoders
+        self.scraped = [*encoders, *others]
         self.own = own
         self.check_room = router.check_room
         self.release = router.release
@@ -160,14 +166,19 @@ class RouterBackend:
         return Scrape(tuple(pages), missing, self.router.pools())
 
     async def glance(self) -> Glance:
-        scrape, status, told = await asyncio.gather(
-            self.scrape(), self.router.status(), ask_all(self.own, "failures")
+        scrape, status, told, counted = await asyncio.gather(
+            self.scrape(),
+            self.router.status(),
+            ask_all(self.own, "failures"),
+            asyncio.gather(*(ask_all(handle, "item_tokens") for handle in self.encoders)),
         )
         lists = [json.loads(one[1]) for one in told if one is not None]
+        counts = [json.loads(one[1]) for each in counted for one in each if one is not None]
         return Glance(
             scrape,
             excluded={one.replica: one.excluded for one in status.replicas},
             failures=[Failure(**fields) for each in lists for fields in each],
+            item_tokens=counts,
         )
 
 

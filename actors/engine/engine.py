@@ -24,6 +24,7 @@ from actors.engine.budgets import Capacity
 from actors.engine.device import Device, start_readback
 from actors.engine.graphs import EXACT, SKIPPED, GraphSet
 from actors.engine.packing import Packing, oldest_first, smallest_first
+from actors.engine.traffic import ItemTokens
 from actors.engine.video_chunks import cut, joined
 from actors.errors import EncodeFailed, Unavailable
 from actors.models.tower import Tower
@@ -78,6 +79,7 @@ class Engine:
         self.metrics = metrics
         self.packing = packing
         self.cost = cost
+        self.item_tokens = ItemTokens()
         self._waiting: deque[WaitingItem] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -243,6 +245,9 @@ class Engine:
         vector = self.tower.spec.vector
         metrics.tokens.inc(sum(sum(plan.path_tokens) if vector else plan.tokens for plan in plans))
         metrics.pack_outcomes.labels(outcome(launched.labels)).inc()
+        for plan in plans:
+            self.item_tokens.add(plan.path_tokens)
+            metrics.item_tokens.observe(sum(plan.path_tokens))
         for index, (path, budget, label) in enumerate(
             zip(self.tower.spec.paths, launched.pack.budgets, launched.labels, strict=True)
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -11,11 +12,60 @@ import numpy.typing as npt
 
 from actors.engine.budgets import Capacity, at_least
 from actors.engine.packing import smallest_first
+from actors.errors import ConfigError
+from actors.spec.sizing import BlockSizing, Sizing, ViewSizing
 from actors.types import ItemPlan
 
 Indices = npt.NDArray[np.intp]
 
 MULTIPLE_TOKENS = 16  # budgets are multiples of this: a GEMM computes whole tiles of rows
+
+WAITING_ITEMS = 2.0
+"""Images that share a pack on average. Few, because `least_cost` packing splits long queues to fit
+small budgets."""
+
+
+def pack_loads(counts: Mapping[tuple[int, ...], float], room: Capacity) -> list[dict[int, float]]:
+    """Tokens on each path of the packs that such items form -> how often.
+
+    `counts`: tokens of an item on each path -> how often. Raises ConfigError if no item fits.
+    """
+    items = {ItemPlan((1, 1, 1), 0, sum(each), each): count for each, count in counts.items()}
+    one_graph = replace(room, budgets=tuple((largest,) for largest in room.tokens))
+    loads = simulated_loads(items, WAITING_ITEMS, one_graph)
+    if not any(loads):
+        largest = ", ".join(map(str, room.tokens))
+        raise ConfigError(f"no entry fits the largest budget, {largest}")
+    return loads
+
+
+def planned_ladders(
+    loads: Sequence[Mapping[int, float]],
+    room: Capacity,
+    sizing: Sizing,
+    graphs: int | None = None,
+    unseen: float = 0.0,
+) -> list[tuple[int, ...]]:
+    """The best budgets of each path, at most `graphs` (None: as many as in `room`), without 0.
+
+    `unseen`: the share of packs to expect in equal parts at the budgets of `room`.
+    """
+    if isinstance(sizing, BlockSizing):
+        units: tuple[int, ...] = (MULTIPLE_TOKENS,)
+    elif isinstance(sizing, ViewSizing):
+        units = sizing.view_tokens
+    else:
+        units = sizing.token_range()[:1]
+    ladders = []
+    for load, budgets, unit in zip(loads, room.budgets, units, strict=True):
+        given = tuple(filter(None, budgets))
+        expected = dict(load)
+        for budget in given if unseen else ():
+            more = unseen * (sum(load.values()) or 1.0) / len(given)
+            expected[budget] = expected.get(budget, 0.0) + more
+        rounded = rounded_up(expected, given[-1], unit)
+        ladders.append(best_ladder(rounded, graphs or len(given), given[-1]))
+    return ladders
 
 
 def best_ladder(loads: Mapping[int, float], graphs: int, largest: int) -> tuple[int, ...]:
@@ -28,21 +78,20 @@ def best_ladder(loads: Mapping[int, float], graphs: int, largest: int) -> tuple[
     times = np.array([loads.get(rung, 0.0) for rung in rungs.tolist()])
     packs = np.concatenate(([0.0], times.cumsum()))
     tokens = np.concatenate(([0.0], (times * rungs).cumsum()))
+    # padding[end, n]: of the packs over the n lowest rungs, in a budget at the highest of `end`.
+    padding = rungs[:, None] * (packs[1:, None] - packs) - (tokens[1:, None] - tokens)
+    padding[np.triu_indices_from(padding, 1)] = np.inf
     # best[n]: least padding of the n lowest rungs with this many budgets, the last at rung n.
     best = np.concatenate(([0.0], np.full(len(rungs), np.inf)))
     steps: list[Indices] = []
     for _ in range(min(graphs, len(rungs))):
-        below, step = best, np.zeros(len(rungs) + 1, np.intp)
-        best = np.full(len(rungs) + 1, np.inf)
-        for end, rung in enumerate(rungs, 1):
-            padding = rung * (packs[end] - packs[:end]) - (tokens[end] - tokens[:end])
-            step[end] = np.argmin(below[:end] + padding)
-            best[end] = below[step[end]] + padding[step[end]]
-        steps.append(step)
+        totals = best + padding
+        steps.append(totals.argmin(1))
+        best = np.concatenate(([np.inf], totals.min(1)))
     end, ladder = len(rungs), []
     for step in reversed(steps):
         ladder.append(int(rungs[end - 1]))
-        end = int(step[end])
+        end = int(step[end - 1])
     return tuple(reversed(ladder))
 
 

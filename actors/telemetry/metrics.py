@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 ITEMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 class EncoderMetrics:
@@ -48,6 +49,11 @@ class EncoderMetrics:
             "video_runs_total", "Chunks of videos that did not fit into one pack."
         )
         self.pack_items = histogram("pack_items", "Items per pack.", buckets=ITEMS)
+        self.item_tokens = histogram(
+            "item_tokens",
+            "Tokens computed per item or video chunk, without padding, on all paths.",
+            buckets=TOKENS,
+        )
         self.queue_seconds = histogram(
             "queue_seconds", "Seconds from a decoded item to the start of its pack."
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +15,37 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.engine.budgets import model_capacity
-from actors.engine.ladder import (
-    MULTIPLE_TOKENS,
-    best_ladder,
-    computed,
-    padding_ratio,
-    rounded_up,
-    simulated_loads,
-)
+from actors.engine.ladder import computed, pack_loads, padding_ratio, planned_ladders
+from actors.engine.traffic import counts_of
 from actors.errors import ConfigError
 from actors.families.registry import read
-from actors.spec.sizing import BlockSizing
-from actors.types import ItemPlan, Size
+from actors.types import Size
+from encoder_service.client.items import ServiceError
+from encoder_service.client.transports import HttpTransport
 from encoder_service.commands import add_command, positive
 from encoder_service.config import load
+from encoder_service.wire.formats import JSON, Document
 
-WAITING_ITEMS = 2.0
-"""Images that share a pack on average. Few, because `least_cost` packing splits long queues to fit
-small budgets."""
+STATUS_TIMEOUT_SECONDS = 30
 
 
 def add(subcommands: Any) -> None:
     parser = add_command(
         subcommands, "capture-plan", run, "find token budgets that suit your traffic"
     )
-    parser.add_argument(
+    traffic = parser.add_mutually_exclusive_group(required=True)
+    traffic.add_argument(
         "histogram",
+        nargs="?",
         type=Path,
         help="a file with lines `WIDTHxHEIGHT COUNT`, separated by spaces or a comma; "
         "a missing count is 1",
+    )
+    traffic.add_argument(
+        "--from",
+        dest="url",
+        metavar="URL",
+        help="of a running service, such as http://127.0.0.1:8000: what it has encoded",
     )
     parser.add_argument(
         "--config", type=Path, required=True, metavar="FILE", help="such as configs/qwen3vl.yaml"
@@ -61,21 +64,18 @@ def run(options: argparse.Namespace, console: Console) -> int:
     spec = read(service.model)
     # Whatever graphs.mode is now, the answer is for `budget`.
     room = model_capacity(service.graphs.model_copy(update={"mode": "budget"}), spec)
-    items: Counter[ItemPlan] = Counter()
-    for size, times in histogram(options.histogram).items():
-        items[spec.sizing.plan(size)] += times
-    one_graph = replace(room, budgets=tuple((largest,) for largest in room.tokens))
-    loads = simulated_loads(items, WAITING_ITEMS, one_graph)
-    if not any(loads):
-        largest = ", ".join(map(str, room.tokens))
-        raise ConfigError(f"{options.histogram}: no entry fits the largest budget, {largest}")
+    try:
+        if options.url:
+            counts = Counter(counts_of(asyncio.run(status(options.url)), spec))
+        else:
+            counts = Counter()
+            for size, times in histogram(options.histogram).items():
+                counts[spec.sizing.plan(size).path_tokens] += times
+        loads = pack_loads(counts, room)
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"{options.url or options.histogram}: {error}") from None
     now = [tuple(filter(None, budgets)) for budgets in room.budgets]
-    # Loads of the other families are already whole tiles or views.
-    multiple = MULTIPLE_TOKENS if isinstance(spec.sizing, BlockSizing) else 1
-    planned = [
-        best_ladder(rounded_up(load, largest, multiple), options.graphs or len(budgets), largest)
-        for load, largest, budgets in zip(loads, room.tokens, now, strict=True)
-    ]
+    planned = planned_ladders(loads, room, spec.sizing, options.graphs)
     for path, old, new, seen in zip(spec.paths, now, planned, loads, strict=True):
         console.print(table(path, old, new, seen))
     before, after = (sum(map(computed, loads, ladders)) for ladders in (now, planned))
@@ -89,17 +89,30 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+async def status(url: str) -> Document:
+    """GET /v1/status, with the API token of ENCODER_SERVICE_TOKEN. Raises ConfigError."""
+    try:
+        token = os.environ.get("ENCODER_SERVICE_TOKEN")
+        transport = HttpTransport(url, token, STATUS_TIMEOUT_SECONDS)
+        try:
+            return await transport.document("GET", "/v1/status", accept=JSON)
+        finally:
+            await transport.close()
+    except (ServiceError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+
+
 def histogram(path: Path) -> Counter[Size]:
     """How often each size of image comes. Raises ConfigError, OSError."""
     counts: Counter[Size] = Counter()
     for line in filter(str.strip, path.read_text().splitlines()):
         found = re.fullmatch(r"\s*([1-9]\d*)x([1-9]\d*)(?:[\s,]+(\d+))?\s*", line)
         if not found:
-            raise ConfigError(f"{path}: {line!r} is not WIDTHxHEIGHT and a count")
+            raise ConfigError(f"{line!r} is not WIDTHxHEIGHT and a count")
         width, height, count = found.groups(default="1")
         counts[Size(int(width), int(height))] += int(count)
     if not counts.total():
-        raise ConfigError(f"{path}: all counts are 0")
+        raise ConfigError("all counts are 0")
     return counts
 
 

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from actors.engine.traffic import ItemTokens
 from encoder_service.ops.exchange import MOST_FAILURES, Failure
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -105,6 +106,8 @@ class Glance:
     excluded: Mapping[str, bool]
     """Every ready encoder replica: whether it failed recently and gets no new work."""
     failures: Sequence[Failure]
+    item_tokens: Sequence[Mapping[str, int]] = ()
+    """Of each replica that answered: see ItemTokens.document."""
 
 
 class SingleFlight(Generic[Result]):
@@ -186,6 +189,7 @@ def status(card: Json, cache_max_bytes: int, glance: Glance, time: float) -> Jso
         },
         "tokens": samples.total("tokens_total"),
         "patches": samples.total("patches_total"),
+        "item_tokens": ItemTokens.sum(glance.item_tokens).document(),
         "items": samples.by("items_total", "source"),
         "item_failures": samples.by("item_failures_total", "error"),
         "cache": {

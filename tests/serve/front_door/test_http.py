@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +17,13 @@ import numpy as np
 import pytest
 import ray
 
+from encoder_service import cli
 from encoder_service.wire.formats import NPZ, SAFETENSORS
 from tests.images import encoded, jpeg, opened
 from tests.processes import actors
 from tests.responses import parse_response
 from tests.serve.conftest import Cluster
-from tests.serve.tiny import BEARER, MAX_BODY_BYTES, MAX_ITEMS, WIDTH
+from tests.serve.tiny import BEARER, MAX_BODY_BYTES, MAX_ITEMS, TOKEN, WIDTH
 
 JSON = {"accept": "application/json"}
 
@@ -286,6 +288,26 @@ def test_metrics_of_all_replicas_are_on_one_page(client: httpx.Client) -> None:
     assert 'encoder_missing_replicas{deployment="Encoder"} 0.0' in page.text
     (unsent,) = re.findall(r"^encoder_unsent_bytes.* (\S+)$", page.text, re.MULTILINE)
     assert float(unsent) == 0, "answers that were read still count"
+
+
+def test_budgets_are_planned_from_what_was_encoded(
+    client: httpx.Client,
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def counted() -> int:
+        return int(client.get("/v1/status").json()["item_tokens"].get("48", 0))
+
+    before = counted()
+    assert [one["tokens"] for one in items(encode(client, jpeg(256, 192)))] == [48]
+    end = time.monotonic() + 30
+    while counted() == before:  # the status is about a second old
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    monkeypatch.setenv("ENCODER_SERVICE_TOKEN", TOKEN)
+    assert cli.main(["capture-plan", "--from", cluster.http, "--config", "configs/tiny.yaml"]) == 0
+    assert "token_budgets: [" in capsys.readouterr().out
 
 
 def test_the_documentation_describes_bodies_and_errors(client: httpx.Client) -> None:

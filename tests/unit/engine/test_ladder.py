@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -12,13 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.engine import ladder
 from actors.engine.budgets import UNIT_TOKENS, Capacity, graduated, powers_of_two
-from actors.engine.ladder import best_ladder, padding_ratio, rounded_up, simulated_loads
+from actors.engine.ladder import (
+    best_ladder,
+    pack_loads,
+    padding_ratio,
+    planned_ladders,
+    rounded_up,
+    simulated_loads,
+)
+from actors.engine.traffic import UNSEEN
 from actors.options import GraphOptions
 from actors.spec.sizing import PackedSizing
 from actors.types import Size
 from encoder_service import cli
-from encoder_service.commands import capture_plan
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LARGEST = 16384
@@ -96,6 +105,38 @@ def test_the_default_ladder_pads_half_as_much_as_powers_of_two(waiting_items: fl
     print(f"{waiting_items} waiting, padding with 1, 2, 4, 8 steps: {ratios}")
     default = (1, 2, 4, 8).index(GraphOptions().steps_per_doubling)
     assert ratios[default] < 0.5 * ratios[0]
+
+
+def few_sizes(seed: int) -> list[tuple[int, int]]:
+    """Thumbnails, frames and scanned pages."""
+    return Random(seed).choices([(336, 336), (1920, 1080), (1654, 2339)], (6, 3, 1), k=2000)
+
+
+@pytest.mark.parametrize("waiting_items", [1, 2, 16])
+@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize("sizes", [heavy_tailed, few_sizes])
+def test_learned_budgets_pad_less_than_as_many_generated_ones(
+    sizes: Callable[[int], list[tuple[int, int]]],
+    steps: int,
+    waiting_items: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generated = graduated(64, LARGEST, steps, UNIT_TOKENS)
+    room = Capacity((generated,), (LARGEST,), 256, 0)
+    seen, unseen = (
+        Counter(SIZING.plan(Size(*size)).path_tokens for size in sizes(seed)) for seed in (0, 1)
+    )
+    (learned,) = planned_ladders(pack_loads(seen, room), room, SIZING, unseen=UNSEEN)
+    monkeypatch.setattr(ladder, "WAITING_ITEMS", waiting_items)
+    (loads,) = pack_loads(unseen, room)
+    before, after = padding_ratio(loads, generated), padding_ratio(loads, learned)
+    print(
+        f"{sizes.__name__}, {waiting_items} waiting, {len(generated)} generated budgets: "
+        f"{before:.1%}, {len(learned)} learned: {after:.1%}"
+    )
+    assert len(learned) <= len(generated)
+    if sizes is heavy_tailed or waiting_items > 1:  # alone, these three fit generated budgets
+        assert after < before
 
 
 def test_the_same_traffic_gives_the_same_plan() -> None:
@@ -182,7 +223,7 @@ def test_two_paths_are_planned_each_by_what_it_computes(
     monkeypatch: pytest.MonkeyPatch,
     of_two_paths: str,
 ) -> None:
-    monkeypatch.setattr(capture_plan, "WAITING_ITEMS", 1.0)
+    monkeypatch.setattr(ladder, "WAITING_ITEMS", 1.0)
     path = tmp_path / "sizes"
     path.write_text("600x600 50\n1280x1280 30\n640x1280 20\n")
     shown = plan(capsys, str(path), "--config", of_two_paths, "--graphs", "4")

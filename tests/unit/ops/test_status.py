@@ -58,7 +58,12 @@ SCRAPE = Scrape(
     ),
     {"Router": 1},
 )
-GLANCE = Glance(SCRAPE, {"e2": True, "e1": False, "e3": False}, [failure(1.0), failure(2.0)])
+GLANCE = Glance(
+    SCRAPE,
+    {"e2": True, "e1": False, "e3": False},
+    [failure(1.0), failure(2.0)],
+    [{"64": 2, "128": 1}, {"64": 5}],
+)
 
 
 def test_all_replicas_are_added_up() -> None:
@@ -78,6 +83,7 @@ def test_all_replicas_are_added_up() -> None:
     assert (seen["cache"]["shared_hits"], seen["cache"]["shared_misses"]) == (4, 2)
     assert seen["router"]["outstanding_patches"] == 24
     assert seen["missing"] == {"Router": 1}
+    assert seen["item_tokens"] == {"64": 7, "128": 1}
 
 
 def test_each_replica_has_its_own_numbers_and_what_routers_say_of_it() -> None:
