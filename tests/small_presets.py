@@ -49,7 +49,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "siglip-so400m": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "clip-vit-l-336": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
-    "llava-next-7b": LAYERS | {"intermediate_size": 128},
+    "llava-next-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-onevision-7b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "paligemma2-3b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "janus-pro-1b": LAYERS | {"mlp_ratio": 2.0, "image_size": 96},
@@ -64,7 +64,7 @@ SMALL: dict[str, dict[str, Any]] = {
 TOKENS = {"gemma3-4b": {"mm_tokens_per_image": 16}, "internvl3-78b": {"force_image_size": 84}}
 SIZES = {
     **{"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224},
-    **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84},
+    **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84, "llava-next-7b": 84},
     **{"llava-onevision-7b": 90, "paligemma2-3b": 84, "aya-vision-8b": 84},
     **{"command-a-vision": 96, "janus-pro-1b": 96},
 }
@@ -85,6 +85,10 @@ def write_small(folder: Path, preset: str) -> Path:
         processor["size"] = {"height": side, "width": side}
         if "crop_size" in processor:
             processor["crop_size"] = side
+    if preset == "llava-next-7b":
+        for settings in (config, processor):
+            pinpoints = settings["image_grid_pinpoints"]
+            settings["image_grid_pinpoints"] = [[each // 4 for each in one] for one in pinpoints]
     if processor and "media_proc_cfg" in processor:
         processor["media_proc_cfg"]["in_patch_limit"] = 256
     if processor and "in_token_limit" in processor:
