@@ -20,7 +20,6 @@ from torch import Tensor
 from actors.kernels.gemm.cublaslt import Epilogue, GemmShape
 from actors.kernels.hopper import cuda
 from actors.kernels.hopper.cuda import (
-    CAPABILITY,
     ELEMENTS,
     OVERLAPPED_ROWS,
     LoadedKernel,
@@ -111,7 +110,7 @@ def skinny_gemms(shape: GemmShape, epilogue: Epilogue, device: torch.device) -> 
     small = shape.rows <= OVERLAPPED_ROWS and shape.n * shape.k <= MOST_WEIGHTS
     if not small or shape.dtype not in ELEMENTS or any(each % UNIT for each in units):
         return []
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+    if device.type != "cuda" or not cuda.runs_on(torch.cuda.get_device_capability(device)):
         return []
     chosen = best(shape, epilogue)
     try:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.kernels import Shapes, Values
 from actors.kernels.hopper import cuda
-from actors.kernels.hopper.cuda import CAPABILITY, ELEMENTS, LoadedKernel, tensor_map
+from actors.kernels.hopper.cuda import ELEMENTS, LoadedKernel, tensor_map
 
 GROUPS = 3  # consumer warpgroups, each with 64 queries at a time
 TILE_ROWS, STRIP_ROWS = 64 * GROUPS, 64  # queries of a tile and of a strip of the table
@@ -120,9 +120,7 @@ def kernels_for(
     """
     if size not in RINGS or not torch.cuda.is_available():
         return None
-    capability = torch.cuda.get_device_capability(device)
-    if capability != CAPABILITY:
-        log.info("attention by Triton: hopper is not for compute capability %d.%d", *capability)
+    if not cuda.runs_on(torch.cuda.get_device_capability(device)):
         return None
     try:
         with torch.cuda.device(device):

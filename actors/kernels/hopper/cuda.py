@@ -7,6 +7,7 @@ no CUDA toolkit is needed. Machines without CUDA have none of them, so functions
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -27,6 +28,24 @@ OVERLAPPED_ROWS = 640
 TENSOR_MAP_BYTES = 128
 
 Argument = Tensor | int | bytes
+
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def runs_on(capability: tuple[int, int]) -> bool:
+    """Whether our CUDA C++ kernels run on this compute capability. Logs once if they do not.
+
+    Only on 9.0, neither on older nor on newer ones: they use wgmma, which no other chip has.
+    """
+    if capability != CAPABILITY:
+        log.info(
+            "compute capability %d.%d: attention by Triton, GEMMs by cuBLASLt, because our CUDA "
+            "C++ kernels are for 9.0 only",
+            *capability,
+        )
+    return capability == CAPABILITY
 
 
 @cache

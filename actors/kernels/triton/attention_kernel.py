@@ -3,6 +3,7 @@ beyond the table's count of tiles exit at once."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,9 +38,13 @@ def attend_kernel(
     V1: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    TMA: tl.constexpr,
 ) -> None:
     """A head is D0 columns and a rest, so that sizes between powers of two waste little: K1 for
-    q and k (the depth of a GEMM is at least 16), V1 for v (its width may be 8)."""
+    q and k (the depth of a GEMM is at least 16), V1 for v (its width may be 8).
+
+    TMA: descriptors read whole blocks of keys and values. Triton emulates them on chips without
+    TMA, which takes more registers than there are."""
     stride = 3 * HEADS * SIZE
     dtype = qkv.dtype.element_ty
     item = tl.program_id(0)
@@ -66,15 +71,23 @@ def attend_kernel(
         v_column = (2 * HEADS + head) * SIZE
         whole = start + (end - start) // BN * BN
         for n in range(start, whole, BN):
-            scores = tl.dot(q0, wide.load([n, k_column]).T)
+            at = qkv + (n + tl.arange(0, BN)).to(tl.int64)[:, None] * stride
+            k0 = wide.load([n, k_column]) if TMA else tl.load(at + k_column + c0)
+            scores = tl.dot(q0, k0.T)
             if V1 > 0:
                 # Columns beyond the head belong to the next one; q1 is zero there.
-                scores = tl.dot(q1, narrow_k.load([n, k_column + D0]).T, scores)
+                k1 = narrow_k.load([n, k_column + D0]) if TMA else tl.load(at + k_column + c1)
+                scores = tl.dot(q1, k1.T, scores)
             weights, decay, top, total = softmax_step(scores, top, total, scale)
             p = weights.to(dtype)
-            acc0 = tl.dot(p, wide.load([n, v_column]), acc0 * decay[:, None])
+            v0 = wide.load([n, v_column]) if TMA else tl.load(at + v_column + c0)
+            acc0 = tl.dot(p, v0, acc0 * decay[:, None])
             if V1 > 0:
-                acc1 = tl.dot(p, narrow_v.load([n, v_column + D0]), acc1 * decay[:, None])
+                if TMA:
+                    v1 = narrow_v.load([n, v_column + D0])
+                else:
+                    v1 = tl.load(at + v_column + d1, mask=d1 < SIZE, other=0.0)
+                acc1 = tl.dot(p, v1, acc1 * decay[:, None])
         if whole < end:
             key = whole + tl.arange(0, BN)
             real = key < end
@@ -107,10 +120,12 @@ def attend_(qkv: Tensor, table: Tensor, queries: int) -> Tensor:
     """
     rows, _, heads, size = qkv.shape
     d0, k1, v1 = columns(size)
+    capability = torch.cuda.get_device_capability(qkv.device)
+    keys, warps = tile(capability, queries, size)
     flat = qkv.view(rows, -1)
 
     def blocks(width: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(flat, [KEYS, max(width, 8)])
+        return TensorDescriptor.from_tensor(flat, [keys, max(width, 8)])
 
     attend_kernel[((len(table) - 1) * heads,)](
         flat,
@@ -125,11 +140,23 @@ def attend_(qkv: Tensor, table: Tensor, queries: int) -> Tensor:
         K1=k1,
         V1=v1,
         BM=queries,
-        BN=KEYS,
-        num_warps=4,
+        BN=keys,
+        TMA=capability >= (9, 0),
+        num_warps=warps,
         num_stages=3,
     )
     return flat[:, : heads * size]
+
+
+def tile(capability: tuple[int, int], queries: int, size: int) -> tuple[int, int]:
+    """Rows of keys per step, and warps, for which a chip has registers and shared memory.
+
+    9.0 is tuned. 10.x keeps its sums in tensor memory. 8.x and 12.x keep all operands in registers.
+    """
+    major, _ = capability
+    if major == 9:
+        return KEYS, 4
+    return KEYS // 2 if size > 96 and major != 10 else KEYS, queries // 16
 
 
 def columns(size: int) -> tuple[int, int, int]:

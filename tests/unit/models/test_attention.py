@@ -9,6 +9,8 @@ import torch
 
 from actors.errors import ConfigError, StartError
 from actors.kernels.attention import HEAD_SIZES, SegmentAttention, TritonAttention, choose
+from actors.kernels.gemm.cublaslt import GemmShape
+from actors.kernels.gemm.skinny_gemm import skinny_gemms
 from actors.kernels.hopper import cuda
 from actors.kernels.hopper.attention import HopperAttention, kernels_for
 from actors.kernels.hopper.cuda import CAPABILITY
@@ -26,17 +28,21 @@ def test_kernels_are_captured(dtype: torch.dtype, head_size: int) -> None:
     assert isinstance(chosen, TritonAttention | HopperAttention)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
-def test_other_devices_than_hopper_get_triton_and_say_so_once(
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
+def test_other_chips_than_hopper_get_triton_and_cublaslt_and_say_so_once(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     kernels_for.cache_clear()
+    cuda.runs_on.cache_clear()
     with caplog.at_level("INFO"):
-        chosen = [choose(CUDA, torch.bfloat16, 72, captured=True) for _ in range(2)]
+        chosen = [choose(CUDA, torch.bfloat16, size, captured=True) for size in (64, 72)]
+        gemms = skinny_gemms(GemmShape(416, 1152, 1152, 1152, 1152, torch.bfloat16), "add", CUDA)
     kernels_for.cache_clear()
+    cuda.runs_on.cache_clear()
     assert all(isinstance(each, TritonAttention) for each in chosen)
+    assert not gemms
     (line,) = caplog.messages
     assert "{}.{}".format(*capability) in line
 

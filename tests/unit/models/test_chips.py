@@ -1,0 +1,167 @@
+"""Every Triton kernel is compiled for every supported chip, and fits it. Needs no GPU.
+
+The kernels' own functions launch them, with everything that decides about a launch but the device.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from actors.kernels.attention import HEAD_SIZES, LONG_PATCHES, SegmentAttention, TritonAttention
+
+if sys.platform != "linux":
+    pytest.skip("Triton has wheels for Linux only", allow_module_level=True)
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from actors.kernels.hopper.cuda import overlaps
+from actors.kernels.triton import attention_kernel
+from actors.kernels.triton.elementwise import add_positions_, norm, rotate_, shifted, swiglu
+
+Chip = tuple[int, int]
+Launched = Callable[[Chip], list[object]]
+
+SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+"""Shared memory that a block may have, by compute capability: CUDA C++ Programming Guide."""
+BLOCK_REGISTERS = 64 * 1024
+SPILLED_BYTES = 200
+"""What a thread may spill: as much as attention on 9.0, which is tuned, at head size 128."""
+SLOW = pytest.mark.slow  # minutes in all
+CHIPS = pytest.mark.parametrize("chip", SHARED_KIB, ids=lambda chip: "{}.{}".format(*chip))
+
+
+@pytest.fixture
+def launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[Chip], list[object]]]:
+    """Makes launches compile for a chip; returns the list of what was compiled."""
+    kernels: list[object] = []
+    run = JITFunction.run
+
+    def compiled(self: object, *args: object, grid: object, warmup: bool, **named: object) -> None:
+        kernels.append(run(self, *args, grid=grid, warmup=True, **named))
+
+    def on(chip: Chip) -> list[object]:
+        number = 10 * chip[0] + chip[1]
+        active = SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", number, 32),
+            get_current_device=lambda: number,  # Triton keeps kernels by device
+            get_current_stream=lambda _: 0,
+        )
+        monkeypatch.setattr(driver, "_active", active)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: chip)
+        return kernels
+
+    monkeypatch.setattr(JITFunction, "run", compiled)
+    overlaps.cache_clear()
+    yield on
+    overlaps.cache_clear()
+
+
+def check(kernel: object, chip: Chip, folder: Path) -> None:
+    """Its shared memory and registers are within the chip's limits."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.kernel)
+    command = [knobs.nvidia.cuobjdump.path, "-res-usage", cubin]
+    usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    registers, spilled = map(int, found.groups())
+    metadata = kernel.metadata
+    told = f"{metadata.name}: {metadata.shared} bytes shared, {usage}"
+    assert metadata.target.arch == 10 * chip[0] + chip[1]
+    assert metadata.shared <= SHARED_KIB[chip] * 1024, told
+    assert registers * 32 * metadata.num_warps <= BLOCK_REGISTERS, told
+    assert spilled <= SPILLED_BYTES, told
+
+
+def attend(size: int, patches: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    attention = TritonAttention()
+    values = attention.metadata([patches], patches, 1)
+    attention(torch.empty(patches, 3, 16, size, dtype=dtype), values)
+
+
+def test_attention_fits_into_an_a10(launched: Launched, tmp_path: Path) -> None:
+    kernels = launched((8, 6))
+    attend(72, LONG_PATCHES)
+    (kernel,) = kernels
+    check(kernel, (8, 6), tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=[] if size in (72, 128) else SLOW) for size in HEAD_SIZES]
+)
+@CHIPS
+def test_attention_fits(chip: Chip, size: int, launched: Launched, tmp_path: Path) -> None:
+    kernels = launched(chip)
+    for patches in (LONG_PATCHES, 2 * LONG_PATCHES):  # both sizes of tiles
+        attend(size, patches)
+    if size == 72:
+        attend(size, 2 * LONG_PATCHES, torch.float16)
+    assert len(kernels) == (3 if size == 72 else 2)
+    for kernel in kernels:
+        check(kernel, chip, tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("rows", [400, 8192])  # up to 640 rows kernels overlap
+@CHIPS
+def test_what_runs_between_gemms_fits(
+    chip: Chip, rows: int, launched: Launched, tmp_path: Path
+) -> None:
+    kernels = launched(chip)
+    bf16 = {"dtype": torch.bfloat16}
+    for width in (1152, 12800):  # a tower's, and the widest of a merger
+        x, by = torch.empty(rows, width, **bf16), torch.empty(width, **bf16)
+        norm(x, torch.empty(width), by, by, 1e-6, centred=True)
+    x = torch.empty(rows, 3200, **bf16)  # the widest tower
+    shifted(x, torch.empty(3200), x)
+    table, taps = torch.empty(48**2, 3200, **bf16), torch.empty(rows, 16)
+    add_positions_(x, table, taps.int(), taps)
+    half = torch.empty(rows, 36)
+    rotate_(torch.empty(rows, 3, 16, 72, **bf16), half, half)
+    swiglu(torch.empty(rows, 2 * 3456, **bf16))
+    assert len(kernels) == 6
+    for kernel in kernels:
+        check(kernel, chip, tmp_path)
+
+
+def attention_on_the_cpu() -> None:
+    """For a process with TRITON_INTERPRET=1: attention with and without TMA."""
+    for chip, size in product([(8, 6), (9, 0), (12, 0)], [72, 88, 128]):
+        with patch("torch.cuda.get_device_capability", lambda _, chip=chip: chip):
+            lengths, tiles, plain = [100, 1, 64], TritonAttention(), SegmentAttention()
+            qkv = torch.randn(200, 3, 2, size, dtype=torch.float16)
+            qkv[165:] = float("nan")
+            expected = plain(qkv[:165].float(), plain.metadata(lengths, 165, 3))
+            out = tiles(qkv.clone(), tiles.metadata(lengths, 200, 3))[:165]
+            assert torch.allclose(out.float(), expected, atol=2e-3), (chip, size)
+
+
+@pytest.mark.extended
+def test_attention_is_right_with_and_without_tma() -> None:
+    code = f"from {__name__} import attention_on_the_cpu as run; run()"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+@pytest.mark.parametrize("size", HEAD_SIZES)
+@pytest.mark.parametrize("queries", [64, 128])
+def test_hopper_keeps_the_tile_that_was_tuned(queries: int, size: int) -> None:
+    assert attention_kernel.tile((9, 0), queries, size) == (64, 4)
+    assert attention_kernel.tile((8, 6), queries, size) == (32 if size > 96 else 64, queries // 16)
