@@ -63,7 +63,7 @@ class Ingress:
         self.router = Router(
             encoders, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
         )
-        # Serve connects a handle at its first use: while the head is away that blocks this process.
+        # `options` connects a handle now: later, while the head is away, that would block.
         asked = [handle.options() for handle in encoders]
         others = [handle.options() for handle in (router, own, chat) if handle]
         self.options = options

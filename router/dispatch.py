@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ logger = logging.getLogger("ray.serve")
 
 POLL_SECONDS = 0.02  # between two checks whether there is a replica now
 WATCH_SECONDS = 0.5  # between two checks whether a new replica has room for what waits
+TOLD_SECONDS = 0.1
+"""Between two counts of what waits for a replica, where there are several pools."""
 BACKOFF_SECONDS = 0.1
 """Before replicas that all failed are tried again. Doubles with each loss."""
 MARGIN_SECONDS, MARGIN_FRACTION = 0.05, 0.1
@@ -63,8 +66,8 @@ class InFlightItem:
     keep: bool = False
     """Its replica keeps its embedding, under an id that is one request's alone."""
     answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
-    untaken_since: float | None = None
-    """Since when there is no replica that takes it."""
+    alone_since: float | None = None
+    """Since when there is no replica."""
     waiting: int = 0
     """Requests that wait for it; a request counts once for each of its places."""
     losses: int = 0
@@ -130,6 +133,8 @@ class Dispatcher:
         self._reports: Mapping[str, Replica] | None = None
         self._costs: Mapping[str, Cost | None] = {}
         self._pools = Pools({})
+        self._told: dict[str, tuple[float, float]] = {}
+        """When each replica was told how much waits for it, and how much."""
         self._joinable: dict[Key, InFlightItem] = {}
         """Items in flight that other requests may join."""
         self._queue = FairQueue[WaitingRequest]()
@@ -212,6 +217,7 @@ class Dispatcher:
             self._reports = reports
             self._costs = costs(reports)
             self._pools = Pools({name: one.largest_item for name, one in reports.items()})
+            self._told = {}
             self.ledger.report({name: replica.work for name, replica in reports.items()})
             self._affinity.keep(reports)
         return reports
@@ -320,28 +326,34 @@ class Dispatcher:
         self, items: Sequence[InFlightItem], kept: Collection[str] = (), *, singly: bool
     ) -> None:
         """Plans items over the replicas that take them, without `kept` ones if there are others.
-        Items that none takes wait a little."""
+        Items that none takes are Unavailable: waiting, they would take the room of other items.
+        Without any replica they wait a little."""
         for some, replicas in self._takers(items):
             if replicas:
                 free = [replica for replica in replicas if replica not in kept]
                 self._plan_over(free or replicas, some, singly=singly)
+            elif self._reports:
+                self._refuse(some)
             else:
-                self._begin(some, self._wait_for_takers(some, singly=singly))
+                self._begin(some, self._wait_for_replicas(some, singly=singly))
 
-    async def _wait_for_takers(self, items: Sequence[InFlightItem], *, singly: bool) -> None:
-        """Until a replica takes one of them. Those that waited for too long are Unavailable."""
+    async def _wait_for_replicas(self, items: Sequence[InFlightItem], *, singly: bool) -> None:
         wanted = list(items)
-        while wanted and not any(self._taken_by(item) for item in wanted):
+        while wanted and not self._reports:
             time = now()
             for item in wanted:
-                item.untaken_since = item.untaken_since or time
-                give_up = item.untaken_since + self._options.replica_wait_seconds
+                item.alone_since = item.alone_since or time
+                give_up = item.alone_since + self._options.replica_wait_seconds
                 if time >= min(give_up, item.deadline):
-                    self._complete(item, self._pools.too_large(item.media.plan.least_tokens))
+                    self._refuse([item])
             await asyncio.sleep(POLL_SECONDS)
             self.refresh()
             wanted = self._unanswered(wanted)
         self._launch(wanted, singly=singly)
+
+    def _refuse(self, items: Sequence[InFlightItem]) -> None:
+        for item in items:
+            self._complete(item, self._pools.too_large(item.media.plan.least_tokens))
 
     def _plan_over(
         self, replicas: Sequence[str], items: Sequence[InFlightItem], *, singly: bool
@@ -363,7 +375,7 @@ class Dispatcher:
     def _send(self, replica: str, items: list[InFlightItem]) -> None:
         self._begin(items, self._call(replica, items))
         for item in items:
-            item.untaken_since = None
+            item.alone_since = None
             self.ledger.assign(item.reservation, replica)
         self._metrics.sent(replica, sum(item.media.plan.patches for item in items))
 
@@ -409,6 +421,13 @@ class Dispatcher:
     def _waiting_per_sent(self, replica: str) -> float:
         if not self._pools.several:
             return self.ledger.waiting_per_sent
+        time, told = self._told.get(replica, (-math.inf, 0.0))
+        if now() > time + TOLD_SECONDS:
+            told = self._pooled_waiting_per_sent(replica)
+            self._told[replica] = now(), told
+        return told
+
+    def _pooled_waiting_per_sent(self, replica: str) -> float:
         queued = (self._queue[place] for place in range(len(self._queue)))
         waiting = ((request.tokens, request.patches) for request in queued)
         return self._pools.waiting_per_sent(replica, waiting, self.ledger.own)

@@ -31,8 +31,7 @@ class RouterOptions(Options):
     """A replica that answers no call for half of this time, and then no health check for the other
     half, is given up: its items are retried elsewhere, and it gets no new ones until it answers."""
     replica_wait_seconds: float = Field(5, ge=0)
-    """How long work waits for a replica that takes it when there is none, before it is
-    Unavailable."""
+    """How long work waits for a replica when there is none, before it is Unavailable."""
     coalesce: bool = True
     """Identical items in flight are encoded once."""
     cache_affinity: bool = True

@@ -53,8 +53,8 @@ KEYS = {
 """By modality, under which names vLLM keeps an item's patches and its grid."""
 SHORT_STEP_TOKENS, SHORT_STEP_SHARE = 256, 3
 TOKENS_PER_SHARE = 2048
-"""For how many slices a step waits: a short one, which only decodes, for several, and is still
-shorter than one that reads a prompt; a long one in proportion to its length."""
+"""For how many slices a step waits. One that only decodes is short, so it can wait for several and
+still be shorter than one that reads a prompt. Longer ones wait in proportion to their length."""
 
 
 class LocalOptions(Options):

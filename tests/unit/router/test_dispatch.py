@@ -109,28 +109,35 @@ def test_items_go_to_pools_that_take_them() -> None:
     settled(test())
 
 
-def test_items_wait_for_the_pool_that_takes_them() -> None:
-    """As those of a lost fleet do, and no longer, whatever is lost meanwhile."""
+def test_items_of_a_lost_pool_are_unavailable_at_once() -> None:
+    """Waiting, they would take the room of items that other pools take."""
 
     async def test() -> Dispatcher:
         fleet = MemoryFleet("ab", well)
-        fleet.metadata["a"] = fleet.metadata["c"] = {"largest_item": [25]}
-        router, _ = dispatcher(fleet, replica_wait_seconds=0.5)
+        fleet.metadata["a"] = {"largest_item": [25]}
+        router, _ = dispatcher(fleet)
         assert right([item(0)], await collect(router, [item(0)]))
         fleet.replicas = ["a"]
-        request = asyncio.create_task(collect(router, [item(1), item(2, 104)]))
-        await asyncio.sleep(0.1)
-        fleet.replicas = ["a", "b"]
-        assert right([item(1), item(2, 104)], await request)
-        fleet.replicas = ["a"]
         begun = asyncio.get_running_loop().time()
-        request = asyncio.create_task(collect(router, [item(2, 104)]))
-        for replicas in ([], ["a"], [], ["c"]):
-            await asyncio.sleep(0.11)
-            fleet.replicas = replicas
-        [answer] = await request
-        assert isinstance(answer, Unavailable)
-        assert asyncio.get_running_loop().time() - begun < 0.9
+        small, large = await collect(router, [item(1), item(2, 104)])
+        assert right([item(1)], [small])
+        assert isinstance(large, Unavailable)
+        assert asyncio.get_running_loop().time() - begun < 0.1
+        return router
+
+    settled(test())
+
+
+def test_one_deadline_holds_while_a_fleet_comes_and_goes() -> None:
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("a", well)
+        router, _ = dispatcher(fleet, replica_wait_seconds=0.5)
+        assert right([item(0)], await collect(router, [item(0)]))
+        fleet.replicas = []
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(Unavailable):
+            await collect(router, [item(1)])
+        assert 0.4 < asyncio.get_running_loop().time() - begun < 0.9
         return router
 
     settled(test())
@@ -486,7 +493,7 @@ def test_a_pool_is_told_of_what_waits_for_it_alone() -> None:
         await asyncio.sleep(0.05)
         for replica, own in (("a", 32 * 100), ("b", 32 * 104)):
             waiting = 100 / (32 * 204) + (64 * 104 / own if replica == "b" else 0)
-            assert router._waiting_per_sent(replica) == pytest.approx(waiting)
+            assert router._pooled_waiting_per_sent(replica) == pytest.approx(waiting)
         busy.go.set()
         await asyncio.gather(*large, *small)
         return router
