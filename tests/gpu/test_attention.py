@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from actors.kernels.attention import HEAD_SIZES, TritonAttention  # noqa: E402
 from actors.kernels.hopper import attention as hopper  # noqa: E402
 from actors.kernels.hopper.attention import HopperAttention  # noqa: E402
 from actors.kernels.hopper.cuda import CAPABILITY  # noqa: E402
+from actors.kernels.triton import attention_kernel  # noqa: E402
 
 KERNELS = [
     *((size, torch.bfloat16) for size in HEAD_SIZES),
@@ -44,6 +47,17 @@ def test_attention_in_every_head_size_and_budget(
         values = on_gpu(tiles.metadata(lengths, patches, 16))
         out = tiles(qkv.clone(), values)[:used]
         assert difference(out, expected_attention(qkv[:used], lengths)) < 4e-3
+
+
+@pytest.mark.parametrize("chip", [(8, 6), (12, 0)])
+@pytest.mark.parametrize("size", [72, 88, 128])
+def test_attention_as_other_chips_compute_it(
+    size: int, chip: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tiles, and loads without TMA, on this GPU."""
+    cuda = SimpleNamespace(get_device_capability=lambda _: chip)
+    monkeypatch.setattr(attention_kernel, "torch", SimpleNamespace(cuda=cuda))
+    test_attention_in_every_head_size_and_budget(size, torch.bfloat16, LAYOUTS[-1])
 
 
 @pytest.mark.parametrize("patches", [600, 4096])

@@ -1,1 +1,1 @@
-"""Kernels in Triton, for every CUDA device: attention, and what runs between the GEMMs."""
+"""Triton kernels, for compute capability 8.0 and later: attention, what runs between GEMMs."""

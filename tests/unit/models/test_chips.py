@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -33,7 +34,7 @@ from actors.kernels.triton import attention_kernel
 from actors.kernels.triton.elementwise import add_positions_, norm, rotate_, shifted, swiglu
 
 Chip = tuple[int, int]
-Launched = Callable[[Chip], list[object]]
+Launched = Callable[[Chip], list[Any]]
 
 SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 """Shared memory that a block may have, by compute capability: CUDA C++ Programming Guide."""
@@ -47,15 +48,15 @@ CHIPS = pytest.mark.parametrize("chip", SHARED_KIB, ids=lambda chip: "{}.{}".for
 @pytest.fixture
 def launched(
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[[Chip], list[object]]]:
+) -> Iterator[Launched]:
     """Makes launches compile for a chip; returns the list of what was compiled."""
-    kernels: list[object] = []
+    kernels: list[Any] = []
     run = JITFunction.run
 
     def compiled(self: object, *args: object, grid: object, warmup: bool, **named: object) -> None:
         kernels.append(run(self, *args, grid=grid, warmup=True, **named))
 
-    def on(chip: Chip) -> list[object]:
+    def on(chip: Chip) -> list[Any]:
         number = 10 * chip[0] + chip[1]
         active = SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", number, 32),
@@ -72,7 +73,7 @@ def launched(
     overlaps.cache_clear()
 
 
-def check(kernel: object, chip: Chip, folder: Path) -> None:
+def check(kernel: Any, chip: Chip, folder: Path) -> None:
     """Its shared memory and registers are within the chip's limits."""
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(kernel.kernel)
@@ -87,6 +88,10 @@ def check(kernel: object, chip: Chip, folder: Path) -> None:
     assert metadata.shared <= SHARED_KIB[chip] * 1024, told
     assert registers * 32 * metadata.num_warps <= BLOCK_REGISTERS, told
     assert spilled <= SPILLED_BYTES, told
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
 
 
 def attend(size: int, patches: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -125,17 +130,16 @@ def test_what_runs_between_gemms_fits(
     chip: Chip, rows: int, launched: Launched, tmp_path: Path
 ) -> None:
     kernels = launched(chip)
-    bf16 = {"dtype": torch.bfloat16}
     for width in (1152, 12800):  # a tower's, and the widest of a merger
-        x, by = torch.empty(rows, width, **bf16), torch.empty(width, **bf16)
+        x, by = bf16(rows, width), bf16(width)
         norm(x, torch.empty(width), by, by, 1e-6, centred=True)
-    x = torch.empty(rows, 3200, **bf16)  # the widest tower
+    x = bf16(rows, 3200)  # the widest tower
     shifted(x, torch.empty(3200), x)
-    table, taps = torch.empty(48**2, 3200, **bf16), torch.empty(rows, 16)
+    table, taps = bf16(48**2, 3200), torch.empty(rows, 16)
     add_positions_(x, table, taps.int(), taps)
     half = torch.empty(rows, 36)
-    rotate_(torch.empty(rows, 3, 16, 72, **bf16), half, half)
-    swiglu(torch.empty(rows, 2 * 3456, **bf16))
+    rotate_(bf16(rows, 3, 16, 72), half, half)
+    swiglu(bf16(rows, 2 * 3456))
     assert len(kernels) == 6
     for kernel in kernels:
         check(kernel, chip, tmp_path)
