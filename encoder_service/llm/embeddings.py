@@ -23,7 +23,8 @@ from actors.types import Embedding, Media
 from encoder_service.api.errors import AtItem
 from encoder_service.api.http import EMBEDDINGS_PATH
 from encoder_service.api.schema import ERRORS, ErrorDocument, schema
-from encoder_service.api.upload import read_body
+from encoder_service.api.upload import check_length, read_body
+from encoder_service.config import LimitOptions
 from encoder_service.intake.limits import Deadline, check_items, offload
 from encoder_service.llm.http import MOST_CHARACTERS_A_TOKEN, MOST_VALUES, refusal
 from encoder_service.llm.schema import (
@@ -121,10 +122,14 @@ def add(app: FastAPI, service: Service) -> None:
         try:
             service.authorize(*request.headers.getlist("authorization"))
             check_vector(service.spec)
-            service.backend.check_room()
+            check_length(request, service.limits)
+            service.backend.check_room()  # 413 before 429: retrying would not help
+            service.unsent.check_room(1)
             with service.buffered.hold() as take:
                 content = await read_body(request, service.limits, take)
-                asked, images = await offload(len(content), parse, content, service.spec)
+                asked, images = await offload(
+                    len(content), parse, content, service.spec, service.limits
+                )
                 vectors, tokens = await embed(service, asked.input, images, exchange)
             found = document(service.spec, asked, vectors, tokens)
             response = await offload(vectors.nbytes, JSONResponse, found)
@@ -144,11 +149,17 @@ def check_vector(spec: ModelSpec) -> None:
         )
 
 
-def parse(body: bytes, spec: ModelSpec) -> tuple[EmbeddingRequest, dict[int, RequestItem]]:
+def parse(
+    body: bytes, spec: ModelSpec, limits: LimitOptions
+) -> tuple[EmbeddingRequest, dict[int, RequestItem]]:
     """The request, and its images by position. Raises InvalidRequest, or UnknownModel."""
     try:
         check_json(body, MOST_VALUES)
-        asked = EmbeddingRequest.model_validate(read_json(body))
+        found = read_json(body)
+        given = found.get("input")
+        if isinstance(given, list) and not isinstance(next(iter(given), None), int | list):
+            check_items(len(given), limits)  # before a million texts become parts
+        asked = EmbeddingRequest.model_validate(found)
     except WireError as error:
         raise InvalidRequest(str(error)) from None
     except ValidationError as error:
@@ -176,7 +187,6 @@ async def embed(
 
     Raises ServiceError, or AtItem for the first input that failed.
     """
-    check_items(len(inputs), service.limits)
     deadline = Deadline(service.limits.timeout_seconds, "send less")
     admitted: Iterator[Media | ServiceError] = iter(())
     if images:

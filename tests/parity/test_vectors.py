@@ -25,7 +25,7 @@ from actors.engine.budgets import model_capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import capture
-from actors.errors import InvalidRequest
+from actors.errors import InvalidRequest, TooLarge
 from actors.families.registry import read
 from actors.media.text import Texts
 from actors.models.load import load
@@ -54,6 +54,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
     "clip-first-end": lambda folder: write_clip_texts(folder, end=2),
     "siglip": write_siglip_texts,
 }
+DUMMY = {"id": "clip-vit-l-336", "load_format": "dummy", "output": "vector"}
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,7 @@ def test_formats_and_dimensions(served: Served) -> None:
         ({"input": "a", "model": "gpt"}, 404, "model", "'gpt' is not served here"),
         ({"input": "a", "task": "retrieval"}, 400, "task", "not supported here; leave it out"),
         ({"input": []}, 400, "input", "at least 1 item"),
+        ({"input": [[1]] * 20}, 400, "input", "token ids are not supported: send the text"),
         ({"input": [[1, 2]]}, 400, "input", "token ids are not supported: send the text"),
         ({"input": ["a", "cat " * 40]}, 400, "input[1]", "tokens, over the 32 of .*: shorten it"),
         ({"input": ["a" * 4000]}, 400, "input[0]", "is 4000 characters; .* takes 32 tokens"),
@@ -275,6 +277,16 @@ def test_errors(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param), error
     assert re.search(message, error["message"]), error
+
+
+def test_a_list_that_is_too_long_is_refused_before_its_parts_are_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(embeddings, "as_part", pytest.fail)
+    chosen = ServiceOptions.model_validate({"model": DUMMY})
+    body = json.dumps({"input": [""] * 65}).encode()
+    with pytest.raises(TooLarge, match=r"65 items in one request; limits\.max_items is 64"):
+        embeddings.parse(body, read(chosen.model), chosen.limits)
 
 
 def test_the_client_says_what_it_cannot_embed(served: Served) -> None:
@@ -306,8 +318,7 @@ def test_models_without_what_is_asked(model: dict[str, str], message: str) -> No
 
 
 def test_a_token_is_asked_for() -> None:
-    model = {"id": "clip-vit-l-336", "load_format": "dummy", "output": "vector"}
-    chosen = {"model": model, "auth": {"token_sha256": [sha256(b"secret").hexdigest()]}}
+    chosen = {"model": DUMMY, "auth": {"token_sha256": [sha256(b"secret").hexdigest()]}}
     client = TestClient(app(ServiceOptions.model_validate(chosen), Fleet()))
     answer = client.post("/v1/embeddings", json={"input": "a cat"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unauthorized")
@@ -316,8 +327,7 @@ def test_a_token_is_asked_for() -> None:
 
 
 def test_the_openapi_document_describes_vectors() -> None:
-    model = {"id": "clip-vit-l-336", "load_format": "dummy", "output": "vector"}
-    chosen = ServiceOptions.model_validate({"model": model})
+    chosen = ServiceOptions.model_validate({"model": DUMMY})
     document = TestClient(app(chosen, Fleet())).get("/openapi.json").json()
     described = document["paths"]["/v1/embeddings"]["post"]
     named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(document)))
