@@ -6,8 +6,10 @@ Images are items like those of /v1/encode, and so are texts: one call of the rou
 from __future__ import annotations
 
 import hashlib
+import json
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,14 +17,15 @@ import numpy.typing as npt
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from actors.errors import InvalidRequest, ServiceError
+from actors.errors import EncodeFailed, InvalidRequest, ServiceError
 from actors.spec.model_spec import ModelSpec
 from actors.types import Embedding, Media
+from encoder_service.api.answer import check_size
 from encoder_service.api.errors import AtItem
-from encoder_service.api.http import EMBEDDINGS_PATH
-from encoder_service.api.schema import ERRORS, ErrorDocument, schema
+from encoder_service.api.http import EMBEDDINGS_PATH, written
+from encoder_service.api.schema import ERRORS, ErrorDocument, RequestOptions, schema
 from encoder_service.api.upload import check_length, read_body
 from encoder_service.config import LimitOptions
 from encoder_service.intake.limits import Deadline, check_items, offload
@@ -39,11 +42,14 @@ from encoder_service.llm.schema import (
 from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import JSON, Document, WireError, check_json, read_json
+from encoder_service.wire.formats import JSON, Piece, WireError, check_json, read_json
 
 URLS = ("data:", "https://", "http://")
 
-Vectors = npt.NDArray[np.float32]
+FLOAT_CHARACTERS = 20
+"""Of a value as a number in JSON."""
+
+Vector = npt.NDArray[np.float32]
 
 
 def as_inputs(given: Any) -> Any:
@@ -130,11 +136,10 @@ def add(app: FastAPI, service: Service) -> None:
                 asked, images = await offload(
                     len(content), parse, content, service.spec, service.limits
                 )
-                vectors, tokens = await embed(service, asked.input, images, exchange)
-            found = document(service.spec, asked, vectors, tokens)
-            response = await offload(vectors.nbytes, JSONResponse, found)
-            request.state.unsent(len(response.body))
-            return response
+                vectors, tokens = await embed(service, asked, images, exchange)
+            width = FLOAT_CHARACTERS if asked.encoding_format == "float" else 4
+            write = partial(write_vectors, service.spec, asked, vectors, tokens)
+            return await written(request, JSON, width * sum(map(len, vectors)), write)
         except ClientDisconnect:
             raise
         except Exception as problem:
@@ -179,11 +184,11 @@ def parse(
 
 async def embed(
     service: Service,
-    inputs: Sequence[TextPart | ImagePart],
+    asked: EmbeddingRequest,
     images: dict[int, RequestItem],
     exchange: Exchange,
-) -> tuple[Vectors, int]:
-    """The vectors [inputs, width] as the model gives them, and how many tokens were computed.
+) -> tuple[list[Vector], int]:
+    """The vector of each input as the model gives it, and how many tokens the inputs have.
 
     Raises ServiceError, or AtItem for the first input that failed.
     """
@@ -192,19 +197,22 @@ async def embed(
     if images:
         admitted = iter(await deadline.keep(service.admission.admit([*images.values()])))
     media: list[Media] = []
-    for place, part in enumerate(inputs):
+    for place, part in enumerate(asked.input):
         one = text_media(part.text, service.spec) if isinstance(part, TextPart) else next(admitted)
         if isinstance(one, ServiceError):
             raise AtItem(place, one)
         media.append(one)
     exchange.admitted(media)
+    options = RequestOptions(dtype="float32", encoding=asked.encoding_format)
+    size_bytes = check_size(media, options, service.spec, service.limits, service.references)
+    service.unsent.check_room(size_bytes)  # rather than encode what could not be sent
     work = service.backend.encode(media, "float32", deadline.left(), reference=False)
     rows = []
     for place, answer in enumerate(await deadline.keep(work)):
         if isinstance(answer, ServiceError):
             raise AtItem(place, answer)
         rows.append(values(answer))
-    return np.stack(rows), sum(sum(one.plan.path_tokens) for one in media)
+    return rows, sum(sum(one.plan.path_tokens) for one in media)
 
 
 def text_media(text: str, spec: ModelSpec) -> Media | ServiceError:
@@ -223,26 +231,38 @@ def text_media(text: str, spec: ModelSpec) -> Media | ServiceError:
     return Media("text", data, plan, hashlib.sha256(data).hexdigest())
 
 
-def values(answer: Embedding) -> Vectors:
+def values(answer: Embedding) -> Vector:
     assert isinstance(answer.data, np.ndarray), "an embedding not read yet. This is a bug."
     return answer.data.view("<f4")
 
 
-def document(spec: ModelSpec, asked: EmbeddingRequest, vectors: Vectors, tokens: int) -> Document:
-    """The response: vectors of length 1."""
-    kept = vectors[:, : asked.dimensions]
-    lengths = np.linalg.norm(kept, axis=1, keepdims=True)
-    units = kept / np.maximum(lengths, np.finfo(np.float32).tiny)
-    shown = units.tolist()
-    if asked.encoding_format == "base64":
-        shown = [b64encode(one.tobytes()).decode() for one in units]
-    return {
+def write_vectors(
+    spec: ModelSpec, asked: EmbeddingRequest, vectors: Sequence[Vector], tokens: int
+) -> list[Piece]:
+    """The response, one vector after another, so that no call holds the GIL for long.
+
+    Raises AtItem for a vector with NaN or infinity.
+    """
+    head = {
         "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": one}
-            for index, one in enumerate(shown)
-        ],
         "model": spec.id,
         "weights": spec.weights,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
+    data = []
+    for index, vector in enumerate(vectors):
+        if not np.isfinite(vector).all():
+            problem = "the model gave NaN or infinity for this input: report it with the input"
+            raise AtItem(index, EncodeFailed(problem))
+        one = unit(vector[: asked.dimensions])
+        base64 = asked.encoding_format == "base64"
+        shown = b64encode(one.tobytes()).decode() if base64 else one.tolist()
+        entry = {"object": "embedding", "index": index, "embedding": shown}
+        data.append(json.dumps(entry).encode())
+    return [b"".join([json.dumps(head).encode()[:-1], b', "data": [', b", ".join(data), b"]}"])]
+
+
+def unit(vector: Vector) -> Vector:
+    """Scaled to length 1; zeros stay zeros."""
+    scaled: Vector = vector / max(np.linalg.norm(vector), np.finfo(np.float32).tiny)
+    return scaled
