@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -44,7 +45,7 @@ from encoder_service.service import Service
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import JSON, Piece, WireError, check_json, read_json
 
-URLS = ("data:", "https://", "http://")
+IMAGE_URL = re.compile(r"data:image/|https?://\S++\Z", re.IGNORECASE)
 
 FLOAT_CHARACTERS = 20
 """Of a value as a number in JSON."""
@@ -53,7 +54,7 @@ Vector = npt.NDArray[np.float32]
 
 
 def as_inputs(given: Any) -> Any:
-    """OpenAI's `input`, a text or a list of them, as parts. A text that is a URL is an image."""
+    """OpenAI's `input`, a text or a list of them, as parts: an image for IMAGE_URL."""
     return [as_part(one) for one in (given if isinstance(given, list) else [given])]
 
 
@@ -65,7 +66,7 @@ def as_part(one: Any) -> Any:
         )
     if not isinstance(one, str):
         return one
-    if one[:8].lower().startswith(URLS):
+    if IMAGE_URL.match(one):
         return {"type": "image_url", "image_url": {"url": one}}
     return {"type": "text", "text": one}
 
@@ -80,7 +81,8 @@ class EmbeddingRequest(StrictModel):
         list[InputPart],
         BeforeValidator(as_inputs, json_schema_input_type=str | list[str | InputPart]),
     ] = Field(min_length=1, fail_fast=True)
-    """A string that begins with data: or https:// is an image, any other one a text."""
+    """A string that begins with data:image/, or is as a whole one https URL without white space, is
+    an image; any other one is a text."""
     model: str | None = None
     """If it is given: the model that is served."""
     encoding_format: Literal["float", "base64"] = "float"
@@ -98,7 +100,7 @@ class VectorDocument(BaseModel):
 
 
 class UsageDocument(BaseModel):
-    """Tokens that were computed; a text counts as many as it is padded to."""
+    """Tokens of the inputs, cached ones too; a text counts as many as it is padded to."""
 
     prompt_tokens: int
     total_tokens: int

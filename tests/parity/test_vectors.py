@@ -309,6 +309,23 @@ def test_errors(
     assert re.search(message, error["message"]), error
 
 
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ("Data: three columns", "text"),
+        ("data:text/plain,a", "text"),
+        ("https://example.com is my site", "text"),
+        ("https://example.com/a.jpg\n", "text"),
+        ("https://", "text"),
+        ("https://example.com/a.jpg", "image_url"),
+        ("HTTP://example.com/a.jpg", "image_url"),
+        ("DATA:image/png;base64,aa", "image_url"),
+    ],
+)
+def test_strings_that_are_images(given: str, kind: str) -> None:
+    assert embeddings.as_part(given)["type"] == kind
+
+
 def test_a_list_that_is_too_long_is_refused_before_its_parts_are_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
