@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -209,11 +210,19 @@ async def rendered(
 
     Raises Overloaded (429) if too much waits to be sent already.
     """
-    take: Take = request.state.unsent
     size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
     copied_bytes = size_bytes if accept in (JSON, NPZ) else 0
+    write = partial(WRITERS[accept], document, encoding)
+    return await written(request, accept, copied_bytes, write)
+
+
+async def written(
+    request: Request, accept: str, copied_bytes: int, write: Callable[[], Sequence[Piece]]
+) -> Response:
+    """What `write` returns as a response; in a thread, for what it copies. Raises Overloaded."""
+    take: Take = request.state.unsent
     take(copied_bytes)
-    pieces = await offload(copied_bytes, WRITERS[accept], document, encoding)
+    pieces = await offload(copied_bytes, write)
     take(held_bytes(pieces) - copied_bytes)
     if accept == JSON and copied_bytes > INLINE_BYTES and takes_gzip(request):
         # Here, because the middleware would hold up everybody while it compresses.

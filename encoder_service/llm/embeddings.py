@@ -6,8 +6,11 @@ Images are items like those of /v1/encode, and so are texts: one call of the rou
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,15 +18,17 @@ import numpy.typing as npt
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from actors.errors import InvalidRequest, ServiceError
+from actors.errors import EncodeFailed, InvalidRequest, ServiceError
 from actors.spec.model_spec import ModelSpec
 from actors.types import Embedding, Media
+from encoder_service.api.answer import check_size
 from encoder_service.api.errors import AtItem
-from encoder_service.api.http import EMBEDDINGS_PATH
-from encoder_service.api.schema import ERRORS, ErrorDocument, schema
-from encoder_service.api.upload import read_body
+from encoder_service.api.http import EMBEDDINGS_PATH, written
+from encoder_service.api.schema import ERRORS, ErrorDocument, RequestOptions, schema
+from encoder_service.api.upload import check_length, read_body
+from encoder_service.config import LimitOptions
 from encoder_service.intake.limits import Deadline, check_items, offload
 from encoder_service.llm.http import MOST_CHARACTERS_A_TOKEN, MOST_VALUES, refusal
 from encoder_service.llm.schema import (
@@ -38,15 +43,18 @@ from encoder_service.llm.schema import (
 from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import JSON, Document, WireError, check_json, read_json
+from encoder_service.wire.formats import JSON, Piece, WireError, check_json, read_json
 
-URLS = ("data:", "https://", "http://")
+IMAGE_URL = re.compile(r"data:image/|https?://\S++\Z", re.IGNORECASE)
 
-Vectors = npt.NDArray[np.float32]
+FLOAT_CHARACTERS = 20
+"""Of a value as a number in JSON."""
+
+Vector = npt.NDArray[np.float32]
 
 
 def as_inputs(given: Any) -> Any:
-    """OpenAI's `input`, a text or a list of them, as parts. A text that is a URL is an image."""
+    """OpenAI's `input`, a text or a list of them, as parts: an image for IMAGE_URL."""
     return [as_part(one) for one in (given if isinstance(given, list) else [given])]
 
 
@@ -58,7 +66,7 @@ def as_part(one: Any) -> Any:
         )
     if not isinstance(one, str):
         return one
-    if one[:8].lower().startswith(URLS):
+    if IMAGE_URL.match(one):
         return {"type": "image_url", "image_url": {"url": one}}
     return {"type": "text", "text": one}
 
@@ -73,7 +81,8 @@ class EmbeddingRequest(StrictModel):
         list[InputPart],
         BeforeValidator(as_inputs, json_schema_input_type=str | list[str | InputPart]),
     ] = Field(min_length=1, fail_fast=True)
-    """A string that begins with data: or https:// is an image, any other one a text."""
+    """A string that begins with data:image/, or is as a whole one https URL without white space, is
+    an image; any other one is a text."""
     model: str | None = None
     """If it is given: the model that is served."""
     encoding_format: Literal["float", "base64"] = "float"
@@ -91,7 +100,7 @@ class VectorDocument(BaseModel):
 
 
 class UsageDocument(BaseModel):
-    """Tokens that were computed; a text counts as many as it is padded to."""
+    """Tokens of the inputs, cached ones too; a text counts as many as it is padded to."""
 
     prompt_tokens: int
     total_tokens: int
@@ -121,15 +130,18 @@ def add(app: FastAPI, service: Service) -> None:
         try:
             service.authorize(*request.headers.getlist("authorization"))
             check_vector(service.spec)
-            service.backend.check_room()
+            check_length(request, service.limits)
+            service.backend.check_room()  # 413 before 429: retrying would not help
+            service.unsent.check_room(1)
             with service.buffered.hold() as take:
                 content = await read_body(request, service.limits, take)
-                asked, images = await offload(len(content), parse, content, service.spec)
-                vectors, tokens = await embed(service, asked.input, images, exchange)
-            found = document(service.spec, asked, vectors, tokens)
-            response = await offload(vectors.nbytes, JSONResponse, found)
-            request.state.unsent(len(response.body))
-            return response
+                asked, images = await offload(
+                    len(content), parse, content, service.spec, service.limits
+                )
+                vectors, tokens = await embed(service, asked, images, exchange)
+            width = FLOAT_CHARACTERS if asked.encoding_format == "float" else 4
+            write = partial(write_vectors, service.spec, asked, vectors, tokens)
+            return await written(request, JSON, width * sum(map(len, vectors)), write)
         except ClientDisconnect:
             raise
         except Exception as problem:
@@ -144,11 +156,17 @@ def check_vector(spec: ModelSpec) -> None:
         )
 
 
-def parse(body: bytes, spec: ModelSpec) -> tuple[EmbeddingRequest, dict[int, RequestItem]]:
+def parse(
+    body: bytes, spec: ModelSpec, limits: LimitOptions
+) -> tuple[EmbeddingRequest, dict[int, RequestItem]]:
     """The request, and its images by position. Raises InvalidRequest, or UnknownModel."""
     try:
         check_json(body, MOST_VALUES)
-        asked = EmbeddingRequest.model_validate(read_json(body))
+        found = read_json(body)
+        given = found.get("input")
+        if isinstance(given, list) and not isinstance(next(iter(given), None), int | list):
+            check_items(len(given), limits)  # before a million texts become parts
+        asked = EmbeddingRequest.model_validate(found)
     except WireError as error:
         raise InvalidRequest(str(error)) from None
     except ValidationError as error:
@@ -168,33 +186,35 @@ def parse(body: bytes, spec: ModelSpec) -> tuple[EmbeddingRequest, dict[int, Req
 
 async def embed(
     service: Service,
-    inputs: Sequence[TextPart | ImagePart],
+    asked: EmbeddingRequest,
     images: dict[int, RequestItem],
     exchange: Exchange,
-) -> tuple[Vectors, int]:
-    """The vectors [inputs, width] as the model gives them, and how many tokens were computed.
+) -> tuple[list[Vector], int]:
+    """The vector of each input as the model gives it, and how many tokens the inputs have.
 
     Raises ServiceError, or AtItem for the first input that failed.
     """
-    check_items(len(inputs), service.limits)
     deadline = Deadline(service.limits.timeout_seconds, "send less")
     admitted: Iterator[Media | ServiceError] = iter(())
     if images:
         admitted = iter(await deadline.keep(service.admission.admit([*images.values()])))
     media: list[Media] = []
-    for place, part in enumerate(inputs):
+    for place, part in enumerate(asked.input):
         one = text_media(part.text, service.spec) if isinstance(part, TextPart) else next(admitted)
         if isinstance(one, ServiceError):
             raise AtItem(place, one)
         media.append(one)
     exchange.admitted(media)
+    options = RequestOptions(dtype="float32", encoding=asked.encoding_format)
+    size_bytes = check_size(media, options, service.spec, service.limits, service.references)
+    service.unsent.check_room(size_bytes)  # rather than encode what could not be sent
     work = service.backend.encode(media, "float32", deadline.left(), reference=False)
     rows = []
     for place, answer in enumerate(await deadline.keep(work)):
         if isinstance(answer, ServiceError):
             raise AtItem(place, answer)
         rows.append(values(answer))
-    return np.stack(rows), sum(sum(one.plan.path_tokens) for one in media)
+    return rows, sum(sum(one.plan.path_tokens) for one in media)
 
 
 def text_media(text: str, spec: ModelSpec) -> Media | ServiceError:
@@ -213,26 +233,38 @@ def text_media(text: str, spec: ModelSpec) -> Media | ServiceError:
     return Media("text", data, plan, hashlib.sha256(data).hexdigest())
 
 
-def values(answer: Embedding) -> Vectors:
+def values(answer: Embedding) -> Vector:
     assert isinstance(answer.data, np.ndarray), "an embedding not read yet. This is a bug."
     return answer.data.view("<f4")
 
 
-def document(spec: ModelSpec, asked: EmbeddingRequest, vectors: Vectors, tokens: int) -> Document:
-    """The response: vectors of length 1."""
-    kept = vectors[:, : asked.dimensions]
-    lengths = np.linalg.norm(kept, axis=1, keepdims=True)
-    units = kept / np.maximum(lengths, np.finfo(np.float32).tiny)
-    shown = units.tolist()
-    if asked.encoding_format == "base64":
-        shown = [b64encode(one.tobytes()).decode() for one in units]
-    return {
+def write_vectors(
+    spec: ModelSpec, asked: EmbeddingRequest, vectors: Sequence[Vector], tokens: int
+) -> list[Piece]:
+    """The response, one vector after another, so that no call holds the GIL for long.
+
+    Raises AtItem for a vector with NaN or infinity.
+    """
+    head = {
         "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": one}
-            for index, one in enumerate(shown)
-        ],
         "model": spec.id,
         "weights": spec.weights,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
+    data = []
+    for index, vector in enumerate(vectors):
+        if not np.isfinite(vector).all():
+            problem = "the model gave NaN or infinity for this input: report it with the input"
+            raise AtItem(index, EncodeFailed(problem))
+        one = unit(vector[: asked.dimensions])
+        base64 = asked.encoding_format == "base64"
+        shown = b64encode(one.tobytes()).decode() if base64 else one.tolist()
+        entry = {"object": "embedding", "index": index, "embedding": shown}
+        data.append(json.dumps(entry).encode())
+    return [b"".join([json.dumps(head).encode()[:-1], b', "data": [', b", ".join(data), b"]}"])]
+
+
+def unit(vector: Vector) -> Vector:
+    """Scaled to length 1; zeros stay zeros."""
+    scaled: Vector = vector / max(np.linalg.norm(vector), np.finfo(np.float32).tiny)
+    return scaled

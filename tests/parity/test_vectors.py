@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 import re
+import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -25,7 +30,7 @@ from actors.engine.budgets import model_capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import capture
-from actors.errors import InvalidRequest
+from actors.errors import InvalidRequest, Overloaded, TooLarge
 from actors.families.registry import read
 from actors.media.text import Texts
 from actors.models.load import load
@@ -37,16 +42,17 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Dtype, Item, Media, Size
 from encoder_service import Client, ServiceError, Text, Video
+from encoder_service.api import http as front
 from encoder_service.api.http import build
 from encoder_service.config import ServiceOptions
 from encoder_service.llm import embeddings
-from encoder_service.llm.embeddings import Vectors
+from encoder_service.llm.embeddings import Vector
 from encoder_service.service import Service
 from tests.checkpoints_clip import CAPTIONS, units_of, write_clip_texts, write_siglip_texts
 from tests.images import PHOTOGRAPHS, photograph
 from tests.parity.table import check
 from tests.parity.test_tiled import pixels, random_patches
-from tests.unit.front_door import Fleet
+from tests.unit.front_door import Fleet, zeros
 from tests.unit.proxied import in_a_thread
 
 CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
@@ -54,6 +60,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
     "clip-first-end": lambda folder: write_clip_texts(folder, end=2),
     "siglip": write_siglip_texts,
 }
+DUMMY = {"id": "clip-vit-l-336", "load_format": "dummy", "output": "vector"}
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,19 @@ def test_a_text_that_is_too_long(pair: Pair) -> None:
         Texts(pair.spec).item(text(pair.spec, "cat " * most))
 
 
+class Numbers(Fleet):
+    """Vectors of 1, 2, 3 and so on, or of what `start` makes of it."""
+
+    start = 1.0
+
+    async def encode(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, **_: Any
+    ) -> list[Answer]:
+        self.calls.append((dtype, timeout_seconds))
+        made = np.arange(768, dtype=np.float32) + np.float32(self.start)
+        return [replace(zeros(one), dtype="float32", data=made.view(np.uint8)) for one in media]
+
+
 class Encoders(Fleet):
     """One replica's pipeline, in this process."""
 
@@ -176,8 +196,8 @@ class Served:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0)
 
 
-def unit(vectors: Vectors) -> Vectors:
-    units: Vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+def unit(vectors: Vector) -> Vector:
+    units: Vector = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     return units
 
 
@@ -195,7 +215,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def app(options: ServiceOptions, fleet: Fleet) -> FastAPI:
+    return routes(Service(options, read(options.model), fleet))
+
+
+def numbers(fleet: Fleet, **limits: int) -> Service:
+    """A front door that takes texts, around a fleet in memory."""
+    options = ServiceOptions.model_validate({"model": DUMMY, "limits": limits})
     service = Service(options, read(options.model), fleet)
+    service.spec = replace(service.spec, text={"max_position_embeddings": 8})
+    return service
+
+
+def routes(service: Service) -> FastAPI:
     built = build(service)
     embeddings.add(built, service)
     return built
@@ -258,6 +289,7 @@ def test_formats_and_dimensions(served: Served) -> None:
         ({"input": "a", "model": "gpt"}, 404, "model", "'gpt' is not served here"),
         ({"input": "a", "task": "retrieval"}, 400, "task", "not supported here; leave it out"),
         ({"input": []}, 400, "input", "at least 1 item"),
+        ({"input": [[1]] * 20}, 400, "input", "token ids are not supported: send the text"),
         ({"input": [[1, 2]]}, 400, "input", "token ids are not supported: send the text"),
         ({"input": ["a", "cat " * 40]}, 400, "input[1]", "tokens, over the 32 of .*: shorten it"),
         ({"input": ["a" * 4000]}, 400, "input[0]", "is 4000 characters; .* takes 32 tokens"),
@@ -275,6 +307,95 @@ def test_errors(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param), error
     assert re.search(message, error["message"]), error
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ("Data: three columns", "text"),
+        ("data:text/plain,a", "text"),
+        ("https://example.com is my site", "text"),
+        ("https://example.com/a.jpg\n", "text"),
+        ("https://", "text"),
+        ("https://example.com/a.jpg", "image_url"),
+        ("HTTP://example.com/a.jpg", "image_url"),
+        ("DATA:image/png;base64,aa", "image_url"),
+    ],
+)
+def test_strings_that_are_images(given: str, kind: str) -> None:
+    assert embeddings.as_part(given)["type"] == kind
+
+
+def test_a_list_that_is_too_long_is_refused_before_its_parts_are_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(embeddings, "as_part", pytest.fail)
+    chosen = ServiceOptions.model_validate({"model": DUMMY})
+    body = json.dumps({"input": [""] * 65}).encode()
+    with pytest.raises(TooLarge, match=r"65 items in one request; limits\.max_items is 64"):
+        embeddings.parse(body, read(chosen.model), chosen.limits)
+
+
+def test_a_body_that_is_too_long_is_413_while_the_service_is_full() -> None:
+    fleet = Numbers()
+    fleet.full = Overloaded("full", 1.0)
+    http = TestClient(routes(numbers(fleet, max_body_bytes=1000)))
+    assert http.post("/v1/embeddings", json={"input": "a" * 1000}).status_code == 413
+    assert http.post("/v1/embeddings", json={"input": "a"}).status_code == 429
+
+
+@pytest.mark.parametrize(("left", "status"), [(0, 429), (768 * 4 - 1, 429), (2**20, 200)])
+def test_nothing_is_encoded_that_could_not_be_sent(left: int, status: int) -> None:
+    fleet = Numbers()
+    service = numbers(fleet)
+    service.unsent.held_bytes = service.unsent.most_bytes - left
+    answer = TestClient(routes(service)).post("/v1/embeddings", json={"input": "a"})
+    assert (answer.status_code, len(fleet.calls)) == (status, int(status == 200))
+
+
+def test_vectors_over_the_size_of_a_response() -> None:
+    http = TestClient(routes(numbers(Numbers(), max_response_bytes=768 * 4)))
+    assert http.post("/v1/embeddings", json={"input": ["a"]}).status_code == 200
+    answer = http.post("/v1/embeddings", json={"input": ["a", "b"]})
+    assert answer.status_code == 413
+    assert "limits.max_response_bytes" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_many_vectors_are_written_and_packed_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    names: list[str] = []
+
+    def noted(work: Callable[..., Any], *args: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return work(*args)
+
+    monkeypatch.setattr(embeddings, "write_vectors", partial(noted, embeddings.write_vectors))
+    monkeypatch.setattr(front, "gzip", SimpleNamespace(compress=partial(noted, gzip.compress)))
+    http = TestClient(routes(numbers(Numbers(), max_items=100)))
+    body = {"input": ["a"] * 100, "encoding_format": encoding}
+    packed, plain = (
+        http.post("/v1/embeddings", json=body, headers={"accept-encoding": encoding})
+        for encoding in ("gzip", "identity")
+    )
+    assert packed.headers["content-encoding"] == "gzip"
+    assert packed.json() == plain.json()
+    assert len(plain.json()["data"]) == 100
+    assert [name.startswith("asyncio_") for name in names] == [True] * 3
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_vectors_that_are_not_finite_are_errors(encoding: str, value: float) -> None:
+    fleet = Numbers()
+    fleet.start = value
+    http = TestClient(routes(numbers(fleet)))
+    answer = http.post("/v1/embeddings", json={"input": ["a"], "encoding_format": encoding})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (500, "encode_failed")
+    assert (error["item"], error["param"]) == (0, "input[0]")
+    assert "NaN" in error["message"]
 
 
 def test_the_client_says_what_it_cannot_embed(served: Served) -> None:
@@ -306,8 +427,7 @@ def test_models_without_what_is_asked(model: dict[str, str], message: str) -> No
 
 
 def test_a_token_is_asked_for() -> None:
-    model = {"id": "clip-vit-l-336", "load_format": "dummy", "output": "vector"}
-    chosen = {"model": model, "auth": {"token_sha256": [sha256(b"secret").hexdigest()]}}
+    chosen = {"model": DUMMY, "auth": {"token_sha256": [sha256(b"secret").hexdigest()]}}
     client = TestClient(app(ServiceOptions.model_validate(chosen), Fleet()))
     answer = client.post("/v1/embeddings", json={"input": "a cat"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unauthorized")
@@ -316,8 +436,7 @@ def test_a_token_is_asked_for() -> None:
 
 
 def test_the_openapi_document_describes_vectors() -> None:
-    model = {"id": "clip-vit-l-336", "load_format": "dummy", "output": "vector"}
-    chosen = ServiceOptions.model_validate({"model": model})
+    chosen = ServiceOptions.model_validate({"model": DUMMY})
     document = TestClient(app(chosen, Fleet())).get("/openapi.json").json()
     described = document["paths"]["/v1/embeddings"]["post"]
     named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(document)))
