@@ -15,7 +15,7 @@ setup: .venv/.installed
 
 # Serves in the foreground on ports 8000 and 9000 until Ctrl-C.
 serve: setup
-	umask 077; $(BIN)/serve run $(CONFIG)
+	umask 077; RAY_ADDRESS=local $(BIN)/serve run $(CONFIG)
 
 demo: setup
 	RAY_SERVE_ENABLE_HA_PROXY=1 tests/loopback $(BIN)/python -m tests.demo
