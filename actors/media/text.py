@@ -19,6 +19,12 @@ class Texts:
         """Raises CheckpointError."""
         self.spec = spec
         self.tokenizer = read_tokenizer(spec.id, spec.revision)
+        tokens, rows = len(self.tokenizer), int(spec.text["vocab_size"]) if spec.text else 0
+        if tokens > rows:
+            raise CheckpointError(
+                f"the tokenizer of {spec.id!r} has {tokens} tokens, over the {rows} of its "
+                "text tower (text_config.vocab_size): take all files from one checkpoint"
+            )
         self._lock = Lock()  # tokenizers keep how they pad as state
 
     def item(self, media: Media) -> Item:
@@ -43,5 +49,5 @@ def read_tokenizer(id: str, revision: str | None) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(id, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # what tokenizers raises of a damaged file is no narrower
         raise CheckpointError(f"the tokenizer of {id!r} cannot be read: {error}") from error

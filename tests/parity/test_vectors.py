@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import re
+import shutil
 import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
@@ -30,10 +31,10 @@ from actors.engine.budgets import model_capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import capture
-from actors.errors import InvalidRequest, Overloaded, TooLarge
+from actors.errors import CheckpointError, InvalidRequest, Overloaded, TooLarge
 from actors.families.registry import read
 from actors.media.text import Texts
-from actors.models.load import load
+from actors.models.load import load, weights_digest
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
 from actors.pipeline import open_pipeline
@@ -60,6 +61,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
     "clip-first-end": lambda folder: write_clip_texts(folder, end=2),
     "siglip": write_siglip_texts,
 }
+TOKENIZERS = ("tokenizer.json", "spiece.model")
 DUMMY = {"id": "clip-vit-l-336", "load_format": "dummy", "output": "vector"}
 
 
@@ -152,6 +154,39 @@ def test_a_text_that_is_too_long(pair: Pair) -> None:
     most = pair.spec.text_plan.patches
     with pytest.raises(InvalidRequest, match=rf"tokens, over the {most} of .*: shorten it"):
         Texts(pair.spec).item(text(pair.spec, "cat " * most))
+
+
+@pytest.fixture
+def copied(pair: Pair, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pair.folder, tmp_path / "copied"))
+
+
+def tokenizer_file(folder: Path) -> Path:
+    (found,) = (one for one in TOKENIZERS if (folder / one).exists())
+    return folder / found
+
+
+def test_the_digest_is_of_the_tokenizer_too(pair: Pair, copied: Path) -> None:
+    digest = weights_digest(options(pair.folder))
+    assert weights_digest(options(copied)) == digest
+    with tokenizer_file(copied).open("ab") as file:
+        file.write(b" ")
+    assert weights_digest(options(copied)) != digest
+
+
+def test_a_damaged_tokenizer(copied: Path) -> None:
+    tokenizer_file(copied).write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"the tokenizer of .* cannot be read"):
+        Texts(read(options(copied)))
+
+
+def test_a_tokenizer_of_more_tokens_than_the_tower(pair: Pair) -> None:
+    assert pair.spec.text
+    tokens = len(Texts(pair.spec).tokenizer)
+    Texts(replace(pair.spec, text={**pair.spec.text, "vocab_size": tokens}))
+    few = replace(pair.spec, text={**pair.spec.text, "vocab_size": tokens - 1})
+    with pytest.raises(CheckpointError, match=rf"{tokens} tokens, over the {tokens - 1} of its"):
+        Texts(few)
 
 
 class Numbers(Fleet):
