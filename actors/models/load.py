@@ -25,14 +25,8 @@ from actors.models.layers.block import BlocksForm, blocks_of
 from actors.models.layers.weights import Weights
 from actors.models.tower import Family, Tower
 from actors.options import BlockChoice, ModelOptions, block_form
-from actors.spec.checkpoint import Files, Json, Noted, Notes, find
+from actors.spec.checkpoint import TOKENIZER_FILES, Files, Json, Noted, Notes, find
 from actors.spec.model_spec import ModelSpec
-
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model"),
-)
-"""Of the tokenizers that transformers reads for CLIP and SigLIP."""
 
 DUMMY_SEED = 0  # fixed: every replica of a service must give the same embeddings
 

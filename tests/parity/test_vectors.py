@@ -185,8 +185,23 @@ def test_a_tokenizer_of_more_tokens_than_the_tower(pair: Pair) -> None:
     tokens = len(Texts(pair.spec).tokenizer)
     Texts(replace(pair.spec, text={**pair.spec.text, "vocab_size": tokens}))
     few = replace(pair.spec, text={**pair.spec.text, "vocab_size": tokens - 1})
-    with pytest.raises(CheckpointError, match=rf"{tokens} tokens, over the {tokens - 1} of its"):
+    with pytest.raises(CheckpointError, match=rf"{tokens} tokens, .* needs \d+ to {tokens - 1} "):
         Texts(few)
+
+
+def test_a_tokenizer_that_lacks_the_end(pair: Pair) -> None:
+    assert pair.spec.text
+    tokens = len(Texts(pair.spec).tokenizer)
+    text = {**pair.spec.text, "vocab_size": 50_000, "eos_token_id": tokens}
+    with pytest.raises(CheckpointError, match=rf"{tokens} tokens, .* needs {tokens + 1} to 50000 "):
+        Texts(replace(pair.spec, text=text))
+    Texts(replace(pair.spec, text=text | {"eos_token_id": 50_000}))  # as of SigLIP
+
+
+def test_no_tokenizer(copied: Path) -> None:
+    tokenizer_file(copied).unlink()
+    with pytest.raises(CheckpointError, match=r"no tokenizer .* tokenizer\.json, or vocab"):
+        Texts(read(options(copied)))
 
 
 class Numbers(Fleet):
@@ -328,6 +343,8 @@ def test_formats_and_dimensions(served: Served) -> None:
         ({"input": [[1, 2]]}, 400, "input", "token ids are not supported: send the text"),
         ({"input": ["a", "cat " * 40]}, 400, "input[1]", "tokens, over the 32 of .*: shorten it"),
         ({"input": ["a" * 4000]}, 400, "input[0]", "is 4000 characters; .* takes 32 tokens"),
+        ({"input": ["a", " \n"]}, 400, "input[1]", "the text is empty: leave it out"),
+        ({"input": ""}, 400, "input[0]", "the text is empty: leave it out"),
         ({"input": "\ud800"}, 400, "input[0]", "surrogate"),
         ({"input": "data:image/png,a"}, 400, "input[0]", "a data URL must read data:image"),
         ({"input": ["a", data_url(b"no")]}, 400, "input[1]", "not an image, or it is dam"),
