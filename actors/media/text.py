@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from actors.errors import CheckpointError, InvalidRequest
+from actors.options import ModelOptions
+from actors.spec.checkpoint import VOCABULARIES, find
 from actors.spec.model_spec import ModelSpec
 from actors.types import Item, Media
 
@@ -18,7 +20,9 @@ class Texts:
     def __init__(self, spec: ModelSpec) -> None:
         """Raises CheckpointError."""
         self.spec = spec
+        check_files(spec)
         self.tokenizer = read_tokenizer(spec.id, spec.revision)
+        check_tokens(spec, len(self.tokenizer))
         self._lock = Lock()  # tokenizers keep how they pad as state
 
     def item(self, media: Media) -> Item:
@@ -34,6 +38,27 @@ class Texts:
         return Item(media.plan, np.array(ids, "<i4").view(np.uint8).reshape(most, -1))
 
 
+def check_files(spec: ModelSpec) -> None:
+    """Raises CheckpointError if there is no vocabulary: transformers makes an empty one."""
+    files = find(ModelOptions(id=spec.id, revision=spec.revision))
+    if not any(all(map(files.path, names)) for names in VOCABULARIES):
+        rows = ", or ".join(" and ".join(names) for names in VOCABULARIES)
+        raise CheckpointError(f"model.id {spec.id!r} has no tokenizer for its texts: add {rows}")
+
+
+def check_tokens(spec: ModelSpec, tokens: int) -> None:
+    """Raises CheckpointError if the tokenizer's `tokens` do not fit the text tower's."""
+    assert spec.text is not None
+    most, end = int(spec.text["vocab_size"]), spec.text.get("eos_token_id")
+    # SigLIP's configuration may have CLIP's end, which is no token of its own.
+    least = end + 1 if isinstance(end, int) and end < most else 1
+    if not least <= tokens <= most:
+        raise CheckpointError(
+            f"the tokenizer of {spec.id!r} has {tokens} tokens, where its text tower needs {least} "
+            f"to {most} (text_config.vocab_size): take all files from one checkpoint"
+        )
+
+
 def read_tokenizer(id: str, revision: str | None) -> Any:
     """transformers' tokenizer of a checkpoint. Code from a repository is never run.
 
@@ -43,5 +68,5 @@ def read_tokenizer(id: str, revision: str | None) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(id, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # what tokenizers raises of a damaged file is no narrower
         raise CheckpointError(f"the tokenizer of {id!r} cannot be read: {error}") from error

@@ -25,7 +25,7 @@ from actors.models.layers.block import BlocksForm, blocks_of
 from actors.models.layers.weights import Weights
 from actors.models.tower import Family, Tower
 from actors.options import BlockChoice, ModelOptions, block_form
-from actors.spec.checkpoint import Files, Json, Noted, Notes, find
+from actors.spec.checkpoint import TOKENIZER_FILES, Files, Json, Noted, Notes, find
 from actors.spec.model_spec import ModelSpec
 
 DUMMY_SEED = 0  # fixed: every replica of a service must give the same embeddings
@@ -79,11 +79,14 @@ def tensors(options: ModelOptions, model: ModelSpec, device: torch.device) -> Ma
 
 
 def weights_digest(options: ModelOptions) -> str:
-    """SHA-256 of the tower's weights, whatever the checkpoint is called."""
-    model = read(options)
+    """SHA-256 of the tower's weights, and of the tokenizer's files if it takes texts, whatever the
+    checkpoint is called."""
+    model, files, digest = read(options), find(options), sha256()
+    for name in TOKENIZER_FILES if model.text else ():
+        if path := files.path(name):
+            digest.update(f"{name} {sha256(path.read_bytes()).hexdigest()}".encode())
     if model.dummy:
-        return f"dummy {DUMMY_SEED}"
-    digest = sha256()
+        return f"dummy {DUMMY_SEED} {digest.hexdigest()}"
     for name, tensor in sorted(tensors(options, model, torch.device("cpu")).items()):
         digest.update(f"{name} {tensor.dtype}".encode())
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -21,6 +21,18 @@ Json = dict[str, Any]
 
 REACH_SECONDS = 5  # how long the hub may take to answer before only its cache is used
 
+VOCABULARIES = (
+    ("tokenizer.json",),
+    ("vocab.json", "merges.txt"),
+    ("spiece.model",),
+    ("tokenizer.model",),
+)
+"""The files of which a tokenizer of CLIP or SigLIP needs one of these rows."""
+TOKENIZER_FILES = (
+    *(name for names in VOCABULARIES for name in names),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
+
 FAMILIES = resources.files("actors") / "families"
 
 

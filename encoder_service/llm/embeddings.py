@@ -222,6 +222,8 @@ def text_media(text: str, spec: ModelSpec) -> Media | ServiceError:
     plan = spec.text_plan
     if plan is None:
         return InvalidRequest(f"{spec.id} has no text tower: send images, as data URLs or https")
+    if not text.strip():
+        return InvalidRequest("the text is empty: leave it out")
     if len(text) > MOST_CHARACTERS_A_TOKEN * plan.patches:
         return InvalidRequest(
             f"the text is {len(text)} characters; {spec.id} takes {plan.patches} tokens: shorten it"

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import re
+import shutil
 import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
@@ -30,10 +31,10 @@ from actors.engine.budgets import model_capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import capture
-from actors.errors import InvalidRequest, Overloaded, TooLarge
+from actors.errors import CheckpointError, InvalidRequest, Overloaded, TooLarge
 from actors.families.registry import read
 from actors.media.text import Texts
-from actors.models.load import load
+from actors.models.load import load, weights_digest
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
 from actors.pipeline import open_pipeline
@@ -60,6 +61,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
     "clip-first-end": lambda folder: write_clip_texts(folder, end=2),
     "siglip": write_siglip_texts,
 }
+TOKENIZERS = ("tokenizer.json", "spiece.model")
 DUMMY = {"id": "clip-vit-l-336", "load_format": "dummy", "output": "vector"}
 
 
@@ -152,6 +154,54 @@ def test_a_text_that_is_too_long(pair: Pair) -> None:
     most = pair.spec.text_plan.patches
     with pytest.raises(InvalidRequest, match=rf"tokens, over the {most} of .*: shorten it"):
         Texts(pair.spec).item(text(pair.spec, "cat " * most))
+
+
+@pytest.fixture
+def copied(pair: Pair, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pair.folder, tmp_path / "copied"))
+
+
+def tokenizer_file(folder: Path) -> Path:
+    (found,) = (one for one in TOKENIZERS if (folder / one).exists())
+    return folder / found
+
+
+def test_the_digest_is_of_the_tokenizer_too(pair: Pair, copied: Path) -> None:
+    digest = weights_digest(options(pair.folder))
+    assert weights_digest(options(copied)) == digest
+    with tokenizer_file(copied).open("ab") as file:
+        file.write(b" ")
+    assert weights_digest(options(copied)) != digest
+
+
+def test_a_damaged_tokenizer(copied: Path) -> None:
+    tokenizer_file(copied).write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"the tokenizer of .* cannot be read"):
+        Texts(read(options(copied)))
+
+
+def test_a_tokenizer_of_more_tokens_than_the_tower(pair: Pair) -> None:
+    assert pair.spec.text
+    tokens = len(Texts(pair.spec).tokenizer)
+    Texts(replace(pair.spec, text={**pair.spec.text, "vocab_size": tokens}))
+    few = replace(pair.spec, text={**pair.spec.text, "vocab_size": tokens - 1})
+    with pytest.raises(CheckpointError, match=rf"{tokens} tokens, .* needs \d+ to {tokens - 1} "):
+        Texts(few)
+
+
+def test_a_tokenizer_that_lacks_the_end(pair: Pair) -> None:
+    assert pair.spec.text
+    tokens = len(Texts(pair.spec).tokenizer)
+    text = {**pair.spec.text, "vocab_size": 50_000, "eos_token_id": tokens}
+    with pytest.raises(CheckpointError, match=rf"{tokens} tokens, .* needs {tokens + 1} to 50000 "):
+        Texts(replace(pair.spec, text=text))
+    Texts(replace(pair.spec, text=text | {"eos_token_id": 50_000}))  # as of SigLIP
+
+
+def test_no_tokenizer(copied: Path) -> None:
+    tokenizer_file(copied).unlink()
+    with pytest.raises(CheckpointError, match=r"no tokenizer .* tokenizer\.json, or vocab"):
+        Texts(read(options(copied)))
 
 
 class Numbers(Fleet):
@@ -293,6 +343,8 @@ def test_formats_and_dimensions(served: Served) -> None:
         ({"input": [[1, 2]]}, 400, "input", "token ids are not supported: send the text"),
         ({"input": ["a", "cat " * 40]}, 400, "input[1]", "tokens, over the 32 of .*: shorten it"),
         ({"input": ["a" * 4000]}, 400, "input[0]", "is 4000 characters; .* takes 32 tokens"),
+        ({"input": ["a", " \n"]}, 400, "input[1]", "the text is empty: leave it out"),
+        ({"input": ""}, 400, "input[0]", "the text is empty: leave it out"),
         ({"input": "\ud800"}, 400, "input[0]", "surrogate"),
         ({"input": "data:image/png,a"}, 400, "input[0]", "a data URL must read data:image"),
         ({"input": ["a", data_url(b"no")]}, 400, "input[1]", "not an image, or it is dam"),
