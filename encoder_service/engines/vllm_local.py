@@ -13,12 +13,14 @@ actors/engine/slices.py. What the engine cannot encode, vLLM's own tower encodes
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -43,8 +45,15 @@ from encoder_service.engines.vllm_stats import LoadStats, Stopwatch
 
 log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
-"""Whose patches are the same in vLLM and here."""
+TOWERS = {
+    "qwen2_vl": ("qwen2_vl", "Qwen2VisionTransformer"),
+    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VisionTransformer"),
+    "qwen3_vl": ("qwen3_vl", "Qwen3_VisionTransformer"),
+    "qwen3_5": ("qwen3_vl", "Qwen3_VisionTransformer"),
+}
+"""Module and class of vLLM's towers, by our families whose patches are the same in vLLM."""
+RAW_PIXELS = {"do_rescale": False, "do_normalize": False}
+"""--mm-processor-kwargs: patches are bytes, which are normalised on the device."""
 LEFT = "vLLM encodes an item itself (vllm:encoder_service_left_total counts them): %s"
 KEYS = {
     "image": ("pixel_values", "image_grid_thw"),
@@ -412,12 +421,15 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
             "graphs": options.graphs,
         }
     )
-    family = read(actor.model).family
-    if family not in FAMILIES:
+    spec = read(actor.model)
+    family = spec.family
+    if family not in TOWERS:
         raise ValueError(
-            f"place is local, which is for {', '.join(FAMILIES)}, not {family}: use an encoder "
+            f"place is local, which is for {', '.join(TOWERS)}, not {family}: use an encoder "
             "service (url)"
         )
+    if not getattr(model.multimodal_config, "mm_device_do_normalize", False):
+        normalise(model.multimodal_config.mm_processor_kwargs or {}, spec)
     before = used_bytes(kind)
     engine = open_engine(actor, EncoderMetrics(), options.chunk_ms / 1000)
     log.info("the vision encoder runs in this process, in slices of %g ms", options.chunk_ms)
@@ -427,6 +439,31 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
         vllm_config.cache_config.gpu_memory_utilization -= taken / torch.cuda.mem_get_info()[1]
         log.info("it takes %.2f GB of --gpu-memory-utilization", taken / 1e9)
     return LocalEncoder(engine, options.ahead_bytes)
+
+
+def normalise(options: Mapping[str, Any], spec: ModelSpec) -> None:
+    """With RAW_PIXELS as `options`, lets vLLM's tower normalise what it gets. Newer vLLM does so by
+    itself. Raises ValueError."""
+    given = {key: options.get(key, True) for key in RAW_PIXELS}
+    if all(given.values()):
+        log.info("preprocessing is faster with --mm-processor-kwargs '%s'", json.dumps(RAW_PIXELS))
+        return
+    if given != RAW_PIXELS:
+        raise ValueError(
+            f"--mm-processor-kwargs: of {', '.join(given)} both must be false, or none"
+        )
+    module, name = TOWERS[spec.family]
+    tower = getattr(import_module(f"vllm.model_executor.models.{module}"), name)
+    forward = tower.forward
+
+    @wraps(forward)
+    def normalising(self: Any, x: Tensor, *arguments: Any, **options: Any) -> Any:
+        mean, std = torch.tensor([spec.mean, spec.std], device=self.device)[..., None]
+        channels = x.to(self.device, torch.float32).view(len(x), 3, -1)
+        x = ((channels / 255 - mean) / std).flatten(1).to(self.dtype)
+        return forward(self, x, *arguments, **options)
+
+    tower.forward = normalising
 
 
 def used_bytes(kind: str) -> int:

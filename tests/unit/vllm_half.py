@@ -87,7 +87,7 @@ def config(
     model = SimpleNamespace(
         dtype=torch.bfloat16,
         get_inputs_embeds_size=lambda: hidden,
-        multimodal_config=SimpleNamespace(mm_processor_cache_type=cache),
+        multimodal_config=SimpleNamespace(mm_processor_cache_type=cache, mm_processor_kwargs=None),
     )
     return SimpleNamespace(ec_transfer_config=transfer, model_config=model)
 

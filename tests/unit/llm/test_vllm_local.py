@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -355,6 +355,43 @@ def test_bytes_from_normalised_pixels(
     mean, std = torch.tensor([spec.mean, spec.std])[..., None]
     found = bytes_of(((bytes_ / 255 - mean) / std).to(dtype), spec).int() - bytes_.flatten(1)
     assert found.abs().max() <= (0 if exact else 1)
+
+
+class VllmTower:
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def forward(self, x: Tensor, grid: str, *, metadata: str) -> tuple[Tensor, str, str]:
+        return x, grid, metadata
+
+
+def test_vllms_tower_normalises_what_its_processor_left_as_bytes(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from encoder_service.engines.vllm_local import RAW_PIXELS, normalise
+
+    module: Any = ModuleType("qwen3_vl")
+    module.Qwen3_VisionTransformer = VllmTower
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.qwen3_vl", module)
+    monkeypatch.setattr(VllmTower, "forward", VllmTower.forward)
+    spec = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
+    spec = replace(spec, mean=(0.1, 0.5, 0.9), std=(0.2, 0.5, 1.0))
+    for options in ({"do_normalize": False}, {"do_rescale": False, "do_normalize": True}):
+        with pytest.raises(ValueError, match="both must be false, or none"):
+            normalise(options, spec)
+    pixels = torch.randint(0, 256, (5, 3, 8), dtype=torch.uint8)
+    with caplog.at_level("INFO", "vllm.encoder_service"):
+        normalise({"max_pixels": 9}, spec)
+    assert "preprocessing is faster with --mm-processor-kwargs" in caplog.text
+    assert VllmTower().forward(pixels, "grid", metadata="m")[0] is pixels
+
+    normalise(RAW_PIXELS, spec)
+    x, *others = VllmTower().forward(pixels.flatten(1), "grid", metadata="m")
+    expected = torch.stack(
+        [(pixels[:, c] / 255 - spec.mean[c]) / spec.std[c] for c in range(3)], dim=1
+    )
+    assert torch.allclose(x, expected.flatten(1), atol=1e-6)
+    assert others == ["grid", "m"]
 
 
 def test_the_engines_memory_is_not_vllms(
