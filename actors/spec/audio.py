@@ -53,6 +53,10 @@ class AudioSizing:
         return self.window_frames * self.hop
 
     @property
+    def window_seconds(self) -> float:
+        return self.window_samples / self.rate
+
+    @property
     def window_tokens(self) -> int:
         return self.window_frames // (STRIDE * self.stack)
 
@@ -70,7 +74,7 @@ class AudioSizing:
         computed = -(-positions // self.stack)
         patches = computed * self.stack
         return ItemPlan(
-            grid_thw=(windows, 1, patches // windows),
+            grid_thw=(windows, 1, patches // max(1, windows)),
             patches=patches,
             tokens=positions // self.stack,
             path_tokens=(computed,),

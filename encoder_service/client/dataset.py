@@ -266,7 +266,7 @@ def skip_reason(path: Path) -> str | None:
         return "a link to a folder" if path.is_symlink() else None
     if not path.exists():
         return "a link to nothing"
-    return "not a regular file" if kind_of(path.name) else "no image and no video by its name"
+    return "not a regular file" if kind_of(path.name) else "no image, video or sound by its name"
 
 
 def row_image(row: Mapping[str, Any], position: int, column: str) -> Source:

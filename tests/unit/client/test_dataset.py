@@ -121,8 +121,8 @@ def test_a_folder_in_order(folder: Path, tmp_path: Path) -> None:
     reasons = {
         "gone.jpg": "a link to nothing",
         "linked": "a link to a folder",
-        "logo.svg": "no image and no video by its name",
-        "notes.txt": "no image and no video by its name",
+        "logo.svg": "no image, video or sound by its name",
+        "notes.txt": "no image, video or sound by its name",
         "pipe.jpg": "not a regular file",
         "piped.jpg": "not a regular file",
     }
