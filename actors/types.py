@@ -15,6 +15,8 @@ import numpy.typing as npt
 from actors.errors import ServiceError
 
 Kind = Literal["image", "video", "audio"]
+PLURALS = {"image": "images", "video": "videos", "audio": "sounds", "text": "texts"}
+"""Items of each kind, for messages."""
 Dtype = Literal["bfloat16", "float16", "float32"]
 Source = Literal["graph", "eager", "cache"]
 Alpha = Literal["white", "black", "drop"]

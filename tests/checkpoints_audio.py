@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import av
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from tests.checkpoints_tiles import TEXT, scatter
 
@@ -85,6 +88,52 @@ def extractor() -> Any:
 
 
 WRITERS = {"whisper": write_whisper, "qwen2_audio": write_qwen2_audio, "voxtral": write_voxtral}
+
+
+@dataclass(frozen=True)
+class Hearing:
+    """transformers' model, and what it makes of sounds."""
+
+    model_type: str
+    model: Any
+
+    def rows(self, waves: Sequence[npt.NDArray[np.float32]]) -> Tensor:
+        return torch.cat([getattr(self, self.model_type)(wave) for wave in waves])
+
+    @torch.no_grad()
+    def whisper(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        frames = extractor()(wave, sampling_rate=RATE, return_tensors="pt").input_features
+        return torch.as_tensor(self.model.model.encoder(frames).last_hidden_state[0])
+
+    @torch.no_grad()
+    def qwen2_audio(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        """What the model puts in place of a prompt's audio tokens, as its processor counts them."""
+        found = extractor()(
+            wave, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True
+        )
+        frames = int(found.attention_mask.sum())
+        tokens = ((frames - 1) // 2 + 1 - 2) // 2 + 1
+        projected: list[Tensor] = []
+        projector = self.model.model.multi_modal_projector
+        hook = projector.register_forward_hook(lambda *call: projected.append(call[2]))
+        ids = torch.tensor([[1, *[AUDIO_TOKEN] * tokens, 1]])
+        self.model.model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            input_features=found.input_features,
+            feature_attention_mask=found.attention_mask,
+        )
+        hook.remove()
+        return projected[0][0, :tokens]
+
+    @torch.no_grad()
+    def voxtral(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        padding = {"padding": True, "pad_to_multiple_of": WINDOW_SECONDS * RATE}
+        frames = extractor()(
+            wave, sampling_rate=RATE, return_tensors="pt", truncation=False, **padding
+        ).input_features
+        windows = frames.reshape(frames.shape[1], -1, WINDOW_SECONDS * 100).transpose(0, 1)
+        return torch.as_tensor(self.model.model.get_audio_features(windows).pooler_output)
 
 
 def tones(seconds: float, rate: int = RATE, seed: int = 0) -> npt.NDArray[np.float32]:

@@ -15,7 +15,7 @@ from actors.errors import InvalidOption
 from actors.spec.audio import MOST_WINDOWS, AudioSizing
 from actors.spec.sizing import Defaults, Largest, Resample, Sizing
 from actors.spec.video import VideoSizing
-from actors.types import NO_KWARGS, Dtype, ItemPlan, Kind, ProcessorKwargs
+from actors.types import NO_KWARGS, PLURALS, Dtype, ItemPlan, Kind, ProcessorKwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class ModelSpec:
         taken = {name: None for kind in kinds for name in self.defaults(kind)}
         for name in kwargs.given():
             if name not in taken:
-                of = " and ".join(f"{kind}s" for kind in kinds)
+                of = " and ".join(PLURALS[kind] for kind in kinds)
                 raise InvalidOption(
                     f"{name}: {self.id} ({self.family}) does not take it for {of}; "
                     f"it takes {', '.join(taken) or 'none of these options'}"

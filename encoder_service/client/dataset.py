@@ -94,7 +94,7 @@ class Written:
     failures: tuple[str, ...] = ()
     """The first few, with their errors."""
     skipped: tuple[str, ...] = ()
-    """Files below the given folders that are no images or videos by their names, are not regular,
+    """Files below the given folders that are no items by their names, are not regular,
     or are links to nothing or to a folder. skipped.txt has each one's reason."""
 
 

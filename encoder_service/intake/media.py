@@ -25,7 +25,7 @@ from actors.media.video_file import read_clip
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import MAX_ASPECT
 from actors.spec.video import VideoSizing
-from actors.types import NO_KWARGS, Alpha, Clip, Kind, Media, ProcessorKwargs, Size
+from actors.types import NO_KWARGS, PLURALS, Alpha, Clip, Kind, Media, ProcessorKwargs, Size
 from encoder_service.config import FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.intake.header import Header, alpha_notice, is_simple, read_header
@@ -323,9 +323,9 @@ def check_kind(spec: ModelSpec, kind: Kind) -> None:
     """Raises UnsupportedMedia for a kind that the model does not take."""
     if kind in spec.kinds:
         return
-    one = "a sound" if kind == "audio" else "an image" if kind == "image" else "a video"
+    one = {"image": "an image", "video": "a video", "audio": "a sound"}[kind]
     advice = ": send its frames as images" if kind == "video" and "image" in spec.kinds else ""
-    taken = " and ".join("sounds" if each == "audio" else f"{each}s" for each in spec.kinds)
+    taken = " and ".join(PLURALS[each] for each in spec.kinds)
     raise UnsupportedMedia(
         f"the model {spec.id} ({spec.family}) takes {taken} only, not {one}{advice}"
     )

@@ -32,11 +32,10 @@ from actors.spec.audio import AudioSizing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Size
 from tests.checkpoints_audio import (
-    AUDIO_TOKEN,
     RATE,
     WINDOW_SECONDS,
     WRITERS,
-    extractor,
+    Hearing,
     tones,
 )
 from tests.parity.table import FAMILIES, check, rows
@@ -59,48 +58,10 @@ the millions of weights of their encoders and projectors."""
 
 
 @dataclass(frozen=True)
-class Pair:
-    model_type: str
-    model: Any
+class Pair(Hearing):
+    """The same weights in transformers' model and in our tower, in float32."""
+
     tower: Tower
-
-    def theirs(self, waves: Sequence[npt.NDArray[np.float32]]) -> Tensor:
-        return torch.cat([getattr(self, self.model_type)(wave) for wave in waves])
-
-    @torch.no_grad()
-    def whisper(self, wave: npt.NDArray[np.float32]) -> Tensor:
-        frames = extractor()(wave, sampling_rate=RATE, return_tensors="pt").input_features
-        return torch.as_tensor(self.model.model.encoder(frames).last_hidden_state[0])
-
-    @torch.no_grad()
-    def qwen2_audio(self, wave: npt.NDArray[np.float32]) -> Tensor:
-        """What the model puts in place of a prompt's audio tokens, as its processor counts them."""
-        found = extractor()(
-            wave, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True
-        )
-        frames = int(found.attention_mask.sum())
-        tokens = ((frames - 1) // 2 + 1 - 2) // 2 + 1
-        projected: list[Tensor] = []
-        projector = self.model.model.multi_modal_projector
-        hook = projector.register_forward_hook(lambda *call: projected.append(call[2]))
-        ids = torch.tensor([[1, *[AUDIO_TOKEN] * tokens, 1]])
-        self.model.model(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            input_features=found.input_features,
-            feature_attention_mask=found.attention_mask,
-        )
-        hook.remove()
-        return projected[0][0, :tokens]
-
-    @torch.no_grad()
-    def voxtral(self, wave: npt.NDArray[np.float32]) -> Tensor:
-        padding = {"padding": True, "pad_to_multiple_of": WINDOW_SECONDS * RATE}
-        frames = extractor()(
-            wave, sampling_rate=RATE, return_tensors="pt", truncation=False, **padding
-        ).input_features
-        windows = frames.reshape(frames.shape[1], -1, WINDOW_SECONDS * 100).transpose(0, 1)
-        return torch.as_tensor(self.model.model.get_audio_features(windows).pooler_output)
 
 
 @pytest.fixture(scope="module", params=WRITERS)
@@ -131,7 +92,7 @@ def test_rows_equal_transformers(pair: Pair, seconds: Sequence[float], spare: in
     earlier = torch.randn(len(graphs.inputs.tensors["patches"]), patches[0].shape[1] // 4)
     graphs.inputs.tensors["patches"].copy_(earlier.view(torch.uint8))
     ours = pair.tower.postprocess([graphs.encode(budget, plans, patches)], plans)
-    exact = pair.theirs(waves)
+    exact = pair.rows(waves)
     assert ours.shape == exact.shape == (sum(plan.tokens for plan in plans), pair.tower.spec.width)
     check(pair.model_type, ours, exact)
 
@@ -142,7 +103,7 @@ def test_a_long_sound_is_windows(pair: Pair, tmp_path: Path) -> None:
         pytest.skip("sounds of one window")
     wave = tones(3.3 * WINDOW_SECONDS)
     (plan,), (patches,) = patches_of(pair, [wave])
-    exact, window = pair.theirs([wave]), plan.tokens // 4
+    exact, window = pair.rows([wave]), plan.tokens // 4
     assert (plan.frames, plan.tokens) == (4, len(exact))
     for budgets in ([plan.tokens], [window, 2 * window]):
         room = model_capacity(GraphOptions(token_budgets=budgets), pair.tower.spec)
