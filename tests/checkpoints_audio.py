@@ -141,7 +141,8 @@ def tones(seconds: float, rate: int = RATE, seed: int = 0) -> npt.NDArray[np.flo
     rng, time = np.random.default_rng(seed), np.arange(round(seconds * rate)) / rate
     pitches = rng.uniform(100, 2000, (3, 1)) * (1 + 0.1 * np.sin(3 * time))
     wave = 0.2 * np.sin(2 * np.pi * pitches * time).sum(0) + rng.normal(0, 0.01, len(time))
-    return (np.round(wave * 2**15).clip(-(2**15), 2**15 - 1) / 2**15).astype(np.float32)
+    levels = np.round(wave * 2**15).clip(-(2**15), 2**15 - 1)
+    return np.asarray(levels / 2**15, np.float32)
 
 
 def sound(

@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from actors.spec.audio import SEEN_FRAMES, STRIDE, AudioSizing
+
+Values = npt.NDArray[np.float64]
 
 FLOOR = 1e-10  # of the power, before its logarithm
 RANGE = 8.0  # below the loudest value, in decades; what is quieter is raised to it
@@ -30,8 +33,8 @@ def log_mel(samples: Tensor, sizing: AudioSizing) -> Tensor:
     power = (spectrum[:, :-1].abs() ** 2).contiguous()
     mel = mel_filters(sizing.rate, sizing.fft, sizing.mels) @ power
     found = mel.clamp(min=FLOOR).log10()
-    found = torch.maximum(found, found.max() - RANGE)
-    return ((found + 4) / 4).unflatten(1, (-1, sizing.window_frames)).transpose(0, 1)
+    found = (torch.maximum(found, found.max() - RANGE) + 4) / 4
+    return found.view(sizing.mels, -1, sizing.window_frames).transpose(0, 1)
 
 
 def cut_positions(frames: Tensor) -> Tensor:
@@ -60,6 +63,6 @@ def mels_of(frequency: float) -> float:
     return float(LINEAR_MELS + np.log(frequency / LINEAR_HZ) * MELS_PER_LOG)
 
 
-def hertz(mels: np.ndarray) -> np.ndarray:
+def hertz(mels: Values) -> Values:
     above = LINEAR_HZ * np.exp((mels - LINEAR_MELS) / MELS_PER_LOG)
     return np.where(mels < LINEAR_MELS, mels * LINEAR_HZ / LINEAR_MELS, above)

@@ -139,7 +139,7 @@ async def multipart(
             if name == "options" and isinstance(part, str):
                 options = read_json(part.encode())
             elif name in KINDS and isinstance(part, UploadFile):
-                items.append(RequestItem(name, await part.read()))  # type: ignore[arg-type]
+                items.append(RequestItem(name, await part.read()))
             else:
                 raise InvalidRequest(
                     f"part {name!r}: send files (with a filename) named image, video or audio, "

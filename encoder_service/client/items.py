@@ -332,9 +332,10 @@ def request_item(source: Source) -> RequestItem:
     if isinstance(source, Video):
         return replace(request_item(source.file), type="video")
     if isinstance(source, bytes):
-        name = name_format(source)
-        kinds = dict.fromkeys(VIDEOS, "video") | dict.fromkeys(SOUNDS, "audio")
-        return RequestItem(kinds.get(name or "", "image"), source)
+        format = name_format(source)
+        if format in SOUNDS:
+            return RequestItem("audio", source)
+        return RequestItem("video" if format in VIDEOS else "image", source)
     if isinstance(source, Image.Image):
         return RequestItem("image", png(source))
     if not isinstance(source, str | os.PathLike):

@@ -20,6 +20,7 @@ from actors.models.load import load
 from actors.options import GraphOptions, ModelOptions
 from encoder_service import Embedding, Plan, ServiceError
 from encoder_service.api.http import build
+from encoder_service.client.items import Source
 from encoder_service.config import ServiceOptions
 from encoder_service.service import Service
 from tests.checkpoints_audio import sound, tones, write_qwen2_audio
@@ -55,7 +56,7 @@ def test_over_http_and_grpc(served: tuple[Service, Encoding, Pair], tmp_path: Pa
     before = items.labels("audio", "eager")._value.get()
     (tmp_path / "speech.wav").write_bytes(WAV)
     stereo = sound(np.stack([WAVES[0]] * 2), "ogg", 48000)
-    sources = [tmp_path / "speech.wav", FLAC, BROKEN, stereo, jpeg(64, 64)]
+    sources: list[Source] = [tmp_path / "speech.wav", FLAC, BROKEN, stereo, jpeg(64, 64)]
 
     async def run() -> None:
         async with clients(service) as both:

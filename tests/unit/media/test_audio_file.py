@@ -31,7 +31,7 @@ LOSSLESS = ("wav", "flac")
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_length_is_that_of_what_is_decoded(format: str, rate: int) -> None:
     data = sound(tones(1.337, rate), format, rate)
-    with av.open(BytesIO(data)) as container:
+    with av.open(BytesIO(data), "r") as container:
         count = sum(frame.samples for frame in container.decode(audio=0))
         own = container.streams.audio[0].rate  # of Opus always 48000
     assert read_seconds(data, 60) * own == count
