@@ -5,9 +5,10 @@ Only the containers and codecs listed here are opened. Channels are averaged, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 import av
@@ -27,6 +28,7 @@ MOST_RATE, MOST_CHANNELS = 192_000, 8
 MOST_PACKETS = 500_000
 """Each has some milliseconds; a file of more was made to waste CPU time."""
 
+BLOCK_SAMPLES = 2**14  # that are resampled together
 STREAMED = 2**32 - 1  # in place of the size of a WAV that was written to a pipe
 
 Samples = npt.NDArray[np.float32]
@@ -121,18 +123,15 @@ def decoded(data: bytes, rate: int, count: int) -> Samples:
     """The sound as so many samples, mono, at `rate`. Raises InvalidMedia if the file is not what
     `read_seconds` said of it."""
     parts: list[Samples] = []
-    samples = 0
+    left = count
     with opened(data) as (container, stream):
-        planar, resampler = av.AudioResampler("fltp"), av.AudioResampler("flt", "mono", rate)
-        for frame in container.decode(stream):
-            for one in planar.resample(frame):
-                mono = mono_frame(one)
-                for part in resampler.resample(mono):
-                    parts.append(part.to_ndarray()[0])
-                    samples += len(parts[-1])
-            if samples > count:
+        resampler = av.AudioResampler("flt", "mono", rate)
+        for block in chain(mono_blocks(container, stream), [None]):
+            resampled = [part.to_ndarray()[0] for part in resampler.resample(block)]
+            parts += resampled
+            left -= sum(map(len, resampled))
+            if left < 0:  # the rest is not in the plan
                 break
-        parts += [part.to_ndarray()[0] for part in resampler.resample(None)]
     whole = np.concatenate([*parts, np.zeros(0, np.float32)])
     if len(whole) < LEAST_SHARE * count:
         raise InvalidMedia(
@@ -142,9 +141,19 @@ def decoded(data: bytes, rate: int, count: int) -> Samples:
     return np.pad(whole, (0, max(0, count - len(whole))))[:count]
 
 
-def mono_frame(frame: Any) -> Any:
-    """The mean of its channels."""
-    mean = frame.to_ndarray().mean(0, dtype=np.float32, keepdims=True)
-    mono = av.AudioFrame.from_ndarray(mean, format="flt", layout="mono")
-    mono.sample_rate = frame.sample_rate
-    return mono
+def mono_blocks(container: Any, stream: Any) -> Iterator[Any]:
+    """Frames of BLOCK_SAMPLES or a few more: resampling each packet's alone would take longer."""
+    planar, parts = av.AudioResampler("fltp"), list[Samples]()
+    for frame in container.decode(stream):
+        parts += [one.to_ndarray().mean(0, dtype=np.float32) for one in planar.resample(frame)]
+        if sum(map(len, parts)) >= BLOCK_SAMPLES:
+            yield frame_of(parts, frame.sample_rate)
+            parts = []
+    if parts:
+        yield frame_of(parts, frame.sample_rate)
+
+
+def frame_of(parts: Sequence[Samples], rate: int) -> Any:
+    frame = av.AudioFrame.from_ndarray(np.concatenate(parts)[None], format="flt", layout="mono")
+    frame.sample_rate = rate
+    return frame

@@ -160,6 +160,9 @@ def test_published_sizes(kind: str, tmp_path: Path) -> None:
         ("config.json", {"num_mel_bins": 128}, "feature_size of the feature extractor: only 128"),
         ("preprocessor_config.json", {"chunk_length": 20}, "chunk_length of the feature extr"),
         ("preprocessor_config.json", {"dither": 0.1}, "dither of the feature extractor: only 0.0"),
+        ("config.json", {"model_type": "qwen2_5_omni"}, "in chunks.*nearest.*is qwen2_audio"),
+        ("config.json", {"model_type": "voxtral_realtime"}, "causal.*nearest.*is voxtral"),
+        ("config.json", {"max_source_positions": 1000}, "chunk_length of the feature extr"),
     ],
 )
 def test_what_is_not_supported_is_named(

@@ -26,3 +26,5 @@ def voxtral(source: ModelSource) -> ModelSpec:
 
 
 MODEL_TYPES = {"voxtral": voxtral}
+
+REFUSED = {"voxtral_realtime": "its encoder is causal and hears a stream"}
