@@ -3,7 +3,7 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
 
-.PHONY: setup serve demo demo-vectors test test-extended vllm sglang lint bench manifests api-fuzz openapi-client fuzz audit \
+.PHONY: setup serve demo demo-vectors demo-audio test test-extended vllm sglang lint bench manifests api-fuzz openapi-client fuzz audit \
 	screenshot soak soak-service soak-nodes chaos overload refusals hostile lock wheels release
 
 setup: .venv/.installed
@@ -22,6 +22,9 @@ demo: setup
 
 demo-vectors: setup
 	RAY_SERVE_ENABLE_HA_PROXY=1 tests/loopback $(BIN)/python -m tests.demo vectors
+
+demo-audio: setup
+	RAY_SERVE_ENABLE_HA_PROXY=1 tests/loopback $(BIN)/python -m tests.demo audio
 
 # Two workers: one runs everything that needs Ray (tests/conftest.py).
 PYTEST := OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -n 2 --dist loadscope

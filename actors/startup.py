@@ -59,11 +59,10 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
 
 
 def warm(engine: Engine) -> Cost | None:
-    """Encodes small images, so that what loads at first use is loaded, then measures the device and
+    """Encodes small items, so that what loads at first use is loaded, then measures the device and
     closes the engine. None: not measured, as where replays wait for others or no budget is
     captured."""
-    grey = torch.full((3, 64, 64), 128, dtype=torch.uint8)
-    plan, patches = patchifier_of(engine.tower.spec).patchify(grey)
+    plan, patches = patchifier_of(engine.tower.spec).example()
     engine.submit(Item(plan, patches.numpy())).result()
     captured = any(engine.capacity.budgets) and not engine.capacity.exact_graphs
     measurable = captured and not engine.device.pace

@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 from actors.errors import ServiceError
 
-Kind = Literal["image", "video"]
+Kind = Literal["image", "video", "audio"]
+PLURALS = {"image": "images", "video": "videos", "audio": "sounds", "text": "texts"}
+"""Items of each kind, for messages."""
 Dtype = Literal["bfloat16", "float16", "float32"]
 Source = Literal["graph", "eager", "cache"]
 Alpha = Literal["white", "black", "drop"]
@@ -27,7 +29,7 @@ DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Pixels of an image after its EXIF rotation."""
+    """Pixels of an image after its EXIF rotation; of a sound its samples x 1 (spec/audio.py)."""
 
     width: int
     height: int
@@ -104,7 +106,8 @@ class ItemPlan:
     path_tokens: tuple[int, ...]
     """Tokens that each path computes, in the order of `ModelSpec.paths`."""
     frames: int = 0
-    """Temporal groups of a video, each an attention segment: `grid_thw[0]`. 0: an image."""
+    """Temporal groups of a video, or windows of a sound that may have several, each an attention
+    segment: `grid_thw[0]`. 0: an image, or a sound of one window."""
     path_patches: tuple[int, ...] = ()
     """Patches of each path, one path after the other. Empty: the model has one path."""
     kept: tuple[int, ...] = ()
@@ -178,7 +181,7 @@ class Media:
     evs_rate: float = 0.0  # share of a video's rows to drop, where little changes (spec/video.py)
     on_device: bool = False
     """The caller can read rows from the encoder's device: see `encoder.transport`."""
-    size: Size | None = None  # of the image, or of each frame, where its header was read
+    size: Size | None = None  # of the image, of each frame or of the sound, by its header
 
     alpha: Alpha = "drop"
     """What becomes of its transparency. `drop` for an image or a video that has none."""
@@ -207,7 +210,8 @@ class Item:
     patches: Any
     """uint8 [plan.patches, channels * patch_size ** 2], one frame, not normalised: an array, or a
     torch tensor, which may be on the engine's device. Tile families: tile after tile. Models of
-    several paths: path after path. Videos: group after group."""
+    several paths: path after path. Videos: group after group. Sounds: the bytes of float32
+    [plan.patches, spec.audio.patch_values], window after window."""
     later: Any = None
     """The same patches in the second frame of each group of a video, where groups have two."""
     on_device: bool = False  # its rows stay on the device

@@ -85,6 +85,8 @@ class LimitOptions(Options):
     max_video_seconds: PositiveFloat = 900
     max_video_tokens: PositiveInt = 32_768
     """Of all encoded frame groups of one video."""
+    max_audio_seconds: PositiveFloat = 900
+    """Of a sound, for models that take more than one window of it."""
     timeout_seconds: PositiveFloat = 60
     """Default and maximum of a request's timeout_s; also the limit for reading a body."""
 

@@ -1,5 +1,6 @@
 """`make demo`: the tiny service encodes photographs over HTTP and gRPC, and answers a chat.
 `make demo-vectors`: a small random CLIP gives vectors of photographs and texts.
+`make demo-audio`: a small random Qwen2-Audio encodes sounds.
 
 Prints its metrics. Exits with 1 if a check fails. Needs no GPU, no weights, no network.
 """
@@ -22,6 +23,7 @@ from encoder_service.bench.cluster import cluster, logical_cpus, service
 from encoder_service.bench.load import WorkDone, scrape, work_between
 from encoder_service.client import Client, Embedding, Text
 from encoder_service.config import ServiceOptions, load
+from tests.checkpoints_audio import RATE, Hearing, sound, tones, write_qwen2_audio
 from tests.checkpoints_clip import CAPTIONS, units_of, write_clip_texts
 from tests.images import PHOTOGRAPHS, jpeg, photograph
 from tests.videos import video
@@ -91,6 +93,46 @@ def vectors() -> int:
         "vectors of texts equal transformers'": np.allclose(texts, exact[1], atol=1e-4),
         "vectors have length 1": np.allclose(np.linalg.norm(images, axis=1), 1),
         "floats of 8 dimensions are the first, scaled": np.allclose(few_values, cut, atol=1e-6),
+    }
+    return told(console, checks)
+
+
+def audio() -> int:
+    """Encodes sounds of several formats and lengths as transformers does with the same weights."""
+    console = Console()
+    with TemporaryDirectory() as folder:
+        model = write_qwen2_audio(Path(folder))
+        few = {"num_cpus": 0.1}
+        options = ServiceOptions.model_validate(
+            {
+                "model": {"id": folder, "dtype": "float32"},
+                "encoder": {"replicas": 2, "device": "cpu", "num_gpus": 0} | few,
+                **{"router": few, "ingress": few},
+            }
+        )
+        waves = [tones(seconds, seed=place) for place, seconds in enumerate((2.0, 0.7, 1.234))]
+        exact = [Hearing("qwen2_audio", model).rows([wave]).numpy() for wave in waves]
+        sounds = {f"WAV, {len(wave) / RATE:g} s": sound(wave) for wave in waves}
+        sounds |= {"FLAC": sound(waves[0], "flac"), "MP3": sound(tones(1.5, 44100), "mp3", 44100)}
+        sounds["OGG, two channels"] = sound(np.stack([tones(1.5, 48000)] * 2), "ogg", 48000)
+        with cluster(logical_cpus(options), object_store_bytes=400_000_000) as where:
+            console.print("starting: 2 encoders with a small random Qwen2-Audio ...")
+            with service(options, where):
+                over_http = encode(console, where.http, sounds)
+                over_grpc = encode(console, where.grpc, sounds)
+                with Client(where.http) as client:
+                    plans = client.plan(list(sounds.values()))
+    rows = [one.numpy() for one in over_http]
+    checks = {
+        "rows equal transformers'": all(
+            np.allclose(ours, theirs, atol=1e-4) for ours, theirs in zip(rows, exact, strict=False)
+        ),
+        "FLAC gives the rows of WAV": np.allclose(rows[3], rows[0], atol=1e-4),
+        "HTTP and gRPC return the same rows": all(
+            np.allclose(one, other.numpy(), atol=TOLERANCE)
+            for one, other in zip(rows, over_grpc, strict=True)
+        ),
+        "plans are as long": [plan.tokens for plan in plans] == [len(one) for one in rows],
     }
     return told(console, checks)
 
@@ -186,4 +228,4 @@ def told(console: Console, checks: dict[str, bool]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(vectors() if sys.argv[1:] == ["vectors"] else main())
+    sys.exit({"vectors": vectors, "audio": audio}.get("".join(sys.argv[1:]), main)())

@@ -56,7 +56,7 @@ ITEM_ERRORS: dict[str, type[ServiceError]] = {
 
 Order = tuple[Any, ...]
 """One item to decode: offset and size of its block, kind, sizes of its files, plan, clip, alpha,
-kwargs."""
+kwargs, width and height."""
 
 Answer = tuple[float, str, str]
 """When the item was begun (time.monotonic, which processes of one machine share), and the name and
@@ -128,13 +128,13 @@ def order_of(media: Media, offset: int, size_bytes: int) -> Order:
     plan, clip = [getattr(media.plan, name) for name in PLAN], media.clip
     shown = clip and (clip.size.width, clip.size.height, clip.frames, clip.fps, clip.chosen)
     sizes = [len(data) for data in files_of(media)]
-    kwargs = media.kwargs.given()
-    return offset, size_bytes, media.kind, sizes, plan, shown, media.alpha, kwargs
+    kwargs, size = media.kwargs.given(), media.size and (media.size.width, media.size.height)
+    return offset, size_bytes, media.kind, sizes, plan, shown, media.alpha, kwargs, size
 
 
 def media_of(order: Order, memory: memoryview) -> Media:
     """Copies an item's files out of its block, and marks it as begun."""
-    offset, size_bytes, kind, sizes, plan, shown, alpha, kwargs = order
+    offset, size_bytes, kind, sizes, plan, shown, alpha, kwargs, whole = order
     memory[offset + size_bytes - MARK_BYTES] = BEGUN
     files, clip = [], None
     for size in sizes:
@@ -153,6 +153,7 @@ def media_of(order: Order, memory: memoryview) -> Media:
         frames=tuple(frames),
         alpha=alpha,
         kwargs=ProcessorKwargs(**kwargs),
+        size=whole and Size(*whole),
     )
 
 

@@ -21,7 +21,7 @@ from pillow_heif import register_heif_opener
 from torch import Tensor
 
 from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
-from actors.media import video_file
+from actors.media import audio_file, video_file
 from actors.media.animation import is_animation, read_animation
 from actors.media.patchify import Patchifier
 from actors.types import Alpha, Clip, Item, Media
@@ -38,6 +38,8 @@ AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # one thread per image: several are dec
 
 def prepare(patchifier: Patchifier, media: Media) -> Item:
     """Decodes one item and cuts it into patches. Raises InvalidMedia, TooLarge."""
+    if media.kind == "audio":
+        return prepare_sound(patchifier, media)
     patchifier = patchifier.asked("video" if media.clip else "image", media.kwargs)
     if media.clip:
         return patchifier.patchify_video(media.clip, decoded_frames(patchifier, media, media.clip))
@@ -47,6 +49,17 @@ def prepare(patchifier: Patchifier, media: Media) -> Item:
             f"the image is not of the size that its header says: it gives a grid of {plan.grid_thw}"
             f", not {media.plan.grid_thw}. Save it again"
         )
+    return Item(plan, patches.numpy())
+
+
+def prepare_sound(patchifier: Patchifier, media: Media) -> Item:
+    sizing = patchifier.spec.audio
+    assert sizing, "a sound for a family of images. This is a bug."
+    assert media.size, "a sound whose length was not read. This is a bug."
+    samples = audio_file.decoded(media.data, sizing.rate, media.size.width)
+    plan, patches = patchifier.patchify(torch.from_numpy(samples).view(1, 1, -1))
+    if not patches.view(torch.float32).isfinite().all():
+        raise InvalidMedia("samples of the sound are not finite, or far beyond -1 to 1: scale them")
     return Item(plan, patches.numpy())
 
 

@@ -1,7 +1,7 @@
 """From decoded pixels to the patches of an item: one patchifier per kind of sizing.
 
 Needs the spec alone, no weights and no tower, so that decoder processes can run it. Patches are
-uint8 [patches, 3 x patch x patch], resized but not normalised.
+uint8 [patches, 3 x patch x patch], resized but not normalised; of sounds the bytes of float32.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from actors.errors import CheckpointError
+from actors.media.log_mel import cut_positions, log_mel
+from actors.spec.audio import AudioSizing
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, Resample, WindowedSizing
 from actors.spec.tiles import AnyresSizing, CentredTile, SplitTiles, TileSizing, with_overview
@@ -53,6 +55,10 @@ class Patchifier(ABC):
     def patchify(self, image: Tensor) -> tuple[ItemPlan, Tensor]:
         """The plan and the patches of a decoded image, uint8 [3, height, width]."""
         return self.spec.sizing.plan(size_of(image)), self.patches(image)
+
+    def example(self) -> tuple[ItemPlan, Tensor]:
+        """As `patchify`, of a small item."""
+        return self.patchify(torch.full((3, 64, 64), 128, dtype=torch.uint8))
 
     @abstractmethod
     def patches(self, image: Tensor) -> Tensor:
@@ -239,6 +245,23 @@ class WindowPatchifier(Patchifier):
         return patches
 
 
+class AudioPatchifier(Patchifier):
+    """The log-mel frames that each position of a sound sees. A sound is float32 [1, 1, samples],
+    mono, at the sizing's rate."""
+
+    sizing: AudioSizing
+
+    def example(self) -> tuple[ItemPlan, Tensor]:
+        return self.patchify(torch.zeros(1, 1, self.sizing.rate))
+
+    def patches(self, image: Tensor) -> Tensor:
+        positions = cut_positions(log_mel(image.flatten(), self.sizing)).flatten(0, 1)
+        return positions[: self.sizing.plan(size_of(image)).patches].view(torch.uint8)
+
+    def shape(self, plan: ItemPlan) -> Shape:
+        return 1, plan.patches, self.sizing.patch_values * torch.float32.itemsize
+
+
 def patchifier_of(spec: ModelSpec) -> Patchifier:
     """The patchifier for the spec's kind of sizing; subclasses are matched first."""
     match spec.sizing:
@@ -259,6 +282,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
             return CropPatchifier(spec)
         case WindowSizing():
             return WindowPatchifier(spec)
+        case AudioSizing():
+            return AudioPatchifier(spec)
     kind = type(spec.sizing).__name__
     raise CheckpointError(f"model.id {spec.id!r}: there is no patchifier for a {kind}")
 

@@ -44,33 +44,40 @@ def demuxer(data: bytes) -> str | None:
 
 
 @contextmanager
+def container_of(data: bytes, name: str, kind: str) -> Iterator[Any]:
+    """Errors of FFmpeg, also within the `with` block, become InvalidMedia."""
+    try:
+        with av.open(BytesIO(data), format=name) as container:
+            yield container
+    except (av.error.FFmpegError, ValueError, IndexError) as error:
+        raise InvalidMedia(
+            f"the {kind} cannot be read, it is truncated or corrupt: send the whole file, or "
+            f"encode it again ({error})"
+        ) from error
+
+
+@contextmanager
 def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream. Raises UnsupportedMedia; errors of FFmpeg, also
     within the `with` block, become InvalidMedia."""
     name = demuxer(data)
     if name is None:
         raise UnsupportedMedia(f"the file is not a video that is read here: send {CONTAINERS}")
-    try:
-        with av.open(BytesIO(data), format=name) as container:
-            if not container.streams.video:
-                raise InvalidMedia("the file has no video stream")
-            stream = container.streams.video[0]
-            context = stream.codec_context
-            codec = context.codec.canonical_name if context else "of no known name"
-            if codec not in CODECS:
-                raise UnsupportedMedia(
-                    f"the codec {codec} is not supported: use {', '.join(sorted(CODECS))}"
-                )
-            context.thread_count = 1  # one thread per video: several are decoded at a time
-            # The frames may be far larger than the header, which admission went by.
-            width, height = stream.width + MARGIN_PIXELS, stream.height + MARGIN_PIXELS
-            context.options = {"max_pixels": str(max(width * height, FREE_PIXELS))}
-            yield container, stream
-    except (av.error.FFmpegError, ValueError, IndexError) as error:
-        raise InvalidMedia(
-            "the video cannot be read, it is truncated or corrupt: send the whole file, or encode "
-            f"it again ({error})"
-        ) from error
+    with container_of(data, name, "video") as container:
+        if not container.streams.video:
+            raise InvalidMedia("the file has no video stream")
+        stream = container.streams.video[0]
+        context = stream.codec_context
+        codec = context.codec.canonical_name if context else "of no known name"
+        if codec not in CODECS:
+            raise UnsupportedMedia(
+                f"the codec {codec} is not supported: use {', '.join(sorted(CODECS))}"
+            )
+        context.thread_count = 1  # one thread per video: several are decoded at a time
+        # The frames may be far larger than the header, which admission went by.
+        width, height = stream.width + MARGIN_PIXELS, stream.height + MARGIN_PIXELS
+        context.options = {"max_pixels": str(max(width * height, FREE_PIXELS))}
+        yield container, stream
 
 
 def read_clip(data: bytes, most_frames: int) -> Clip:

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from actors.errors import InvalidOption
+from actors.spec.audio import MOST_WINDOWS, AudioSizing
 from actors.spec.sizing import Defaults, Largest, Resample, Sizing
 from actors.spec.video import VideoSizing
-from actors.types import NO_KWARGS, Dtype, ItemPlan, Kind, ProcessorKwargs
+from actors.types import NO_KWARGS, PLURALS, Dtype, ItemPlan, Kind, ProcessorKwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class ModelSpec:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     vision: Mapping[str, Any]
-    """`vision_config` of config.json, with the family's defaults."""
+    """`vision_config` of config.json, with the family's defaults; of models that take audio, that
+    of their encoder."""
     deepstack: int = 0
     """How many deepstack features follow the main ones in a row."""
     paths: tuple[str, ...] = ("default",)
@@ -55,7 +57,14 @@ class ModelSpec:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
+        if self.audio:
+            return ("audio",)
         return ("image", "video") if self.video else ("image",)
+
+    @property
+    def audio(self) -> AudioSizing | None:
+        """How sounds are divided. None: it takes none."""
+        return self.sizing if isinstance(self.sizing, AudioSizing) else None
 
     @property
     def text_plan(self) -> ItemPlan | None:
@@ -67,7 +76,9 @@ class ModelSpec:
 
     @property
     def max_frames_per_video(self) -> int:
-        """The most attention segments of one video; 0: it takes no videos."""
+        """The most attention segments of one video, or sound; 0: none has several."""
+        if self.audio:
+            return MOST_WINDOWS if self.audio.several else 0
         return self.video.most_groups if self.video else 0
 
     def defaults(self, kind: Kind) -> Defaults:
@@ -94,7 +105,7 @@ class ModelSpec:
         taken = {name: None for kind in kinds for name in self.defaults(kind)}
         for name in kwargs.given():
             if name not in taken:
-                of = " and ".join(f"{kind}s" for kind in kinds)
+                of = " and ".join(PLURALS[kind] for kind in kinds)
                 raise InvalidOption(
                     f"{name}: {self.id} ({self.family}) does not take it for {of}; "
                     f"it takes {', '.join(taken) or 'none of these options'}"

@@ -17,7 +17,7 @@ from encoder_service import __version__
 from encoder_service.api.errors import fault
 from encoder_service.api.schema import RequestOptions
 from encoder_service.config import LimitOptions, ServiceOptions
-from encoder_service.intake.media import largest_tokens
+from encoder_service.intake.media import largest_tokens, longest_seconds
 from encoder_service.wire.formats import WIDTHS, Document
 
 MOST_FLOAT_BYTES = 16 * 2**20
@@ -98,18 +98,20 @@ def plan_document(
     if isinstance(media, ServiceError):
         return failed_item(index, kind, media, request_id)
     assert media.size, "an item whose header was not read. This is a bug."
+    audio = spec.audio if media.kind == "audio" else None
     return (
         {
             "index": index,
             "type": kind,
-            "width": media.size.width,
-            "height": media.size.height,
+            "width": 0 if audio else media.size.width,
+            "height": 0 if audio else media.size.height,
             "grid_thw": list(media.plan.grid_thw),
             "tokens": retained_tokens(media.plan, media.evs_rate),
             "patches": media.plan.patches,
             "digest": media.digest,
         }
         | video_times(spec, media)
+        | ({"seconds": round(media.size.width / audio.rate, 6)} if audio else {})
         | ({"notice": media.notice} if media.notice else {})
     )
 
@@ -174,6 +176,7 @@ def model_card(options: ServiceOptions, spec: ModelSpec) -> Document:
         "deepstack": spec.deepstack,
         "output": "vector" if spec.vector else "rows",
         "text_tokens": spec.text_plan.patches if spec.text_plan else 0,
+        "audio_seconds": longest_seconds(spec, options.limits) if spec.audio else 0,
         "tokens_per_item": {"smallest_budget": smallest, "largest": largest},
         "processor_kwargs": kwargs_card(options, spec, holds),
         "graphs": {

@@ -161,7 +161,8 @@ class ItemDocument(BaseModel):
     type: Kind
     grid_thw: Grid = Field(
         description="Temporal groups, rows, columns, in patches. For models that cut tiles: "
-        "of all tiles side by side, without the one that shows the whole image."
+        "of all tiles side by side, without the one that shows the whole image. Of a sound: "
+        "windows, 1, positions of a window."
     )
     tokens: int
     dtype: Dtype
@@ -226,11 +227,14 @@ class PlannedItem(BaseModel):
 
     index: int
     type: Kind
-    width: int = Field(description="Pixels of the upright image, or of each frame of a video.")
+    width: int = Field(
+        description="Pixels of the upright image, or of each frame of a video; 0: a sound."
+    )
     height: int
     grid_thw: Grid = Field(description="As of its embedding.")
     tokens: int = Field(description="Rows of its embedding; with `evs_rate`, those that are kept.")
     patches: int = Field(description="What encoding it costs; requests are admitted by it.")
+    seconds: float | None = Field(None, description="Of a sound.")
     digest: str = Field(description="SHA-256 of the item's bytes.")
     notice: str | None = None
     timestamps: list[float] | None = Field(None, description=TIMES)
@@ -352,6 +356,7 @@ ENCODE: dict[str, Any] = {
                     "properties": {
                         "image": FILES,
                         "video": FILES,
+                        "audio": FILES,
                         "options": {"$ref": PREFIX + RequestOptions.__name__},
                     },
                 },
@@ -361,6 +366,7 @@ ENCODE: dict[str, Any] = {
             "application/msgpack": schema(EncodeBody),
             "image/*": BINARY,
             "video/*": BINARY,
+            "audio/*": BINARY,
         },
     },
 }

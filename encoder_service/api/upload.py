@@ -14,10 +14,9 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from actors.errors import DeadlineExceeded, InvalidRequest, TooLarge, UnsupportedMedia
-from actors.types import Kind
 from encoder_service.config import LimitOptions
 from encoder_service.intake.limits import Take, check_body_bytes, offload
-from encoder_service.wire.documents import RequestItem, parse_request
+from encoder_service.wire.documents import KINDS, RequestItem, parse_request
 from encoder_service.wire.formats import UnsupportedType, WireError, read_json
 
 MOST_OPTIONS_BYTES = 4096
@@ -116,7 +115,7 @@ async def unpacked(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
 async def multipart(
     request: Request, chunks: AsyncGenerator[bytes], limits: LimitOptions
 ) -> tuple[list[RequestItem], dict[str, Any]]:
-    """File parts named image or video, in order, and an optional JSON part named options."""
+    """File parts named by their kind, in order, and an optional JSON part named options."""
     _, parameters = parse_options_header(request.headers["content-type"])
     # Some of Python's codecs take quadratic time or raise what the parser does not expect.
     if parameters.get(b"charset", b"utf-8").lower() not in CHARSETS:
@@ -139,12 +138,11 @@ async def multipart(
         for name, part in form.multi_items():
             if name == "options" and isinstance(part, str):
                 options = read_json(part.encode())
-            elif name in ("image", "video") and isinstance(part, UploadFile):
-                kind: Kind = "video" if name == "video" else "image"
-                items.append(RequestItem(kind, await part.read()))
+            elif name in KINDS and isinstance(part, UploadFile):
+                items.append(RequestItem(name, await part.read()))
             else:
                 raise InvalidRequest(
-                    f"part {name!r}: send files (with a filename) named image or video, "
+                    f"part {name!r}: send files (with a filename) named image, video or audio, "
                     "and at most one part (without a filename) named options"
                 )
     except (WireError, UnicodeError) as error:

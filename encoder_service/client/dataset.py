@@ -43,6 +43,8 @@ FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large")
 """Recorded for the item, which is not retried."""
 RETRIED = ("deadline_exceeded", "encode_failed", "unreadable")
 """Recorded for the item, which the next run retries. Any other error (429, 503) ends the run."""
+SEEN, HEARD = ("image", "video"), ("audio",)
+"""Kinds of files that are taken of folders, for models that see and for models that hear."""
 SHOWN_FAILURES = 20
 FLUSH_SECONDS = 60.0
 """Finished items are in a shard after at most this time."""
@@ -94,7 +96,7 @@ class Written:
     failures: tuple[str, ...] = ()
     """The first few, with their errors."""
     skipped: tuple[str, ...] = ()
-    """Files below the given folders that are no images or videos by their names, are not regular,
+    """Files below the given folders that are no items by their names, are not regular,
     or are links to nothing or to a folder. skipped.txt has each one's reason."""
 
 
@@ -120,9 +122,10 @@ async def encode_dataset(
         chosen = {key: value for key, value in asdict(options).items() if key != "concurrency"}
         manifest = await asyncio.to_thread(Manifest, out, served | chosen)
         skipped: dict[Path, str] = {}
-        found = samples(given, options.column, skipped)
+        kinds = HEARD if "audio" in card.get("kinds", ()) else SEEN
+        found = samples(given, options.column, skipped, kinds)
         resumed = sum(not is_retried(item) for item in manifest.items)
-        total = await asyncio.to_thread(count, given, options.column)
+        total = await asyncio.to_thread(count, given, options.column, kinds)
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress("items", *columns, console=console, disable=console is None) as progress:
             task = progress.add_task("items", total=total, completed=resumed)
@@ -224,15 +227,17 @@ def remaining(found: Iterator[Sample], before: list[Document]) -> Iterator[Sampl
     yield from found
 
 
-def samples(given: Samples, column: str, skipped: dict[Path, str]) -> Iterator[Sample]:
+def samples(
+    given: Samples, column: str, skipped: dict[Path, str], kinds: Sequence[str] = SEEN
+) -> Iterator[Sample]:
     """The items, in the same order every time. Raises ValueError if two have the same name.
 
-    Adds what is no item to `skipped`, with the reason.
+    Adds what is no item to `skipped`, with the reason. `kinds`: of files that are taken of folders.
     """
     seen: set[str] = set()
     entries: Iterable[Any] = [given] if isinstance(given, str | Path) else given
     for position, entry in enumerate(entries):
-        for name, source in expanded_entry(entry, position, column, skipped):
+        for name, source in expanded_entry(entry, position, column, skipped, kinds):
             if name in seen:
                 raise ValueError(f"{name} is given twice")
             seen.add(name)
@@ -240,9 +245,9 @@ def samples(given: Samples, column: str, skipped: dict[Path, str]) -> Iterator[S
 
 
 def expanded_entry(
-    entry: Any, position: int, column: str, skipped: dict[Path, str]
+    entry: Any, position: int, column: str, skipped: dict[Path, str], kinds: Sequence[str]
 ) -> Iterator[Sample]:
-    """A row or a file is one item; a folder is all images and videos below it, by name."""
+    """A row or a file is one item; a folder is all files of these kinds below it, by name."""
     if isinstance(entry, Mapping):
         yield f"{position:09}", row_image(entry, position, column)
         return
@@ -254,19 +259,21 @@ def expanded_entry(
         yield printable(str(given)), given
         return
     for path in sorted(given.rglob("*")):
-        if kind_of(path.name) and path.is_file():
+        if kind_of(path.name) in kinds and path.is_file():
             yield printable(str(path)), path
-        elif reason := skip_reason(path):
+        elif reason := skip_reason(path, kinds):
             skipped[path] = reason
 
 
-def skip_reason(path: Path) -> str | None:
+def skip_reason(path: Path, kinds: Sequence[str]) -> str | None:
     """Why a path is no item; None for a folder, which is searched."""
     if path.is_dir():
         return "a link to a folder" if path.is_symlink() else None
     if not path.exists():
         return "a link to nothing"
-    return "not a regular file" if kind_of(path.name) else "no image and no video by its name"
+    if kind_of(path.name) in kinds:
+        return "not a regular file"
+    return f"no {' and no '.join(kinds)} by its name"
 
 
 def row_image(row: Mapping[str, Any], position: int, column: str) -> Source:
@@ -282,13 +289,13 @@ def row_image(row: Mapping[str, Any], position: int, column: str) -> Source:
     return found
 
 
-def count(given: Samples, column: str) -> int | None:
+def count(given: Samples, column: str, kinds: Sequence[str] = SEEN) -> int | None:
     """How many items there are, if that is known without reading them."""
     if isinstance(given, Sequence) and not isinstance(given, str):
         rows = given and isinstance(given[0], Mapping)
-        return len(given) if rows else sum(1 for _ in samples(given, column, {}))
+        return len(given) if rows else sum(1 for _ in samples(given, column, {}, kinds))
     if isinstance(given, str | Path):
-        return sum(1 for _ in samples(given, column, {}))
+        return sum(1 for _ in samples(given, column, {}, kinds))
     return len(given) if isinstance(given, Sized) else None
 
 

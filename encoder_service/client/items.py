@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from encoder_service.wire.documents import KWARGS, VIDEOS, RequestItem, name_format
+from encoder_service.wire.documents import KWARGS, SOUNDS, VIDEOS, RequestItem, name_format
 from encoder_service.wire.formats import to_array
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ IMAGES = re.compile(
     re.I,
 )
 FILMS = re.compile(r"\.(mp4|m4v|mov|qt|webm|mkv|avi|m2?ts|mpe?g|3gp|3g2|ogv|wmv|flv)", re.I)
-"""Suffixes of images and videos. The service rejects those that it does not read by name."""
+AUDIO = re.compile(r"\.(wav|flac|mp3|og[ga]|opus|m4a|aac|aiff?|wma|amr)", re.I)
+"""Suffixes of each kind. The service rejects those that it does not read by name."""
 SENT_AS_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B")
 """Pillow's modes that PNG holds as they are."""
 CONVERTED = {
@@ -195,7 +196,7 @@ class Plan:
     """Position in the list that was sent."""
     type: str
     width: int
-    """Pixels of the upright image, or of each frame of a video."""
+    """Pixels of the upright image, or of each frame of a video; 0: a sound."""
     height: int
     grid_thw: tuple[int, int, int]
     """As of its embedding."""
@@ -210,6 +211,8 @@ class Plan:
     """Of a video: the time of each temporal group, in seconds."""
     second_per_grid_ts: float = 0.0
     """Of a video: seconds from one temporal group to the next."""
+    seconds: float = 0.0
+    """Of a sound."""
 
 
 class ServiceError(Exception):
@@ -329,7 +332,10 @@ def request_item(source: Source) -> RequestItem:
     if isinstance(source, Video):
         return replace(request_item(source.file), type="video")
     if isinstance(source, bytes):
-        return RequestItem("video" if name_format(source) in VIDEOS else "image", source)
+        format = name_format(source)
+        if format in SOUNDS:
+            return RequestItem("audio", source)
+        return RequestItem("video" if format in VIDEOS else "image", source)
     if isinstance(source, Image.Image):
         return RequestItem("image", png(source))
     if not isinstance(source, str | os.PathLike):
@@ -353,9 +359,11 @@ def printable(path: str) -> str:
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def kind_of(name: str) -> Literal["image", "video"] | None:
-    """What a file is by its name, the same on every machine; None: no image and no video."""
+def kind_of(name: str) -> Literal["image", "video", "audio"] | None:
+    """What a file is by its name, the same on every machine; None: none of these."""
     suffix = PurePath(urlsplit(name).path if name.startswith("https://") else name).suffix
+    if AUDIO.fullmatch(suffix):
+        return "audio"
     return "image" if IMAGES.fullmatch(suffix) else "video" if FILMS.fullmatch(suffix) else None
 
 

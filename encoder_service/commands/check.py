@@ -29,7 +29,7 @@ from actors.families.registry import read
 from actors.options import EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.shared_cache import open_store
-from actors.types import Size
+from actors.types import PLURALS, Size
 from encoder_service.api.answer import kwargs_card
 from encoder_service.commands import add_command
 from encoder_service.config import (
@@ -293,18 +293,20 @@ def missing(service: ServiceOptions) -> Iterator[str]:
 
 
 def eager(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Iterator[str]:
-    """Paths that have graphs, but none large enough for the largest images."""
+    """Paths that have graphs, but none large enough for the largest images, or for a window."""
     pixels = service.limits.max_pixels
-    sizes = (
+    sizes = [
         Size(*(max(1, math.isqrt(pixels * a // b)) for a, b in ((across, down), (down, across))))
         for across, down in product(SIDES, SIDES)
-    )
+    ]
+    if spec.audio:
+        sizes = [Size(spec.audio.window_samples, 1)]
     most = map(max, zip(*(spec.sizing.plan(size).path_tokens for size in sizes), strict=True))
     for tokens, path, budgets in zip(most, spec.paths, room.budgets, strict=True):
         if budgets and tokens > budgets[-1]:
             named = "" if len(spec.paths) == 1 else f"{path}_"
             yield (
-                f"images of up to {tokens} tokens exceed every budget of "
+                f"items of up to {tokens} tokens exceed every budget of "
                 f"graphs.{named}token_budgets and run without a graph: raise it"
             )
 
@@ -316,7 +318,7 @@ def table(spec: ModelSpec, pools: Mapping[str, tuple[ServiceOptions, Capacity]])
     shown.add_row("model", spec.id + (f" at {spec.revision}" if spec.revision else ""))
     shown.add_row("family", f"{spec.family}, {spec.dtype}, {spec.weights} weights")
     taken = [*spec.kinds, "text"] if spec.text else spec.kinds
-    shown.add_row("takes", " and ".join(f"{kind}s" for kind in taken))
+    shown.add_row("takes", " and ".join(PLURALS[kind] for kind in taken))
     shown.add_row("gives", f"{'vectors' if spec.vector else 'rows'} of {spec.width} values")
     for name, (one, own) in pools.items():
         if name.startswith(POOL):

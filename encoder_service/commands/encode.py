@@ -133,7 +133,7 @@ def so_far(out: Path) -> str:
 def show(written: Written, out: Path, console: Console) -> int:
     if not written.encoded and not written.failed:
         raise ConfigError(
-            "there is no image and no video among the files, judging by their names"
+            "there is nothing among the files that the model takes, judging by their names"
             + left_out(written, out)
         )
     for failure in written.failures:

@@ -24,7 +24,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
 from actors.types import Alpha, Size
 from encoder_service.intake.heif import read_heif
-from encoder_service.wire.documents import VIDEOS, name_format
+from encoder_service.wire.documents import SOUNDS, VIDEOS, name_format
 
 MOST_READS = 50_000
 MOST_EXIF_BYTES = 16 * 2**20
@@ -101,6 +101,11 @@ def read_header(data: bytes) -> Header:
         raise UnsupportedMedia(
             f"the file is a video ({name}), sent as an image: send it as video/*, in a part named "
             'video, or with "type": "video"'
+        )
+    if name in SOUNDS:
+        raise UnsupportedMedia(
+            f"the file is a sound ({name}), sent as an image: send it as audio/*, in a part named "
+            'audio, or with "type": "audio"'
         )
     if name not in FORMATS:
         raise UnsupportedMedia(f"{name} is not supported: send {', '.join(FORMATS)}")

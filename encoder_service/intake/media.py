@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,11 +20,12 @@ from actors.errors import (
     UnsupportedMedia,
 )
 from actors.media.animation import is_animation, read_animation
+from actors.media.audio_file import read_seconds
 from actors.media.video_file import read_clip
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import MAX_ASPECT
 from actors.spec.video import VideoSizing
-from actors.types import NO_KWARGS, Alpha, Clip, Kind, Media, ProcessorKwargs, Size
+from actors.types import NO_KWARGS, PLURALS, Alpha, Clip, Kind, Media, ProcessorKwargs, Size
 from encoder_service.config import FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.intake.header import Header, alpha_notice, is_simple, read_header
@@ -170,8 +172,10 @@ def probe(
     Raises InvalidMedia (damaged), UnsupportedMedia (format or kind), TooLarge (limits),
     InvalidOption (kwargs that the model does not take; Admission checks that none is too large).
     """
+    check_kind(spec, kind)
+    if kind == "audio":
+        return probe_sound(data, spec, limits)
     if kind == "video":
-        check_videos(spec)
         if is_animation(data):
             return probe_animation(data, spec, limits, alpha, kwargs)
         clip = read_clip(data, limits.max_video_frames)
@@ -291,12 +295,45 @@ def video_media(
     )
 
 
-def check_videos(spec: ModelSpec) -> VideoSizing:
-    if spec.video is None:
-        raise UnsupportedMedia(
-            f"the model {spec.id} ({spec.family}) takes images only, not a video: "
-            "send its frames as images"
+def probe_sound(data: bytes, spec: ModelSpec, limits: LimitOptions) -> Media:
+    """transformers' processors cut what is longer than a model's one window; here it is refused."""
+    assert spec.audio
+    most = longest_seconds(spec, limits)
+    seconds = read_seconds(data, most)
+    if seconds > most:
+        limit = " (limits.max_audio_seconds)" if most == limits.max_audio_seconds else ""
+        raise TooLarge(
+            f"the sound is longer than {most:g} s, the most that {spec.id} takes{limit}: cut it"
         )
+    size = Size(math.ceil(seconds * spec.audio.rate), 1)
+    plan = spec.audio.plan(size)
+    if not plan.tokens:
+        raise InvalidMedia(f"the sound lasts {float(seconds):g} s, too short for one token")
+    return Media("audio", data, plan, hashlib.sha256(data).hexdigest(), size=size)
+
+
+def longest_seconds(spec: ModelSpec, limits: LimitOptions) -> float:
+    """Of one sound."""
+    assert spec.audio
+    most = limits.max_audio_seconds
+    return most if spec.audio.several else min(most, spec.audio.window_seconds)
+
+
+def check_kind(spec: ModelSpec, kind: Kind) -> None:
+    """Raises UnsupportedMedia for a kind that the model does not take."""
+    if kind in spec.kinds:
+        return
+    one = {"image": "an image", "video": "a video", "audio": "a sound"}[kind]
+    advice = ": send its frames as images" if kind == "video" and "image" in spec.kinds else ""
+    taken = " and ".join(PLURALS[each] for each in spec.kinds)
+    raise UnsupportedMedia(
+        f"the model {spec.id} ({spec.family}) takes {taken} only, not {one}{advice}"
+    )
+
+
+def check_videos(spec: ModelSpec) -> VideoSizing:
+    check_kind(spec, "video")
+    assert spec.video
     return spec.video
 
 

@@ -23,6 +23,9 @@ from encoder_service.wire.formats import (
 
 VIDEOS = ("MP4 or QuickTime", "Matroska or WebM", "AVI")
 """Container formats that are treated as videos."""
+SOUNDS = ("WAV", "FLAC", "OGG", "MP3")
+"""The same for audio."""
+KINDS: tuple[Literal["image", "video", "audio"], ...] = ("image", "video", "audio")
 
 SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
     ("JPEG", 0, b"\xff\xd8\xff"),
@@ -40,6 +43,11 @@ SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
     ("HEIC", 4, b"ftyphe"),
     ("HEIC", 4, b"ftypmif1"),  # the brands that follow may say AVIF: see name_format
     ("HEIC", 4, b"ftypmsf1"),
+    ("WAV", 8, b"WAVE"),
+    ("FLAC", 0, b"fLaC"),
+    ("OGG", 0, b"OggS"),
+    ("MP3", 0, b"ID3"),
+    *(("MP3", 0, bytes((0xFF, second))) for second in (0xFB, 0xFA, 0xF3, 0xF2, 0xE3, 0xE2)),
     # Not supported; known for the error message.
     ("MP4 or QuickTime", 4, b"ftyp"),
     ("Matroska or WebM", 0, b"\x1aE\xdf\xa3"),
@@ -71,7 +79,7 @@ MOST_COUNT = 2**31
 class RequestItem:
     """One item of a request, with one of `data`, `url` and `frames`."""
 
-    type: Literal["image", "video"]
+    type: Literal["image", "video", "audio"]
     data: bytes | None = None  # the file, still compressed
     url: str | None = None
     frames: tuple[bytes, ...] | None = None  # a video as image files
@@ -104,17 +112,16 @@ class RequestItem:
 
 
 def is_file(content_type: str) -> bool:
-    """Whether a body is one bare image or video."""
-    return content_type.lstrip().lower().startswith(("image/", "video/"))
+    """Whether a body is one bare file."""
+    return content_type.lstrip().lower().startswith(tuple(f"{kind}/" for kind in KINDS))
 
 
 def parse_request(body: bytes, content_type: str) -> tuple[list[RequestItem], dict[str, Any]]:
     """The items of a request, and its options, which are not checked. Raises WireError."""
     media_type = content_type.split(";")[0].strip().lower()
-    if media_type.startswith("image/"):
-        return [RequestItem("image", body, None)], {}
-    if media_type.startswith("video/"):
-        return [RequestItem("video", body, None)], {}
+    for kind in KINDS:
+        if media_type.startswith(f"{kind}/"):
+            return [RequestItem(kind, body, None)], {}
     if media_type == MSGPACK:
         check_msgpack(body)
         document = read_msgpack(body)
@@ -124,7 +131,7 @@ def parse_request(body: bytes, content_type: str) -> tuple[list[RequestItem], di
     else:
         raise UnsupportedType(
             f"content type {content_type!r} is not supported: send {JSON}, {MSGPACK}, "
-            "multipart/form-data, one image as image/* or one video as video/*"
+            "multipart/form-data, or one file as image/*, video/* or audio/*"
         )
     check_keys(document, {"items", "options"}, "the request")
     items, options = document.get("items"), document.get("options")
@@ -145,8 +152,8 @@ def parse_item(item: Any, where: str) -> RequestItem:
     kind: Any = "image" if item.get("type") is None else item["type"]
     options = {name: item[name] for name in KWARGS if name in item}
     data, url, frames = item.get("data"), item.get("url"), item.get("frames")
-    if kind not in ("image", "video"):
-        raise WireError(f'{where}.type must be "image" or "video", not {kind!r}')
+    if kind not in KINDS:
+        raise WireError(f'{where}.type must be "image", "video" or "audio", not {kind!r}')
     if (data is not None) + (url is not None) + (frames is not None) != 1:
         raise WireError(f'{where} needs one of "data", "url" and "frames"')
     if url is not None and not isinstance(url, str):

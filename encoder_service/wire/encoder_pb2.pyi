@@ -161,7 +161,7 @@ class EncodeResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., items: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., family: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("index", "type", "width", "height", "grid_thw", "tokens", "patches", "digest", "notice", "error", "timestamps", "second_per_grid_ts")
+    __slots__ = ("index", "type", "width", "height", "grid_thw", "tokens", "patches", "digest", "notice", "error", "timestamps", "second_per_grid_ts", "seconds")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +174,7 @@ class Plan(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMESTAMPS_FIELD_NUMBER: _ClassVar[int]
     SECOND_PER_GRID_TS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     index: int
     type: str
     width: int
@@ -186,7 +187,8 @@ class Plan(_message.Message):
     error: Error
     timestamps: _containers.RepeatedScalarFieldContainer[float]
     second_per_grid_ts: float
-    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., patches: _Optional[int] = ..., digest: _Optional[str] = ..., notice: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., timestamps: _Optional[_Iterable[float]] = ..., second_per_grid_ts: _Optional[float] = ...) -> None: ...
+    seconds: float
+    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., patches: _Optional[int] = ..., digest: _Optional[str] = ..., notice: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., timestamps: _Optional[_Iterable[float]] = ..., second_per_grid_ts: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class PlanResponse(_message.Message):
     __slots__ = ("model", "weights", "items", "family")

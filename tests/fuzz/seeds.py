@@ -14,6 +14,7 @@ from PIL import Image
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.encoder_grpc import packed
 from encoder_service.wire.formats import JSON, write_safetensors
+from tests.checkpoints_audio import FORMATS, sound, tones
 from tests.images import animated, encoded, exif_with, jpeg, jpeg_segments, opened, png
 from tests.videos import video
 
@@ -63,6 +64,12 @@ def videos() -> list[bytes]:
         video(4, container="avi", codec="mpeg4"),
         *(animated(kind, 3) for kind in ("GIF", "WEBP")),
     ]
+
+
+@cache
+def sounds() -> list[bytes]:
+    """Small files of each format."""
+    return [sound(tones(0.2), format) for format in FORMATS]
 
 
 @cache

@@ -19,6 +19,7 @@ from actors.errors import InvalidMedia, InvalidRequest, NotAcceptable, ServiceEr
 from actors.families import registry
 from actors.media.image import decode, prepare
 from actors.media.patchify import patchifier_of
+from actors.options import ModelOptions
 from encoder_service import client
 from encoder_service.api.auth import Tokens
 from encoder_service.api.grpc import EncoderCalls
@@ -66,6 +67,12 @@ def encode_video(data: bytes) -> None:
     """A video as it comes: its container at the front door, its frames in the actor."""
     media = probe(data, "video", CUTTER.spec, LIMITS)
     assert prepare(CUTTER, media).plan == media.plan
+
+
+def encode_sound(data: bytes) -> None:
+    """A sound as it comes: its packets at the front door, its samples in the actor."""
+    media = probe(data, "audio", HEARING.spec, LIMITS)
+    assert prepare(HEARING, media).plan == media.plan
 
 
 def decode_image(data: bytes) -> None:
@@ -157,6 +164,7 @@ def authorize(data: bytes) -> None:
 
 
 CUTTER = patchifier_of(registry.read(MODEL))
+HEARING = patchifier_of(registry.read(ModelOptions(id="whisper-tiny", load_format="dummy")))
 APP = build(service(Fleet(), max_body_bytes=LIMITS.max_body_bytes))
 CALLS = EncoderCalls(service(Fleet(), max_body_bytes=LIMITS.max_body_bytes), 1000)
 FETCHER = Fetcher(FetchOptions(allow_hosts=("images.example",)))
@@ -172,6 +180,7 @@ FORM = "multipart/form-data; boundary=BB"
 TARGETS = {
     "image": Target(encode_image, seeds.images, (ServiceError,), 600),
     "video": Target(encode_video, seeds.videos, (ServiceError,), 300),
+    "sound": Target(encode_sound, seeds.sounds, (ServiceError,), 300),
     "decoder": Target(decode_image, seeds.images, (ServiceError,), 600),
     "http_json": Target(post(JSON), lambda: seeds.requests(JSON), examples=200),
     "http_msgpack": Target(post(MSGPACK), lambda: seeds.requests(MSGPACK), examples=200),

@@ -66,6 +66,9 @@ FAMILIES = {
     "step3p7": "Step3-VL-10B, Step-3.7",
     "step_robotics": "Step3-VL-10B, Step-3.7",
     "step3_vl": "Step3 (321B)",
+    "whisper": "Whisper",
+    "qwen2_audio": "Qwen2-Audio",
+    "voxtral": "Voxtral",
 }
 """The family of each `model_type`; Pixtral's tower and LLaVA-OneVision's own names, both within
 `llava`, have families of their own."""

@@ -22,7 +22,7 @@ from actors.models import load
 from actors.models.layers.block import ReferenceBlocks
 from actors.models.layers.weights import Weights
 from actors.options import ModelOptions
-from tests import checkpoints
+from tests import checkpoints, checkpoints_audio
 from tests.checkpoints_clip import (
     write_aya,
     write_clip,
@@ -78,6 +78,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "deepseek_ocr": write_deepseek_ocr,
     "step3p7": write_step3p7,
     "step3": write_step3,
+    **checkpoints_audio.WRITERS,
 }
 
 
@@ -134,7 +135,8 @@ def forwards(options: ModelOptions, *, reference: bool = False) -> Sequence[Tens
                 name: torch.empty(shape, dtype=dtype, device=META)
                 for name, (shape, dtype) in shapes.items()
             }
-            pixels = Pixels(values["patches"].shape)
+            shown = values["patches"].view(torch.float32) if model.audio else values["patches"]
+            pixels = Pixels(shown.shape)
             attention = SegmentAttention() if reference else ShapesOnly(pixels)
             tower = family.tower(model, parts, attention, ReferenceBlocks)
             with torch.inference_mode(), pixels:

@@ -115,10 +115,10 @@ def test_a_plan_says_what_encoding_gives(stub: EncoderStub, cluster: Cluster) ->
         (request(*[jpeg(96, 64)] * (MAX_ITEMS + 1)), "INVALID_ARGUMENT", "too_large", "max_items"),
         (request(b"x" * (MAX_BODY_BYTES + 1)), "INVALID_ARGUMENT", "too_large", "max_body"),
         (
-            pb.EncodeRequest(items=[pb.Item(type="audio", data=b"x")]),
+            pb.EncodeRequest(items=[pb.Item(type="smell", data=b"x")]),
             "INVALID_ARGUMENT",
             "invalid_request",
-            "audio",
+            "smell",
         ),
         (
             pb.EncodeRequest(items=[pb.Item(url="https://example.com/a.jpg")]),

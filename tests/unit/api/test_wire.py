@@ -166,7 +166,7 @@ def test_frames_come_back_as_they_were_sent() -> None:
         (b'{"items": [], "option": {}}', "unknown key 'option'"),
         (b'{"items": [], "options": 1}', '"options" must be a map'),
         (b'{"items": [1]}', r"items\[0\] must be a map"),
-        (b'{"items": [{"type": "audio", "data": ""}]}', "'audio'"),
+        (b'{"items": [{"type": "smell", "data": ""}]}', "'smell'"),
         (b'{"items": [{"data": "", "uri": ""}]}', r"items\[0\] has an unknown key 'uri'"),
         (b'{"items": [{"type": "image"}]}', 'needs one of "data"'),
         (b'{"items": [{"frames": []}]}', 'the type must be "video"'),

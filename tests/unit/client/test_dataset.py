@@ -114,6 +114,25 @@ def files(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
 
 
+def test_a_folder_gives_what_the_model_takes(tmp_path: Path) -> None:
+    for name in ("a.wav", "b.jpg", "c.mp4", "d.OGG"):
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(b"")
+
+    class Hears(Caller):
+        async def model(self) -> dict[str, Any]:
+            return await super().model() | {"kinds": ["audio"]}
+
+    for caller, taken, left in (
+        (Caller, ["b.jpg", "c.mp4"], "a.wav\tno image and no video by its name"),
+        (Hears, ["a.wav", "d.OGG"], "b.jpg\tno audio by its name"),
+    ):
+        out = tmp_path / caller.__name__
+        write(caller(tmp_path / "log"), tmp_path / "in", out)
+        assert [Path(item["name"]).name for item in items(out)] == taken
+        assert left in (out / "skipped.txt").read_text()
+
+
 def test_a_folder_in_order(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     written = write(Caller(tmp_path / "log"), folder, out)

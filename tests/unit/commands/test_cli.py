@@ -473,7 +473,7 @@ def test_check_names_what_is_wrong(
         (
             "router: {",
             "graphs: {token_budgets: [512, 1023]}\n      router: {",
-            "images of up to 1024 tokens exceed every budget of graphs.token_budgets and run",
+            "items of up to 1024 tokens exceed every budget of graphs.token_budgets and run",
         ),
     ],
 )

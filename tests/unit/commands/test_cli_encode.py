@@ -108,7 +108,7 @@ def test_encode_writes_what_it_got(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "in" / "notes.txt").touch()
     assert cli.main(["encode", str(tmp_path / "in"), "--out", str(tmp_path / "none")]) == 1
     errors = capsys.readouterr().err
-    assert "there is no image and no video" in errors
+    assert "there is nothing among the files that the model takes" in errors
     assert f"; 1 skipped ({tmp_path / 'none' / 'skipped.txt'})" in errors
     (tmp_path / "in" / "cat.jpg").write_bytes(b"cat")
     out = tmp_path / "out"

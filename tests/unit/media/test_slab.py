@@ -31,6 +31,7 @@ from actors.spec.checkpoint import Noted, find, preset_names
 from actors.types import Alpha, Item, Kind, Media, ProcessorKwargs
 from encoder_service.config import LimitOptions
 from encoder_service.intake.media import probe, probe_frames
+from tests.checkpoints_audio import sound, tones
 from tests.images import encoded, jpeg, opened
 from tests.videos import video
 
@@ -77,7 +78,10 @@ def check(found: Item | Exception, expected: Item) -> None:
 def test_patches_of_every_family(preset: str) -> None:
     family, slab = patchifier(preset), Slab(SLAB_BYTES)
     files = [jpeg(301, 207), encoded(opened().resize((64, 900)), "PNG")]
-    sent = [probe(data, "image", family.spec, LIMITS) for data in files]
+    kind: Kind = "image"
+    if family.spec.audio:
+        files, kind = [sound(tones(0.5)), sound(tones(1.5, 24000), "flac", 24000)], "audio"
+    sent = [probe(data, kind, family.spec, LIMITS) for data in files]
     if family.spec.video:
         sent.append(probe(video(9), "video", family.spec, LIMITS))
         sent.append(probe_frames([jpeg(64, 48)] * 3, 2.0, family.spec, LIMITS))

@@ -1,0 +1,159 @@
+"""Sound files: reads their length, and decodes them to mono at one rate, with FFmpeg through PyAV.
+
+Only the containers and codecs listed here are opened. Channels are averaged, then resampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from itertools import chain
+from typing import Any
+
+import av
+import numpy as np
+import numpy.typing as npt
+
+from actors.errors import InvalidMedia, UnsupportedMedia
+from actors.media.video_file import LEAST_SHARE, container_of
+
+PCM = (
+    *("pcm_u8", "pcm_s16le", "pcm_s24le", "pcm_s32le", "pcm_f32le", "pcm_f64le"),
+    *("pcm_alaw", "pcm_mulaw"),
+)
+CODECS = frozenset({*PCM, "flac", "mp3", "vorbis", "opus"})
+CONTAINERS = "WAV, FLAC, MP3 or OGG"
+MOST_RATE, MOST_CHANNELS = 192_000, 8
+MOST_PACKETS = 500_000
+"""Each has some milliseconds; a file of more was made to waste CPU time."""
+
+BLOCK_SAMPLES = 2**14  # that are resampled together
+STREAMED = 2**32 - 1  # in place of the size of a WAV that was written to a pipe
+
+Samples = npt.NDArray[np.float32]
+
+
+def demuxer(data: bytes) -> str | None:
+    """FFmpeg's name of the container, from the first bytes; None: not supported."""
+    if data.startswith(b"RIFF") and data[8:12] == b"WAVE":
+        return "wav"
+    if data.startswith(b"fLaC"):
+        return "flac"
+    if data.startswith(b"OggS"):
+        return "ogg"
+    # ID3's tag, or a frame of MPEG audio, layer III
+    frame = data[:1] == b"\xff" and len(data) > 1 and data[1] & 0xE6 == 0xE2
+    return "mp3" if frame or data.startswith(b"ID3") else None
+
+
+@contextmanager
+def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
+    """The container and its first audio stream. Raises UnsupportedMedia; errors of FFmpeg, also
+    within the `with` block, become InvalidMedia."""
+    name = demuxer(data)
+    if name is None:
+        raise UnsupportedMedia(f"the file is not a sound that is read here: send {CONTAINERS}")
+    with container_of(data, name, "sound") as container:
+        if not container.streams.audio:
+            raise InvalidMedia("the file has no audio stream")
+        stream = container.streams.audio[0]
+        context = stream.codec_context
+        codec = context.codec.canonical_name if context else "of no known name"
+        if codec not in CODECS:
+            raise UnsupportedMedia(
+                f"the codec {codec} is not supported: use {', '.join(sorted(CODECS))}"
+            )
+        if not 0 < context.sample_rate <= MOST_RATE or not 0 < context.channels <= MOST_CHANNELS:
+            raise UnsupportedMedia(
+                f"the sound has {context.channels} channels of {context.sample_rate} samples a "
+                f"second; supported are {MOST_CHANNELS} of {MOST_RATE}: resample it"
+            )
+        context.thread_count = 1  # one thread per sound: several are decoded at a time
+        yield container, stream
+
+
+def read_seconds(data: bytes, most_seconds: float) -> Fraction:
+    """How long it lasts, exactly, from its packets, without decoding them; what is longer than
+    `most_seconds` is not read to its end. Raises UnsupportedMedia, InvalidMedia."""
+    riff = int.from_bytes(data[4:8], "little") if demuxer(data) == "wav" else STREAMED
+    if riff != STREAMED and len(data) < LEAST_SHARE * riff:
+        raise InvalidMedia(
+            f"the file has {len(data)} of the {riff + 8} bytes that its header declares: it is "
+            "truncated"
+        )
+    with opened(data) as (container, stream):
+        ticks = skipped = packets = 0
+        tick: Fraction = stream.time_base
+        sample = Fraction(1, stream.codec_context.sample_rate)
+        for packet in container.demux(stream):
+            if not packet.size:
+                continue
+            # Encoders begin with silence of their own, which decoders skip; MP3s end in some, too.
+            for before, after in map(skips, packet.iter_sidedata()):
+                skipped += before if not ticks else 0
+                skipped += after if container.format.name == "mp3" else 0
+            if not ticks and packet.pts is not None:
+                skipped = max(skipped, int(-packet.pts * tick / sample))
+            ticks += packet.duration or 0
+            packets += 1
+            if packets > MOST_PACKETS:
+                raise InvalidMedia(f"the sound has more than {MOST_PACKETS} packets: save it again")
+            if (ticks * tick - skipped * sample) > most_seconds:
+                break
+        else:
+            declared = stream.duration if container.format.name != "mp3" else None  # else a guess
+            if declared and ticks < LEAST_SHARE * declared:
+                raise InvalidMedia(
+                    f"the sound ends after {float(ticks * tick):.1f} of the "
+                    f"{float(declared * tick):.1f} s that its header declares: it is truncated"
+                )
+        return max(Fraction(0), ticks * tick - skipped * sample)
+
+
+def skips(side_data: Any) -> tuple[int, int]:
+    """Samples that a decoder drops at the start and at the end of a packet."""
+    if "SKIP" not in str(side_data.data_type).upper():
+        return 0, 0
+    values = np.frombuffer(bytes(side_data)[:8], "<u4")
+    return int(values[0]), int(values[1])
+
+
+def decoded(data: bytes, rate: int, count: int) -> Samples:
+    """The sound as so many samples, mono, at `rate`. Raises InvalidMedia if the file is not what
+    `read_seconds` said of it."""
+    parts: list[Samples] = []
+    left = count
+    with opened(data) as (container, stream):
+        resampler = av.AudioResampler("flt", "mono", rate)
+        for block in chain(mono_blocks(container, stream), [None]):
+            resampled = [part.to_ndarray()[0] for part in resampler.resample(block)]
+            parts += resampled
+            left -= sum(map(len, resampled))
+            if left < 0:  # the rest is not in the plan
+                break
+    whole = np.concatenate([*parts, np.zeros(0, np.float32)])
+    if len(whole) < LEAST_SHARE * count:
+        raise InvalidMedia(
+            f"the sound ends after {len(whole) / rate:.1f} of the {count / rate:.1f} s that its "
+            "header declares: it is truncated"
+        )
+    return np.pad(whole, (0, max(0, count - len(whole))))[:count]
+
+
+def mono_blocks(container: Any, stream: Any) -> Iterator[Any]:
+    """Frames of BLOCK_SAMPLES or a few more: resampling each packet's alone would take longer."""
+    planar, parts = av.AudioResampler("fltp"), list[Samples]()
+    for frame in container.decode(stream):
+        parts += [one.to_ndarray().mean(0, dtype=np.float32) for one in planar.resample(frame)]
+        if sum(map(len, parts)) >= BLOCK_SAMPLES:
+            yield frame_of(parts, frame.sample_rate)
+            parts = []
+    if parts:
+        yield frame_of(parts, frame.sample_rate)
+
+
+def frame_of(parts: Sequence[Samples], rate: int) -> Any:
+    frame = av.AudioFrame.from_ndarray(np.concatenate(parts)[None], format="flt", layout="mono")
+    frame.sample_rate = rate
+    return frame

@@ -1,0 +1,167 @@
+"""Small random checkpoints of models that hear, as transformers saves them, and sounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tests.checkpoints_tiles import TEXT, scatter
+
+RATE = 16000
+WINDOW_SECONDS = 2
+"""In place of 30."""
+SIZES = {"num_mel_bins": 16, "max_source_positions": WINDOW_SECONDS * 50, "dropout": 0.0}
+WIDTH, MLP, LAYERS, HEADS = 64, 256, 3, 4
+OWN = {
+    **{"d_model": WIDTH, "encoder_ffn_dim": MLP},
+    **{"encoder_layers": LAYERS, "encoder_attention_heads": HEADS},
+}
+AUDIO_TOKEN = 5
+
+FORMATS = {
+    "wav": "pcm_s16le",
+    "flac": "flac",
+    "mp3": "libmp3lame",
+    "ogg": "libopus",
+}
+
+
+def write_whisper(folder: Path) -> Any:
+    """Writes a whole model in float32; returns transformers' model of it."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    torch.manual_seed(0)
+    decoder = {"decoder_layers": 1, "decoder_ffn_dim": 64, "decoder_attention_heads": 4}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 64}
+    start = {"decoder_start_token_id": 1, "max_target_positions": 8, "suppress_tokens": None}
+    config = WhisperConfig(**SIZES, **OWN, **decoder, **tokens, **start)
+    model = WhisperForConditionalGeneration(config).eval()
+    scatter(model.model.encoder)
+    return written(folder, model)
+
+
+def write_qwen2_audio(folder: Path) -> Any:
+    from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = TEXT | {"model_type": "qwen2"}
+    audio = SIZES | OWN | {"model_type": "qwen2_audio_encoder"}
+    config = Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=AUDIO_TOKEN)
+    model = Qwen2AudioForConditionalGeneration(config).eval()
+    scatter(model.model.audio_tower)
+    scatter(model.model.multi_modal_projector)
+    return written(folder, model)
+
+
+def write_voxtral(folder: Path) -> Any:
+    from transformers import VoxtralConfig, VoxtralForConditionalGeneration
+
+    torch.manual_seed(0)
+    audio = SIZES | {"hidden_size": WIDTH, "intermediate_size": MLP}
+    audio |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    config = VoxtralConfig(audio_config=audio, text_config=TEXT, audio_token_id=AUDIO_TOKEN)
+    model = VoxtralForConditionalGeneration(config).eval()
+    scatter(model.model.audio_tower)
+    scatter(model.model.multi_modal_projector)
+    return written(folder, model)
+
+
+def written(folder: Path, model: Any) -> Any:
+    model.save_pretrained(folder)
+    extractor().save_pretrained(folder)
+    return model
+
+
+def extractor() -> Any:
+    from transformers import WhisperFeatureExtractor
+
+    return WhisperFeatureExtractor(SIZES["num_mel_bins"], chunk_length=WINDOW_SECONDS)
+
+
+WRITERS = {"whisper": write_whisper, "qwen2_audio": write_qwen2_audio, "voxtral": write_voxtral}
+
+
+@dataclass(frozen=True)
+class Hearing:
+    """transformers' model, and what it makes of sounds."""
+
+    model_type: str
+    model: Any
+
+    def rows(self, waves: Sequence[npt.NDArray[np.float32]]) -> Tensor:
+        return torch.cat([getattr(self, self.model_type)(wave) for wave in waves])
+
+    @torch.no_grad()
+    def whisper(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        frames = extractor()(wave, sampling_rate=RATE, return_tensors="pt").input_features
+        return torch.as_tensor(self.model.model.encoder(frames).last_hidden_state[0])
+
+    @torch.no_grad()
+    def qwen2_audio(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        """What the model puts in place of a prompt's audio tokens, as its processor counts them."""
+        found = extractor()(
+            wave, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True
+        )
+        frames = int(found.attention_mask.sum())
+        tokens = ((frames - 1) // 2 + 1 - 2) // 2 + 1
+        projected: list[Tensor] = []
+        projector = self.model.model.multi_modal_projector
+        hook = projector.register_forward_hook(lambda *call: projected.append(call[2]))
+        ids = torch.tensor([[1, *[AUDIO_TOKEN] * tokens, 1]])
+        self.model.model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            input_features=found.input_features,
+            feature_attention_mask=found.attention_mask,
+        )
+        hook.remove()
+        return projected[0][0, :tokens]
+
+    @torch.no_grad()
+    def voxtral(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        padding = {"padding": True, "pad_to_multiple_of": WINDOW_SECONDS * RATE}
+        frames = extractor()(
+            wave, sampling_rate=RATE, return_tensors="pt", truncation=False, **padding
+        ).input_features
+        windows = frames.reshape(frames.shape[1], -1, WINDOW_SECONDS * 100).transpose(0, 1)
+        return torch.as_tensor(self.model.model.get_audio_features(windows).pooler_output)
+
+
+def tones(seconds: float, rate: int = RATE, seed: int = 0) -> npt.NDArray[np.float32]:
+    """A chord that moves, over a little noise: as many values as 16 bits hold."""
+    rng, time = np.random.default_rng(seed), np.arange(round(seconds * rate)) / rate
+    pitches = rng.uniform(100, 2000, (3, 1)) * (1 + 0.1 * np.sin(3 * time))
+    wave = 0.2 * np.sin(2 * np.pi * pitches * time).sum(0) + rng.normal(0, 0.01, len(time))
+    levels = np.round(wave * 2**15).clip(-(2**15), 2**15 - 1)
+    return np.asarray(levels / 2**15, np.float32)
+
+
+def sound(
+    samples: npt.NDArray[np.float32], format: str = "wav", rate: int = RATE, codec: str = ""
+) -> bytes:
+    """A file of mono samples, or of [channels, samples]."""
+    channels = np.atleast_2d(samples)
+    layout = (
+        "mono" if len(channels) == 1 else f"{len(channels)}c" if len(channels) > 2 else "stereo"
+    )
+    file = BytesIO()
+    with av.open(file, "w", format=format) as container:
+        stream: Any = container.add_stream(codec or FORMATS[format], rate=rate)
+        stream.codec_context.layout = layout
+        stream.codec_context.open()
+        context = stream.codec_context
+        frame = av.AudioFrame.from_ndarray(channels, format="fltp", layout=layout)
+        frame.sample_rate, frame.pts = rate, 0
+        whole = av.AudioResampler(context.format, layout, rate, context.frame_size or 4096)
+        for part in (*whole.resample(frame), *whole.resample(None), None):
+            container.mux(stream.encode(part))
+    return file.getvalue()
