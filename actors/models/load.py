@@ -5,7 +5,7 @@ A family's tower.py is imported here, by the name of its folder, when its tower 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -138,10 +138,11 @@ def build(
     tensors: Mapping[str, Tensor],
     device: torch.device,
     blocks: BlocksForm | None = None,
+    fp8: Collection[str] = (),
 ) -> Tower:
     """The tower on its device, with the fastest attention, and the fastest blocks unless given."""
     blocks = blocks or form_of_blocks(model, device)
-    return assemble(model, tensors, device, choose_attention(model, device), blocks)
+    return assemble(model, tensors, device, choose_attention(model, device), blocks, fp8)
 
 
 def choose_attention(
@@ -157,10 +158,12 @@ def assemble(
     device: torch.device,
     kernel: Attention,
     blocks: BlocksForm,
+    fp8: Collection[str] = (),
 ) -> Tower:
+    """`fp8`: see Weights."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     family = family_of(model)
-    parts = family.parts(model, Weights(tensors, device, dtype))
+    parts = family.parts(model, Weights(tensors, device, dtype, fp8))
     return family.tower(model, parts, kernel, blocks)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.kernels.gemm import fp8
 from actors.kernels.gemm.cublaslt import (
     ALIGNED_BYTES,
     TYPES,
@@ -24,6 +25,7 @@ from actors.kernels.gemm.cublaslt import (
     Epilogue,
     GemmShape,
 )
+from actors.kernels.gemm.fp8 import Fp8Rows, Matrix, values
 from actors.kernels.gemm.skinny_gemm import SkinnyGemm, skinny_gemms
 
 MOST_LAUNCHES = 8  # in a row, each with another layer's weights, so that L2 holds none of them
@@ -49,7 +51,7 @@ class CublasLtGemm:
     plan: CublasLtPlan
     algorithm: Algorithm
 
-    def run(self, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
+    def run(self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor) -> None:
         self.plan.run(self.algorithm, weight, bias, x, out)
 
 
@@ -58,41 +60,60 @@ CHOICES: dict[tuple[GemmShape, Epilogue], CublasLtGemm | SkinnyGemm | None] = {}
 
 
 class Gemm:
-    """The same linear layer of every block: weights [n, k], biases [n], in 16 bits."""
+    """The same linear layer of every block: biases [n] in 16 bits, weights [n, k] as well, or some
+    of them in FP8, whose x is quantised, too."""
 
     def __init__(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, epilogue: Epilogue
+        self, weights: Sequence[Matrix], biases: Sequence[Tensor] | None, epilogue: Epilogue
     ) -> None:
         assert (biases is None) == (epilogue == "add"), "This is a bug."
-        assert all(weight.is_contiguous() for weight in weights), "This is a bug."
+        assert all(values(weight).is_contiguous() for weight in weights), "This is a bug."
         self.weights = weights
         self.biases = biases
         self.epilogue = epilogue
 
-    def __call__(self, layer: int, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def fp8(self, layer: int) -> bool:
+        return isinstance(self.weights[layer], Fp8Rows)
+
+    def __call__(self, layer: int, x: Matrix, out: Tensor | None = None) -> Tensor:
         """x [rows, k], each row contiguous, to [rows, n]; with the epilogue "add", added to `out`.
 
-        `out`: its rows may lie apart, as columns of a wider matrix do.
+        `out`: its rows may lie apart, as columns of a wider matrix do. In FP8 an x in 16 bits is
+        quantised by a kernel of its own.
         """
         weight = self.weights[layer]
         bias = self.biases[layer] if self.biases else None
-        n, k = weight.shape
+        given = out if out is not None else bias
+        assert given is not None, "the epilogue add needs an output. This is a bug."
+        if isinstance(weight, Fp8Rows) and isinstance(x, Tensor):
+            x = quantised(x)
+        n, k = values(weight).shape
         stride = n if out is None else out.stride(0)
-        shape = GemmShape(len(x), n, k, x.stride(0), stride, x.dtype)
-        usual = aligned(weight, x, out)
+        form = (given.dtype, isinstance(weight, Fp8Rows))
+        shape = GemmShape(len(x), n, k, values(x).stride(0), stride, *form)
+        usual = aligned(values(weight), values(x), out)
         if usual and _tuning.get() and (shape, self.epilogue) not in CHOICES:
             CHOICES[shape, self.epilogue] = self._fastest(shape, x)
         choice = CHOICES.get((shape, self.epilogue))
         if choice is None or not usual:
             return self._plain(weight, bias, x, out)
         if out is None:
-            out = x.new_empty(shape.rows, shape.n)
+            out = given.new_empty(shape.rows, shape.n)
         choice.run(weight, bias, x, out)
         return out
 
-    def _plain(self, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor | None) -> Tensor:
+    def _plain(self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor | None) -> Tensor:
+        if isinstance(weight, Fp8Rows) and isinstance(x, Fp8Rows):
+            if bias is None:
+                assert out is not None, "This is a bug."
+                return out.add_(fp8.scaled_mm(x, weight, None, out.dtype))
+            result = fp8.scaled_mm(x, weight, bias, bias.dtype)
+            assert self.epilogue == "bias", "This is a bug."
+            return result if out is None else out.copy_(result)
+        assert isinstance(weight, Tensor), "This is a bug."
+        assert isinstance(x, Tensor), "This is a bug."
         if bias is None:
-            assert out is not None, "the epilogue add needs an output. This is a bug."
+            assert out is not None, "This is a bug."
             return out.addmm_(x, weight.t())
         if self.epilogue == "gelu_tanh":
             result = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
@@ -100,15 +121,16 @@ class Gemm:
             result = F.linear(x, weight, bias)
         return result if out is None else out.copy_(result)
 
-    def _fastest(self, shape: GemmShape, x: Tensor) -> CublasLtGemm | SkinnyGemm | None:
+    def _fastest(self, shape: GemmShape, x: Matrix) -> CublasLtGemm | SkinnyGemm | None:
         """None: only torch's GEMM takes this shape."""
-        scratch = x.new_zeros(shape.rows, shape.out_stride)[:, : shape.n]
+        scratch = values(x).new_zeros(shape.rows, shape.out_stride, dtype=shape.dtype)[:, : shape.n]
+        alike = [layer for layer in range(len(self.weights)) if self.fp8(layer) == shape.fp8]
         timed = []
-        for index, choice in enumerate(choices(shape, self.epilogue, x.device)):
+        for index, choice in enumerate(choices(shape, self.epilogue, scratch.device)):
 
             def launch(choice: CublasLtGemm | SkinnyGemm = choice) -> None:
                 for turn in range(launches(shape)):
-                    layer = turn % len(self.weights)
+                    layer = alike[turn % len(alike)]
                     bias = self.biases[layer] if self.biases else None
                     choice.run(self.weights[layer], bias, x, scratch)
 
@@ -127,7 +149,17 @@ def choices(
     with suppress(OSError, RuntimeError):
         plan = CublasLtPlan(shape, epilogue)
         yield from (CublasLtGemm(plan, algorithm) for algorithm in plan.algorithms())
-    yield from skinny_gemms(shape, epilogue, device)
+    if not shape.fp8:
+        yield from skinny_gemms(shape, epilogue, device)
+
+
+def quantised(x: Tensor) -> Fp8Rows:
+    """The rows of x in FP8, by a kernel on CUDA."""
+    if not x.is_cuda:
+        return fp8.quantised(x)
+    from actors.kernels.triton import elementwise  # Triton needs CUDA
+
+    return elementwise.quantised(x)
 
 
 def launches(shape: GemmShape) -> int:

@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.kernels.attention import Attention, Values
+from actors.kernels.gemm import fp8
+from actors.kernels.gemm.fp8 import Matrix
+from actors.kernels.gemm.gemm import quantised
 from actors.options import BlockForm
 
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh"]
@@ -27,6 +30,9 @@ WINDOW = "window_"
 
 Layer = TypeVar("Layer")
 
+Observer = Callable[["Affine", Tensor], None]
+
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 _between_layers: ContextVar[Callable[[], None] | None] = ContextVar("between_layers", default=None)
 
 
@@ -61,8 +67,20 @@ class Affine:
     clips: Tensor | None = None
     """[parts, 4]: the least and most that goes into each of the linear layers that are fused here,
     and that comes out (Gemma 4)."""
+    name: str = ""
+    """Of the first of the linear layers that are fused here, as the checkpoint calls it."""
+    fp8: bool = False
+    """Whether it is computed in FP8: weight and x, but not the bias."""
+
+    def matrix(self) -> Matrix:
+        """The weight as a GEMM takes it."""
+        return quantised(self.weight) if self.fp8 else self.weight
 
     def linear(self, x: Tensor) -> Tensor:
+        if observe := _observer.get():
+            observe(self, x)
+        if self.fp8:
+            return fp8.linear(x, self.weight, self.bias)
         if self.clips is None:
             return F.linear(x, self.weight, self.bias)
         parts = zip(
@@ -94,6 +112,16 @@ class BlockWeights:
     head size] over each; [3, head size]: of v, too."""
     after: tuple[Affine, Affine] | None = None
     """Norms of what attention and what the MLP adds, with `both_norms`."""
+
+
+@contextmanager
+def observed(call: Observer) -> Iterator[None]:
+    """Calls `call` with each linear layer that runs inside in plain torch, and with its x."""
+    token = _observer.set(call)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 class Blocks(Protocol):

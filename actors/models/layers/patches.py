@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.kernels.attention import Values
+from actors.kernels.gemm.fp8 import Matrix, values
 from actors.kernels.gemm.gemm import Gemm
 from actors.models.layers.block import NORMS, Affine, Norm
 
@@ -61,8 +62,10 @@ class Merger:
         self.norm = norm
         self.kind = kind
         self.epsilon = epsilon
-        self.up = Gemm([up.weight], [up.bias], "bias")
-        self.down = Gemm([down.weight], [down.bias], "bias")
+        self.fast = norm.weight.is_cuda and norm.weight.dtype != torch.float32
+        self.plain = None if self.fast else (up, down)
+        self.up = Gemm([up.matrix()], [up.bias], "bias")
+        self.down = Gemm([down.matrix()], [down.bias], "bias")
         self.nothing = torch.zeros_like(norm.weight, dtype=torch.float32)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -70,17 +73,28 @@ class Merger:
 
         `out`: where to write the rows, such as columns of wider rows.
         """
-        x = self.normed(x.reshape(-1, len(self.norm.weight))).view(-1, self.up.weights[0].shape[1])
-        return self.down(0, F.gelu(self.up(0, x)), out)
+        x = x.reshape(-1, len(self.norm.weight))
+        columns = values(self.up.weights[0]).shape[1]
+        if self.plain:
+            up, down = self.plain
+            x = NORMS[self.kind](x, self.norm, self.epsilon).view(-1, columns)
+            x = down.linear(F.gelu(up.linear(x)))
+            return x if out is None else out.copy_(x)
+        from actors.kernels.triton import elementwise  # Triton needs CUDA
 
-    def normed(self, x: Tensor) -> Tensor:
-        if not x.is_cuda or x.dtype == torch.float32:
-            return NORMS[self.kind](x, self.norm, self.epsilon)
-        from actors.kernels.triton.elementwise import norm  # Triton needs CUDA
-
-        centred = self.kind == "layer"
-        by = self.norm
-        return norm(x, self.nothing, by.weight, by.bias, self.epsilon, centred=centred)
+        by, centred = self.norm, self.kind == "layer"
+        if self.up.fp8(0) and x.shape[1] == columns:
+            normed: Matrix = elementwise.quantised_norm(
+                x, self.nothing, by.weight, by.bias, self.epsilon, centred=centred
+            )
+        else:
+            normed = elementwise.norm(
+                x, self.nothing, by.weight, by.bias, self.epsilon, centred=centred
+            ).view(-1, columns)
+        y = self.up(0, normed)
+        return self.down(
+            0, elementwise.quantised(y, "gelu") if self.down.fp8(0) else F.gelu(y), out
+        )
 
 
 @dataclass(frozen=True, slots=True)
