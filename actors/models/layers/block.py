@@ -30,9 +30,9 @@ WINDOW = "window_"
 
 Layer = TypeVar("Layer")
 
-Observer = Callable[["Affine", Tensor], None]
+Computed = Callable[["Affine", Tensor], Tensor]
 
-_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+_computed: ContextVar[Computed | None] = ContextVar("computed", default=None)
 _between_layers: ContextVar[Callable[[], None] | None] = ContextVar("between_layers", default=None)
 
 
@@ -76,11 +76,13 @@ class Affine:
         """The weight as a GEMM takes it."""
         return quantised(self.weight) if self.fp8 else self.weight
 
+    def gemm(self, x: Tensor) -> Tensor:
+        """As `linear`, or in FP8: for layers whose fast form is a Gemm."""
+        if compute := _computed.get():
+            return compute(self, x)
+        return fp8.linear(x, self.weight, self.bias) if self.fp8 else self.linear(x)
+
     def linear(self, x: Tensor) -> Tensor:
-        if observe := _observer.get():
-            observe(self, x)
-        if self.fp8:
-            return fp8.linear(x, self.weight, self.bias)
         if self.clips is None:
             return F.linear(x, self.weight, self.bias)
         parts = zip(
@@ -115,13 +117,13 @@ class BlockWeights:
 
 
 @contextmanager
-def observed(call: Observer) -> Iterator[None]:
-    """Calls `call` with each linear layer that runs inside in plain torch, and with its x."""
-    token = _observer.set(call)
+def computed_by(call: Computed) -> Iterator[None]:
+    """`call` computes the layers whose `gemm` is called inside, as `calibrate` does."""
+    token = _computed.set(call)
     try:
         yield
     finally:
-        _observer.reset(token)
+        _computed.reset(token)
 
 
 class Blocks(Protocol):
@@ -196,7 +198,7 @@ class ReferenceBlocks:
     ) -> Tensor:
         """The part of a layer before attention: packed q, k, v, rotated."""
         y = x if self.style.post_norm else self.norm(x, layer.norm1)
-        qkv = layer.qkv.linear(y).view(len(x), 3, self.style.heads, -1)
+        qkv = layer.qkv.gemm(y).view(len(x), 3, self.style.heads, -1)
         if layer.qk_norm is not None:
             count = len(layer.qk_norm)
             normed = qk_normed(qkv[:, :count], layer.qk_norm, self.style.epsilon)
@@ -206,7 +208,7 @@ class ReferenceBlocks:
         return qkv
 
     def after(self, x: Tensor, attended: Tensor, layer: BlockWeights) -> Tensor:
-        y = layer.proj.linear(attended)
+        y = layer.proj.gemm(attended)
         if self.style.post_norm:
             x = x + self.norm(y, layer.norm1)
             return x + self.norm(self.mlp(x, layer), layer.norm2)
@@ -220,8 +222,8 @@ class ReferenceBlocks:
         return NORMS[self.style.norm](x, norm, self.style.epsilon)
 
     def mlp(self, x: Tensor, layer: BlockWeights) -> Tensor:
-        up = ACTIVATIONS[self.style.activation](layer.up.linear(x))
-        return layer.down.linear(up)
+        up = ACTIVATIONS[self.style.activation](layer.up.gemm(x))
+        return layer.down.gemm(up)
 
 
 class CompiledBlocks(ReferenceBlocks):

@@ -78,7 +78,7 @@ class Merger:
         if self.plain:
             up, down = self.plain
             x = NORMS[self.kind](x, self.norm, self.epsilon).view(-1, columns)
-            x = down.linear(F.gelu(up.linear(x)))
+            x = down.gemm(F.gelu(up.gemm(x)))
             return x if out is None else out.copy_(x)
         from actors.kernels.triton import elementwise  # Triton needs CUDA
 
