@@ -37,6 +37,12 @@ class PrecisionPlan(Options):
         return sha256(" ".join(sorted(self.fp8)).encode()).hexdigest()
 
 
+def rows_digest(graphs: GraphOptions, model: ModelOptions) -> str:
+    """Identifies the rows of a model: its weights, and which layers are in FP8."""
+    plan = read_plan(graphs, model)
+    return f"{plan.weights} fp8 {plan.digest}" if plan else weights_digest(model)
+
+
 def read_plan(graphs: GraphOptions, model: ModelOptions) -> PrecisionPlan | None:
     """None: all is in `model.dtype`. Raises ConfigError, also for a plan of another checkpoint."""
     if graphs.precision == "bf16":

@@ -79,7 +79,7 @@ def weight_of(name: str, suffixes: Sequence[str]) -> str:
 
 def dequantised(name: str, weight: Tensor, scale: Tensor) -> Tensor:
     """A weight in bfloat16: `scale` is for all of it, for each row, or for each block."""
-    rows, columns = weight.shape
+    rows, columns = weight.flatten(1).shape
     scale = scale.float()
     if tuple(scale.shape) == (-(-rows // BLOCK), -(-columns // BLOCK)):
         scale = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
@@ -90,7 +90,7 @@ def dequantised(name: str, weight: Tensor, scale: Tensor) -> Tensor:
             f"the scale of {name} {[rows, columns]} has the shape {list(scale.shape)}: it must be "
             f"one number, one for each row, or one for each block of {BLOCK} x {BLOCK}"
         )
-    return (weight.float() * scale).bfloat16()
+    return (weight.flatten(1).float() * scale).bfloat16().view(weight.shape)
 
 
 def located(

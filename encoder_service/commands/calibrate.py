@@ -71,8 +71,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     patchifier = patchifier_of(spec)
     items = []
     for path in options.images:
-        plan, patches = patchifier.patchify(decode(path.read_bytes(), service.preprocess.alpha))
-        items.append(Item(plan, patches.numpy()))
+        cut, patches = patchifier.patchify(decode(path.read_bytes(), service.preprocess.alpha))
+        items.append(Item(cut, patches.numpy()))
     calibration = Calibration(service.model, spec, device, items)
     plan = calibration.plan(options.bound)
     console.print(table(calibration.errors, plan))
@@ -90,12 +90,13 @@ class LayerError:
     """Of one layer, if it alone is in FP8, over all images."""
 
     operations: int = 0
-    squares: tuple[float, float] = (0.0, 0.0)  # of the errors of its output, and of its output
+    error: float = 0.0  # squares of the errors of its output
+    output: float = 0.0  # squares of its output
     rows: float = 0.0  # the relative error of the final rows
 
     @property
     def relative(self) -> float:
-        return math.sqrt(self.squares[0] / self.squares[1])
+        return math.sqrt(self.error / self.output)
 
     @property
     def price(self) -> float:
@@ -173,8 +174,8 @@ class Calibration:
             if linear.name != chosen:
                 return exact
             rough = fp8.linear(x, linear.weight, linear.bias)
-            squares = (float(each.square().sum()) for each in (rough - exact, exact))
-            found.squares = tuple(map(sum, zip(found.squares, squares, strict=True)))
+            found.error += float((rough - exact).square().sum())
+            found.output += float(exact.square().sum())
             found.operations += len(x) * linear.weight.numel()
             return rough
 
