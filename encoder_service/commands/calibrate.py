@@ -161,6 +161,7 @@ class Calibration:
 
     def rows(self, layers: Collection[str]) -> list[Tensor]:
         """Of each image, float32 on the CPU, with these layers in FP8."""
+        gc.collect()  # towers refer to themselves: frees the one before
         blocks = form_of_blocks(self.spec, self.device.device)
         tower = build(self.spec, self.weights, self.device.device, blocks, frozenset(layers))
         return self.encode(tower)
@@ -190,9 +191,7 @@ class Calibration:
 
     def encode(self, tower: Tower) -> list[Tensor]:
         graphs = GraphSet(tower, self.spec.paths[0], (), Segments(0), self.device)
-        rows = [self.device.read_back(graphs.run(None, [item]))().float() for item in self.items]
-        gc.collect()  # a tower may refer to itself
-        return rows
+        return [self.device.read_back(graphs.run(None, [item]))().float() for item in self.items]
 
 
 @dataclass(frozen=True, slots=True)

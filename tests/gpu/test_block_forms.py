@@ -50,6 +50,36 @@ def _forget_compilations() -> Iterator[None]:
     torch.compiler.reset()
 
 
+LINEARS = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
+SOME = frozenset(
+    {f"blocks.{block}.{name}" for block in (0, 2) for name in LINEARS}
+    | {"blocks.1.mlp.linear_fc1", "blocks.3.mlp.linear_fc2"}
+    | {"merger.linear_fc1", "merger.linear_fc2", "deepstack_merger_list.0.linear_fc1"}
+)
+
+
+def test_fp8_is_captured_and_equals_its_emulation(
+    model: ModelSpec, weights: Mapping[str, Tensor], device: Device
+) -> None:
+    tower = build(model, weights, device.device, fp8=SOME)
+    emulated = build(replace(model, dtype="float32"), weights, device.device, fp8=SOME)
+    plain = build(replace(model, dtype="float32"), weights, device.device)
+    graphs = GraphSet(tower, "default", BUDGETS, Segments(8), device)
+    graphs.capture(lambda budget, seconds: None)
+    exact, without = (
+        GraphSet(each, "default", (), Segments(0), device) for each in (emulated, plain)
+    )
+    for budget in (*BUDGETS, *reversed(BUDGETS)):
+        poison(graphs)
+        items = items_within(budget, 5, seed=budget)
+        rows, expected = finished(graphs.run(budget, items)), finished(exact.run(None, items))
+        off = relative_error(expected, finished(without.run(None, items)))
+        # Values that round to the other side change the emulation by part of its own error.
+        assert 2e-2 < off < 6e-2, budget
+        assert relative_error(rows, expected) < 0.9 * off, budget
+    assert relative_error(finished(graphs.run(None, items)), expected) < 0.9 * off
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, by itself
 @pytest.mark.parametrize(
     ("asked", "form"),
