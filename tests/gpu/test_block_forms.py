@@ -75,7 +75,7 @@ def test_fp8_is_captured_and_equals_its_emulation(
         rows, expected = finished(graphs.run(budget, items)), finished(exact.run(None, items))
         off = relative_error(expected, finished(without.run(None, items)))
         # Values that round to the other side change the emulation by part of its own error.
-        assert 2e-2 < off < 6e-2, budget
+        assert 1e-2 < off < 8e-2, budget
         assert relative_error(rows, expected) < 0.9 * off, budget
     assert relative_error(finished(graphs.run(None, items)), expected) < 0.9 * off
 

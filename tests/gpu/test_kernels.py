@@ -52,12 +52,8 @@ def test_rows_in_fp8(rows: int, width: int) -> None:
     x *= torch.logspace(-4, 4, rows)[:, None].bfloat16()
     x[rows // 2] = 0
     assert difference(quantised(x).float(), fp8.quantised(x).float()) < 5e-3
-    weight, bias, shift = (
-        torch.randn(width).bfloat16(),
-        torch.randn(width).bfloat16(),
-        torch.ones(1),
-    )
-    x, shift = x.contiguous(), shift.expand(width).contiguous()
+    x, shift = x.contiguous(), torch.randn(width)
+    weight, bias = torch.randn(width).bfloat16(), torch.randn(width).bfloat16()
     expected = F.layer_norm(x.float() + shift, (width,), weight.float(), bias.float(), 1e-6)
     rows_of = quantised_norm(x, shift, weight, bias, 1e-6, centred=True)
     assert difference(rows_of.float(), fp8.quantised(expected).float()) < 8e-3
