@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from actors.engine.budgets import Segments
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
 from actors.errors import ConfigError
@@ -109,7 +110,7 @@ def test_a_replica_computes_what_the_plan_says(
         engine.close()
     spec = read(TINY)
     tower = build(spec, tensors(TINY, spec, CPU), CPU, fp8=LAYERS)
-    expected = GraphSet(tower, "default", (), calibrate.Segments(0), Device()).run(None, [item])
+    expected = GraphSet(tower, "default", (), Segments(0), Device()).run(None, [item])
     assert relative(rows["fp8"], expected) < 1e-5
     assert 1e-3 < relative(rows["fp8"], rows["bf16"]) < ROWS_ERROR
 
