@@ -24,7 +24,7 @@ from router.options import RouterOptions
 from router.policy.balance import CacheAffinity, Plan, plan_around
 from router.policy.fair_queue import FairQueue
 from router.policy.ledger import Ledger, Reservation
-from router.policy.pools import NO_REPLICA, Pools, Sizes
+from router.policy.pools import Pools, Sizes
 from router.replicas.fleet import Fleet, Replica, ReplicaDied, ShardLost, costs, detached
 from router.replicas.liveness import Liveness
 
@@ -66,8 +66,6 @@ class InFlightItem:
     keep: bool = False
     """Its replica keeps its embedding, under an id that is one request's alone."""
     answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
-    alone_since: float | None = None
-    """Since when there is no replica."""
     waiting: int = 0
     """Requests that wait for it; a request counts once for each of its places."""
     losses: int = 0
@@ -227,7 +225,7 @@ class Dispatcher:
         give_up = min(deadline, now() + self._options.replica_wait_seconds)
         while not self.refresh():
             if now() >= give_up:
-                raise Unavailable(NO_REPLICA)
+                raise Unavailable("no encoder replica is ready; try again later")
             await asyncio.sleep(POLL_SECONDS)
 
     def _takers(self, items: Sequence[InFlightItem]) -> list[tuple[list[InFlightItem], list[str]]]:
@@ -333,27 +331,18 @@ class Dispatcher:
                 free = [replica for replica in replicas if replica not in kept]
                 self._plan_over(free or replicas, some, singly=singly)
             elif self._reports:
-                self._refuse(some)
+                for item in some:
+                    self._complete(item, self._pools.too_large(item.media.plan.least_tokens))
             else:
-                self._begin(some, self._wait_for_replicas(some, singly=singly))
+                self._begin(some, self._launch_later(some, singly=singly))
 
-    async def _wait_for_replicas(self, items: Sequence[InFlightItem], *, singly: bool) -> None:
-        wanted = list(items)
-        while wanted and not self._reports:
-            time = now()
-            for item in wanted:
-                item.alone_since = item.alone_since or time
-                give_up = item.alone_since + self._options.replica_wait_seconds
-                if time >= min(give_up, item.deadline):
-                    self._refuse([item])
-            await asyncio.sleep(POLL_SECONDS)
-            self.refresh()
-            wanted = self._unanswered(wanted)
-        self._launch(wanted, singly=singly)
-
-    def _refuse(self, items: Sequence[InFlightItem]) -> None:
-        for item in items:
-            self._complete(item, self._pools.too_large(item.media.plan.least_tokens))
+    async def _launch_later(self, items: Sequence[InFlightItem], *, singly: bool) -> None:
+        try:
+            await self._any_replica(max(item.deadline for item in items))
+        except Unavailable as error:
+            for item in items:
+                self._complete(item, error)
+        self._launch(self._unanswered(items), singly=singly)
 
     def _plan_over(
         self, replicas: Sequence[str], items: Sequence[InFlightItem], *, singly: bool
@@ -375,7 +364,6 @@ class Dispatcher:
     def _send(self, replica: str, items: list[InFlightItem]) -> None:
         self._begin(items, self._call(replica, items))
         for item in items:
-            item.alone_since = None
             self.ledger.assign(item.reservation, replica)
         self._metrics.sent(replica, sum(item.media.plan.patches for item in items))
 

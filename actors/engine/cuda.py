@@ -74,13 +74,14 @@ class CudaPace(Pace):
         self.compute = compute
         self.steps: torch.cuda.Stream | None = None  # unknown before the first
 
-    def begin(self, seconds: float) -> None:
-        if self.steps is None or self.steps.query():
-            self.compute.synchronize()  # polling would leave the device idle between two slices
-        super().begin(seconds)
-
     def idle(self) -> bool:
         return self.compute.query() and (self.steps is None or self.steps.query())
+
+    def rest(self) -> None:
+        if self._slices and (self.steps is None or self.steps.query()):
+            self.compute.synchronize()  # polling would leave the device idle between two slices
+        else:
+            super().rest()
 
     def after_steps(self) -> None:
         self.compute.wait_stream(torch.cuda.current_stream())
@@ -169,12 +170,19 @@ class CudaDevice(Device):
             if pace is None:
                 graphs[0].replay()
                 return output
-            for graph, each in zip(graphs, seconds, strict=True):
-                pace.begin(each)
-                graph.replay()
+            pace.launch(zip(seconds, map(self.launcher, graphs), strict=True))
             return output
 
         return replay
+
+    def launcher(self, graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+        """For any thread."""
+
+        def launch() -> None:
+            with torch.cuda.stream(self.compute):
+                graph.replay()
+
+        return launch
 
     def graphs_of(
         self, run: Callable[[], Tensor], layers: int

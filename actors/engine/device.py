@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.engine.slices import EveryNth, Pace, layers_per_slice
+from actors.engine.slices import Pace
 from actors.errors import StartError
 from actors.kernels import Shapes
-from actors.models.layers.block import between_layers
 
 MEDIA = ("patches", "later")
 """Inputs that hold what clients sent, item after item; all others are metadata."""
@@ -145,12 +144,13 @@ class Device:
         pace = self.pace
         if pace is None:
             return run
-        layers, seconds = layers_per_slice(run, pace.slice_seconds)
 
         def replay() -> Tensor:
-            pace.begin(seconds)
-            with between_layers(EveryNth(layers, lambda: pace.begin(seconds))):
-                return run()
+            """In one slice, which any thread may launch."""
+            output: list[Tensor] = []
+            launch = torch.inference_mode()(lambda: output.append(run()))
+            pace.launch([(pace.slice_seconds, launch)])
+            return output[0]
 
         return replay
 

@@ -284,9 +284,6 @@ class PacedEngine(Engine):
         self._completing.join()
 
     def _step(self) -> bool:
-        assert self.device.pace is not None
-        if not self._waiting:
-            self.device.pace.end()
         taken = self._take(wait=True)
         if taken:
             self._launch(*taken)

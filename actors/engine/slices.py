@@ -5,74 +5,75 @@ a language model on the same device need not wait for a whole image. Knows no CU
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from time import perf_counter
+from collections import deque
+from collections.abc import Callable, Iterable
+from time import perf_counter, sleep
 
 from actors.models.layers.block import between_layers
 
 POLL_SECONDS = 0.001  # how often the engine's thread looks whether the steps have ended
-MOST_LAUNCH_SECONDS = 1.0  # how long a step waits for slices to be launched
+
+Slice = tuple[float, Callable[[], object]]
+"""How many seconds it takes on the device, and what launches it."""
 
 
 class Pace:
-    """Says when a slice may be launched: before each step of the language model for as long as
-    `slice_seconds`, and whenever no step is running, one at a time.
+    """Launches slices: before each step of the language model as many as take `slice_seconds`, and
+    whenever no step is running, one at a time.
 
-    The engine's thread calls `begin` before each slice, and `end` when no pack is left to launch.
-    The thread that launches the steps calls `step` before each.
+    The engine's thread calls `launch`. The thread that launches the steps calls `step` before each,
+    which launches slices itself: it need not wait until another thread gets Python's lock.
     """
 
     def __init__(self, slice_seconds: float) -> None:
         self.slice_seconds = slice_seconds
-        self._changed = threading.Condition()
-        self._asking = False  # the engine's thread is waiting in `begin`
-        self._left: float | None = None  # of the time before a step; None: no step is waiting
-        self._first = False  # nothing has been launched before this step
+        self._lock = threading.Lock()
+        self._slices = deque[Slice]()  # of a replay, not launched yet
+        self._failure: Exception | None = None
 
-    def begin(self, seconds: float) -> None:
-        """Waits until a slice that takes this long may be launched."""
-        with self._changed:
-            self._asking = True
-            try:
-                while not self._allowed(seconds):
-                    self._changed.wait(POLL_SECONDS)
-            finally:  # a device error must not hold up later steps
-                self._asking = False
-
-    def end(self) -> None:
-        with self._changed:
-            self._launched()
+    def launch(self, slices: Iterable[Slice]) -> None:
+        """Returns when all are launched. Raises what one of them raised."""
+        self._slices.extend(slices)
+        while self._slices:
+            with self._lock:
+                if self._slices and self.idle():
+                    self._launch_first()
+            self.rest()
+        failure, self._failure = self._failure, None
+        if failure:
+            raise failure
 
     def step(self, share: int = 1) -> None:
-        """Lets slices be launched that take at most `share` times `slice_seconds` together, but at
-        least one, so that every item makes progress. Returns when they are launched."""
-        with self._changed:
-            if self._asking:
+        """Launches slices that take at most `share` times `slice_seconds` together, but at least
+        one, so that every item makes progress."""
+        with self._lock:
+            if self._slices:
                 self.after_steps()
-                self._left, self._first = self.slice_seconds * share, True
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._left is None, MOST_LAUNCH_SECONDS)
-                self._left = None
+                left = self.slice_seconds * share - self._launch_first()
+                while self._slices and self._slices[0][0] <= left:
+                    left -= self._launch_first()
         self.before_step()
 
-    def _allowed(self, seconds: float) -> bool:
-        if self._left is None:
-            return self.idle()
-        if self._first or seconds <= self._left:
-            self._left, self._first = self._left - seconds, False
-            return True
-        self._launched()
-        return False
-
-    def _launched(self) -> None:
-        self._left = None
-        self._changed.notify_all()
+    def _launch_first(self) -> float:
+        """Returns its seconds."""
+        seconds, launch = self._slices.popleft()
+        try:
+            launch()
+        except Exception as error:  # of the item, not of the step
+            self._slices.clear()
+            self._failure = error
+        return seconds
 
     # Of a device that runs behind its threads: see engine/cuda.py
 
     def idle(self) -> bool:
         """Whether neither a step nor a slice is running."""
         return True
+
+    def rest(self) -> None:
+        """Between two looks of the engine's thread whether the device is idle."""
+        if self._slices:
+            sleep(POLL_SECONDS)
 
     def after_steps(self) -> None:
         """Slices that are launched from now on wait for the steps launched before."""

@@ -75,7 +75,10 @@ def counts_of(document: Any, spec: ModelSpec) -> dict[PathTokens, int]:
         raise ConfigError("it counts no items yet")
     counts = {}
     for key, count in found.items():
-        tokens = path_tokens(key)
+        try:
+            tokens = path_tokens(key)
+        except ValueError:
+            tokens = ()
         if len(tokens) != len(spec.paths) or min(tokens) < 0 or type(count) is not int or count < 1:
             raise ConfigError(f"item_tokens: {key!r}: {count!r} is not tokens and a count")
         counts[tokens] = count

@@ -208,8 +208,8 @@ class Decoder:
         with self._changed:
             if self._failure or self._closing:
                 raise self._failure or Unavailable(STOPPING)
-            large = slab is None or not slab.fits(size_bytes) or len(media.frames) > MAX_FRAMES
-            if slab is None or large or media.kind == "text":
+            small = len(media.frames) <= MAX_FRAMES and media.kind != "text"
+            if slab is None or not (small and slab.fits(size_bytes)):
                 return self._executor.submit(self._decode_here, media, monotonic())
             job = Job(media, size_bytes)
             self._waiting.append(job)

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             for size, times in histogram(options.histogram).items():
                 counts[spec.sizing.plan(size).path_tokens] += times
         loads = pack_loads(counts, room)
-    except (ConfigError, ValueError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{options.url or options.histogram}: {error}") from None
     now = [tuple(filter(None, budgets)) for budgets in room.budgets]
     planned = planned_ladders(loads, room, spec.sizing, options.graphs)

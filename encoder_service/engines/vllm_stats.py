@@ -18,7 +18,7 @@ except ModuleNotFoundError:
 
 COUNTERS = {
     "loaded": "Embeddings that were fetched, or encoded in this process.",
-    "failed": "Embeddings that could not be had: their requests failed.",
+    "failed": "Embeddings that could not be fetched: their requests failed.",
     "left": "Items that vLLM's own tower encoded.",
     "bytes": "Bytes of loaded embeddings.",
 }

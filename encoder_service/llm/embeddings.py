@@ -81,8 +81,8 @@ class EmbeddingRequest(StrictModel):
         list[InputPart],
         BeforeValidator(as_inputs, json_schema_input_type=str | list[str | InputPart]),
     ] = Field(min_length=1, fail_fast=True)
-    """A string that begins with data:image/, or is as a whole one https URL without white space, is
-    an image; any other one is a text."""
+    """A string that begins with data:image/, or is as a whole one http:// or https:// URL without
+    white space, is an image; any other one is a text."""
     model: str | None = None
     """If it is given: the model that is served."""
     encoding_format: Literal["float", "base64"] = "float"

@@ -26,9 +26,9 @@ LOOK_BACK_SECONDS = 5.0
 """Busy time over which the throughput is averaged; older work hardly counts."""
 MIN_BUSY_SECONDS = 1.0  # busy time before a throughput is believed
 SENT_SECONDS, SENT_ITEMS = 0.25, 8
-"""Requests wait in the router while every replica has work of it for so many seconds, and so many
-items: enough to fill packs and to keep decoding processes busy. More would only be a queue in the
-replicas, which a small request could not pass. With 0.15 s an H200 had pauses."""
+"""Requests wait in a router while every replica has so many seconds, and so many items, of this
+router's work: enough to fill packs and to keep decoding processes busy. More would only be a queue
+in the replicas, which a small request could not pass. With 0.15 s an H200 had pauses."""
 UNMEASURED_SECONDS, UNMEASURED_ITEMS = 0.15, 32
 """The same, for replicas that have not measured what an item costs, as on the CPU."""
 

@@ -8,8 +8,6 @@ from operator import le
 
 from actors.errors import Unavailable
 
-NO_REPLICA = "no encoder replica is ready; try again later"
-
 Sizes = tuple[tuple[int, ...] | None, ...]
 """Replica.largest_item of pools."""
 
@@ -38,10 +36,8 @@ class Pools:
         return [replica for most in sizes for replica in self._by_size[most]]
 
     def too_large(self, tokens: Sequence[int]) -> Unavailable:
-        """For an item that no replica takes."""
-        most = max((size for size in self._by_size if size), default=())
-        if not most:
-            return Unavailable(NO_REPLICA)
+        """For an item that no pool takes."""
+        most = max(size for size in self._by_size if size)
         has, take = (" and ".join(map(str, each)) for each in (tokens, most))
         return Unavailable(
             f"the item has {has} tokens and the encoders that are ready take {take}: try again "

@@ -124,31 +124,23 @@ def llama_4(size: Size) -> int:
 
 def llava_next(size: Size) -> int:
     """Tokens as transformers' processor of LLaVA-NeXT counts placeholders."""
-    module = import_module("transformers.models.llava_next.processing_llava_next")
-    kind = module.LlavaNextProcessor
-    pil = import_module("transformers.models.llava_next.image_processing_pil_llava_next")
-    processor = SimpleNamespace(
-        image_processor=pil.LlavaNextImageProcessorPil(),
-        patch_size=14,
-        num_additional_image_tokens=1,
-    )
-    processor._get_unpadded_features = partial(kind._get_unpadded_features, processor)
-    tokens: int = kind._get_number_of_features(processor, size.height, size.width, 336, 336)
-    return tokens - 1  # of the class token
+    given = {"patch_size": 14, "num_additional_image_tokens": 1}
+    return placeholders("llava_next", "LlavaNext", size, 336, given) - 1  # of the class token
 
 
 def onevision(size: Size) -> int:
     """Tokens as transformers' processor of LLaVA-OneVision counts placeholders."""
-    module = import_module("transformers.models.llava_onevision.processing_llava_onevision")
-    kind = module.LlavaOnevisionProcessor
-    pil = import_module("transformers.models.llava_onevision.image_processing_pil_llava_onevision")
-    processor = SimpleNamespace(
-        image_processor=pil.LlavaOnevisionImageProcessorPil(),
-        num_image_tokens=27**2,
-        vision_aspect_ratio="anyres_max_9",
-    )
+    given = {"num_image_tokens": 27**2, "vision_aspect_ratio": "anyres_max_9"}
+    return placeholders("llava_onevision", "LlavaOnevision", size, 384, given)
+
+
+def placeholders(family: str, name: str, size: Size, side: int, given: dict[str, Any]) -> int:
+    folder = f"transformers.models.{family}"
+    kind = getattr(import_module(f"{folder}.processing_{family}"), f"{name}Processor")
+    pil = import_module(f"{folder}.image_processing_pil_{family}")
+    processor = SimpleNamespace(image_processor=getattr(pil, f"{name}ImageProcessorPil")(), **given)
     processor._get_unpadded_features = partial(kind._get_unpadded_features, processor)
-    tokens: int = kind._get_number_of_features(processor, size.height, size.width, 384, 384)
+    tokens: int = kind._get_number_of_features(processor, size.height, size.width, side, side)
     return tokens
 
 

@@ -34,7 +34,7 @@ class Node:
     again: Callable[[], Node]
     """Starts another node with the same options and port, once this one is lost."""
     end: Callable[[], None]
-    """Kills its raylet, and those of Ray's servers that a head has."""
+    """Kills its raylet, and on the head also Ray's other servers."""
 
     def signal(self, number: signal.Signals) -> None:
         """To all processes of the node."""

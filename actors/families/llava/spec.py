@@ -19,7 +19,6 @@ def llava(source: ModelSource) -> ModelSpec:
     config = source.config
     if "mm_vision_tower" in config:
         return llava_qwen(source)
-    only(config, {"projector_hidden_act": "gelu"}, "config.json")
     if source.vision.get("model_type") == "pixtral":
         return pixtral(source)
     vision = used(source)

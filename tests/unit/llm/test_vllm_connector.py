@@ -22,6 +22,7 @@ from actors.types import Answer, Dtype, Media
 from actors.types import Embedding as Encoded
 from encoder_service.api.http import build
 from encoder_service.client import Client, Embedding
+from encoder_service.engines import vllm_stats
 from router.replicas.serve_fleet import unknown
 from tests.images import jpeg
 from tests.unit.front_door import service
@@ -259,6 +260,17 @@ def test_a_vllm_that_cannot_fail_one_request_is_refused(
     monkeypatch.delattr(connector_module.ECConnectorBase, "take_unavailable_requests")
     with pytest.raises(ValueError, match="waits for ever"):
         connector_module.EncoderServiceConnector(config("http://a"), ECConnectorRole.SCHEDULER)
+
+
+def test_what_is_counted_for_a_vllm_that_does_not_ask_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_stats, "MOST_SECONDS", 2)
+    stats = vllm_stats.LoadStats()
+    for _ in range(3):
+        stats.loaded(10, 0.5)
+    assert stats.data["seconds"] == [0.5, 0.5]
+    assert (stats.data["loaded"], stats.data["bytes"]) == (3, 30)
 
 
 @pytest.mark.parametrize(

@@ -128,16 +128,29 @@ def test_items_of_a_lost_pool_are_unavailable_at_once() -> None:
     settled(test())
 
 
-def test_one_deadline_holds_while_a_fleet_comes_and_goes() -> None:
+@pytest.mark.parametrize("in_time", [True, False])
+def test_items_that_are_lost_with_the_last_replica_wait_for_another(in_time: bool) -> None:
     async def test() -> Dispatcher:
-        fleet = MemoryFleet("a", well)
-        router, _ = dispatcher(fleet, replica_wait_seconds=0.5)
-        assert right([item(0)], await collect(router, [item(0)]))
-        fleet.replicas = []
+        async def all_die(replica: str, media: list[Media], seconds: float) -> list[Answer]:
+            if fleet.replicas == ["b"]:
+                return await well(replica, media, seconds)
+            fleet.replicas = []
+            raise ShardLost("killed")
+
+        fleet = MemoryFleet("a", all_die)
+        router, _ = dispatcher(fleet, replica_wait_seconds=0.3)
+        media = [item(0), item(1)]
         begun = asyncio.get_running_loop().time()
-        with pytest.raises(Unavailable):
-            await collect(router, [item(1)])
-        assert 0.4 < asyncio.get_running_loop().time() - begun < 0.9
+        request = asyncio.create_task(collect(router, media))
+        await asyncio.sleep(0.1)
+        if in_time:
+            fleet.replicas = ["b"]
+            assert right(media, await request)
+        else:
+            answers = await request
+            assert [type(answer) for answer in answers] == [Unavailable] * 2
+            assert 0.2 < asyncio.get_running_loop().time() - begun < 1
+        assert [replica for replica, _ in fleet.calls] == ["a", "b"][: 1 + in_time]
         return router
 
     settled(test())
@@ -480,8 +493,12 @@ def test_a_pool_is_told_of_what_waits_for_it_alone() -> None:
         busy = Busy("ab", held=True)
         busy.fleet.metadata["a"] = {"largest_item": [25]}
         router, _ = dispatcher(busy.fleet)
-        large = [asyncio.create_task(collect(router, [item(n, 104)])) for n in range(96)]
-        await asyncio.sleep(0.05)
+        with patch.object(
+            router, "_pooled_waiting_per_sent", wraps=router._pooled_waiting_per_sent
+        ) as counted:
+            large = [asyncio.create_task(collect(router, [item(n, 104)])) for n in range(96)]
+            await asyncio.sleep(0.05)
+        assert counted.call_count == 1, "it reads the whole queue"
         assert busy.fleet.waiting_per_sent == 2
         small = [
             asyncio.create_task(collect(router, [item(-1 - n)])) for n in range(UNMEASURED_ITEMS)
