@@ -1,14 +1,13 @@
 """`encoder-service calibrate CONFIG IMAGES`: which linear layers run in FP8, by your own pictures.
 
 In plain torch and float32 each layer is quantised alone: how far are its own output and the final
-rows off? Then as many as possible are, those first that save most time for their error in the rows,
-and the whole tower is compared with the same in `model.dtype`.
+rows off? Then as many are as the limits allow, those first that save most time for their error in
+the rows. The rows are compared with what the service gives in `model.dtype`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -30,7 +29,7 @@ from actors.kernels.gemm import fp8
 from actors.media.image import decode
 from actors.media.patchify import patchifier_of
 from actors.models.layers.block import Affine, blocks_of, computed_by
-from actors.models.load import build, check_fp8, form_of_blocks, tensors, weights_digest
+from actors.models.load import build, check_fp8, tensors, weights_digest
 from actors.models.precision import PrecisionPlan
 from actors.models.tower import Tower
 from actors.options import ModelOptions
@@ -87,7 +86,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 @dataclass(slots=True)
 class LayerError:
-    """Of one layer, if it alone is in FP8, over all images."""
+    """Of one layer over all images, if it alone is in FP8."""
 
     operations: int = 0
     error: float = 0.0  # squares of the errors of its output
@@ -114,10 +113,12 @@ class Calibration:
         self.spec = spec
         self.device = device
         self.items = items
-        self.weights = tensors(options, spec, device.device)
+        weights = tensors(options, spec, device.device)
+        self.expected = self.encode(build(spec, weights, device.device))
+        plain = replace(spec, dtype="float32")
+        self.plain = build(plain, weights, device.device, blocks_of("reference"))
         self.errors = self.layer_errors()
         """By layer, in the order in which they run."""
-        self.expected = self.rows(())
 
     def plan(self, bound: float) -> PrecisionPlan:
         """With as many layers in FP8 as the limits allow. Raises ConfigError if that is none."""
@@ -160,33 +161,32 @@ class Calibration:
         )
 
     def rows(self, layers: Collection[str]) -> list[Tensor]:
-        """Of each image, float32 on the CPU, with these layers in FP8."""
-        gc.collect()  # towers refer to themselves: frees the one before
-        blocks = form_of_blocks(self.spec, self.device.device)
-        tower = build(self.spec, self.weights, self.device.device, blocks, frozenset(layers))
-        return self.encode(tower)
+        """Of each image, with these layers in FP8 and all else in float32."""
+
+        def compute(linear: Affine, x: Tensor) -> Tensor:
+            if linear.name not in layers:
+                return linear.linear(x)
+            return fp8.linear(x, linear.weight, linear.bias)
+
+        with computed_by(compute):
+            return self.encode(self.plain)
 
     def layer_errors(self) -> dict[str, LayerError]:
         errors: defaultdict[str, LayerError] = defaultdict(LayerError)
-        chosen = ""
 
-        def compute(linear: Affine, x: Tensor) -> Tensor:
+        def measure(linear: Affine, x: Tensor) -> Tensor:
             exact, found = linear.linear(x), errors[linear.name]
-            if linear.name != chosen:
-                return exact
             rough = fp8.linear(x, linear.weight, linear.bias)
             found.error += float((rough - exact).square().sum())
             found.output += float(exact.square().sum())
             found.operations += len(x) * linear.weight.numel()
-            return rough
+            return exact
 
-        plain = replace(self.spec, dtype="float32")
-        tower = build(plain, self.weights, self.device.device, blocks_of("reference"))
-        with computed_by(compute):
-            exact = self.encode(tower)
-            for chosen in list(errors):
-                found = zip(self.encode(tower), exact, strict=True)
-                errors[chosen].rows = max(relative(rows, those) for rows, those in found)
+        with computed_by(measure):
+            exact = self.encode(self.plain)
+        for name, found in errors.items():
+            pairs = zip(self.rows({name}), exact, strict=True)
+            found.rows = max(relative(rows, those) for rows, those in pairs)
         return errors
 
     def encode(self, tower: Tower) -> list[Tensor]:

@@ -12,10 +12,12 @@ from torch import Tensor
 from actors.engine.budgets import Segments
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
+from actors.kernels.gemm.fp8 import FEWEST_ROWS
 from actors.models.load import build, form_of_blocks, tensors
 from actors.models.packed import PackedTower
 from actors.options import BlockChoice, BlockForm, ModelOptions
 from actors.spec.model_spec import ModelSpec
+from actors.types import Item
 from tests.gpu.test_graphs import items_within
 from tests.gpu.test_tiled_graphs import poison
 from tests.gpu.towers import cuda, finished, published, relative_error
@@ -50,7 +52,7 @@ def _forget_compilations() -> Iterator[None]:
     torch.compiler.reset()
 
 
-LINEARS = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
+LINEARS = ("attn.qkv", "mlp.linear_fc1", "mlp.linear_fc2")
 SOME = frozenset(
     {f"blocks.{block}.{name}" for block in (0, 2) for name in LINEARS}
     | {"blocks.1.mlp.linear_fc1", "blocks.3.mlp.linear_fc2"}
@@ -69,15 +71,22 @@ def test_fp8_is_captured_and_equals_its_emulation(
     exact, without = (
         GraphSet(each, "default", (), Segments(0), device) for each in (emulated, plain)
     )
+
+    def check(rows: Tensor, items: list[Item], patches: int) -> None:
+        expected, before = (finished(each.run(None, items)) for each in (exact, without))
+        if patches < FEWEST_ROWS:
+            assert relative_error(rows, before) < 2e-2, patches
+            return
+        off = relative_error(expected, before)
+        assert 1e-2 < off < 1e-1, patches
+        # Values that are rounded to the other side change it by a part of its own error.
+        assert relative_error(rows, expected) < 0.9 * off, patches
+
     for budget in (*BUDGETS, *reversed(BUDGETS)):
         poison(graphs)
         items = items_within(budget, 5, seed=budget)
-        rows, expected = finished(graphs.run(budget, items)), finished(exact.run(None, items))
-        off = relative_error(expected, finished(without.run(None, items)))
-        # Values that round to the other side change the emulation by part of its own error.
-        assert 1e-2 < off < 8e-2, budget
-        assert relative_error(rows, expected) < 0.9 * off, budget
-    assert relative_error(finished(graphs.run(None, items)), expected) < 0.9 * off
+        check(finished(graphs.run(budget, items)), items, 4 * budget)
+        check(finished(graphs.run(None, items)), items, sum(each.plan.patches for each in items))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, by itself

@@ -72,18 +72,19 @@ def test_activations_in_fp8(activation: Activation) -> None:
 def test_a_gemm_in_fp8(rows: int, epilogue: Epilogue, *, tuned: bool) -> None:
     x, bias = torch.randn(rows, 1152).bfloat16(), torch.randn(3456).bfloat16()
     weight, out = torch.randn(3456, 1152).bfloat16(), torch.randn(rows, 3456).bfloat16()
-    gemm = Gemm([quantised(weight)], None if epilogue == "add" else [bias], epilogue)
-    product = fp8.quantised(x).float() @ fp8.quantised(weight).float().t()
+    biases = None if epilogue == "add" else [bias]
+    gemm = Gemm([weight], biases, epilogue, [quantised(weight)])
+    product = quantised(x).float() @ quantised(weight).float().t()
     expected = product + (out if epilogue == "add" else bias).float()
     CHOICES.clear()
     with tuning() if tuned else nullcontext():
         scratch = out.clone()
         if tuned:
             with torch.cuda.stream(torch.cuda.Stream()):
-                gemm(0, x, scratch)
+                gemm(0, quantised(x), scratch)
                 torch.cuda.synchronize()
             assert CHOICES
-        made = gemm(0, x, out)
+        made = gemm(0, quantised(x), out)
     assert difference(made, expected) < 5e-3
 
 

@@ -16,6 +16,8 @@ LARGEST = 448.0
 """Of e4m3."""
 TINY = 1e-12
 """Rows whose largest value is below this are zero."""
+FEWEST_ROWS = 1024
+"""Fewer rows are faster in 16 bits: on an H200 400 were 15 % slower in FP8, 2304 faster."""
 CAPABILITY = (8, 9)
 """The first with FP8 tensor cores."""
 

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.kernels.gemm import fp8
 from actors.kernels.gemm.cublaslt import (
     ALIGNED_BYTES,
     TYPES,
@@ -25,7 +24,7 @@ from actors.kernels.gemm.cublaslt import (
     Epilogue,
     GemmShape,
 )
-from actors.kernels.gemm.fp8 import Fp8Rows, Matrix, values
+from actors.kernels.gemm.fp8 import FEWEST_ROWS, Fp8Rows, Matrix, scaled_mm, values
 from actors.kernels.gemm.skinny_gemm import SkinnyGemm, skinny_gemms
 
 MOST_LAUNCHES = 8  # in a row, each with another layer's weights, so that L2 holds none of them
@@ -60,36 +59,41 @@ CHOICES: dict[tuple[GemmShape, Epilogue], CublasLtGemm | SkinnyGemm | None] = {}
 
 
 class Gemm:
-    """The same linear layer of every block: biases [n] in 16 bits, weights [n, k] as well, or some
-    of them in FP8, whose x is quantised, too."""
+    """The same linear layer of every block: weights [n, k] and biases [n] in 16 bits, and of some
+    layers the weights in FP8, too."""
 
     def __init__(
-        self, weights: Sequence[Matrix], biases: Sequence[Tensor] | None, epilogue: Epilogue
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor] | None,
+        epilogue: Epilogue,
+        quantised: Sequence[Fp8Rows | None] = (),
     ) -> None:
         assert (biases is None) == (epilogue == "add"), "This is a bug."
-        assert all(values(weight).is_contiguous() for weight in weights), "This is a bug."
+        assert all(weight.is_contiguous() for weight in weights), "This is a bug."
         self.weights = weights
         self.biases = biases
         self.epilogue = epilogue
+        self.quantised = quantised or [None] * len(weights)
 
-    def fp8(self, layer: int) -> bool:
-        return isinstance(self.weights[layer], Fp8Rows)
+    def fp8(self, layer: int, rows: int) -> bool:
+        """Whether so many rows should be given in FP8."""
+        return rows >= FEWEST_ROWS and self.quantised[layer] is not None
 
     def __call__(self, layer: int, x: Matrix, out: Tensor | None = None) -> Tensor:
         """x [rows, k], each row contiguous, to [rows, n]; with the epilogue "add", added to `out`.
 
-        `out`: its rows may lie apart, as columns of a wider matrix do. In FP8 an x in 16 bits is
-        quantised by a kernel of its own.
+        `out`: its rows may lie apart, as columns of a wider matrix do. With x in FP8 the weights
+        are, too.
         """
-        weight = self.weights[layer]
+        weight = self._pairs(x)[layer][0]
+        assert weight is not None, "the layer is not in FP8. This is a bug."
         bias = self.biases[layer] if self.biases else None
         given = out if out is not None else bias
         assert given is not None, "the epilogue add needs an output. This is a bug."
-        if isinstance(weight, Fp8Rows) and isinstance(x, Tensor):
-            x = quantised(x)
         n, k = values(weight).shape
         stride = n if out is None else out.stride(0)
-        form = (given.dtype, isinstance(weight, Fp8Rows))
+        form = (given.dtype, isinstance(x, Fp8Rows))
         shape = GemmShape(len(x), n, k, values(x).stride(0), stride, *form)
         usual = aligned(values(weight), values(x), out)
         if usual and _tuning.get() and (shape, self.epilogue) not in CHOICES:
@@ -102,16 +106,20 @@ class Gemm:
         choice.run(weight, bias, x, out)
         return out
 
+    def _pairs(self, x: Matrix) -> list[tuple[Matrix | None, Tensor | None]]:
+        """The weight of each layer that fits such an x, and the bias."""
+        weights = self.weights if isinstance(x, Tensor) else self.quantised
+        return list(zip(weights, self.biases or [None] * len(weights), strict=True))
+
     def _plain(self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor | None) -> Tensor:
         if isinstance(weight, Fp8Rows) and isinstance(x, Fp8Rows):
-            if bias is None:
-                assert out is not None, "This is a bug."
-                return out.add_(fp8.scaled_mm(x, weight, None, out.dtype))
-            result = fp8.scaled_mm(x, weight, bias, bias.dtype)
-            assert self.epilogue == "bias", "This is a bug."
-            return result if out is None else out.copy_(result)
-        assert isinstance(weight, Tensor), "This is a bug."
-        assert isinstance(x, Tensor), "This is a bug."
+            assert self.epilogue != "gelu_tanh", "This is a bug."
+            if bias is not None:
+                result = scaled_mm(x, weight, bias, bias.dtype)
+                return result if out is None else out.copy_(result)
+            assert out is not None, "This is a bug."
+            return out.add_(scaled_mm(x, weight, None, out.dtype))
+        weight, x = values(weight), values(x)
         if bias is None:
             assert out is not None, "This is a bug."
             return out.addmm_(x, weight.t())
@@ -124,15 +132,14 @@ class Gemm:
     def _fastest(self, shape: GemmShape, x: Matrix) -> CublasLtGemm | SkinnyGemm | None:
         """None: only torch's GEMM takes this shape."""
         scratch = values(x).new_zeros(shape.rows, shape.out_stride, dtype=shape.dtype)[:, : shape.n]
-        alike = [layer for layer in range(len(self.weights)) if self.fp8(layer) == shape.fp8]
+        pairs = [(weight, bias) for weight, bias in self._pairs(x) if weight is not None]
         timed = []
         for index, choice in enumerate(choices(shape, self.epilogue, scratch.device)):
 
             def launch(choice: CublasLtGemm | SkinnyGemm = choice) -> None:
                 for turn in range(launches(shape)):
-                    layer = alike[turn % len(alike)]
-                    bias = self.biases[layer] if self.biases else None
-                    choice.run(self.weights[layer], bias, x, scratch)
+                    weight, bias = pairs[turn % len(pairs)]
+                    choice.run(weight, bias, x, scratch)
 
             with suppress(RuntimeError):  # offered, but rejected when it runs
                 favour = FAVOUR if isinstance(choice, SkinnyGemm) else 1.0
@@ -151,15 +158,6 @@ def choices(
         yield from (CublasLtGemm(plan, algorithm) for algorithm in plan.algorithms())
     if not shape.fp8:
         yield from skinny_gemms(shape, epilogue, device)
-
-
-def quantised(x: Tensor) -> Fp8Rows:
-    """The rows of x in FP8, by a kernel on CUDA."""
-    if not x.is_cuda:
-        return fp8.quantised(x)
-    from actors.kernels.triton import elementwise  # Triton needs CUDA
-
-    return elementwise.quantised(x)
 
 
 def launches(shape: GemmShape) -> int:

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from actors.kernels.attention import Attention, Values
 from actors.kernels.gemm import fp8
-from actors.kernels.gemm.fp8 import Matrix
-from actors.kernels.gemm.gemm import quantised
 from actors.options import BlockForm
 
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh"]
@@ -72,12 +70,8 @@ class Affine:
     fp8: bool = False
     """Whether it is computed in FP8: weight and x, but not the bias."""
 
-    def matrix(self) -> Matrix:
-        """The weight as a GEMM takes it."""
-        return quantised(self.weight) if self.fp8 else self.weight
-
     def gemm(self, x: Tensor) -> Tensor:
-        """As `linear`, or in FP8: for layers whose fast form is a Gemm."""
+        """As `linear`, or in FP8: for layers that the fast form may compute in FP8."""
         if compute := _computed.get():
             return compute(self, x)
         return fp8.linear(x, self.weight, self.bias) if self.fp8 else self.linear(x)
@@ -208,7 +202,7 @@ class ReferenceBlocks:
         return qkv
 
     def after(self, x: Tensor, attended: Tensor, layer: BlockWeights) -> Tensor:
-        y = layer.proj.gemm(attended)
+        y = layer.proj.linear(attended)
         if self.style.post_norm:
             x = x + self.norm(y, layer.norm1)
             return x + self.norm(self.mlp(x, layer), layer.norm2)

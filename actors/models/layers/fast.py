@@ -7,8 +7,8 @@ Equal to ReferenceBlocks within the rounding of the dtype, and safe to capture. 
   So the width is padded with zeros, which every activation keeps. Without padding, GEMMs of odd
   widths, such as Qwen2.5-VL's 3420, are slow.
 Rows for GEMMs in FP8 are quantised by what runs before them anyway: the norm, and a kernel that
-applies the activation, which is therefore not in the epilogue. Only attention's output is quantised
-in a pass of its own.
+applies the activation, which is therefore not in the epilogue. Nothing is there for proj: a pass of
+its own would take what its GEMM gains.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class FastBlocks:
         if padding:  # with no padding F.pad would still copy
             up = [padded(layer, padding, gates) for layer in up]
             down = [replace(one, weight=F.pad(one.weight, (0, padding))) for one in down]
-        self.qkv = affine([layer.qkv for layer in weights], "bias")
-        self.proj = Gemm([layer.proj.matrix() for layer in weights], None, "add")
-        self.up = affine(up, "bias")
+        self.qkv = gemm([layer.qkv for layer in weights], "bias")
+        self.proj = Gemm([layer.proj.weight for layer in weights], None, "add")
+        self.up = gemm(up, "bias")
         self.up_gelu = Gemm(self.up.weights, self.up.biases, "gelu_tanh") if gelu else None
         self.activate = (ACTIVATIONS | {"swiglu": swiglu})[style.activation]
-        self.down = Gemm([one.matrix() for one in down], None, "add")
+        self.down = gemm(down, "add")
 
     def __call__(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, values: Values
@@ -112,7 +112,8 @@ class FastBlocks:
         seen: Values,
     ) -> None:
         """Adds to x. A method, so that its intermediate tensors are freed before the MLP."""
-        qkv = self.qkv(index, self.norm(x, layer.shift1, layer.norm1, self.qkv.fp8(index)))
+        fp8 = self.qkv.fp8(index, len(x))
+        qkv = self.qkv(index, self.norm(x, layer.shift1, layer.norm1, fp8))
         qkv = qkv.view(len(x), 3, self.style.heads, -1)
         if layer.qk_norm is not None:
             qkv[:, :2] = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
@@ -121,7 +122,7 @@ class FastBlocks:
         self.proj(index, self.attention(qkv, seen), x)
 
     def mlp(self, index: int, layer: FastLayer, x: Tensor) -> None:
-        fp8 = self.up.fp8(index), self.down.fp8(index)
+        fp8 = self.up.fp8(index, len(x)), self.down.fp8(index, len(x))
         y = self.norm(x, layer.shift2, layer.norm2, fp8[0])
         if self.up_gelu and not any(fp8):
             self.down(index, self.up_gelu(index, y), x)
@@ -135,8 +136,10 @@ class FastBlocks:
         return kernel(x, shift, by.weight, by.bias, self.style.epsilon, centred=centred)
 
 
-def affine(layers: Sequence[Affine], epilogue: Epilogue) -> Gemm:
-    return Gemm([layer.matrix() for layer in layers], [layer.bias for layer in layers], epilogue)
+def gemm(layers: Sequence[Affine], epilogue: Epilogue) -> Gemm:
+    biases = None if epilogue == "add" else [layer.bias for layer in layers]
+    fp8 = [quantised(layer.weight) if layer.fp8 else None for layer in layers]
+    return Gemm([layer.weight for layer in layers], biases, epilogue, fp8)
 
 
 def padded(linear: Affine, rows: int, parts: int) -> Affine:
