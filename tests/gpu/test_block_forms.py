@@ -60,6 +60,7 @@ SOME = frozenset(
 )
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, which is reset
 def test_fp8_is_captured_and_equals_its_emulation(
     model: ModelSpec, weights: Mapping[str, Tensor], device: Device
 ) -> None:

@@ -74,7 +74,7 @@ class Gemm:
         self.weights = weights
         self.biases = biases
         self.epilogue = epilogue
-        self.quantised = quantised or [None] * len(weights)
+        self.quantised: Sequence[Fp8Rows | None] = quantised or [None] * len(weights)
 
     def fp8(self, layer: int, rows: int) -> bool:
         """Whether so many rows should be given in FP8."""
@@ -108,8 +108,9 @@ class Gemm:
 
     def _pairs(self, x: Matrix) -> list[tuple[Matrix | None, Tensor | None]]:
         """The weight of each layer that fits such an x, and the bias."""
-        weights = self.weights if isinstance(x, Tensor) else self.quantised
-        return list(zip(weights, self.biases or [None] * len(weights), strict=True))
+        weights: Sequence[Matrix | None] = self.weights if isinstance(x, Tensor) else self.quantised
+        biases: Sequence[Tensor | None] = self.biases or [None] * len(weights)
+        return list(zip(weights, biases, strict=True))
 
     def _plain(self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor | None) -> Tensor:
         if isinstance(weight, Fp8Rows) and isinstance(x, Fp8Rows):

@@ -30,7 +30,8 @@ Layer = TypeVar("Layer")
 
 Computed = Callable[["Affine", Tensor], Tensor]
 
-_computed: ContextVar[Computed | None] = ContextVar("computed", default=None)
+_computed: list[Computed] = []
+"""Of `computed_by`. No ContextVar, which torch.compile does not read."""
 _between_layers: ContextVar[Callable[[], None] | None] = ContextVar("between_layers", default=None)
 
 
@@ -72,8 +73,8 @@ class Affine:
 
     def gemm(self, x: Tensor) -> Tensor:
         """As `linear`, or in FP8: for layers that the fast form may compute in FP8."""
-        if compute := _computed.get():
-            return compute(self, x)
+        if _computed:
+            return _computed[-1](self, x)
         return fp8.linear(x, self.weight, self.bias) if self.fp8 else self.linear(x)
 
     def linear(self, x: Tensor) -> Tensor:
@@ -113,11 +114,11 @@ class BlockWeights:
 @contextmanager
 def computed_by(call: Computed) -> Iterator[None]:
     """`call` computes the layers whose `gemm` is called inside, as `calibrate` does."""
-    token = _computed.set(call)
+    _computed.append(call)
     try:
         yield
     finally:
-        _computed.reset(token)
+        _computed.pop()
 
 
 class Blocks(Protocol):

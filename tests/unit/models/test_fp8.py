@@ -44,6 +44,8 @@ from encoder_service.commands.calibrate import ROWS_COSINE, ROWS_ERROR, Calibrat
 from encoder_service.config import fit, parse
 
 CPU = torch.device("cpu")
+ENOUGH = 10
+"""Rows for FP8, here."""
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
 LAYERS = ("blocks.3.mlp.linear_fc1", "merger.linear_fc1")
 
@@ -107,8 +109,7 @@ def test_the_fast_blocks_in_fp8_equal_the_plain_ones(
     def quantised(x: Tensor, name: Activation | None = None) -> fp8.Fp8Rows:
         return fp8.quantised(ACTIVATIONS[name](x) if name else x)
 
-    monkeypatch.setattr(fp8, "FEWEST_ROWS", 10)
-    monkeypatch.setattr(gemms, "FEWEST_ROWS", 10)
+    monkeypatch.setattr(gemms, "FEWEST_ROWS", ENOUGH)
     monkeypatch.setattr(gemms, "scaled_mm", scaled_mm)
     monkeypatch.setattr(fast, "norm", norm)
     monkeypatch.setattr(fast, "quantised", quantised)
@@ -138,14 +139,14 @@ def test_the_fast_blocks_in_fp8_equal_the_plain_ones(
     for rows in (9, 12):
         values = {"segment_ends": torch.tensor([rows])}
         x = torch.randn(rows, 64)
-        in_fp8 = layers if rows >= gemms.FEWEST_ROWS else [without_fp8(layer) for layer in layers]
+        in_fp8 = layers if rows >= ENOUGH else [without_fp8(layer) for layer in layers]
         expected, _ = ReferenceBlocks(in_fp8, style, attention)(x, None, None, values)
         made, _ = fast.FastBlocks(layers, style, attention)(x.clone(), None, None, values)
         plain, _ = ReferenceBlocks([*map(without_fp8, layers)], style, attention)(
             x, None, None, values
         )
         off = relative(expected, plain)
-        assert (off > 1e-2) == (rows >= gemms.FEWEST_ROWS)
+        assert (off > 1e-2) == (rows >= ENOUGH)
         # A value between two of e4m3 may be rounded to the other one.
         assert relative(made, expected) < max(1e-4, off / 3)
 
