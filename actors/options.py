@@ -184,6 +184,26 @@ class GraphOptions(Options):
     C++ compiler and seconds at the first start, and caches its code in TORCHINDUCTOR_CACHE_DIR.
     Both need CUDA and 16 bits. `reference`: plain torch. `auto`: the first that is supported."""
 
+    precision: Literal["bf16", "fp8"] = "bf16"
+    """`bf16`: all in `model.dtype`. `fp8`: linear layers that `precision_file` lists in FP8 (e4m3),
+    with a scale for each row of activations and each output channel."""
+    precision_file: str = ""
+    """Of `precision: fp8`, on each node: what `encoder-service calibrate` wrote."""
+
+    @model_validator(mode="after")
+    def fp8_has_a_plan(self) -> Self:
+        if self.precision == "fp8" and not self.precision_file:
+            raise ValueError(
+                "precision is fp8: set precision_file to what `encoder-service calibrate` wrote"
+            )
+        if self.precision_file and self.precision != "fp8":
+            raise ValueError("precision_file: only with precision: fp8")
+        if self.precision == "fp8" and self.blocks == "compile":
+            raise ValueError(
+                "precision is fp8, which blocks: compile does not have: set it to auto"
+            )
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def learned_is_a_word(cls, given: Any) -> Any:

@@ -21,7 +21,7 @@ from actors.engine.engine import Engine
 from actors.engine.traffic import SizesFile
 from actors.errors import DeadlineExceeded, EmbeddingLost, EncodeFailed, ServiceError, Unavailable
 from actors.media.decoder import Decoder
-from actors.models.load import weights_digest
+from actors.models.precision import rows_digest
 from actors.options import ActorOptions
 from actors.spec.video import retained_tokens
 from actors.startup import open_engine
@@ -262,7 +262,7 @@ def open_pipeline(
     spec = engine.tower.spec
     shared = None
     if options.cache.shared:
-        weights = weights_digest(options.model)
+        weights = rows_digest(options.graphs, options.model)
         shared = SharedCache(open_store(options.cache.shared), weights, series)
     writer = RowWriter(spec, cache, memory, references.largest_bytes, replica, shared)
     decoder.wait_until_started()

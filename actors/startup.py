@@ -21,6 +21,7 @@ from actors.engine.traffic import learned
 from actors.errors import StartError
 from actors.media.patchify import patchifier_of
 from actors.models.load import load
+from actors.models.precision import read_plan
 from actors.options import ActorOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Cost, Item, Size, Work
@@ -39,8 +40,15 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
     if options.encoder.gpu_memory_bytes:
         device.limit(options.encoder.gpu_memory_bytes)
     captured = options.graphs.mode != "off"
+    plan = read_plan(options.graphs, options.model)
     try:
-        tower = load(options.model, device.device, captured=captured, blocks=options.graphs.blocks)
+        tower = load(
+            options.model,
+            device.device,
+            captured=captured,
+            blocks=options.graphs.blocks,
+            fp8=plan.fp8 if plan else (),
+        )
     except torch.OutOfMemoryError as error:
         raise StartError(
             f"out of device memory while weights were loaded: {more(device)}. torch said: {error}"

@@ -17,7 +17,8 @@ from encoder_service import __version__
 from encoder_service.commands import fail
 
 COMMANDS = (
-    "check", "encode", "proxy", "sglang", "bench", "capture-plan", "simulate", "rayservice",
+    "check", "encode", "proxy", "sglang", "bench", "capture-plan", "calibrate", "simulate",
+    "rayservice",
 )  # fmt: skip
 
 

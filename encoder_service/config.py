@@ -262,6 +262,8 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
     """What one pack holds. Raises ConfigError for options that do not fit the model."""
     room = model_capacity(options.graphs, spec)
     options.block_form(fast=spec.fast_blocks)
+    if options.graphs.precision == "fp8":
+        spec.check_fp8()
     side = math.isqrt(options.limits.max_pixels)
     plan = spec.sizing.plan(Size(side, side))
     patches = spec.sizing.token_range()[1] * plan.patches // sum(plan.path_tokens)

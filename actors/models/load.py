@@ -5,7 +5,7 @@ A family's tower.py is imported here, by the name of its folder, when its tower 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.errors import CheckpointError
+from actors.errors import CheckpointError, ConfigError
 from actors.families.registry import read
 from actors.kernels import attention
 from actors.kernels.attention import Attention
+from actors.kernels.gemm.fp8 import CAPABILITY
 from actors.models import tensors as checkpoint_tensors
 from actors.models.layers.block import BlocksForm, blocks_of
 from actors.models.layers.weights import Weights
@@ -49,19 +50,40 @@ def load(
     *,
     captured: bool = False,
     blocks: BlockChoice = "auto",
+    fp8: Collection[str] = (),
 ) -> Tower:
     """Reads the tower's weights, and only those. Raises CheckpointError.
 
     `captured`: for graphs. Raises StartError, before anything large is read, if it cannot be.
-    `blocks`: the form of the blocks. Raises ConfigError if there is none for this model and device.
+    `blocks`: the form of the blocks. `fp8`: see Weights. Raises ConfigError for what this model and
+    device do not have.
     """
     model = read(options)
+    if fp8:
+        check_fp8(model, device, fp8)
     kernel = choose_attention(model, device, captured=captured)
     form = form_of_blocks(model, device, blocks)
-    tower = assemble(model, tensors(options, model, device), device, kernel, form)
+    tower = assemble(model, tensors(options, model, device), device, kernel, form, fp8)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what only building needed is free for the graphs that follow
     return tower
+
+
+def check_fp8(model: ModelSpec, device: torch.device, layers: Collection[str] = ()) -> None:
+    """Raises ConfigError if the tower or the device has no FP8, or the tower no such layers."""
+    model.check_fp8()
+    expected = family_of(model).expected
+    if unknown := [name for name in layers if f"{name}.weight" not in expected]:
+        raise ConfigError(f"graphs.precision_file: the model has no {', '.join(unknown[:4])}")
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        raise ConfigError(
+            "graphs.precision is fp8, which needs a GPU of compute capability "
+            f"{'{}.{}'.format(*CAPABILITY)}; this one has {'{}.{}'.format(*capability)}: set it to "
+            "bf16"
+        )
 
 
 def tensors(options: ModelOptions, model: ModelSpec, device: torch.device) -> Mapping[str, Tensor]:
@@ -138,10 +160,11 @@ def build(
     tensors: Mapping[str, Tensor],
     device: torch.device,
     blocks: BlocksForm | None = None,
+    fp8: Collection[str] = (),
 ) -> Tower:
     """The tower on its device, with the fastest attention, and the fastest blocks unless given."""
     blocks = blocks or form_of_blocks(model, device)
-    return assemble(model, tensors, device, choose_attention(model, device), blocks)
+    return assemble(model, tensors, device, choose_attention(model, device), blocks, fp8)
 
 
 def choose_attention(
@@ -157,10 +180,12 @@ def assemble(
     device: torch.device,
     kernel: Attention,
     blocks: BlocksForm,
+    fp8: Collection[str] = (),
 ) -> Tower:
+    """`fp8`: see Weights."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     family = family_of(model)
-    parts = family.parts(model, Weights(tensors, device, dtype))
+    parts = family.parts(model, Weights(tensors, device, dtype, fp8))
     return family.tower(model, parts, kernel, blocks)
 
 

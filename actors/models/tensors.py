@@ -23,9 +23,19 @@ SINGLE = "model.safetensors"
 DTYPES = ("F64", "F32", "F16", "BF16")
 """safetensors' names for the types of weights that are not quantised."""
 
+FP8 = "F8_E4M3"
+
 POOL = 2**22 - 3
 """Size of the pool of normals that random weights are cut from. A prime, so that no two rows of a
 matrix, or layers of a tower, start at the same number."""
+
+SCALES = (".weight_scale", ".weight_scale_inv")
+"""Suffixes of what FP8 weights are multiplied by: compressed-tensors and NVIDIA's checkpoints have
+the first, Qwen's, which have scales for blocks, the second."""
+BLOCK = 128
+"""Rows and columns that share a scale."""
+UNREAD = (".input_scale",)
+"""Of static scales for activations: ours are for each row, see kernels/gemm/fp8.py."""
 
 QUANTISED = ("_scale", "_scale_inv", "scales", "qweight", "qzeros", "g_idx", "absmax", "quant_map")
 """Suffixes of the tensors that accompany quantised weights."""
@@ -40,19 +50,47 @@ def load(
 ) -> dict[str, Tensor]:
     """The tensors whose names start with a prefix, keyed without it, on the CPU.
 
-    In the checkpoint's own precision. `model.` may precede any prefix. `unused` tensors may be
-    present and are not read. Raises CheckpointError that names tensors which are missing,
-    unexpected, misshapen or quantised, and the `reason` why the first is or is not expected.
+    In the checkpoint's own precision; FP8 becomes bfloat16. `model.` may precede any prefix.
+    `unused` tensors may be present and are not read. Raises CheckpointError that names tensors
+    which are missing, unexpected, misshapen or quantised otherwise, and the `reason` why the first
+    is or is not expected.
     """
     weights: dict[str, Tensor] = {}
-    for shard, names in located(files, prefixes, expected, unused, reason).items():
+    shards = located(files, prefixes, expected, unused, reason)
+    stored = [name for names in shards.values() for name in names]
+    scales = {weight: name for name in stored if (weight := weight_of(name, SCALES))}
+    for shard, names in shards.items():
         try:
             with safe_open(shard, framework="pt") as tensors:
-                check(tensors, names, expected, shard)
+                check(tensors, names, expected, scales, shard)
                 weights |= {name: tensors.get_tensor(stored) for name, stored in names.items()}
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{shard} cannot be read: {error}. Fetch it again") from error
+    for name, scale in scales.items():
+        weights[name] = dequantised(name, weights[name], weights.pop(scale))
     return weights
+
+
+def weight_of(name: str, suffixes: Sequence[str]) -> str:
+    """The weight that a tensor with one of these suffixes belongs to; empty if it has none."""
+    suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
+    return name.removesuffix(suffix) + ".weight" if suffix else ""
+
+
+def dequantised(name: str, weight: Tensor, scale: Tensor) -> Tensor:
+    """A weight in bfloat16: `scale` is for all of it, for each row, or for each block."""
+    rows, columns = weight.flatten(1).shape
+    scale = scale.float()
+    if tuple(scale.shape) == (-(-rows // BLOCK), -(-columns // BLOCK)):
+        scale = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    elif tuple(scale.shape) in ((rows,), (rows, 1)):
+        scale = scale.view(rows, 1)
+    elif scale.numel() != 1:
+        raise CheckpointError(
+            f"the scale of {name} {[rows, columns]} has the shape {list(scale.shape)}: it must be "
+            f"one number, one for each row, or one for each block of {BLOCK} x {BLOCK}"
+        )
+    return (weight.flatten(1).float() * scale).bfloat16().view(weight.shape)
 
 
 def located(
@@ -72,7 +110,7 @@ def located(
         if prefix is None:
             continue
         name = name.removeprefix(prefix)
-        if name in unused:
+        if name in unused or weight_of(name, UNREAD) in expected:
             continue
         if name in found:
             raise CheckpointError(f"the checkpoint has {name} twice: {found[name]} and {stored}")
@@ -108,7 +146,8 @@ def reconcile(
     reason: Callable[[str], str],
 ) -> None:
     """Raises CheckpointError unless exactly the expected tensors were found."""
-    left_over = set(found) - set(expected)
+    read = set(expected) | {name for name in found if weight_of(name, SCALES) in expected}
+    left_over = set(found) - read
     refuse_quantised(name for name in left_over if name.endswith(QUANTISED))
     missing = set(expected) - set(found)
     if missing or left_over:
@@ -120,20 +159,29 @@ def reconcile(
         )
 
 
-def check(tensors: Any, names: Mapping[str, str], expected: Expected, shard: Path) -> None:
-    """Raises CheckpointError for wrong shapes and types in a shard's header."""
+def check(
+    tensors: Any,
+    names: Mapping[str, str],
+    expected: Expected,
+    scales: Mapping[str, str],
+    shard: Path,
+) -> None:
+    """Raises CheckpointError for wrong shapes and types in a shard's header.
+
+    `scales`: names of the scales of FP8 weights, by weight.
+    """
     if absent := set(names.values()) - set(tensors.keys()):
         raise CheckpointError(f"{shard} lacks {some(absent)}, which the index says it holds")
     headers = {name: tensors.get_slice(stored) for name, stored in names.items()}
     refuse_quantised(
-        f"{name} {header.get_dtype()}"
+        f"{name} {header.get_dtype()}" + (f" with {scales[name]}" if name in scales else "")
         for name, header in headers.items()
-        if header.get_dtype() not in DTYPES
+        if header.get_dtype() not in ((FP8,) if name in scales else DTYPES)
     )
     misshapen = [
         f"{name} {header.get_shape()} instead of {list(expected[name])}"
         for name, header in headers.items()
-        if tuple(header.get_shape()) != expected[name]
+        if name in expected and tuple(header.get_shape()) != expected[name]
     ]
     if misshapen:
         raise CheckpointError(f"tensors do not fit config.json: {some(misshapen)}")
@@ -142,8 +190,8 @@ def check(tensors: Any, names: Mapping[str, str], expected: Expected, shard: Pat
 def refuse_quantised(names: Iterable[str]) -> None:
     if found := list(names):
         raise CheckpointError(
-            f"the vision tower is quantised: it has {some(found)}. Quantised towers are not "
-            "supported: take the checkpoint in bfloat16"
+            f"the vision tower is quantised: it has {some(found)}. Only FP8 (e4m3) with a "
+            "weight_scale is read: take such a checkpoint, or the one in bfloat16"
         )
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from actors.errors import InvalidOption
+from actors.errors import ConfigError, InvalidOption
 from actors.spec.audio import MOST_WINDOWS, AudioSizing
-from actors.spec.sizing import Defaults, Largest, Resample, Sizing
+from actors.spec.sizing import BlockSizing, Defaults, Largest, Resample, Sizing
 from actors.spec.video import VideoSizing
 from actors.types import NO_KWARGS, PLURALS, Dtype, ItemPlan, Kind, ProcessorKwargs
 
@@ -112,6 +112,14 @@ class ModelSpec:
                 )
         if kwargs.fps and kwargs.num_frames:
             raise InvalidOption("fps and num_frames exclude each other: give one of them")
+
+    def check_fp8(self) -> None:
+        """Raises ConfigError if there are no FP8 kernels for the tower."""
+        if not isinstance(self.sizing, BlockSizing) or not self.fast_blocks:
+            raise ConfigError(
+                f"graphs.precision is fp8, which the family {self.family} does not have: only "
+                "towers of one path for images of any size have it, except Gemma 4; set it to bf16"
+            )
 
     @property
     def weights(self) -> str:

@@ -182,6 +182,7 @@ def model_card(options: ServiceOptions, spec: ModelSpec) -> Document:
         "graphs": {
             "mode": options.graphs.mode,
             "blocks": options.block_form(fast=spec.fast_blocks),
+            "precision": options.graphs.precision,
             "token_budgets": dict(
                 zip(spec.paths, (list(budgets) for budgets in holds.budgets), strict=True)
             ),

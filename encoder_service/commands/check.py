@@ -328,7 +328,8 @@ def table(spec: ModelSpec, pools: Mapping[str, tuple[ServiceOptions, Capacity]])
             shown.add_row(
                 f"budgets, {path}", " ".join(map(str, budgets)) or "none: runs without graphs"
             )
-        shown.add_row("blocks", one.block_form(fast=spec.fast_blocks))
+        blocks, fp8 = one.block_form(fast=spec.fast_blocks), one.graphs.precision == "fp8"
+        shown.add_row("blocks", f"{blocks}, FP8" if fp8 else blocks)
         shown.add_row("a pack", f"up to {own.items} items, {own.frames} video frames")
         shown.add_row(
             "encoders", f"{count(one.encoder)}: {each(one.encoder)}", end_section=name != "Encoder"

@@ -12,10 +12,12 @@ from torch import Tensor
 from actors.engine.budgets import Segments
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
+from actors.kernels.gemm.fp8 import FEWEST_ROWS
 from actors.models.load import build, form_of_blocks, tensors
 from actors.models.packed import PackedTower
 from actors.options import BlockChoice, BlockForm, ModelOptions
 from actors.spec.model_spec import ModelSpec
+from actors.types import Item
 from tests.gpu.test_graphs import items_within
 from tests.gpu.test_tiled_graphs import poison
 from tests.gpu.towers import cuda, finished, published, relative_error
@@ -48,6 +50,44 @@ def _forget_compilations() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+LINEARS = ("attn.qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+SOME = frozenset(
+    {f"blocks.{block}.{name}" for block in (0, 2) for name in LINEARS}
+    | {"blocks.1.mlp.linear_fc1", "blocks.3.mlp.linear_fc2"}
+    | {"merger.linear_fc1", "merger.linear_fc2", "deepstack_merger_list.0.linear_fc1"}
+)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, which is reset
+def test_fp8_is_captured_and_equals_its_emulation(
+    model: ModelSpec, weights: Mapping[str, Tensor], device: Device
+) -> None:
+    tower = build(model, weights, device.device, fp8=SOME)
+    emulated = build(replace(model, dtype="float32"), weights, device.device, fp8=SOME)
+    plain = build(replace(model, dtype="float32"), weights, device.device)
+    graphs = GraphSet(tower, "default", BUDGETS, Segments(8), device)
+    graphs.capture(lambda budget, seconds: None)
+    exact, without = (
+        GraphSet(each, "default", (), Segments(0), device) for each in (emulated, plain)
+    )
+
+    def check(rows: Tensor, items: list[Item], patches: int) -> None:
+        expected, before = (finished(each.run(None, items)) for each in (exact, without))
+        if patches < FEWEST_ROWS:
+            assert relative_error(rows, before) < 2e-2, patches
+            return
+        off = relative_error(expected, before)
+        assert 1e-2 < off < 1e-1, patches
+        # Values that are rounded to the other side change it by a part of its own error.
+        assert relative_error(rows, expected) < 0.9 * off, patches
+
+    for budget in (*BUDGETS, *reversed(BUDGETS)):
+        poison(graphs)
+        items = items_within(budget, 5, seed=budget)
+        check(finished(graphs.run(budget, items)), items, 4 * budget)
+        check(finished(graphs.run(None, items)), items, sum(each.plan.patches for each in items))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, by itself

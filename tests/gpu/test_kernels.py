@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import get_args
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.models.layers.block import rotate
+from actors.models.layers.block import ACTIVATIONS, Activation, rotate
 from tests.gpu.compared import difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
 pytest.importorskip("triton")
 
+from actors.kernels.gemm import fp8  # noqa: E402
 from actors.kernels.gemm.cublaslt import Epilogue  # noqa: E402
 from actors.kernels.gemm.gemm import CHOICES, Gemm, tuning  # noqa: E402
 from actors.kernels.triton.elementwise import (  # noqa: E402
     add_positions_,
     norm,
+    quantised,
+    quantised_norm,
     rotate_,
     shifted,
     swiglu,
@@ -37,6 +43,49 @@ def test_norm(rows: int, width: int, centred: bool) -> None:
     plain = F.layer_norm if centred else F.rms_norm
     expected = plain(x.float() + shift, (width,), weight.float(), eps=1e-6) + bias.float()
     assert difference(norm(x, shift, weight, bias, 1e-6, centred=centred), expected) < 4e-3
+
+
+@pytest.mark.parametrize("rows", [1, 399, 4097])
+@pytest.mark.parametrize("width", [1152, 4352, 4608])
+def test_rows_in_fp8(rows: int, width: int) -> None:
+    x = torch.randn(rows, width + 64, dtype=torch.bfloat16)[:, :width]  # rows that lie apart
+    x *= torch.logspace(-4, 4, rows)[:, None].bfloat16()
+    x[rows // 2 :][1:2] = 0  # one of several rows
+    assert difference(quantised(x).float(), fp8.quantised(x).float()) < 1e-2
+    x, shift = x.contiguous(), torch.randn(width)
+    weight, bias = torch.randn(width).bfloat16(), torch.randn(width).bfloat16()
+    expected = F.layer_norm(x.float() + shift, (width,), weight.float(), bias.float(), 1e-6)
+    rows_of = quantised_norm(x, shift, weight, bias, 1e-6, centred=True)
+    assert difference(rows_of.float(), fp8.quantised(expected).float()) < 1e-2
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activations_in_fp8(activation: Activation) -> None:
+    x = torch.randn(301, 2 * 3456, dtype=torch.bfloat16)
+    expected = fp8.quantised(ACTIVATIONS[activation](x.float()))
+    assert difference(quantised(x, activation).float(), expected.float()) < 1e-2
+
+
+@pytest.mark.parametrize("rows", [100, 1001, 8000])
+@pytest.mark.parametrize("tuned", [False, True])
+@pytest.mark.parametrize("epilogue", ["bias", "add"])
+def test_a_gemm_in_fp8(rows: int, epilogue: Epilogue, *, tuned: bool) -> None:
+    x, bias = torch.randn(rows, 1152).bfloat16(), torch.randn(3456).bfloat16()
+    weight, out = torch.randn(3456, 1152).bfloat16(), torch.randn(rows, 3456).bfloat16()
+    biases = None if epilogue == "add" else [bias]
+    gemm = Gemm([weight], biases, epilogue, [quantised(weight)])
+    product = quantised(x).float() @ quantised(weight).float().t()
+    expected = product + (out if epilogue == "add" else bias).float()
+    CHOICES.clear()
+    with tuning() if tuned else nullcontext():
+        scratch = out.clone()
+        if tuned:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                gemm(0, quantised(x), scratch)
+                torch.cuda.synchronize()
+            assert CHOICES
+        made = gemm(0, quantised(x), out)
+    assert difference(made, expected) < 5e-3
 
 
 def test_shifted_in_place_or_not() -> None:

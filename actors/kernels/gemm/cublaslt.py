@@ -8,7 +8,7 @@ transposed times (k x rows) there.
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -16,14 +16,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from actors.kernels.gemm.fp8 import Fp8Rows, Matrix, values
+
 Epilogue = Literal["bias", "gelu_tanh", "add"]
 """What a GEMM does with its result: adds a bias; adds a bias and applies GELU (tanh); adds the
 result to the output."""
 
 COMPUTE_32F, REAL_32F = 68, 0
-TYPES = {torch.bfloat16: 14, torch.float16: 2}
+TYPES = {torch.bfloat16: 14, torch.float16: 2, torch.float8_e4m3fn: 28}
 EPILOGUES: dict[Epilogue, int] = {"bias": 4, "gelu_tanh": 36, "add": 1}
-TRANSPOSE_FIRST, EPILOGUE, BIAS_POINTER = 3, 7, 8  # attributes of a matmul description
+# Attributes of a matmul description; the scales are of the weight, and of x.
+TRANSPOSE_FIRST, EPILOGUE, BIAS_POINTER, FAST_ACCUMULATION = 3, 7, 8, 25
+SCALE_POINTERS, SCALE_MODES = (17, 18), (31, 32)
+SCALE_OF_EACH_ROW = 3
 MAX_WORKSPACE_BYTES = 1  # attribute of a preference
 MOST_ALGORITHMS = 8
 
@@ -52,6 +57,8 @@ class GemmShape:
     x_stride: int
     out_stride: int
     dtype: torch.dtype
+    """Of out, and of x and weight unless they are in FP8."""
+    fp8: bool = False
 
 
 class CublasLtPlan:
@@ -63,8 +70,15 @@ class CublasLtPlan:
         self._call("MatmulDescCreate", byref(self.description), COMPUTE_32F, REAL_32F)
         self._describe(TRANSPOSE_FIRST, c_int(1))
         self._describe(EPILOGUE, c_int(EPILOGUES[epilogue]))
-        self.weight = self._layout(shape.dtype, shape.k, shape.n, shape.k)
-        self.x = self._layout(shape.dtype, shape.k, shape.rows, shape.x_stride)
+        if shape.fp8:
+            self._describe(FAST_ACCUMULATION, c_int8(1))
+            for mode, pointer in zip(SCALE_MODES, SCALE_POINTERS, strict=True):
+                self._describe(mode, c_int(SCALE_OF_EACH_ROW))
+                # No algorithms are offered without one; it is not read before `run` sets it.
+                self._describe(pointer, c_uint64(ALIGNED_BYTES))
+        dtype = torch.float8_e4m3fn if shape.fp8 else shape.dtype
+        self.weight = self._layout(dtype, shape.k, shape.n, shape.k)
+        self.x = self._layout(dtype, shape.k, shape.rows, shape.x_stride)
         self.out = self._layout(shape.dtype, shape.n, shape.rows, shape.out_stride)
         self.keep = c_float(1.0 if epilogue == "add" else 0.0)
 
@@ -87,22 +101,26 @@ class CublasLtPlan:
         return [result for result in results[: found.value] if result.state == 0]
 
     def run(
-        self, algorithm: Algorithm, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor
+        self, algorithm: Algorithm, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor
     ) -> None:
         """Enqueues one GEMM on the current stream. RuntimeError if cuBLASLt rejects it."""
         if bias is not None:
             self._describe(BIAS_POINTER, c_uint64(bias.data_ptr()))
+        for pointer, matrix in zip(SCALE_POINTERS, (weight, x), strict=True):
+            if isinstance(matrix, Fp8Rows):
+                self._describe(pointer, c_uint64(matrix.scales.data_ptr()))
         one, place = c_float(1), c_void_p(out.data_ptr())
         self._call(
             "Matmul",
             *(self.handle, self.description, byref(one)),
-            *(c_void_p(weight.data_ptr()), self.weight, c_void_p(x.data_ptr()), self.x),
+            *(c_void_p(values(weight).data_ptr()), self.weight),
+            *(c_void_p(values(x).data_ptr()), self.x),
             *(byref(self.keep), place, self.out, place, self.out),
             *(byref(algorithm.algorithm), None, c_size_t(0)),
             c_void_p(torch.cuda.current_stream().cuda_stream),
         )
 
-    def _describe(self, attribute: int, value: c_int | c_uint64) -> None:
+    def _describe(self, attribute: int, value: c_int | c_int8 | c_uint64) -> None:
         self._call(
             "MatmulDescSetAttribute",
             *(self.description, attribute, byref(value), c_size_t(ctypes.sizeof(value))),

@@ -24,6 +24,7 @@ from actors.kernels.gemm.cublaslt import (
     Epilogue,
     GemmShape,
 )
+from actors.kernels.gemm.fp8 import FEWEST_ROWS, Fp8Rows, Matrix, scaled_mm, values
 from actors.kernels.gemm.skinny_gemm import SkinnyGemm, skinny_gemms
 
 MOST_LAUNCHES = 8  # in a row, each with another layer's weights, so that L2 holds none of them
@@ -49,7 +50,7 @@ class CublasLtGemm:
     plan: CublasLtPlan
     algorithm: Algorithm
 
-    def run(self, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
+    def run(self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor) -> None:
         self.plan.run(self.algorithm, weight, bias, x, out)
 
 
@@ -58,41 +59,70 @@ CHOICES: dict[tuple[GemmShape, Epilogue], CublasLtGemm | SkinnyGemm | None] = {}
 
 
 class Gemm:
-    """The same linear layer of every block: weights [n, k], biases [n], in 16 bits."""
+    """The same linear layer of every block: weights [n, k] and biases [n] in 16 bits, and of some
+    layers the weights in FP8, too."""
 
     def __init__(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, epilogue: Epilogue
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor] | None,
+        epilogue: Epilogue,
+        quantised: Sequence[Fp8Rows | None] = (),
     ) -> None:
         assert (biases is None) == (epilogue == "add"), "This is a bug."
         assert all(weight.is_contiguous() for weight in weights), "This is a bug."
         self.weights = weights
         self.biases = biases
         self.epilogue = epilogue
+        self.quantised: Sequence[Fp8Rows | None] = quantised or [None] * len(weights)
 
-    def __call__(self, layer: int, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def fp8(self, layer: int, rows: int) -> bool:
+        """Whether so many rows should be given in FP8."""
+        return rows >= FEWEST_ROWS and self.quantised[layer] is not None
+
+    def __call__(self, layer: int, x: Matrix, out: Tensor | None = None) -> Tensor:
         """x [rows, k], each row contiguous, to [rows, n]; with the epilogue "add", added to `out`.
 
-        `out`: its rows may lie apart, as columns of a wider matrix do.
+        `out`: its rows may lie apart, as columns of a wider matrix do. With x in FP8 the weights
+        are, too.
         """
-        weight = self.weights[layer]
+        weight = self._pairs(x)[layer][0]
+        assert weight is not None, "the layer is not in FP8. This is a bug."
         bias = self.biases[layer] if self.biases else None
-        n, k = weight.shape
+        given = out if out is not None else bias
+        assert given is not None, "the epilogue add needs an output. This is a bug."
+        n, k = values(weight).shape
         stride = n if out is None else out.stride(0)
-        shape = GemmShape(len(x), n, k, x.stride(0), stride, x.dtype)
-        usual = aligned(weight, x, out)
+        form = (given.dtype, isinstance(x, Fp8Rows))
+        shape = GemmShape(len(x), n, k, values(x).stride(0), stride, *form)
+        usual = aligned(values(weight), values(x), out)
         if usual and _tuning.get() and (shape, self.epilogue) not in CHOICES:
             CHOICES[shape, self.epilogue] = self._fastest(shape, x)
         choice = CHOICES.get((shape, self.epilogue))
         if choice is None or not usual:
             return self._plain(weight, bias, x, out)
         if out is None:
-            out = x.new_empty(shape.rows, shape.n)
+            out = given.new_empty(shape.rows, shape.n)
         choice.run(weight, bias, x, out)
         return out
 
-    def _plain(self, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor | None) -> Tensor:
+    def _pairs(self, x: Matrix) -> list[tuple[Matrix | None, Tensor | None]]:
+        """The weight of each layer that fits such an x, and the bias."""
+        weights: Sequence[Matrix | None] = self.weights if isinstance(x, Tensor) else self.quantised
+        biases: Sequence[Tensor | None] = self.biases or [None] * len(weights)
+        return list(zip(weights, biases, strict=True))
+
+    def _plain(self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor | None) -> Tensor:
+        if isinstance(weight, Fp8Rows) and isinstance(x, Fp8Rows):
+            assert self.epilogue != "gelu_tanh", "This is a bug."
+            if bias is not None:
+                result = scaled_mm(x, weight, bias, bias.dtype)
+                return result if out is None else out.copy_(result)
+            assert out is not None, "This is a bug."
+            return out.add_(scaled_mm(x, weight, None, out.dtype))
+        weight, x = values(weight), values(x)
         if bias is None:
-            assert out is not None, "the epilogue add needs an output. This is a bug."
+            assert out is not None, "This is a bug."
             return out.addmm_(x, weight.t())
         if self.epilogue == "gelu_tanh":
             result = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
@@ -100,17 +130,17 @@ class Gemm:
             result = F.linear(x, weight, bias)
         return result if out is None else out.copy_(result)
 
-    def _fastest(self, shape: GemmShape, x: Tensor) -> CublasLtGemm | SkinnyGemm | None:
+    def _fastest(self, shape: GemmShape, x: Matrix) -> CublasLtGemm | SkinnyGemm | None:
         """None: only torch's GEMM takes this shape."""
-        scratch = x.new_zeros(shape.rows, shape.out_stride)[:, : shape.n]
+        scratch = values(x).new_zeros(shape.rows, shape.out_stride, dtype=shape.dtype)[:, : shape.n]
+        pairs = [(weight, bias) for weight, bias in self._pairs(x) if weight is not None]
         timed = []
-        for index, choice in enumerate(choices(shape, self.epilogue, x.device)):
+        for index, choice in enumerate(choices(shape, self.epilogue, scratch.device)):
 
             def launch(choice: CublasLtGemm | SkinnyGemm = choice) -> None:
                 for turn in range(launches(shape)):
-                    layer = turn % len(self.weights)
-                    bias = self.biases[layer] if self.biases else None
-                    choice.run(self.weights[layer], bias, x, scratch)
+                    weight, bias = pairs[turn % len(pairs)]
+                    choice.run(weight, bias, x, scratch)
 
             with suppress(RuntimeError):  # offered, but rejected when it runs
                 favour = FAVOUR if isinstance(choice, SkinnyGemm) else 1.0
@@ -127,7 +157,8 @@ def choices(
     with suppress(OSError, RuntimeError):
         plan = CublasLtPlan(shape, epilogue)
         yield from (CublasLtGemm(plan, algorithm) for algorithm in plan.algorithms())
-    yield from skinny_gemms(shape, epilogue, device)
+    if not shape.fp8:
+        yield from skinny_gemms(shape, epilogue, device)
 
 
 def launches(shape: GemmShape) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from actors.kernels.gemm.cublaslt import Epilogue, GemmShape
+from actors.kernels.gemm.fp8 import Matrix
 from actors.kernels.hopper import cuda
 from actors.kernels.hopper.cuda import (
     ELEMENTS,
@@ -91,7 +92,9 @@ class SkinnyGemm:
     tile: GemmTile
     kernel: LoadedKernel
 
-    def run(self, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
+    def run(self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor) -> None:
+        assert isinstance(weight, Tensor), "This is a bug."
+        assert isinstance(x, Tensor), "This is a bug."
         boxes = (x, self.tile.rows), (weight, 64 * self.tile.groups), (out, UNIT)
         maps = b"".join(tensor_map(matrix, (rows, COLUMNS)) for matrix, rows in boxes)
         n, k = weight.shape

@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from actors.kernels.gemm import fp8
+from actors.kernels.gemm.fp8 import Fp8Rows
 from actors.kernels.hopper.cuda import overlaps
 
 BLOCK = 1024  # columns or pairs per program
@@ -19,6 +21,9 @@ WIDE = 2048  # norms of wider rows take one row per program
 NORM_ROWS = 2048
 """Norms of up to this many rows are fastest with four rows per program, others with two (H200)."""
 SHIFT_ROWS = 4
+FEWEST_REST = 16
+
+LARGEST, TINY = tl.constexpr(fp8.LARGEST), tl.constexpr(fp8.TINY)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -28,12 +33,14 @@ def norm_kernel(
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
+    scales: tl.tensor,
     rows: tl.tensor,
     epsilon: tl.tensor,
     CENTRED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    FP8: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """ROWS rows per program."""
@@ -54,6 +61,10 @@ def norm_kernel(
     value = tl.where(inside, value, 0.0)
     scale = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + epsilon)[:, None]
     result = value * scale * by + plus
+    if FP8:
+        largest = tl.maximum(tl.max(tl.abs(result), 1), TINY)[:, None]
+        tl.store(scales + row, largest / LARGEST, mask=row < rows)
+        result *= LARGEST / largest
     tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -61,8 +72,32 @@ def norm(
     x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, epsilon: float, *, centred: bool
 ) -> Tensor:
     """LayerNorm (centred) or RMSNorm of x + shift: x [rows, width], shift float32 [width]."""
-    rows, width = x.shape
     out = torch.empty_like(x)
+    launch_norm(x, shift, weight, bias, epsilon, centred, out, None)
+    return out
+
+
+def quantised_norm(
+    x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, epsilon: float, *, centred: bool
+) -> Fp8Rows:
+    """As norm, in FP8."""
+    out = empty_fp8(x, x.shape[1])
+    launch_norm(x, shift, weight, bias, epsilon, centred, out.values, out.scales)
+    return out
+
+
+def launch_norm(
+    x: Tensor,
+    shift: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    epsilon: float,
+    centred: bool,
+    out: Tensor,
+    scales: Tensor | None,
+) -> None:
+    """`scales`: of the rows of `out`, which is in FP8."""
+    rows, width = x.shape
     early = overlaps(x.device, rows)
     together, warps = (4, 4) if rows <= NORM_ROWS else (2, 2)
     if width > WIDE:
@@ -73,15 +108,98 @@ def norm(
         weight,
         bias,
         out,
+        out if scales is None else scales,
         rows,
         epsilon,
         CENTRED=centred,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         ROWS=together,
+        FP8=scales is not None,
         OVERLAPS=early,
         launch_pdl=early,
         num_warps=warps,
+    )
+
+
+def empty_fp8(x: Tensor, width: int) -> Fp8Rows:
+    """As many rows as x, uninitialised."""
+    return Fp8Rows(
+        torch.empty(len(x), width, dtype=torch.float8_e4m3fn, device=x.device),
+        torch.empty(len(x), dtype=torch.float32, device=x.device),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def activated(
+    at: tl.tensor, mask: tl.tensor, width: tl.tensor, ACTIVATION: tl.constexpr
+) -> tl.tensor:
+    """The activation of what is there, in float32; of gated ones the other half is `width` on."""
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh" or ACTIVATION == "geglu_tanh":
+        # (1 + tanh(z)) / 2 is the sigmoid of 2z.
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "quick_gelu":
+        x = x * tl.sigmoid(1.702 * x)
+    elif ACTIVATION == "swiglu":
+        x = x * tl.sigmoid(x)
+    if ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh":
+        x *= tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def quantise_kernel(
+    x: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """One row per program: FIRST columns and up to REST more, so that few lanes are idle."""
+    row = tl.program_id(0).to(tl.int64)
+    first, rest = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    if OVERLAPS:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    at = x + row * stride
+    a = activated(at + first, first < width, width, ACTIVATION)
+    b = activated(at + rest, rest < width, width, ACTIVATION)
+    largest = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0))
+    largest = tl.maximum(largest, TINY)
+    tl.store(scales + row, largest / LARGEST)
+    to = out + row * width
+    kind = out.dtype.element_ty
+    tl.store(to + first, (a * (LARGEST / largest)).to(kind), mask=first < width)
+    tl.store(to + rest, (b * (LARGEST / largest)).to(kind), mask=rest < width)
+
+
+def quantised(x: Tensor, activation: str = "") -> Fp8Rows:
+    """The rows of x, or of its activation, in FP8: x [rows, width], or [rows, 2 x width] for one
+    that is gated; each row is contiguous."""
+    rows, width = x.shape
+    if activation in ("swiglu", "geglu_tanh"):
+        width //= 2
+    out, early = empty_fp8(x, width), overlaps(x.device, rows)
+    first = triton.next_power_of_2(width + 1) // 2
+    quantise_kernel[(rows,)](
+        x,
+        out.values,
+        out.scales,
+        x.stride(0),
+        width,
+        ACTIVATION=activation,
+        FIRST=first,
+        REST=max(FEWEST_REST, triton.next_power_of_2(width - first)),
+        OVERLAPS=early,
+        launch_pdl=early,
+        num_warps=8 if width > WIDE else 4,
     )
     return out
 

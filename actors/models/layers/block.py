@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.kernels.attention import Attention, Values
+from actors.kernels.gemm import fp8
 from actors.options import BlockForm
 
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh"]
@@ -27,6 +28,10 @@ WINDOW = "window_"
 
 Layer = TypeVar("Layer")
 
+Computed = Callable[["Affine", Tensor], Tensor]
+
+_computed: list[Computed] = []
+"""Of `computed_by`. No ContextVar, which torch.compile does not read."""
 _between_layers: ContextVar[Callable[[], None] | None] = ContextVar("between_layers", default=None)
 
 
@@ -61,6 +66,16 @@ class Affine:
     clips: Tensor | None = None
     """[parts, 4]: the least and most that goes into each of the linear layers that are fused here,
     and that comes out (Gemma 4)."""
+    name: str = ""
+    """Of the first of the linear layers that are fused here, as the checkpoint calls it."""
+    fp8: bool = False
+    """Whether it is computed in FP8: weight and x, but not the bias."""
+
+    def gemm(self, x: Tensor) -> Tensor:
+        """As `linear`, or in FP8: for layers that the fast form may compute in FP8."""
+        if _computed:
+            return _computed[-1](self, x)
+        return fp8.linear(x, self.weight, self.bias) if self.fp8 else self.linear(x)
 
     def linear(self, x: Tensor) -> Tensor:
         if self.clips is None:
@@ -94,6 +109,16 @@ class BlockWeights:
     head size] over each; [3, head size]: of v, too."""
     after: tuple[Affine, Affine] | None = None
     """Norms of what attention and what the MLP adds, with `both_norms`."""
+
+
+@contextmanager
+def computed_by(call: Computed) -> Iterator[None]:
+    """`call` computes the layers whose `gemm` is called inside, as `calibrate` does."""
+    _computed.append(call)
+    try:
+        yield
+    finally:
+        _computed.pop()
 
 
 class Blocks(Protocol):
@@ -168,7 +193,7 @@ class ReferenceBlocks:
     ) -> Tensor:
         """The part of a layer before attention: packed q, k, v, rotated."""
         y = x if self.style.post_norm else self.norm(x, layer.norm1)
-        qkv = layer.qkv.linear(y).view(len(x), 3, self.style.heads, -1)
+        qkv = layer.qkv.gemm(y).view(len(x), 3, self.style.heads, -1)
         if layer.qk_norm is not None:
             count = len(layer.qk_norm)
             normed = qk_normed(qkv[:, :count], layer.qk_norm, self.style.epsilon)
@@ -192,8 +217,8 @@ class ReferenceBlocks:
         return NORMS[self.style.norm](x, norm, self.style.epsilon)
 
     def mlp(self, x: Tensor, layer: BlockWeights) -> Tensor:
-        up = ACTIVATIONS[self.style.activation](layer.up.linear(x))
-        return layer.down.linear(up)
+        up = ACTIVATIONS[self.style.activation](layer.up.gemm(x))
+        return layer.down.gemm(up)
 
 
 class CompiledBlocks(ReferenceBlocks):

@@ -6,12 +6,15 @@ Equal to ReferenceBlocks within the rounding of the dtype, and safe to capture. 
 - GELU happens in the epilogue of the up GEMM, which needs an MLP width that is a multiple of 128.
   So the width is padded with zeros, which every activation keeps. Without padding, GEMMs of odd
   widths, such as Qwen2.5-VL's 3420, are slow.
+Rows for GEMMs in FP8 are quantised by what runs before them anyway: the norm, and a kernel that
+applies the activation, which is therefore not in the epilogue. Nothing is there for proj: a pass of
+its own would take what its GEMM gains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +22,16 @@ from torch import Tensor
 
 from actors.kernels.attention import Attention, Values
 from actors.kernels.gemm.cublaslt import Epilogue
+from actors.kernels.gemm.fp8 import Matrix
 from actors.kernels.gemm.gemm import Gemm
-from actors.kernels.triton.elementwise import norm, rotate_, shifted, swiglu
+from actors.kernels.triton.elementwise import (
+    norm,
+    quantised,
+    quantised_norm,
+    rotate_,
+    shifted,
+    swiglu,
+)
 from actors.models.layers.block import (
     ACTIVATIONS,
     Affine,
@@ -67,15 +78,16 @@ class FastBlocks:
         self.layers, self.shifts = fold(weights)
         inner = weights[0].down.weight.shape[1]
         padding, gates = -inner % MLP_MULTIPLE, len(weights[0].up.weight) // inner
-        up, down = [layer.up for layer in weights], [layer.down.weight for layer in weights]
+        up, down = [layer.up for layer in weights], [layer.down for layer in weights]
         if padding:  # with no padding F.pad would still copy
             up = [padded(layer, padding, gates) for layer in up]
-            down = [F.pad(weight, (0, padding)) for weight in down]
-        self.qkv = affine([layer.qkv for layer in weights], "bias")
+            down = [replace(one, weight=F.pad(one.weight, (0, padding))) for one in down]
+        self.qkv = gemm([layer.qkv for layer in weights], "bias")
         self.proj = Gemm([layer.proj.weight for layer in weights], None, "add")
-        self.up = affine(up, "gelu_tanh" if gelu else "bias")
-        self.activate = None if gelu else (ACTIVATIONS | {"swiglu": swiglu})[style.activation]
-        self.down = Gemm(down, None, "add")
+        self.up = gemm(up, "bias")
+        self.up_gelu = Gemm(self.up.weights, self.up.biases, "gelu_tanh") if gelu else None
+        self.activate = (ACTIVATIONS | {"swiglu": swiglu})[style.activation]
+        self.down = gemm(down, "add")
 
     def __call__(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, values: Values
@@ -100,7 +112,8 @@ class FastBlocks:
         seen: Values,
     ) -> None:
         """Adds to x. A method, so that its intermediate tensors are freed before the MLP."""
-        qkv = self.qkv(index, self.norm(x, layer.shift1, layer.norm1))
+        fp8 = self.qkv.fp8(index, len(x))
+        qkv = self.qkv(index, self.norm(x, layer.shift1, layer.norm1, fp8))
         qkv = qkv.view(len(x), 3, self.style.heads, -1)
         if layer.qk_norm is not None:
             qkv[:, :2] = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
@@ -109,23 +122,31 @@ class FastBlocks:
         self.proj(index, self.attention(qkv, seen), x)
 
     def mlp(self, index: int, layer: FastLayer, x: Tensor) -> None:
-        y = self.up(index, self.norm(x, layer.shift2, layer.norm2))
-        self.down(index, self.activate(y) if self.activate else y, x)
+        fp8 = self.up.fp8(index, len(x)), self.down.fp8(index, len(x))
+        y = self.norm(x, layer.shift2, layer.norm2, fp8[0])
+        if self.up_gelu and not any(fp8):
+            self.down(index, self.up_gelu(index, y), x)
+            return
+        y = self.up(index, y)
+        self.down(index, quantised(y, self.style.activation) if fp8[1] else self.activate(y), x)
 
-    def norm(self, x: Tensor, shift: Tensor, by: Affine) -> Tensor:
+    def norm(self, x: Tensor, shift: Tensor, by: Affine, fp8: bool) -> Matrix:
         centred = self.style.norm == "layer"
-        return norm(x, shift, by.weight, by.bias, self.style.epsilon, centred=centred)
+        kernel = quantised_norm if fp8 else norm
+        return kernel(x, shift, by.weight, by.bias, self.style.epsilon, centred=centred)
 
 
-def affine(layers: Sequence[Affine], epilogue: Epilogue) -> Gemm:
-    return Gemm([layer.weight for layer in layers], [layer.bias for layer in layers], epilogue)
+def gemm(layers: Sequence[Affine], epilogue: Epilogue) -> Gemm:
+    biases = None if epilogue == "add" else [layer.bias for layer in layers]
+    fp8 = [quantised(layer.weight) if layer.fp8 else None for layer in layers]
+    return Gemm([layer.weight for layer in layers], biases, epilogue, fp8)
 
 
 def padded(linear: Affine, rows: int, parts: int) -> Affine:
     """Appends `rows` rows of zeros to each of the parts."""
     weight, bias = (each.unflatten(0, (parts, -1)) for each in (linear.weight, linear.bias))
     weight, bias = F.pad(weight, (0, 0, 0, rows)), F.pad(bias, (0, rows))
-    return Affine(weight.flatten(0, 1), bias.flatten())
+    return replace(linear, weight=weight.flatten(0, 1), bias=bias.flatten())
 
 
 def fold(weights: Sequence[BlockWeights]) -> tuple[list[FastLayer], list[Tensor]]:

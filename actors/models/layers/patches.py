@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.kernels.attention import Values
+from actors.kernels.gemm.fp8 import Matrix
 from actors.kernels.gemm.gemm import Gemm
 from actors.models.layers.block import NORMS, Affine, Norm
 
@@ -61,8 +62,12 @@ class Merger:
         self.norm = norm
         self.kind = kind
         self.epsilon = epsilon
-        self.up = Gemm([up.weight], [up.bias], "bias")
-        self.down = Gemm([down.weight], [down.bias], "bias")
+        self.linears = up, down
+        self.gemms: tuple[Gemm, Gemm] | None = None
+        if norm.weight.is_cuda and norm.weight.dtype != torch.float32:
+            from actors.models.layers.fast import gemm  # needs Triton, which comes with CUDA
+
+            self.gemms = gemm([up], "bias"), gemm([down], "bias")
         self.nothing = torch.zeros_like(norm.weight, dtype=torch.float32)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -70,17 +75,27 @@ class Merger:
 
         `out`: where to write the rows, such as columns of wider rows.
         """
-        x = self.normed(x.reshape(-1, len(self.norm.weight))).view(-1, self.up.weights[0].shape[1])
-        return self.down(0, F.gelu(self.up(0, x)), out)
+        up, down = self.linears
+        columns = up.weight.shape[1]
+        rows = x.reshape(-1, len(self.norm.weight))
+        if self.gemms is None:
+            y = NORMS[self.kind](rows, self.norm, self.epsilon).view(-1, columns)
+            y = down.gemm(F.gelu(up.gemm(y)))
+            return y if out is None else out.copy_(y)
+        from actors.kernels.triton.elementwise import norm, quantised, quantised_norm
 
-    def normed(self, x: Tensor) -> Tensor:
-        if not x.is_cuda or x.dtype == torch.float32:
-            return NORMS[self.kind](x, self.norm, self.epsilon)
-        from actors.kernels.triton.elementwise import norm  # Triton needs CUDA
-
-        centred = self.kind == "layer"
-        by = self.norm
-        return norm(x, self.nothing, by.weight, by.bias, self.epsilon, centred=centred)
+        first, second = self.gemms
+        fp8 = first.fp8(0, len(x)), second.fp8(0, len(x))
+        by, centred = self.norm, self.kind == "layer"
+        if fp8[0] and rows.shape[1] == columns:
+            made: Matrix = quantised_norm(
+                rows, self.nothing, by.weight, by.bias, self.epsilon, centred=centred
+            )
+        else:
+            made = norm(rows, self.nothing, by.weight, by.bias, self.epsilon, centred=centred)
+            made = quantised(made.view(-1, columns)) if fp8[0] else made.view(-1, columns)
+        y = first(0, made)
+        return second(0, quantised(y, "gelu") if fp8[1] else F.gelu(y), out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Every checkpoint has the same six parts in a block, under names of its own (`Blo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,7 +75,8 @@ def reordered(layer: BlockWeights, heads: int, order: Tensor) -> BlockWeights:
         return torch.stack([query[:, place], key[:, place], value]).flatten(0, 2)
 
     place = order.to(layer.qkv.weight.device)
-    return replace(layer, qkv=Affine(sort(layer.qkv.weight), sort(layer.qkv.bias)))
+    weight, bias = sort(layer.qkv.weight), sort(layer.qkv.bias)
+    return replace(layer, qkv=replace(layer.qkv, weight=weight, bias=bias))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +113,17 @@ class Weights:
     """The tensors of a tower, moved to its device and dtype when they are read."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
+        self,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        fp8: Collection[str] = (),
     ) -> None:
+        """`fp8`: the linear layers that are computed in FP8; of fused ones, the first."""
         self.tensors = tensors
         self.device = device
         self.dtype = dtype
+        self.fp8 = fp8
 
     def place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype)
@@ -125,7 +132,8 @@ class Weights:
         """The layers with these names, concatenated."""
         weights = [self.tensors[f"{name}.weight"] for name in names]
         biases = [self.bias(name, weight) for name, weight in zip(names, weights, strict=True)]
-        return Affine(self.place(torch.cat(weights)), self.place(torch.cat(biases)))
+        weight, bias = self.place(torch.cat(weights)), self.place(torch.cat(biases))
+        return Affine(weight, bias, name=names[0], fp8=names[0] in self.fp8)
 
     def bias(self, name: str, weight: Tensor) -> Tensor:
         """The layer's bias, or zeros on the weight's device."""
@@ -139,7 +147,11 @@ class Weights:
             return self.affine(linear)
         scales = self.tensors[scale].float()
         weight, bias = (self.tensors[f"{linear}.{part}"] for part in ("weight", "bias"))
-        return Affine(self.place(weight * scales[:, None]), self.place(bias * scales))
+        return replace(
+            self.affine(linear),
+            weight=self.place(weight * scales[:, None]),
+            bias=self.place(bias * scales),
+        )
 
     def embedding(self, name: str, spec: ModelSpec) -> Affine:
         """For `uint8 - 128`: see patches.folded_embedding."""

@@ -130,6 +130,7 @@ def test_the_model_card_shows_the_form_in_use(
     graphs = model_card(options, read(options.model))["graphs"]
     assert isinstance(graphs, dict)
     assert graphs["blocks"] == shown
+    assert graphs["precision"] == "bf16"
 
 
 CONFIG = """

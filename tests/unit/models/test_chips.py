@@ -29,9 +29,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from actors.kernels.gemm import fp8
 from actors.kernels.hopper.cuda import overlaps
 from actors.kernels.triton import attention_kernel
-from actors.kernels.triton.elementwise import add_positions_, norm, rotate_, shifted, swiglu
+from actors.kernels.triton.elementwise import (
+    add_positions_,
+    norm,
+    quantised,
+    quantised_norm,
+    rotate_,
+    shifted,
+    swiglu,
+)
 
 Chip = tuple[int, int]
 Launched = Callable[[Chip], list[Any]]
@@ -141,6 +150,22 @@ def test_what_runs_between_gemms_fits(
     rotate_(bf16(rows, 3, 16, 72), half, half)
     swiglu(bf16(rows, 2 * 3456))
     assert len(kernels) == 6
+    for kernel in kernels:
+        check(kernel, chip, tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("rows", [400, 8192])
+@pytest.mark.parametrize("chip", [chip for chip in SHARED_KIB if chip >= fp8.CAPABILITY])
+def test_what_quantises_fits(chip: Chip, rows: int, launched: Launched, tmp_path: Path) -> None:
+    kernels = launched(chip)
+    for width in (1152, 4608):  # a tower's, and a merger's
+        x, by = bf16(rows, width), bf16(width)
+        quantised_norm(x, torch.empty(width), by, by, 1e-6, centred=True)
+    quantised(bf16(rows, 3, 16, 72)[:, 0].flatten(1))
+    for activation in ("gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh"):
+        quantised(bf16(rows, 4352), activation)
+    assert len(kernels) == 8
     for kernel in kernels:
         check(kernel, chip, tmp_path)
 

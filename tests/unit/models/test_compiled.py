@@ -36,7 +36,8 @@ STYLES = (
 def layer(style: Style, generator: torch.Generator, *, qk_norm: bool) -> BlockWeights:
     def affine(rows: int, *columns: int) -> Affine:
         weight = torch.randn(rows, *columns, generator=generator) / WIDTH**0.5
-        return Affine(weight, torch.randn(rows, generator=generator))
+        name = str(float(weight.sum()))  # layers have names of their own
+        return Affine(weight, torch.randn(rows, generator=generator), name=name)
 
     return BlockWeights(
         norm1=affine(WIDTH),

@@ -18,6 +18,7 @@ from actors.kernels.gemm.cublaslt import (
     Epilogue,
     GemmShape,
 )
+from actors.kernels.gemm.fp8 import Matrix
 from actors.kernels.gemm.gemm import (
     CHOICES,
     FAVOUR,
@@ -65,7 +66,7 @@ class Chosen(CublasLtPlan):
         pass
 
     def run(
-        self, algorithm: Algorithm, weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor
+        self, algorithm: Algorithm, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor
     ) -> None:
         raise RuntimeError("chosen")
 
@@ -83,7 +84,7 @@ def test_an_algorithm_that_is_refused_when_it_runs_is_passed_over(
         def algorithms(self) -> list[Algorithm]:
             return offered
 
-        def run(self, algorithm: Algorithm, *_: Tensor | None) -> None:
+        def run(self, algorithm: Algorithm, *_: Matrix | None) -> None:
             if algorithm is refused:
                 raise RuntimeError("cuBLASLt failed with code 15")
 
@@ -108,7 +109,7 @@ def test_an_algorithm_that_is_refused_when_it_runs_is_passed_over(
 class Ours(SkinnyGemm):
     """A kernel of our own that has nothing to launch."""
 
-    def run(self, *_: Tensor | None) -> None:
+    def run(self, *_: Matrix | None) -> None:
         pass
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -100,6 +100,50 @@ def test_a_quantised_language_model_beside_a_plain_tower(tmp_path: Path) -> None
     language["model.language_model.a.weight_scale_inv"] = torch.ones(1)
     save_file(tower() | language, tmp_path / SINGLE)
     assert load(Folder(tmp_path), PREFIXES, EXPECTED).keys() == EXPECTED.keys()
+
+
+WIDE = {"a.weight": (200, 300), "a.bias": (200,)}
+
+
+def fp8_blocks(scale: Tensor) -> Tensor:
+    """Scales of blocks for each value of a matrix of 200 x 300."""
+    return torch.stack([scale[row // 128, torch.arange(300) // 128] for row in range(200)])
+
+
+@pytest.mark.parametrize(
+    ("suffix", "scale", "scales"),
+    [
+        ("weight_scale", torch.tensor(0.25), lambda scale: scale),
+        ("weight_scale", torch.tensor([0.25]), lambda scale: scale),
+        ("weight_scale", torch.rand(200, 1), lambda scale: scale),
+        ("weight_scale", torch.rand(200), lambda scale: scale[:, None]),
+        ("weight_scale_inv", torch.rand(2, 3), fp8_blocks),
+        ("weight_scale", torch.rand(2, 3).bfloat16(), fp8_blocks),
+    ],
+    ids=["tensor", "tensor of one", "channels", "channels flat", "blocks", "blocks in bfloat16"],
+)
+def test_a_tower_in_fp8_is_read_in_bfloat16(
+    suffix: str, scale: Tensor, scales: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    values = torch.randn(200, 300).to(torch.float8_e4m3fn)
+    stored = {"visual.a.weight": values, "visual.a.bias": torch.randn(200)}
+    first = stored | {"visual.a.input_scale": torch.ones(1)}
+    # The scale is in another shard than what it is of.
+    files = write(
+        tmp_path, {"1.safetensors": first, "2.safetensors": {f"visual.a.{suffix}": scale}}
+    )
+    weights = load(files, PREFIXES, WIDE)
+    assert weights.keys() == WIDE.keys()
+    assert torch.equal(weights["a.weight"], (values.float() * scales(scale).float()).bfloat16())
+    assert torch.equal(weights["a.bias"], stored["visual.a.bias"])
+
+
+def test_a_scale_of_another_shape_is_named(tmp_path: Path) -> None:
+    values = torch.randn(200, 300).to(torch.float8_e4m3fn)
+    stored = {"visual.a.weight": values, "visual.a.bias": torch.randn(200)}
+    save_file(stored | {"visual.a.weight_scale": torch.ones(3, 3)}, tmp_path / SINGLE)
+    with pytest.raises(CheckpointError, match=r"scale of a.weight .*\[3, 3\].*one for each row"):
+        load(Folder(tmp_path), PREFIXES, WIDE)
 
 
 def test_a_shard_that_is_not_there(tmp_path: Path) -> None:

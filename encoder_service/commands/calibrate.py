@@ -1,0 +1,217 @@
+"""`encoder-service calibrate CONFIG IMAGES`: which linear layers run in FP8, by your own pictures.
+
+In plain torch and float32 each layer is quantised alone: how far are its own output and the final
+rows off? Then as many are as the limits allow, those first that save most time for their error in
+the rows. The rows are compared with what the service gives in `model.dtype`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from actors.engine.budgets import Segments
+from actors.engine.device import Device, open_device
+from actors.engine.graphs import GraphSet
+from actors.errors import ConfigError
+from actors.families.registry import read
+from actors.kernels.gemm import fp8
+from actors.media.image import decode
+from actors.media.patchify import patchifier_of
+from actors.models.layers.block import Affine, blocks_of, computed_by
+from actors.models.load import build, check_fp8, tensors, weights_digest
+from actors.models.precision import PrecisionPlan
+from actors.models.tower import Tower
+from actors.options import ModelOptions
+from actors.spec.model_spec import ModelSpec
+from actors.types import Item
+from encoder_service.commands import above_zero, add_command
+from encoder_service.config import encoders, load
+
+ROWS_ERROR = 5e-2
+ROWS_COSINE = 0.998
+"""What the rows of every image must keep to."""
+
+
+def add(subcommands: Any) -> None:
+    parser = add_command(
+        subcommands, "calibrate", run, "find the layers that can run in FP8, by your own pictures"
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="such as configs/qwen3vl.yaml")
+    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="a file")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="for graphs.precision_file"
+    )
+    parser.add_argument(
+        "--bound",
+        type=above_zero,
+        default=6e-2,
+        metavar="ERROR",
+        help="a layer whose output has a larger relative error is not computed in FP8",
+    )
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Prints a table and writes the plan. Raises StartError, InvalidRequest, OSError."""
+    service = next(iter(encoders(load(options.config)).values()))
+    spec = read(service.model)
+    device = open_device(service.encoder.device)
+    check_fp8(spec, device.device)
+    patchifier = patchifier_of(spec)
+    items = []
+    for path in options.images:
+        cut, patches = patchifier.patchify(decode(path.read_bytes(), service.preprocess.alpha))
+        items.append(Item(cut, patches.numpy()))
+    calibration = Calibration(service.model, spec, device, items)
+    plan = calibration.plan(options.bound)
+    console.print(table(calibration.errors, plan))
+    console.print(
+        f"{len(plan.fp8)} of {len(calibration.errors)} layers in FP8. Rows of {plan.images} images "
+        f"against {spec.dtype}: relative error {plan.rows_error:.1e}, cosine {plan.rows_cosine:.5f}"
+    )
+    options.out.write_text(plan.model_dump_json(indent=2) + "\n")
+    console.print(f"graphs: {{precision: fp8, precision_file: {options.out}}}", highlight=False)
+    return 0
+
+
+@dataclass(slots=True)
+class LayerError:
+    """Of one layer over all images, if it alone is in FP8."""
+
+    operations: int = 0
+    error: float = 0.0  # squares of the errors of its output
+    output: float = 0.0  # squares of its output
+    rows: float = 0.0  # the relative error of the final rows
+
+    @property
+    def relative(self) -> float:
+        return math.sqrt(self.error / self.output)
+
+    @property
+    def price(self) -> float:
+        """Errors of layers add up in squares; time saved is as its operations."""
+        return self.rows**2 / self.operations
+
+
+class Calibration:
+    """One tower on one device, in FP8 and as it is, on the same images."""
+
+    def __init__(
+        self, options: ModelOptions, spec: ModelSpec, device: Device, items: Sequence[Item]
+    ) -> None:
+        self.options = options
+        self.spec = spec
+        self.device = device
+        self.items = items
+        weights = tensors(options, spec, device.device)
+        self.expected = self.encode(build(spec, weights, device.device))
+        plain = replace(spec, dtype="float32")
+        self.plain = build(plain, weights, device.device, blocks_of("reference"))
+        self.errors = self.layer_errors()
+        """By layer, in the order in which they run."""
+
+    def plan(self, bound: float) -> PrecisionPlan:
+        """With as many layers in FP8 as the limits allow. Raises ConfigError if that is none."""
+        within = [name for name, each in self.errors.items() if each.relative <= bound]
+        within.sort(key=lambda name: self.errors[name].price)
+        best: tuple[int, Deviation] | None = None
+        low, high, count = 1, len(within), len(within)
+        while low <= high:
+            found = self.deviation(within[:count])
+            if found.fits:
+                best, low = (count, found), count + 1
+            else:
+                high = count - 1
+            count = (low + high) // 2
+        if best is None:
+            least = min(each.relative for each in self.errors.values())
+            raise ConfigError(
+                f"no layer can be computed in FP8: their relative errors are {least:.1e} and more, "
+                f"--bound is {bound:.1e}, and that of the rows must be below {ROWS_ERROR:.0e}: "
+                "leave graphs.precision at bf16"
+            )
+        count, found = best
+        chosen = tuple(name for name in self.errors if name in within[:count])
+        return PrecisionPlan(
+            model=self.options.id,
+            weights=weights_digest(self.options),
+            fp8=chosen,
+            errors={name: self.errors[name].relative for name in chosen},
+            rows_error=found.error,
+            rows_cosine=found.cosine,
+            images=len(self.items),
+        )
+
+    def deviation(self, layers: Collection[str]) -> Deviation:
+        """Of the image that suffers most."""
+        pairs = list(zip(self.rows(layers), self.expected, strict=True))
+        return Deviation(
+            max(relative(rows, those) for rows, those in pairs),
+            min(float(F.cosine_similarity(rows, those).mean()) for rows, those in pairs),
+        )
+
+    def rows(self, layers: Collection[str]) -> list[Tensor]:
+        """Of each image, with these layers in FP8 and all else in float32."""
+
+        def compute(linear: Affine, x: Tensor) -> Tensor:
+            if linear.name not in layers:
+                return linear.linear(x)
+            return fp8.linear(x, linear.weight, linear.bias)
+
+        with computed_by(compute):
+            return self.encode(self.plain)
+
+    def layer_errors(self) -> dict[str, LayerError]:
+        errors: defaultdict[str, LayerError] = defaultdict(LayerError)
+
+        def measure(linear: Affine, x: Tensor) -> Tensor:
+            exact, found = linear.linear(x), errors[linear.name]
+            rough = fp8.linear(x, linear.weight, linear.bias)
+            found.error += float((rough - exact).square().sum())
+            found.output += float(exact.square().sum())
+            found.operations += len(x) * linear.weight.numel()
+            return exact
+
+        with computed_by(measure):
+            exact = self.encode(self.plain)
+        for name, found in errors.items():
+            pairs = zip(self.rows({name}), exact, strict=True)
+            found.rows = max(relative(rows, those) for rows, those in pairs)
+        return errors
+
+    def encode(self, tower: Tower) -> list[Tensor]:
+        graphs = GraphSet(tower, self.spec.paths[0], (), Segments(0), self.device)
+        return [self.device.read_back(graphs.run(None, [item]))().float() for item in self.items]
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    error: float
+    cosine: float
+
+    @property
+    def fits(self) -> bool:
+        return self.error < ROWS_ERROR and self.cosine > ROWS_COSINE
+
+
+def relative(rows: Tensor, expected: Tensor) -> float:
+    return float((rows - expected).norm() / expected.norm())
+
+
+def table(errors: Mapping[str, LayerError], plan: PrecisionPlan) -> Table:
+    """Relative errors of each layer alone."""
+    shown = Table("layer", "its error", "the rows'", "precision")
+    for name, each in errors.items():
+        precision = "FP8" if name in plan.fp8 else "as before"
+        shown.add_row(name, f"{each.relative:.1e}", f"{each.rows:.1e}", precision)
+    return shown

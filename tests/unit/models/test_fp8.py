@@ -1,0 +1,321 @@
+"""FP8: the numbers, the plan that `calibrate` makes, and what refuses it. On the CPU, emulated."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from actors.engine.budgets import Segments
+from actors.engine.device import Device
+from actors.engine.graphs import GraphSet
+from actors.errors import ConfigError
+from actors.families.registry import read
+from actors.kernels.attention import SegmentAttention
+from actors.kernels.gemm import fp8
+from actors.kernels.gemm import gemm as gemms
+from actors.kernels.gemm.gemm import Gemm
+from actors.media.patchify import patchifier_of
+from actors.models import load as towers
+from actors.models.layers.block import (
+    ACTIVATIONS,
+    Activation,
+    Affine,
+    BlockWeights,
+    ReferenceBlocks,
+    Style,
+)
+from actors.models.load import build, load, tensors
+from actors.models.precision import PrecisionPlan, read_plan, rows_digest
+from actors.options import GraphOptions, ModelOptions, validated
+from actors.startup import open_engine
+from actors.telemetry.metrics import EncoderMetrics
+from actors.types import Item
+from encoder_service import cli
+from encoder_service.commands import calibrate
+from encoder_service.commands.calibrate import ROWS_COSINE, ROWS_ERROR, Calibration, relative
+from encoder_service.config import fit, parse
+
+CPU = torch.device("cpu")
+ENOUGH = 10
+"""Rows for FP8, here."""
+TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
+LAYERS = ("blocks.3.mlp.linear_fc1", "merger.linear_fc1")
+
+
+def picture(side: int) -> Item:
+    noise = torch.Generator().manual_seed(side)
+    image = torch.randint(256, (3, side, side), dtype=torch.uint8, generator=noise)
+    plan, patches = patchifier_of(read(TINY)).patchify(image)
+    return Item(plan, patches.numpy())
+
+
+def written(folder: Path, **changes: object) -> GraphOptions:
+    """Options with a plan for the tiny model."""
+    plan = PrecisionPlan(
+        model=TINY.id,
+        weights=towers.weights_digest(TINY),
+        fp8=LAYERS,
+        errors=dict.fromkeys(LAYERS, 0.03),
+        rows_error=0.04,
+        rows_cosine=0.999,
+        images=1,
+    )
+    file = folder / "plan.json"
+    file.write_text(json.dumps(plan.model_dump() | changes))
+    return GraphOptions(precision="fp8", precision_file=str(file))
+
+
+def test_every_row_has_a_scale_of_its_own() -> None:
+    x = torch.randn(50, 256) * torch.logspace(-6, 4, 50)[:, None]
+    x[7] = 0
+    rows = fp8.quantised(x)
+    error = (rows.float() - x).abs() / x.abs().amax(1, keepdim=True).clamp(min=1e-9)
+    assert rows.values.dtype == torch.float8_e4m3fn
+    assert error.max() <= 2**-4  # half a step of three bits of mantissa
+    assert torch.allclose(rows.float().abs().amax(1), x.abs().amax(1), rtol=1e-6)
+
+
+def test_few_rows_stay_in_16_bits() -> None:
+    weight = torch.randn(32, 64)
+    gemm = Gemm([weight, weight], None, "add", [None, fp8.quantised(weight)])
+    assert [gemm.fp8(1, rows) for rows in (fp8.FEWEST_ROWS - 1, fp8.FEWEST_ROWS)] == [False, True]
+    assert not gemm.fp8(0, fp8.FEWEST_ROWS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
+def test_the_fast_blocks_in_fp8_equal_the_plain_ones(
+    activation: Activation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With plain torch in place of the kernels."""
+    from actors.models.layers import fast
+
+    def norm(
+        x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, *_: float, **__: bool
+    ) -> Tensor:
+        return torch.nn.functional.layer_norm(x + shift, x.shape[1:], weight, bias, 1e-6)
+
+    def scaled_mm(x: fp8.Fp8Rows, weight: fp8.Fp8Rows, bias: Tensor | None, *_: object) -> Tensor:
+        return torch.nn.functional.linear(x.float(), weight.float(), bias)
+
+    def quantised(x: Tensor, name: Activation | None = None) -> fp8.Fp8Rows:
+        return fp8.quantised(ACTIVATIONS[name](x) if name else x)
+
+    monkeypatch.setattr(gemms, "FEWEST_ROWS", ENOUGH)
+    monkeypatch.setattr(gemms, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(fast, "norm", norm)
+    monkeypatch.setattr(fast, "quantised", quantised)
+    monkeypatch.setattr(fast, "quantised_norm", lambda *a, **b: fp8.quantised(norm(*a, **b)))
+    monkeypatch.setattr(fast, "shifted", lambda x, shift, out: out.copy_(x + shift))
+    monkeypatch.setattr(fast, "swiglu", ACTIVATIONS["swiglu"])
+    torch.manual_seed(0)
+    gates = 2 if activation == "swiglu" else 1
+
+    def linear(rows: int, columns: int, *, in_fp8: bool) -> Affine:
+        return Affine(torch.randn(rows, columns) / columns**0.5, torch.randn(rows), fp8=in_fp8)
+
+    # Every combination of the layers of an MLP; the width of 80 is padded.
+    layers = [
+        BlockWeights(
+            norm1=Affine(torch.randn(64), torch.randn(64)),
+            qkv=linear(192, 64, in_fp8=up),
+            proj=linear(64, 64, in_fp8=False),
+            norm2=Affine(torch.randn(64), torch.randn(64)),
+            up=linear(80 * gates, 64, in_fp8=up),
+            down=linear(64, 80, in_fp8=down),
+        )
+        for up in (False, True)
+        for down in (False, True)
+    ]
+    attention, style = SegmentAttention(), Style(4, activation)
+    for rows in (9, 12):
+        values = {"segment_ends": torch.tensor([rows])}
+        x = torch.randn(rows, 64)
+        in_fp8 = layers if rows >= ENOUGH else [without_fp8(layer) for layer in layers]
+        expected, _ = ReferenceBlocks(in_fp8, style, attention)(x, None, None, values)
+        made, _ = fast.FastBlocks(layers, style, attention)(x.clone(), None, None, values)
+        plain, _ = ReferenceBlocks([*map(without_fp8, layers)], style, attention)(
+            x, None, None, values
+        )
+        off = relative(expected, plain)
+        assert (off > 1e-2) == (rows >= ENOUGH)
+        # A value between two of e4m3 may be rounded to the other one.
+        assert relative(made, expected) < max(1e-4, off / 3)
+
+
+def without_fp8(layer: BlockWeights) -> BlockWeights:
+    plain = {name: replace(getattr(layer, name), fp8=False) for name in ("qkv", "up", "down")}
+    return replace(layer, **plain)
+
+
+def test_calibrate_writes_what_the_service_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.effect_noise((64, 96), 90).convert("RGB").save(tmp_path / "one.png")
+    out = tmp_path / "plan.json"
+    images = [str(tmp_path / "one.png")]
+    assert cli.main(["calibrate", "configs/tiny.yaml", *images, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "blocks.3.mlp.linear_fc1" in said
+    graphs = GraphOptions(precision="fp8", precision_file=str(out))
+    plan = read_plan(graphs, TINY)
+    assert plan is not None
+    assert f"{len(plan.fp8)} of 18 layers in FP8" in said
+    assert 0 < len(plan.fp8) < 18
+    assert plan.rows_error < ROWS_ERROR
+
+
+def test_a_replica_computes_what_the_plan_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Device, "measuring_seconds", 1e-3)
+    cpu = {"device": "cpu", "num_gpus": 0}
+    item, plain = picture(96), parse({"model": TINY.model_dump(), "encoder": cpu})
+    rows = {}
+    for name, graphs in {"bf16": plain.graphs, "fp8": written(tmp_path)}.items():
+        engine = open_engine(plain.model_copy(update={"graphs": graphs}), EncoderMetrics())
+        rows[name] = engine.submit(replace(item)).result().rows
+        engine.close()
+    spec = read(TINY)
+    tower = build(spec, tensors(TINY, spec, CPU), CPU, fp8=LAYERS)
+    expected = GraphSet(tower, "default", (), Segments(0), Device()).run(None, [item])
+    assert relative(rows["fp8"], expected) < 1e-5
+    assert 1e-3 < relative(rows["fp8"], rows["bf16"]) < ROWS_ERROR
+
+
+class Outliers(Mapping[str, Tensor]):
+    """Norms have 20 channels that are 50 times as large as the others, as in trained towers, and
+    the layers behind them take that back. Two more are large before the MLP of block 2, where what
+    one adds the other takes away."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights = weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        found, large = self.weights[name], torch.arange(0, 60, 3)
+        if name.startswith("blocks") and name.endswith(("norm1.weight", "norm2.weight")):
+            found[large] *= 50
+        elif name.startswith("blocks") and name.endswith(("qkv.weight", "linear_fc1.weight")):
+            found[:, large] /= 50
+        if name == "blocks.2.norm2.bias":
+            found[1], found[2] = 60, 47
+        elif name == "blocks.2.mlp.linear_fc1.weight":
+            found[:, 2] = found[:, 1] * -60 / 47
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+SENSITIVE = "blocks.2.mlp.linear_fc1"
+
+
+@pytest.fixture(scope="module")
+def calibration() -> Iterator[Calibration]:
+    spec = read(TINY)
+    whole = tensors(TINY, spec, CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "tensors", lambda *_: Outliers(whole))
+        yield Calibration(TINY, spec, Device(), [picture(64)])
+
+
+def test_layers_that_outliers_spoil_stay_as_they_are(calibration: Calibration) -> None:
+    errors = {name: each.relative for name, each in calibration.errors.items()}
+    assert errors.pop(SENSITIVE) > 0.1
+    assert max(errors.values()) < 6e-2  # however large the channels: e4m3 has exponents
+    plan = calibration.plan(6e-2)
+    assert plan.fp8
+    assert SENSITIVE not in plan.fp8
+    assert not calibration.deviation(errors).fits  # so the limits for the rows matter, too
+    assert calibration.deviation(plan.fp8).fits
+    assert plan.rows_error < ROWS_ERROR
+    assert plan.rows_cosine > ROWS_COSINE
+
+
+def test_a_bound_that_no_layer_keeps(calibration: Calibration) -> None:
+    with pytest.raises(ConfigError, match="no layer can be computed in FP8"):
+        calibration.plan(1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"precision": "fp8"}, "precision_file to what `encoder-service calibrate` wrote"),
+        ({"precision_file": "plan.json"}, "only with precision: fp8"),
+        (
+            {"precision": "fp8", "precision_file": "plan.json", "blocks": "compile"},
+            "blocks: compile does not have",
+        ),
+        ({"precision": "int8"}, "precision"),
+    ],
+)
+def test_options_that_do_not_go_together(given: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validated(GraphOptions, given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": "of another"}, "for other weights, those of qwen3vl-tiny"),
+        ({"layers": []}, "layers: no such key"),
+    ],
+)
+def test_a_plan_of_something_else(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_plan(written(tmp_path, **changes), TINY)
+
+
+def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
+    graphs = GraphOptions(precision="fp8", precision_file=str(tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match="precision_file cannot be read"):
+        read_plan(graphs, TINY)
+
+
+def test_a_layer_that_the_model_does_not_have() -> None:
+    with pytest.raises(ConfigError, match=r"the model has no blocks\.99\.attn\.qkv"):
+        load(TINY, CPU, fp8=("blocks.99.attn.qkv",))
+
+
+def test_families_without_fp8_are_refused() -> None:
+    for name in ("siglip-so400m", "gemma4-31b", "deepseek-ocr", "internvl3-8b"):
+        options = parse(
+            {
+                "model": {"id": name, "load_format": "dummy"},
+                "graphs": {"precision": "fp8", "precision_file": "plan.json"},
+            }
+        )
+        with pytest.raises(ConfigError, match=r"which the family .+ does not have"):
+            fit(options, read(options.model))
+
+
+@pytest.mark.parametrize(("capability", "has"), [((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_gpus_without_fp8_are_refused(
+    capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    if has:
+        towers.check_fp8(read(TINY), torch.device("cuda"))
+        return
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9; this one has 8\.6"):
+        towers.check_fp8(read(TINY), torch.device("cuda"))
+
+
+def test_rows_of_other_plans_are_other_rows(tmp_path: Path) -> None:
+    plain = rows_digest(GraphOptions(), TINY)
+    one = rows_digest(written(tmp_path), TINY)
+    other = rows_digest(written(tmp_path, fp8=LAYERS[:1]), TINY)
+    again = rows_digest(written(tmp_path, fp8=LAYERS[::-1], images=7), TINY)
+    assert len({plain, one, other}) == 3
+    assert again == one
