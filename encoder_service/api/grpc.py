@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from actors.errors import (
     DeadlineExceeded,
+    InvalidOption,
     InvalidRequest,
     Overloaded,
     ServiceError,
@@ -31,10 +32,18 @@ from encoder_service.intake.limits import check_body_bytes, check_items, offload
 from encoder_service.service import Service
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import KWARGS, RequestItem, parse_item
-from encoder_service.wire.encoder_grpc import SERVICE, add_EncoderServicer_to_server, packed
+from encoder_service.wire.encoder_grpc import (
+    CHUNK_KEY,
+    LARGEST_CHUNK_BYTES,
+    SERVICE,
+    SMALLEST_CHUNK_BYTES,
+    add_EncoderServicer_to_server,
+    packed,
+)
 from encoder_service.wire.formats import Document, WireError, without
 
 CHUNK_BYTES = 2**20
+"""By default: clients whose allocator gives freed memory back at once take larger ones slower."""
 SEND_SECONDS = 30.0
 """A chunk that the client has not taken by then ends its stream."""
 
@@ -169,13 +178,14 @@ class EncoderCalls:
     async def EncodeStream(
         self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        """Each item as soon as it is ready, in chunks of about a megabyte."""
+        """Each item as soon as it is ready, in chunks."""
         async with answering(self.service, "grpc_stream", context) as exchange:
+            most_bytes = chunk_bytes(context)
             with self.taken(request):
                 items, options = read(request)
                 async with aclosing(self.service.stream(items, options, exchange)) as documents:
                     async for document in documents:
-                        await self.send(document, context)
+                        await self.send(document, context, most_bytes)
 
     async def Plan(
         self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext
@@ -190,9 +200,10 @@ class EncoderCalls:
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         """The embedding that is kept under an id, in chunks as from EncodeStream."""
         async with answering(self.service, None, context) as exchange:
+            most_bytes = chunk_bytes(context)
             with self.counted():
                 document = await self.service.fetch(request.reference, exchange.request_id)
-                await self.send(document["items"][0], context)
+                await self.send(document["items"][0], context, most_bytes)
 
     async def Release(
         self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext
@@ -206,9 +217,11 @@ class EncoderCalls:
     ) -> pb.GetModelResponse:
         return pb.GetModelResponse(json=json.dumps(self.service.card))
 
-    async def send(self, document: Document, context: grpc.aio.ServicerContext) -> None:
+    async def send(
+        self, document: Document, context: grpc.aio.ServicerContext, most_bytes: int
+    ) -> None:
         """An item's chunks, each when the client has room for it. Raises DeadlineExceeded."""
-        for chunk in chunks(head(self.service.spec), document):
+        for chunk in chunks(head(self.service.spec), document, most_bytes):
             try:
                 async with asyncio.timeout(SEND_SECONDS):
                     await context.write(chunk)
@@ -313,6 +326,18 @@ class HealthCalls:
         return int(Health.SERVING)
 
 
+def chunk_bytes(context: grpc.aio.ServicerContext) -> int:
+    """The rows that a chunk of this call may hold. Raises InvalidOption."""
+    given = str(dict(context.invocation_metadata() or ()).get(CHUNK_KEY, CHUNK_BYTES))
+    asked = int(given) if given.isdecimal() and len(given) < 10 else 0
+    if not SMALLEST_CHUNK_BYTES <= asked <= LARGEST_CHUNK_BYTES:
+        raise InvalidOption(
+            f"metadata {CHUNK_KEY}: must be a number from {SMALLEST_CHUNK_BYTES} to "
+            f"{LARGEST_CHUNK_BYTES}, not {given[:40]!r}"
+        )
+    return asked
+
+
 def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:
     given: dict[str, Any] = {field.name: value for field, value in request.options.ListFields()}
     return [request_item(i, one) for i, one in enumerate(request.items)], request_options(given)
@@ -357,13 +382,13 @@ def item_message(kind: type[Message], document: Document) -> Message:
     return kind(**document)
 
 
-def chunks(model: Document, document: Document) -> Iterator[bytes]:
+def chunks(model: Document, document: Document, most_bytes: int) -> Iterator[bytes]:
     """One item as EncodeChunks: all fields in the first, index and data in later ones."""
     data = memoryview(document.get("data", b""))
     item = item_message(pb.Embedding, without(without(document, "data"), "timings"))
     timings = pb.Timings(**document.get("timings", {}))
-    for start in range(0, max(1, len(data)), CHUNK_BYTES):
-        end = start + CHUNK_BYTES
+    for start in range(0, max(1, len(data)), most_bytes):
+        end = start + most_bytes
         last = end >= len(data)
         outer = pb.EncodeChunk(**model, last=last, timings=timings if last else None)
         yield packed(outer, [(item, data[start:end])])

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from encoder_service.client.items import ServiceError, service_error
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import KWARGS, RequestItem, check_option
-from encoder_service.wire.encoder_grpc import EncoderStub, unpacked
+from encoder_service.wire.encoder_grpc import CHUNK_KEY, LARGEST_CHUNK_BYTES, EncoderStub, unpacked
 from encoder_service.wire.formats import Document, WireError, without
 
 CHANNEL_OPTIONS = [
@@ -24,43 +24,44 @@ CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     # By default up to two minutes, during which every call fails with the last error.
     ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.use_local_subchannel_pool", 1),  # channels share no connections
 ]
-
+CONNECTIONS = 4
+"""At most, as calls overlap. Each is with one ingress, which sends with one CPU core."""
 
 TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
 """Of a message that gRPC refuses before the service sees it."""
 
 
 class GrpcTransport:
-    """One grpc.aio channel; grpcs:// with TLS."""
+    """Channels of grpc.aio; grpcs:// with TLS. They connect when they are used."""
 
     def __init__(self, url: str, token: str | None, timeout_seconds: float) -> None:
-        parts = urlsplit(url)
-        if parts.scheme == "grpcs":
-            tls = grpc.ssl_channel_credentials()
-            self.channel = grpc.aio.secure_channel(parts.netloc, tls, CHANNEL_OPTIONS)
-        else:
-            self.channel = grpc.aio.insecure_channel(parts.netloc, CHANNEL_OPTIONS)
-        self.stub = EncoderStub(self.channel)
-        self.rows = EncoderStub(self.channel, raw=True)
-        self.health = health_pb2_grpc.HealthStub(self.channel)
+        self.channels = [channel(url) for _ in range(CONNECTIONS)]
+        self.calls = [0] * CONNECTIONS
+        self.rows = [EncoderStub(one, raw=True) for one in self.channels]
+        self.stub = EncoderStub(self.channels[0])
+        self.health = health_pb2_grpc.HealthStub(self.channels[0])
         self.settings: dict[str, Any] = {
             "timeout": timeout_seconds,
             "metadata": (("authorization", f"Bearer {token}"),) if token else (),
         }
+        chunks = (CHUNK_KEY, str(LARGEST_CHUNK_BYTES))
+        self.streamed = self.settings | {"metadata": (*self.settings["metadata"], chunks)}
 
     async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
         """As a stream of small messages: one message with all rows would be copied many times."""
         if options.get("reference"):  # no rows
             return await self.encode_at_once(items, options)
         request = request_of(items, options)
-        return await self.collect(self.rows.EncodeStream(request, **self.settings))
+        with self.least_busy() as rows:
+            return await self.collect(rows.EncodeStream(request, **self.streamed))
 
     async def encode_at_once(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
         """The same with one message as the response."""
         request = request_of(items, options)
-        with service_errors():
-            message = await self.rows.Encode(request, **self.settings)
+        with service_errors(), self.least_busy() as rows:
+            message = await rows.Encode(request, **self.settings)
             answer, found = unpacked(pb.EncodeResponse, message)
         parts = [item_document(item) | {"data": bytes(data)} for item, data in found]
         return document_of(answer) | {"items": parts, "timings": document_of(answer.timings)}
@@ -74,7 +75,8 @@ class GrpcTransport:
 
     async def fetch(self, reference: str) -> Document:
         request = pb.FetchRequest(reference=reference)
-        return await self.collect(self.rows.Fetch(request, **self.settings))
+        with self.least_busy() as rows:
+            return await self.collect(rows.Fetch(request, **self.streamed))
 
     async def release(self, reference: str) -> None:
         await self.call(self.stub.Release, pb.ReleaseRequest(reference=reference))
@@ -92,7 +94,18 @@ class GrpcTransport:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
-        await self.channel.close()
+        for one in self.channels:
+            await one.close()
+
+    @contextmanager
+    def least_busy(self) -> Iterator[EncoderStub]:
+        """The first of the connections with the fewest calls."""
+        place = self.calls.index(min(self.calls))
+        self.calls[place] += 1
+        try:
+            yield self.rows[place]
+        finally:
+            self.calls[place] -= 1
 
     async def collect(self, call: Any) -> Document:
         """The document of a stream of EncodeChunks. Rows are copied once, to where they stay."""
@@ -118,6 +131,14 @@ class GrpcTransport:
     async def call(self, method: Any, request: Any) -> Any:
         with service_errors():
             return await method(request, **self.settings)
+
+
+def channel(url: str) -> grpc.aio.Channel:
+    parts = urlsplit(url)
+    if parts.scheme == "grpcs":
+        tls = grpc.ssl_channel_credentials()
+        return grpc.aio.secure_channel(parts.netloc, tls, CHANNEL_OPTIONS)
+    return grpc.aio.insecure_channel(parts.netloc, CHANNEL_OPTIONS)
 
 
 @contextmanager

@@ -29,6 +29,8 @@ PIECE_BYTES = 256 * 1024
 MOST_HEADER_BYTES = 2**26
 """Of a response in safetensors: everything but the rows."""
 MOST_ROWS_BYTES = 2**31  # more than any limits.max_response_bytes
+LARGEST_KEPT_BYTES = 2**25 - 2**16
+"""Of one block of memory: just below the most that glibc keeps, 32 MiB."""
 
 Transport: TypeAlias = "HttpTransport | GrpcTransport"
 
@@ -40,12 +42,22 @@ def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
         raise ValueError(f"{url!r}: the scheme must be http, https, grpc or grpcs")
     if token and not (token.isascii() and token.isprintable()):
         raise ValueError("the token has a line break or another character that no header can carry")
+    keep_freed_memory()
     if scheme in ("http", "https"):
         return HttpTransport(url, token, timeout_seconds)
     # Only here, because in vLLM's environment the EC connector needs HTTP alone.
     from encoder_service.client.grpc_transport import GrpcTransport
 
     return GrpcTransport(url, token, timeout_seconds)
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep up to 64 MiB of freed memory (of each of its arenas) for the next response.
+
+    It returns freed blocks to the system if they are larger than any that it had to map and that
+    was freed: faulting them in again takes longer than receiving rows. This block is only mapped.
+    """
+    bytes(LARGEST_KEPT_BYTES)
 
 
 class HttpTransport:

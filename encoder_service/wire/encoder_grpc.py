@@ -24,6 +24,11 @@ ITEMS = pb.EncodeResponse.ITEMS_FIELD_NUMBER << 3 | BYTES  # EncodeChunk's embed
 DATA = pb.Embedding.DATA_FIELD_NUMBER << 3 | BYTES
 """Keys of fields: one byte each."""
 
+CHUNK_KEY = "chunk-bytes"
+"""Metadata of EncodeStream and Fetch: the rows that a chunk may hold, in bytes."""
+SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 2**16, 7 * 2**19
+"""What it may be. By default a client of gRPC refuses messages over 4 MiB."""
+
 
 class EncoderStub:
     """Calls over a channel of grpc or grpc.aio, one per method of the service."""

@@ -24,15 +24,19 @@ from encoder_service.api import grpc_calls
 from encoder_service.api.grpc import ENVELOPE_BYTES, EncoderCalls, serving
 from encoder_service.api.grpc_calls import OPEN_BYTES, Reads
 from encoder_service.bench.cluster import free_ports
+from encoder_service.client.grpc_transport import CONNECTIONS, GrpcTransport
 from encoder_service.config import AuthOptions, IngressOptions, LimitOptions, ServiceOptions
 from encoder_service.service import Service
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.encoder_grpc import SERVICE, EncoderStub
+from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.encoder_grpc import LARGEST_CHUNK_BYTES, SERVICE, EncoderStub
+from encoder_service.wire.formats import Document
 from tests.images import jpeg
 from tests.unit.api.test_rpc import Aborted, Context, request
 from tests.unit.front_door import MODEL, Fleet, service
 
 LARGE = jpeg(1024, 1024)
+ITEM = RequestItem("image", jpeg(64, 64), None)
 LARGE_BYTES = 1024 * 192 * 2
 
 
@@ -114,6 +118,34 @@ def test_the_answers_of_a_stream_are_limited() -> None:
             assert json.loads(caught.value.details() or "")["type"] == "too_large"
 
     asyncio.run(run())
+
+
+def test_our_client_opens_connections_as_calls_overlap_and_asks_for_large_chunks() -> None:
+    peers: list[str] = []
+    sizes = set[int]()
+    send = EncoderCalls.send
+
+    async def seen(self: EncoderCalls, document: Document, context: Peer, most_bytes: int) -> None:
+        peers.append(context.peer())
+        sizes.add(most_bytes)
+        await send(self, document, context, most_bytes)
+
+    async def run() -> None:
+        fleet = Fleet()
+        async with listening(service(fleet)) as (target, _):
+            transport = GrpcTransport(f"grpc://{target}", None, 10)
+            for _ in range(3):
+                await transport.encode([ITEM], {})
+            assert len(set(peers)) == 1
+            fleet.seconds = 0.2
+            await asyncio.gather(*(transport.encode([ITEM], {}) for _ in range(CONNECTIONS + 1)))
+            await transport.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EncoderCalls, "send", seen)
+        asyncio.run(run())
+    assert len(set(peers)) == CONNECTIONS
+    assert sizes == {LARGEST_CHUNK_BYTES}
 
 
 def test_answers_count_until_their_call_has_ended() -> None:

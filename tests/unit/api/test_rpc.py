@@ -27,6 +27,7 @@ from encoder_service.api.grpc import (
     response,
 )
 from encoder_service.wire import encoder_pb2 as pb
+from encoder_service.wire.encoder_grpc import CHUNK_KEY, LARGEST_CHUNK_BYTES
 from tests.images import jpeg, png
 from tests.unit.front_door import Fleet, service
 
@@ -40,16 +41,16 @@ class Aborted(Exception):
 class Context:
     """What gRPC keeps of a call."""
 
-    def __init__(self, request_id: str = "r-1") -> None:
+    def __init__(self, request_id: str = "r-1", **metadata: str) -> None:
         self.code = grpc.StatusCode.OK
         self.details = ""
-        self.request_id = ("request_id", request_id)
+        self.metadata = (("request_id", request_id), *metadata.items())
         self.trailing: tuple[tuple[str, str], ...] = ()
         self.written: list[bytes] = []
         self.ended: list[Callable[[Any], None]] = []
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return (self.request_id,)
+        return self.metadata
 
     def set_trailing_metadata(self, metadata: tuple[tuple[str, str], ...]) -> None:
         self.trailing = metadata
@@ -216,10 +217,35 @@ def test_a_stream_ends_with_its_status() -> None:
 def test_chunks_put_together_are_the_whole(size: int) -> None:
     data = bytes(range(256)) * (size // 256) + bytes(size % 256)
     document = {"index": 3, "type": "image", "tokens": 9, "data": memoryview(data)}
-    written = list(chunks({"model": "m", "weights": "dummy"}, document))
+    written = list(chunks({"model": "m", "weights": "dummy"}, document, CHUNK_BYTES))
     pieces = [pb.EncodeChunk.FromString(one) for one in written]
     assert b"".join(piece.embedding.data for piece in pieces) == data
     assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert {piece.embedding.index for piece in pieces} == {3}
     assert (pieces[0].model, pieces[0].embedding.tokens) == ("m", 9)
     assert all(len(piece.embedding.data) <= CHUNK_BYTES for piece in pieces)
+
+
+@pytest.mark.parametrize(("asked", "messages"), [({}, 1), ({CHUNK_KEY: "65536"}, 6)])
+def test_a_stream_has_chunks_as_large_as_the_call_asks(
+    asked: dict[str, str], messages: int
+) -> None:
+    context = Context(**asked)
+    sent = pb.EncodeRequest(items=[pb.Item(data=jpeg(1024, 1024))])  # 393,216 bytes of rows
+    asyncio.run(EncoderCalls(service(Fleet()), 1000).EncodeStream(sent, context))
+    assert len(context.written) == messages
+
+
+@pytest.mark.parametrize("asked", ["0", "65535", str(LARGEST_CHUNK_BYTES + 1), "-1", "x", "9" * 99])
+def test_chunks_that_no_client_takes_are_refused(asked: str) -> None:
+    calls = EncoderCalls(service(Fleet()), 1000)
+    streams: list[tuple[Any, Any]] = [
+        (calls.EncodeStream, request()),
+        (calls.Fetch, pb.FetchRequest(reference="r1.a")),
+    ]
+    for call, sent in streams:
+        context = Context(**{CHUNK_KEY: asked})
+        with pytest.raises(Aborted):
+            asyncio.run(call(sent, context))
+        assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "chunk-bytes: must be a number from 65536 to 3670016" in context.details

@@ -19,7 +19,9 @@ from safetensors.torch import load
 from actors.errors import NotAcceptable
 from encoder_service.api.http import choose
 from encoder_service.wire import documents as wire
+from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.encoder_grpc import packed, unpacked
 from encoder_service.wire.formats import (
     JSON,
     MSGPACK,
@@ -243,3 +245,32 @@ def test_base64_longer_than_a_chunk(extra: int) -> None:
     inner = text[: 2**22 - 4] + "YQ==" + text[2**22 :] + "YWJj"
     with pytest.raises(WireError, match="not base64"):
         wire.parse_request(json.dumps({"items": [{"data": inner}]}).encode(), JSON)
+
+
+EMBEDDINGS = st.lists(
+    st.tuples(
+        st.builds(
+            pb.Embedding,
+            index=st.integers(0, 2**31 - 1),
+            digest=st.text(max_size=9),
+            kept_rows=st.lists(st.integers(0, 2**31 - 1), max_size=9),
+            error=st.none() | st.builds(pb.Error, message=st.text(max_size=200)),
+        ),
+        st.binary(max_size=300),
+    ),
+    max_size=3,
+)
+
+
+@given(EMBEDDINGS, st.text(max_size=9), st.floats(allow_nan=False))
+def test_rows_written_around_protobuf_are_what_protobuf_reads_and_writes(
+    items: list[tuple[pb.Embedding, bytes]], model: str, total_ms: float
+) -> None:
+    outer = pb.EncodeResponse(model=model, timings=pb.Timings(total_ms=total_ms))
+    written = packed(outer, ((item, memoryview(data)) for item, data in items))
+    whole = pb.EncodeResponse.FromString(written)
+    assert [one.data for one in whole.items] == [data for _, data in items]
+    for message in (written, whole.SerializeToString()):
+        answer, found = unpacked(pb.EncodeResponse, message)
+        assert answer == outer
+        assert [(item, bytes(data)) for item, data in found] == items

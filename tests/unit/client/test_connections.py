@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import os
+import subprocess
+import sys
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from platform import libc_ver
 
 import pytest
 import uvloop
@@ -386,6 +390,33 @@ def test_a_port_that_speaks_no_http_is_named_and_no_header_shown() -> None:
 def test_a_token_that_no_header_can_carry(scheme: str, token: str) -> None:
     with pytest.raises(ValueError, match="the token has a line break"):
         connect(f"{scheme}://127.0.0.1:1", token, 5)
+
+
+FAULTS = """
+import resource, sys
+from encoder_service.client.transports import connect
+if len(sys.argv) > 1:
+    connect(sys.argv[1], None, 5)
+def receive():
+    for _ in range(4):
+        parts = [b"x" * 2**20 for _ in range(8)]
+        b"".join(parts)
+        del parts
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+before = receive()
+print(receive() - before)
+"""
+
+
+@pytest.mark.skipif(libc_ver()[0] != "glibc", reason="about glibc's allocator")
+def test_memory_of_a_response_is_used_again_for_the_next() -> None:
+    env = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+
+    def faults(*url: str) -> int:
+        command = [sys.executable, "-c", FAULTS, *url]
+        return int(subprocess.run(command, env=env, check=True, capture_output=True).stdout)
+
+    assert faults("grpc://127.0.0.1:1") < 1000 < faults()
 
 
 @pytest.mark.parametrize("url", ["http://", "http:///v1", "http://host:99999"])
