@@ -1,4 +1,4 @@
-"""GLM-4.1V, GLM-4.5V, GLM-4.6V, GLM-OCR: transformers.models.glm4v, glm46v and glm_ocr.
+"""GLM-4.1V and GLM-4.5V: transformers.models.glm4v. GLM-4.6V: transformers.models.glm46v.
 
 GLM-4.6V is published with the `model_type` of the others: its processor tells.
 """
@@ -25,11 +25,6 @@ def glm46v(source: ModelSource) -> ModelSpec:
     return glm(source, Thinning(FRAMES_PER_GROUP))
 
 
-def glm_ocr(source: ModelSource) -> ModelSpec:
-    """With the processors of GLM-4.6V."""
-    return glm(source, Thinning(FRAMES_PER_GROUP), "glm_ocr", bias=True)
-
-
 def glm(
     source: ModelSource, rule: Sampling, family: str = "glm4v", *, bias: bool = False
 ) -> ModelSpec:
@@ -46,7 +41,7 @@ def glm(
     return source.with_video(model, TotalPixels(rule, patch, merge, FRAMES_PER_GROUP, *limits))
 
 
-MODEL_TYPES = {"glm4v": glm4v, "glm4v_moe": glm4v, "glm46v": glm46v, "glm_ocr": glm_ocr}
+MODEL_TYPES = {"glm4v": glm4v, "glm4v_moe": glm4v, "glm46v": glm46v}
 PROCESSORS = {"Glm4v": "glm4v", "Glm46V": "glm46v"}
 """Whatever the `model_type`: the sampling of videos and the texts of times are the processor's."""
 
@@ -55,10 +50,7 @@ TOWER: Json = {
     **{"image_size": 336, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
     **{"out_hidden_size": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
 }
-GLM_OCR_TOWER: Json = TOWER | {
-    **{"hidden_size": 1024, "num_heads": 16, "out_hidden_size": 1536, "intermediate_size": 4096}
-}
-VISION_DEFAULTS = dict.fromkeys(MODEL_TYPES, TOWER) | {"glm_ocr": GLM_OCR_TOWER}
+VISION_DEFAULTS = dict.fromkeys(MODEL_TYPES, TOWER)
 
 GLM4V = VideoStyle("glm4v", "<|begin_of_image|>", "<|end_of_image|>{whole}", as_images=True)
 GLM46V = VideoStyle(
