@@ -159,7 +159,8 @@ def sound(
         stream.codec_context.layout = layout
         stream.codec_context.open()
         context = stream.codec_context
-        frame = av.AudioFrame.from_ndarray(channels, format="fltp", layout=layout)
+        packed = np.ascontiguousarray(channels.T).reshape(1, -1)
+        frame = av.AudioFrame.from_ndarray(packed, format="flt", layout=layout)
         frame.sample_rate, frame.pts = rate, 0
         whole = av.AudioResampler(context.format, layout, rate, context.frame_size or 4096)
         for part in (*whole.resample(frame), *whole.resample(None), None):

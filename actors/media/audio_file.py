@@ -23,6 +23,7 @@ PCM = (
     *("pcm_alaw", "pcm_mulaw"),
 )
 CODECS = frozenset({*PCM, "flac", "mp3", "vorbis", "opus"})
+DECODERS = CODECS | {"mp3float"}
 CONTAINERS = "WAV, FLAC, MP3 or OGG"
 MOST_RATE, MOST_CHANNELS = 192_000, 8
 MOST_PACKETS = 500_000
@@ -54,7 +55,7 @@ def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
     name = demuxer(data)
     if name is None:
         raise UnsupportedMedia(f"the file is not a sound that is read here: send {CONTAINERS}")
-    with container_of(data, name, "sound") as container:
+    with container_of(data, name, "sound", DECODERS) as container:
         if not container.streams.audio:
             raise InvalidMedia("the file has no audio stream")
         stream = container.streams.audio[0]
@@ -143,9 +144,12 @@ def decoded(data: bytes, rate: int, count: int) -> Samples:
 
 def mono_blocks(container: Any, stream: Any) -> Iterator[Any]:
     """Frames of BLOCK_SAMPLES or a few more: resampling each packet's alone would take longer."""
-    planar, parts = av.AudioResampler("fltp"), list[Samples]()
+    # Packed, because PyAV reads beyond the planes of 8 channels.
+    packed, parts = av.AudioResampler("flt"), list[Samples]()
     for frame in container.decode(stream):
-        parts += [one.to_ndarray().mean(0, dtype=np.float32) for one in planar.resample(frame)]
+        for one in packed.resample(frame):
+            channels = one.to_ndarray().reshape(one.samples, -1)
+            parts.append(channels.mean(1, dtype=np.float32))
         if sum(map(len, parts)) >= BLOCK_SAMPLES:
             yield frame_of(parts, frame.sample_rate)
             parts = []

@@ -7,7 +7,7 @@ equal those of transformers' PyAV reader: the rotation that some cameras record 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -22,6 +22,7 @@ from actors.errors import InvalidMedia, UnsupportedMedia
 from actors.types import Clip, Size
 
 CODECS = frozenset({"h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mjpeg"})
+DECODERS = CODECS | {"libdav1d"}
 CONTAINERS = "MP4, MOV, WebM, Matroska, AVI, MPEG-TS, or an animated GIF or WebP"
 LEAST_SHARE = 0.9  # the share of the declared frames that must exist. Edited videos lack some
 MARGIN_PIXELS = 128  # what a codec may add to each side of the declared frame, to fill its blocks
@@ -44,10 +45,15 @@ def demuxer(data: bytes) -> str | None:
 
 
 @contextmanager
-def container_of(data: bytes, name: str, kind: str) -> Iterator[Any]:
-    """Errors of FFmpeg, also within the `with` block, become InvalidMedia."""
+def container_of(data: bytes, name: str, kind: str, decoders: Iterable[str]) -> Iterator[Any]:
+    """Errors of FFmpeg, also within the `with` block, become InvalidMedia.
+
+    `decoders`: FFmpeg's names of those that it may use while it opens the file. Otherwise it would
+    decode what no other check has seen, such as the cover of an MP3.
+    """
+    only = {"codec_whitelist": ",".join(decoders)}
     try:
-        with av.open(BytesIO(data), format=name) as container:
+        with av.open(BytesIO(data), format=name, container_options=only) as container:
             yield container
     except (av.error.FFmpegError, ValueError, IndexError) as error:
         raise InvalidMedia(
@@ -63,7 +69,7 @@ def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
     name = demuxer(data)
     if name is None:
         raise UnsupportedMedia(f"the file is not a video that is read here: send {CONTAINERS}")
-    with container_of(data, name, "video") as container:
+    with container_of(data, name, "video", DECODERS) as container:
         if not container.streams.video:
             raise InvalidMedia("the file has no video stream")
         stream = container.streams.video[0]

@@ -9,10 +9,11 @@ from io import BytesIO
 import av
 import numpy as np
 import pytest
+from PIL import Image
 
 from actors.errors import InvalidMedia, ServiceError, TooLarge, UnsupportedMedia
 from actors.families.registry import read
-from actors.media.audio_file import decoded, read_seconds
+from actors.media.audio_file import MOST_CHANNELS, decoded, opened, read_seconds
 from actors.media.decode_worker import media_of, order_of
 from actors.media.image import prepare
 from actors.media.patchify import patchifier_of
@@ -21,7 +22,7 @@ from actors.types import Size
 from encoder_service.config import LimitOptions
 from encoder_service.intake.media import probe
 from tests.checkpoints_audio import FORMATS, RATE, sound, tones
-from tests.images import jpeg
+from tests.images import encoded, jpeg
 
 MODEL = read(ModelOptions(id="whisper-tiny", load_format="dummy"))
 LOSSLESS = ("wav", "flac")
@@ -62,10 +63,23 @@ def test_resampled_sounds_are_in_time_and_as_loud(format: str, rate: int) -> Non
     assert np.abs(decoded(data, RATE, count)[inner] - exact[inner]).max() < 0.03
 
 
-def test_channels_are_averaged() -> None:
-    left, right = tones(0.2, seed=1), tones(0.2, seed=2)
-    data = sound(np.stack([left, right]), "flac")
-    assert np.allclose(decoded(data, RATE, len(left)), (left + right) / 2, atol=1e-6)
+@pytest.mark.parametrize("format", LOSSLESS)
+@pytest.mark.parametrize("channels", [2, MOST_CHANNELS])
+def test_channels_are_averaged(channels: int, format: str) -> None:
+    each = np.stack([tones(0.2, seed=seed) for seed in range(channels)])
+    ours = decoded(sound(each, format), RATE, each.shape[1])
+    assert np.allclose(ours, each.mean(0), atol=1e-6)
+
+
+def test_covers_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small PNG may take gigabytes."""
+    cover = b"\0image/png\0\3\0" + encoded(Image.new("L", (64, 64)), "PNG")
+    frame = b"APIC" + len(cover).to_bytes(4) + bytes(2) + cover
+    data = b"ID3\3\0\0" + bytes((0, 0, *divmod(len(frame), 128))) + frame + sound(tones(1), "mp3")
+    with opened(data) as (container, _):
+        (picture,) = container.streams.video
+        assert not picture.width
+    assert read_seconds(data, 60) == 1
 
 
 def test_front_door_and_decoder_agree() -> None:
