@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         "encoder-service",
-        description="Runs the vision encoders of vision-language models as a separate service.",
+        description="Runs the vision and audio encoders of language models as a separate service.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)

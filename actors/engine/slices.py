@@ -39,7 +39,8 @@ class Pace:
                 if self._slices and self.idle():
                     self._launch_first()
             self.rest()
-        failure, self._failure = self._failure, None
+        with self._lock:  # a step may still be launching the last one
+            failure, self._failure = self._failure, None
         if failure:
             raise failure
 

@@ -25,7 +25,7 @@ PCM = (
 CODECS = frozenset({*PCM, "flac", "mp3", "vorbis", "opus"})
 DECODERS = CODECS | {"mp3float"}
 CONTAINERS = "WAV, FLAC, MP3 or OGG"
-MOST_RATE, MOST_CHANNELS = 192_000, 8
+LEAST_RATE, MOST_RATE, MOST_CHANNELS = 4000, 192_000, 8  # resampling from less costs much
 MOST_PACKETS = 500_000
 """Each has some milliseconds; a file of more was made to waste CPU time."""
 
@@ -65,10 +65,11 @@ def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
             raise UnsupportedMedia(
                 f"the codec {codec} is not supported: use {', '.join(sorted(CODECS))}"
             )
-        if not 0 < context.sample_rate <= MOST_RATE or not 0 < context.channels <= MOST_CHANNELS:
+        rate, channels = context.sample_rate, context.channels
+        if not (LEAST_RATE <= rate <= MOST_RATE and 0 < channels <= MOST_CHANNELS):
             raise UnsupportedMedia(
-                f"the sound has {context.channels} channels of {context.sample_rate} samples a "
-                f"second; supported are {MOST_CHANNELS} of {MOST_RATE}: resample it"
+                f"the sound has {channels} channels of {rate} samples a second; supported are up "
+                f"to {MOST_CHANNELS} of {LEAST_RATE} to {MOST_RATE}: resample it"
             )
         context.thread_count = 1  # one thread per sound: several are decoded at a time
         yield container, stream

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from actors.errors import ConfigError
+from actors.errors import ConfigError, ServiceError
 from actors.models.load import weights_digest
 from actors.options import GraphOptions, ModelOptions, Options, validated
 from actors.spec.checkpoint import parse
@@ -22,7 +22,7 @@ class PrecisionPlan(Options):
     model: str
     weights: str
     """`weights_digest`: the plan is for these alone, whatever the checkpoint is called."""
-    fp8: tuple[str, ...] = Field(strict=False)
+    fp8: tuple[str, ...] = Field(strict=False, min_length=1)
     errors: dict[str, float]
     """Of every linear layer in FP8, relative to float32."""
     rows_error: float
@@ -43,21 +43,26 @@ def rows_digest(graphs: GraphOptions, model: ModelOptions) -> str:
     return f"{plan.weights} fp8 {plan.digest}" if plan else weights_digest(model)
 
 
-def read_plan(graphs: GraphOptions, model: ModelOptions) -> PrecisionPlan | None:
-    """None: all is in `model.dtype`. Raises ConfigError, also for a plan of another checkpoint."""
+def parse_plan(graphs: GraphOptions) -> PrecisionPlan | None:
+    """None: all is in `model.dtype`. Raises ConfigError."""
     if graphs.precision == "bf16":
         return None
     path = Path(graphs.precision_file)
     try:
-        plan = validated(PrecisionPlan, parse(path.read_bytes(), str(path)))
-    except OSError as error:
+        return validated(PrecisionPlan, parse(path.read_bytes(), str(path)))
+    except (OSError, ServiceError) as error:
         raise ConfigError(
             f"graphs.precision_file cannot be read: {error}: write it with `encoder-service "
             "calibrate`"
         ) from None
-    if plan.weights != weights_digest(model):
+
+
+def read_plan(graphs: GraphOptions, model: ModelOptions) -> PrecisionPlan | None:
+    """As `parse_plan`. Raises ConfigError also for a plan of another checkpoint."""
+    plan = parse_plan(graphs)
+    if plan and plan.weights != weights_digest(model):
         raise ConfigError(
-            f"graphs.precision_file {path} is for other weights, those of {plan.model}: run "
-            "`encoder-service calibrate` with this model"
+            f"graphs.precision_file {graphs.precision_file} is for other weights, those of "
+            f"{plan.model}: run `encoder-service calibrate` with this model"
         )
     return plan

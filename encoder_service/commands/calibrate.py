@@ -23,7 +23,7 @@ from torch import Tensor
 from actors.engine.budgets import Segments
 from actors.engine.device import Device, open_device
 from actors.engine.graphs import GraphSet
-from actors.errors import ConfigError
+from actors.errors import ConfigError, InvalidMedia, ServiceError
 from actors.families.registry import read
 from actors.kernels.gemm import fp8
 from actors.media.image import decode
@@ -62,7 +62,7 @@ def add(subcommands: Any) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Prints a table and writes the plan. Raises StartError, InvalidRequest, OSError."""
+    """Prints a table and writes the plan. Raises StartError, InvalidMedia, OSError."""
     service = next(iter(encoders(load(options.config)).values()))
     spec = read(service.model)
     device = open_device(service.encoder.device)
@@ -70,8 +70,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
     patchifier = patchifier_of(spec)
     items = []
     for path in options.images:
-        cut, patches = patchifier.patchify(decode(path.read_bytes(), service.preprocess.alpha))
+        try:
+            image = decode(path.read_bytes(), service.preprocess.alpha)
+        except ServiceError as error:
+            raise InvalidMedia(f"{path}: {error}") from None
+        cut, patches = patchifier.patchify(image)
         items.append(Item(cut, patches.numpy()))
+    options.out.open("a").close()  # to fail before hours of work
     calibration = Calibration(service.model, spec, device, items)
     plan = calibration.plan(options.bound)
     console.print(table(calibration.errors, plan))

@@ -26,6 +26,7 @@ from rich.table import Table
 from actors.engine.budgets import Capacity
 from actors.errors import ConfigError
 from actors.families.registry import read
+from actors.models.precision import parse_plan
 from actors.options import EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.shared_cache import open_store
@@ -285,6 +286,10 @@ def missing(service: ServiceOptions) -> Iterator[str]:
             open_store(service.cache.shared)
         except ConfigError as error:
             yield f"{error}; every node of an encoder needs it"
+    try:
+        parse_plan(service.graphs)
+    except ConfigError as error:
+        yield f"{error}; every node of an encoder needs it"
     if service.encoder.transport == "nixl" and find_spec("nixl") is None:
         yield (
             "encoder.transport is nixl: nixl is not installed here; every node of an encoder needs "

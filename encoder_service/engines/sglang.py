@@ -31,6 +31,8 @@ def processor_output(embeddings: Sequence[Embedding]) -> dict[str, Any]:
     first = embeddings[0] if embeddings else None
     if first is None:
         raise ValueError("no embeddings: a request without images has no image_data")
+    if first.type == "audio":
+        raise ValueError("SGLang takes no embeddings of sounds: send it the sounds themselves")
     for name in ("type", "family", "model", "dtype", "deepstack"):
         values = {getattr(embedding, name) for embedding in embeddings}
         if len(values) > 1:

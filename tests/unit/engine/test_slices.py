@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Event
 from time import monotonic, sleep
 
 import pytest
@@ -108,6 +109,23 @@ def test_a_slice_that_fails_fails_its_replay_not_the_step() -> None:
         pace.step()
         launched.result(10)
     assert pace.seen == ["after", "step", "after", "slice", "step"]
+
+
+def test_a_replay_has_ended_when_its_last_slice_has_been_launched() -> None:
+    pace, go = Recorded(5), Event()
+    with ThreadPoolExecutor(2) as threads:
+        launched = threads.submit(pace.launch, [(1.0, partial(go.wait, 10))])
+        pace.waits()
+        step = threads.submit(pace.step)
+        end = monotonic() + 10
+        while pace._slices:
+            assert monotonic() < end
+            sleep(0.001)
+        sleep(0.02)
+        assert not launched.done()
+        go.set()
+        step.result(10)
+        launched.result(10)
 
 
 def test_packs_are_completed_while_others_wait_for_a_step() -> None:

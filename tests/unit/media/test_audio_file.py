@@ -122,6 +122,7 @@ def damaged(name: str) -> bytes:
         "a picture": jpeg(64, 64),
         "a codec": sound(tones(0.1), codec="adpcm_ima_wav"),
         "a rate": sound(tones(0.1, 200_000), rate=200_000),
+        "a low rate": sound(tones(0.1, 3999), rate=3999),
     }[name]
 
 
@@ -139,7 +140,8 @@ def damaged(name: str) -> bytes:
         ("only a header", InvalidMedia, "has 50 of the 32078 bytes"),
         ("a picture", UnsupportedMedia, "not a sound that is read here"),
         ("a codec", UnsupportedMedia, "the codec adpcm_ima_wav is not supported: use flac, mp3"),
-        ("a rate", UnsupportedMedia, "1 channels of 200000 samples a second; supported are 8 of"),
+        ("a rate", UnsupportedMedia, "1 channels of 200000 samples a second; supported are up to"),
+        ("a low rate", UnsupportedMedia, "1 channels of 3999 samples a second"),
     ],
 )
 def test_what_is_refused(name: str, kind: type[ServiceError], told: str) -> None:

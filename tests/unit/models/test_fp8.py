@@ -41,7 +41,9 @@ from actors.types import Item
 from encoder_service import cli
 from encoder_service.commands import calibrate
 from encoder_service.commands.calibrate import ROWS_COSINE, ROWS_ERROR, Calibration, relative
+from encoder_service.commands.check import missing
 from encoder_service.config import fit, parse
+from tests.images import jpeg
 
 CPU = torch.device("cpu")
 ENOUGH = 10
@@ -275,6 +277,34 @@ def test_options_that_do_not_go_together(given: dict[str, str], message: str) ->
 def test_a_plan_of_something_else(changes: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         read_plan(written(tmp_path, **changes), TINY)
+
+
+def test_calibrate_says_what_is_wrong_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "Calibration", None)
+    (tmp_path / "text.jpg").write_text("no picture")
+    (tmp_path / "cat.jpg").write_bytes(jpeg(64, 64))
+    for image, out, message in (
+        ("text.jpg", "plan.json", "text.jpg: the image cannot be decoded"),
+        ("cat.jpg", "missing/plan.json", "No such file or directory"),
+    ):
+        given = ["configs/tiny.yaml", str(tmp_path / image), "--out", str(tmp_path / out)]
+        assert cli.main(["calibrate", *given]) == 1
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", "{}"])
+def test_check_names_a_plan_that_cannot_be_read(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_text(content)
+    graphs = GraphOptions(precision="fp8", precision_file=str(path))
+    cpu = {"device": "cpu", "num_gpus": 0}
+    service = parse({"model": TINY.model_dump(), "encoder": cpu, "graphs": graphs.model_dump()})
+    (warning,) = missing(service)
+    assert "graphs.precision_file cannot be read: " in warning
+    assert warning.endswith("; every node of an encoder needs it")
 
 
 def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
