@@ -61,7 +61,12 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """Changes to `vision_config`."""
 
-TOKENS = {"gemma3-4b": {"mm_tokens_per_image": 16}, "internvl3-78b": {"force_image_size": 84}}
+TOP_LEVEL = {
+    "gemma3-4b": {"mm_tokens_per_image": 16},
+    "internvl3-78b": {"force_image_size": 84},
+    "aya-vision-8b": {"alignment_intermediate_size": 128},
+    "command-a-vision": {"alignment_intermediate_size": 128},
+}
 SIZES = {
     **{"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224},
     **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84, "llava-next-7b": 84},
@@ -79,7 +84,7 @@ def write_small(folder: Path, preset: str) -> Path:
     files = Preset(preset).files
     config = files["config.json"]
     config["vision_config"] |= SMALL[preset]
-    config |= TOKENS.get(preset, {})
+    config |= TOP_LEVEL.get(preset, {})
     processor: Any = files.get("preprocessor_config.json")
     if side := SIZES.get(preset):
         processor["size"] = {"height": side, "width": side}
