@@ -6,7 +6,7 @@ Packs, metadata, staging and replays are those of the engine.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
@@ -26,7 +26,8 @@ from actors.engine.packing import Packing, smallest_first
 from actors.errors import ConfigError
 from actors.families.registry import read
 from actors.models.layers.block import blocks_of
-from actors.models.load import build, tensors
+from actors.models.load import build, check_fp8, tensors
+from actors.models.precision import read_plan
 from actors.models.tower import Tower
 from actors.options import BlockForm, GraphOptions, ModelOptions, PackingOptions, block_form
 from actors.spec.model_spec import ModelSpec
@@ -63,6 +64,8 @@ class Settings:
     every_budget: bool
     profiled: tuple[str, ...]
     """Workloads whose kernels are listed, by name."""
+    precision_file: str
+    """The plan of mode `fp8`, if that is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +136,14 @@ def run(model: str, device: Device, settings: Settings, console: Console) -> Mod
     if settings.every_budget and len(spec.paths) > 1:
         raise ConfigError(f"--every-budget: {model} has two paths, whose budgets go in pairs")
     console.print(f"{model}: weights")
-    bench = Bench(spec, tensors(options, spec, device.device), device, settings)
-    if {"budget", *FORMS} & {*settings.modes} or settings.every_budget:
+    fp8: Collection[str] = ()
+    if settings.precision_file:
+        graphs = GraphOptions(precision="fp8", precision_file=settings.precision_file)
+        if plan := read_plan(graphs, options):
+            fp8 = plan.fp8
+            check_fp8(spec, device.device, fp8)
+    bench = Bench(spec, tensors(options, spec, device.device), device, settings, fp8)
+    if {"budget", "fp8", *FORMS} & {*settings.modes} or settings.every_budget:
         bench.capture(
             lambda budget, seconds: console.print(f"{model}: captured {budget} in {seconds:.2f} s")
         )
@@ -159,8 +168,14 @@ class Bench:
     """One tower and the towers it is compared with, with the same weights on one device."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Mapping[str, Tensor], device: Device, settings: Settings
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Tensor],
+        device: Device,
+        settings: Settings,
+        fp8: Collection[str] = (),
     ) -> None:
+        """`fp8`: the layers that mode `fp8` computes in FP8."""
         self.spec = spec
         self.device = device
         self.settings = settings
@@ -175,6 +190,9 @@ class Bench:
                 block_form(form, on_cuda=on_cuda, dtype=spec.dtype, fast=spec.fast_blocks)
                 tower = build(spec, weights, device.device, blocks_of(form))
                 self.captured[form] = self.graphs(tower, self.limits.budgets, self.limits.segments)
+        if fp8:
+            tower = build(spec, weights, device.device, fp8=fp8)
+            self.captured["fp8"] = self.graphs(tower, self.limits.budgets, self.limits.segments)
         self.packing: Packing = smallest_first
         known = spec.family == Reference.family
         self.truth: Reference | PlainTower = (

@@ -15,17 +15,20 @@ from actors.types import Size
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Mode = Literal["transformers", "eager", "exact", "budget", "fast", "compile", "reference"]
+Mode = Literal["transformers", "eager", "exact", "budget", "fast", "compile", "reference", "fp8"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 DEFAULT_MODES = MODES[:4]
 MODE_HELP = (
     "transformers: its own tower; eager: ours without graphs; exact: a graph of exactly the "
     "workload's tokens; budget: the service's own graphs and packing; fast, compile, "
-    "reference: the same with graphs.blocks set to it (compile needs a C++ compiler)"
+    "reference: the same with graphs.blocks set to it (compile needs a C++ compiler); fp8: the "
+    "same with graphs.precision set to it, needs --precision-file"
 )
 
 TOLERANCE = 2e-2
 """Relative error against float32: bf16 alone makes about 1.3e-2 on full towers."""
+FP8_TOLERANCE = 1e-1
+"""The same of FP8, whose accuracy is for `calibrate` to judge."""
 NOTHING = "-"
 INCHES = (11.0, 4.2)
 """Width and height of one model's plot."""
@@ -118,7 +121,7 @@ class ModelReport:
     def correct(self) -> bool:
         """Whether every output is within the tolerance; NaN is not."""
         return all(
-            figure.error <= TOLERANCE
+            figure.error <= (FP8_TOLERANCE if figure.mode == "fp8" else TOLERANCE)
             for workload in self.workloads + self.every_budget
             for figure in workload.figures
         )

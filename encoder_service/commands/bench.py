@@ -194,6 +194,9 @@ def add_engine(kinds: Any) -> None:
     parser.add_argument(
         "--modes", nargs="+", choices=MODES, default=DEFAULT_MODES, metavar="MODE", help=MODE_HELP
     )
+    parser.add_argument(
+        "--precision-file", default="", metavar="FILE", help="of `calibrate`, for mode fp8"
+    )
     add_device(parser)
     parser.add_argument("--repeats", type=positive, default=50, metavar="N", help="timed calls")
     parser.add_argument(
@@ -222,12 +225,15 @@ def run_engine(options: argparse.Namespace, console: Console) -> int:
     known = [each.name for each in workloads]
     if unknown := [name for name in options.profile if name not in known]:
         raise ConfigError(f"--profile {unknown[0]}: the workloads are {', '.join(known)}")
+    if ("fp8" in options.modes) != bool(options.precision_file):
+        raise ConfigError("--modes fp8 and --precision-file need each other")
     settings = engine.Settings(
         workloads=workloads,
         modes=tuple(mode for mode in MODES if mode in options.modes),
         repeats=options.repeats,
         every_budget=options.every_budget,
         profiled=tuple(options.profile),
+        precision_file=options.precision_file,
     )
     device = open_device(options.device)
     report = EngineReport(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from actors.engine.device import Device
@@ -107,6 +108,24 @@ def test_other_forms_of_the_blocks(tmp_path: Path) -> None:
     assert found == [("budget", [104]), ("compile", [104]), ("reference", [104])]
 
 
+def test_fp8_of_a_plan(tmp_path: Path) -> None:
+    """The plan that the service reads, made by `calibrate`."""
+    config, image, plan = tmp_path / "c.yaml", tmp_path / "i.png", tmp_path / "plan.json"
+    args = "{model: {id: qwen3vl-tiny, load_format: dummy}, encoder: {device: cpu, num_gpus: 0}}"
+    config.write_text(
+        f"applications: [{{name: a, import_path: encoder_service.app:build, args: {args}}}]"
+    )
+    Image.effect_noise((64, 64), 80).convert("RGB").save(image)
+    assert cli.main(["calibrate", str(config), str(image), "--out", str(plan)]) == 0
+    file = tmp_path / "figures.json"
+    what = ["--workload", "64x64", "--modes", "budget", "fp8", "--precision-file", str(plan)]
+    assert cli.main([*TINY, *BRIEF, *what, "--json", str(file)]) == 0
+    (workload,) = json.loads(file.read_text())["models"][0]["workloads"]
+    bf16, fp8 = workload["figures"]
+    assert (fp8["mode"], fp8["budgets"]) == ("fp8", bf16["budgets"])
+    assert fp8["error"] > bf16["error"]
+
+
 @pytest.mark.extended
 @pytest.mark.timeout(600)
 def test_every_budget_and_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +177,8 @@ def test_plot(tmp_path: Path) -> None:
         (["--profile", "9x9"], "--profile 9x9: the workloads are 1x336"),
         (["--model", "qwen3vl-9000b"], "qwen3vl-9000b"),
         (["--workload", "64x64", "--modes", "fast"], "graphs.blocks is fast, which needs"),
+        (["--modes", "fp8"], "--modes fp8 and --precision-file need each other"),
+        (["--modes", "fp8", "--precision-file", "none.json"], "precision_file cannot be read"),
     ],
 )
 def test_what_cannot_be_measured(
