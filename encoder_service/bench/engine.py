@@ -6,6 +6,7 @@ Packs, metadata, staging and replays are those of the engine.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -31,9 +32,12 @@ from actors.models.precision import read_plan
 from actors.models.tower import Tower
 from actors.options import BlockForm, GraphOptions, ModelOptions, PackingOptions, block_form
 from actors.spec.model_spec import ModelSpec
-from actors.types import ItemPlan, Pack, Size
+from actors.types import PLURALS, ItemPlan, Pack, Size
 from encoder_service.bench.reference import PlainTower, Reference, relative_error
 from encoder_service.bench.report import (
+    DEFAULT,
+    SHORT,
+    SOUNDS,
     Mode,
     ModeFigures,
     ModelReport,
@@ -59,6 +63,9 @@ Rows = list[Tensor]
 @dataclass(frozen=True, slots=True)
 class Settings:
     workloads: tuple[Workload, ...]
+    """Empty: the model's default ones."""
+    short: bool
+    """The defaults for images are those for runs over all families."""
     modes: tuple[Mode, ...]
     repeats: int
     every_budget: bool
@@ -133,6 +140,9 @@ def run(model: str, device: Device, settings: Settings, console: Console) -> Mod
     """Measures a preset with random weights in bf16. Raises ConfigError, CheckpointError."""
     options = ModelOptions(id=model, load_format="dummy")
     spec = read(options)
+    if not settings.workloads:
+        of_images = SHORT if settings.short else DEFAULT
+        settings = replace(settings, workloads=SOUNDS if spec.audio else of_images)
     if settings.every_budget and len(spec.paths) > 1:
         raise ConfigError(f"--every-budget: {model} has two paths, whose budgets go in pairs")
     console.print(f"{model}: weights")
@@ -149,7 +159,7 @@ def run(model: str, device: Device, settings: Settings, console: Console) -> Mod
         )
     workloads = []
     for workload in settings.workloads:
-        batch = bench.batch(workload.sizes)
+        batch = bench.batch(workload)
         calls: dict[str, Callable[[], Rows]] = {
             mode: bench.call(mode, batch) for mode in bench.modes
         }
@@ -220,7 +230,7 @@ class Bench:
             expected = self.truth.rows(batch.patches, batch.plans)
         return WorkloadReport(
             name=name,
-            images=len(batch.plans),
+            items=len(batch.plans),
             patches=sum(plan.patches for plan in batch.plans),
             tokens=sum(plan.tokens for plan in batch.plans),
             floor_ms=floor_ms(counter.get_total_flops(), device_name(self.device)),
@@ -242,7 +252,7 @@ class Bench:
         return ModeFigures(mode, median_ms, p99_ms, error, host_ms, replayed, padding)
 
     def every_budget(self) -> WorkloadReport:
-        batch = self.batch(SMALL.sizes)
+        batch = self.batch(SMALL)
         calls = {
             f"budget {budget}": EngineCall(self.budgeted, self.device, only((budget,), 1), batch)
             for budget in self.limits.budgets[0]
@@ -278,19 +288,24 @@ class Bench:
             for path, ladder, device in zip(self.spec.paths, budgets, devices, strict=False)
         ]
 
-    def batch(self, sizes: Sequence[Size]) -> Batch:
+    def batch(self, workload: Workload) -> Batch:
         """Random patches on the device, the same in every run."""
-        plans = [self.spec.sizing.plan(size) for size in sizes]
+        plans = plans_of(self.spec, workload)
         place = self.device.device
         generator = torch.Generator(place).manual_seed(len(plans))
         tokens = plans[0].path_tokens[0]  # whole tiles or views
         values = self.tower.inputs(self.spec.paths[0], tokens, 1)["patches"][0][1]
-        patches = [
-            torch.randint(
-                256, (plan.patches, values), dtype=torch.uint8, device=place, generator=generator
-            )
-            for plan in plans
-        ]
+        patches = []
+        for plan in plans:
+            if self.spec.audio:
+                frames = plan.patches, values // torch.float32.itemsize
+                made = torch.randn(frames, device=place, generator=generator).view(torch.uint8)
+            else:
+                shape = plan.patches, values
+                made = torch.randint(
+                    256, shape, dtype=torch.uint8, device=place, generator=generator
+                )
+            patches.append(made)
         synchronize(self.device)
         path_patches = [
             [each[plan.rows(path)] for each, plan in zip(patches, plans, strict=True)]
@@ -299,12 +314,25 @@ class Bench:
         return Batch(plans, patches, path_patches)
 
 
+def plans_of(spec: ModelSpec, workload: Workload) -> list[ItemPlan]:
+    """Raises ConfigError for sounds to a model that takes images, and the reverse."""
+    if bool(spec.audio) != bool(workload.seconds):
+        raise ConfigError(f"--workload {workload.name}: {spec.id} takes {PLURALS[spec.kinds[0]]}")
+    sizes = workload.sizes
+    if spec.audio:
+        most = math.inf if spec.audio.several else spec.audio.window_seconds
+        if max(workload.seconds) > most:
+            raise ConfigError(f"--workload {workload.name}: {spec.id} takes at most {most:g} s")
+        sizes = tuple(Size(round(each * spec.audio.rate), 1) for each in workload.seconds)
+    return [spec.sizing.plan(size) for size in sizes]
+
+
 def limits(spec: ModelSpec, settings: Settings) -> Capacity:
     """The service's limits for images, without budgets larger than every workload needs."""
     whole = model_capacity(GraphOptions(max_frames_per_batch=0), spec)
     if settings.every_budget:
         return whole
-    plans = [[spec.sizing.plan(size) for size in each.sizes] for each in settings.workloads]
+    plans = [plans_of(spec, each) for each in settings.workloads]
     budgets = []
     for path, ladder in enumerate(whole.budgets):
         most = max(sum(plan.path_tokens[path] for plan in each) for each in plans)

@@ -38,8 +38,11 @@ BARS = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Workload:
+    """Images of these sizes, or sounds of so many seconds, that are encoded together."""
+
     name: str
-    sizes: tuple[Size, ...]
+    sizes: tuple[Size, ...] = ()
+    seconds: tuple[float, ...] = ()
 
 
 MIXED = (
@@ -69,6 +72,13 @@ DEFAULT = (
 )
 SHORT = tuple(each for each in DEFAULT if each.name in ("1x336", "8x336", "1x1080p"))
 """For runs over all families."""
+SOUNDS = (
+    Workload("1x5s", seconds=(5,)),
+    Workload("1x30s", seconds=(30,)),
+    Workload("8x30s", seconds=(30,) * 8),
+    Workload("20x10s", seconds=(10,) * 20),
+)
+"""For models that take sounds."""
 
 PEAK_FLOPS_PER_SECOND = {"H200": 790e12}
 """Measured dense bf16 GEMM throughput (not the data sheet's), by a part of the device's name."""
@@ -101,7 +111,7 @@ class ModeFigures:
 @dataclass(frozen=True, slots=True)
 class WorkloadReport:
     name: str
-    images: int
+    items: int
     patches: int
     tokens: int
     floor_ms: float | None

@@ -7,6 +7,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from encoder_service.bench.report import (
     MODE_HELP,
     MODES,
     SHORT,
+    SOUNDS,
     TOLERANCE,
     EngineReport,
     Workload,
@@ -189,7 +191,8 @@ def add_engine(kinds: Any) -> None:
         action="extend",
         help=f"{', '.join(each.name for each in DEFAULT)}, or sizes of images encoded together, "
         "such as 336x336*8+1024x1024 (default: all of these; with --model all "
-        f"{', '.join(each.name for each in SHORT)})",
+        f"{', '.join(each.name for each in SHORT)}); sounds: "
+        f"{', '.join(each.name for each in SOUNDS)}, or seconds, such as 7.5s*4",
     )
     parser.add_argument(
         "--modes", nargs="+", choices=MODES, default=DEFAULT_MODES, metavar="MODE", help=MODE_HELP
@@ -221,14 +224,15 @@ def run_engine(options: argparse.Namespace, console: Console) -> int:
 
     console.width = max(console.width, ENGINE_WIDTH)
     every = ALL in options.model
-    workloads = tuple(options.workload or (SHORT if every else DEFAULT))
-    known = [each.name for each in workloads]
+    workloads = tuple(options.workload or ())
+    known = [each.name for each in workloads or (*DEFAULT, *SOUNDS)]
     if unknown := [name for name in options.profile if name not in known]:
         raise ConfigError(f"--profile {unknown[0]}: the workloads are {', '.join(known)}")
     if ("fp8" in options.modes) != bool(options.precision_file):
         raise ConfigError("--modes fp8 and --precision-file need each other")
     settings = engine.Settings(
         workloads=workloads,
+        short=every,
         modes=tuple(mode for mode in MODES if mode in options.modes),
         repeats=options.repeats,
         every_budget=options.every_budget,
@@ -483,9 +487,13 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def workload(text: str) -> Workload:
-    for each in DEFAULT:
+    for each in (*DEFAULT, *SOUNDS):
         if each.name == text:
             return each
+    if sounds := re.fullmatch(r"(\d+(?:\.\d+)?)s(?:\*(\d+))?", text):
+        seconds, count = float(sounds[1]), int(sounds[2] or 1)
+        if seconds and count:
+            return Workload(text, seconds=(seconds,) * count)
     kinds = parse_mix(text)
     if len(kinds) > 1:
         raise argparse.ArgumentTypeError(f"{text!r}: separate workloads with spaces")

@@ -190,9 +190,12 @@ class ServeFleet:
             async with asyncio.timeout(FETCH_SECONDS), self._keepers.guard(replica):
                 yield replica, name
         except (ShardLost, TimeoutError) as error:
+            why = f"cannot be reached ({error})"
+            if isinstance(error, TimeoutError):
+                why = f"did not answer within {FETCH_SECONDS:g} s"
             raise Unavailable(
-                f"replica {replica}, which keeps the embedding, cannot be reached: try again, or "
-                "encode the item again"
+                f"replica {replica}, which keeps the embedding, {why}: try again, or encode the "
+                "item again"
             ) from error
 
     async def _call(

@@ -68,7 +68,7 @@ def test_a_run_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert written.keys() >= {"date", "command", "device", "versions", "repeats"}
     assert written["versions"]["torch"] == torch.__version__
     one, several = written["models"][0]["workloads"]
-    assert (one["images"], one["tokens"], several["images"]) == (1, 100, 6)
+    assert (one["items"], one["tokens"], several["items"]) == (1, 100, 6)
     for figure in one["figures"] + several["figures"]:
         assert 0 < figure["error"] < report.TOLERANCE
         assert 0 < figure["median_ms"] <= figure["p99_ms"]
@@ -106,6 +106,23 @@ def test_other_forms_of_the_blocks(tmp_path: Path) -> None:
     (workload,) = json.loads(file.read_text())["models"][0]["workloads"]
     found = [(figure["mode"], figure["budgets"]) for figure in workload["figures"]]
     assert found == [("budget", [104]), ("compile", [104]), ("reference", [104])]
+
+
+def test_sounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    hearing = ["bench", "engine", "--model", "whisper-tiny", "--device", "cpu", *BRIEF]
+    what = ["--workload", "0.5s*2", "--modes", "eager", "budget", "--json", str(file)]
+    assert cli.main([*hearing, *what]) == 0
+    (workload,) = json.loads(file.read_text())["models"][0]["workloads"]
+    assert (workload["items"], workload["tokens"]) == (2, 2 * 1500), "Whisper hears 30 s"
+    eager, budget = workload["figures"]
+    assert (eager["budgets"], budget["budgets"]) == ([], [3000])
+    assert cli.main([*hearing, "--workload", "64x64"]) == 1
+    assert "--workload 64x64: whisper-tiny takes sounds" in capsys.readouterr().err
+    assert cli.main([*hearing, "--workload", "31s"]) == 1
+    assert "--workload 31s: whisper-tiny takes at most 30 s" in capsys.readouterr().err
+    assert cli.main([*TINY, "--workload", "1x30s"]) == 1
+    assert "--workload 1x30s: qwen3vl-tiny takes images" in capsys.readouterr().err
 
 
 def test_fp8_of_a_plan(tmp_path: Path) -> None:

@@ -255,11 +255,27 @@ def test_slices_are_launched_before_steps_of_the_model_alone(
     shares: list[int] = []
     monkeypatch.setattr(stubbed.engine.device.pace, "step", shares.append)
     text = Images("text", {})
-    stubbed.step(stubbed.images("a", "x", "y"), stubbed.images("b", "z"))  # no tokens
+    stubbed.step(stubbed.images("a", "x"))  # no tokens
     assert shares == []
     for tokens in (1, 300, 2125, 8192):
         stubbed.step(text, tokens=tokens)
     assert shares == [3, 1, 1, 4], "short steps, which only decode, leave more time"
+
+
+def test_steps_leave_more_time_while_many_images_wait(
+    stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[int] = []
+    monkeypatch.setattr(stubbed.engine.device.pace, "step", shares.append)
+    for count in (1, 2, 4, 6, 20):
+        stubbed.step(stubbed.images(f"request {count}", *map(str, range(count))))
+        stubbed.step(Images("text", {}), tokens=2048)
+    assert shares == [1, 2, 3, 4, 4]
+    stubbed.submitted(20)
+    for place in range(17):
+        stubbed.answer(place)
+    stubbed.step(Images("text", {}), tokens=2048)
+    assert shares[-1] == 2, "three are left"
 
 
 def test_an_image_of_two_requests_is_encoded_once(stubbed: Stubbed) -> None:
