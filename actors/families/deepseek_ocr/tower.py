@@ -138,7 +138,6 @@ class ViewTables:
 
     side: int  # patches per side
     positions: Tensor  # [side, side, width of SAM], with the bias of the patch embedding
-    sam: Blocks
     start: Tensor  # [1 + tokens, width of CLIP]: the class token, then positions
 
 
@@ -158,6 +157,15 @@ class DeepseekOcrTower(ViewTower):
         self.sizes = sizes = OcrSizes.of(spec)
         self.device = weights.device
         self.embedding = weights.embedding("patch_embed.proj", spec)
+        layers = [
+            sam.without_key_bias(layer) for layer in weights.blocks(SAM_BLOCKS, sizes.sam.depth)
+        ]
+        squares = square_attention(sizes.sam.head_size, attention)
+        self.sam: dict[str, Blocks] = {}
+        for path, side in zip(PATHS, self.sizing.side_patches, strict=True):
+            of_layers = [squares(side, each) for each in relative_positions(weights, sizes, side)]
+            style = Style(sizes.sam.heads, "gelu", sam.EPSILON)
+            self.sam[path] = blocks(layers, style, of_layers, ())
         self.neck = neck(weights)
         self.before_clip = weights.affine("pre_layrnorm")
         style = Style(sizes.clip.heads, "quick_gelu", CLIP_EPSILON)
@@ -165,17 +173,10 @@ class DeepseekOcrTower(ViewTower):
         self.projector = weights.affine("layers")
         self.newline = weights.place(weights.tensors["newline"])[None]
         self.separator = weights.place(weights.tensors["seperator"])[None]
-        kernel = sam_attention(sizes.sam.head_size, attention)
-        layers = [
-            sam.without_key_bias(layer) for layer in weights.blocks(SAM_BLOCKS, sizes.sam.depth)
-        ]
-        self.tables = {}
-        for path, side in zip(PATHS, self.sizing.side_patches, strict=True):
-            squares = [kernel(side, each) for each in relative_positions(weights, sizes, side)]
-            style = Style(sizes.sam.heads, "gelu", sam.EPSILON)
-            self.tables[path] = tables(
-                weights, sizes, self.embedding, side, blocks(layers, style, squares, ())
-            )
+        self.tables = {
+            path: tables(weights, sizes, self.embedding, side)
+            for path, side in zip(PATHS, self.sizing.side_patches, strict=True)
+        }
 
     def view_rows(self, path: str) -> int:
         return len(self.tables[path].start)
@@ -185,7 +186,7 @@ class DeepseekOcrTower(ViewTower):
         table = self.tables[path]
         x = F.linear(centred(values["patches"], self.dtype), self.embedding.weight)
         x = x.view(-1, *table.positions.shape) + table.positions
-        y, _ = table.sam(x.flatten(0, 2), None, None, values)
+        y, _ = self.sam[path](x.flatten(0, 2), None, None, values)
         features = self.neck(y.view(x.shape))
         y = F.pad(features, (0, 0, 1, 0)) + table.start
         y = layer_norm(y, self.before_clip, CLIP_EPSILON)
@@ -215,7 +216,7 @@ def neck(weights: Weights) -> sam.Neck:
     return sam.Neck(narrow, weights.affine("neck.1"), mix, weights.affine("neck.3"), halving)
 
 
-def sam_attention(head_size: int, attention: Attention) -> type[sam.SquareAttention]:
+def square_attention(head_size: int, attention: Attention) -> type[sam.SquareAttention]:
     """The form of SAM's attention that fits the one chosen for CLIP."""
     plain = isinstance(attention, SegmentAttention) or head_size not in (16, 32, 64, 128)
     return sam.SquareAttention if plain else sam.FastSquareAttention
@@ -229,9 +230,7 @@ def relative_positions(weights: Weights, sizes: OcrSizes, side: int) -> Iterator
         yield weights.place(torch.stack([sam.distances(table, window) for table in both]))
 
 
-def tables(
-    weights: Weights, sizes: OcrSizes, embedding: Affine, side: int, blocks: Blocks
-) -> ViewTables:
+def tables(weights: Weights, sizes: OcrSizes, embedding: Affine, side: int) -> ViewTables:
     named, width = weights.tensors, sizes.sam.width
     trained = resized_table(named["pos_embed"].view(-1, width), side).view(side, side, width)
     known = named["embeddings.position_embedding.weight"].float()
@@ -240,7 +239,6 @@ def tables(
     return ViewTables(
         side=side,
         positions=weights.place(trained) + embedding.bias,
-        sam=blocks,
         start=weights.place(torch.cat([first, rest])),
     )
 
