@@ -1,22 +1,19 @@
-"""SAM's image encoder: attention in windows, and in some layers over all of the view.
+"""What is particular to SAM's image encoder: its attention, and the neck behind its blocks.
 
-Computes what transformers.models.sam computes in SamVisionEncoder, with the decomposed relative
-positions inside the GEMM of queries and keys: no bias of patches x patches is ever written. Takes
-any number of views of one size; whatever depends on that size is computed beforehand.
+Computes what transformers.models.sam computes in SamVisionEncoder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.kernels.attention import Values
 from actors.models.layers.block import Affine, BlockWeights, layer_norm
-
-Place = Callable[[Tensor], Tensor]  # moves a table to the tower's device and dtype
 
 EPSILON = 1e-6
 SHRINKING = 4  # rows of patches per row of features: two convolutions with stride 2
@@ -24,47 +21,68 @@ ALIGNMENT = 8  # head sizes that attention kernels take are multiples of this
 
 
 @dataclass(frozen=True, slots=True)
-class Relative:
-    """Relative positions of one layer, for squares of one size."""
+class SquareAttention:
+    """Attention of one layer within windows of each view, in plain torch.
 
-    rows: Tensor  # [side, side, head size]: by the query's row and the key's
-    columns: Tensor  # [side, side, head size]
-    keys: Tensor  # [side ** 2, 2 x side + padding]: each key's row and column, one-hot
-
-
-@dataclass(frozen=True, slots=True)
-class SamLayer:
-    weights: BlockWeights
-    window: int  # the side of a window; 0: the whole view
-
-
-def forward(x: Tensor, layer: SamLayer, relative: Relative, heads: int) -> Tensor:
-    """One layer over [views, rows, columns, width]."""
-    weights, window = layer.weights, layer.window
-    y = layer_norm(x, weights.norm1, EPSILON)
-    y = attend(windows(y, window) if window else y, weights, relative, heads)
-    x = x + (joined(y, x.shape[1]) if window else y)
-    y = F.gelu(weights.up.linear(layer_norm(x, weights.norm2, EPSILON)))
-    return x + weights.down.linear(y)
-
-
-def attend(x: Tensor, layer: BlockWeights, relative: Relative, heads: int) -> Tensor:
-    """Attention within each square of [squares, side, side, width].
-
-    The keys' one-hot rows and columns add the relative positions to the scores:
-    softmax(scale x q.k + rows[q, k] + columns[q, k]) from one GEMM.
+    With relative positions, decomposed: softmax(scale x q.k + rows[q, k] + columns[q, k]) v.
+    Windows that reach beyond the view see zeros there, which take part as keys.
     """
-    squares, side, _, width = x.shape
-    qkv = layer.qkv.linear(x).view(squares, side * side, 3, heads, -1)
-    query, key, value = qkv.permute(2, 0, 3, 1, 4)
-    at = query.unflatten(2, (side, side))
-    to_rows = torch.einsum("bnhwc,hkc->bnhwk", at, relative.rows).flatten(2, 3)
-    to_columns = torch.einsum("bnhwc,wkc->bnhwk", at, relative.columns).flatten(2, 3)
-    padding = relative.keys.shape[1] - 2 * side
-    query = torch.cat([query * query.shape[-1] ** -0.5, to_rows, to_columns], -1)
-    key = torch.cat([key, relative.keys.expand(squares, heads, -1, -1)], -1)
-    out = F.scaled_dot_product_attention(F.pad(query, (0, padding)), key, value, scale=1.0)
-    return layer.proj.linear(out.transpose(1, 2).reshape(squares, side, side, width))
+
+    side: int
+    """Patches per side of a view."""
+    tables: Tensor
+    """[2, window, window, head size]: for the rows of query and key, and for their columns."""
+
+    def __call__(self, qkv: Tensor, values: Values) -> Tensor:
+        """[views x side ** 2, 3, heads, head size] to [views x side ** 2, heads x head size].
+
+        The keys' one-hot rows and columns add the relative positions to the scores, in the GEMM of
+        queries and keys: no bias of patches x patches is ever written.
+        """
+        _, _, heads, size = qkv.shape
+        side, window = self.side, self.tables.shape[1]
+        squares = windows(qkv.reshape(-1, side, side, 3 * heads * size), window)
+        squares = squares.reshape(-1, window**2, 3, heads, size)
+        query, key, value = squares.permute(2, 0, 3, 1, 4)
+        at = query.unflatten(2, (window, window))
+        to_rows = torch.einsum("bnhwc,hkc->bnhwk", at, self.tables[0]).flatten(2, 3)
+        to_columns = torch.einsum("bnhwc,wkc->bnhwk", at, self.tables[1]).flatten(2, 3)
+        ones = torch.eye(window, dtype=qkv.dtype, device=qkv.device)
+        ones = torch.cat([ones.repeat_interleave(window, 0), ones.repeat(window, 1)], 1)
+        padding = -(2 * window + size) % ALIGNMENT
+        query = torch.cat([query * size**-0.5, to_rows, to_columns], -1)
+        key = torch.cat([key, ones.expand(*key.shape[:2], -1, -1)], -1)
+        query, key = (F.pad(each, (0, padding)) for each in (query, key))
+        out = F.scaled_dot_product_attention(query, key, value, scale=1.0)
+        out = out.transpose(1, 2).reshape(-1, window, window, heads * size)
+        return joined(out, side).flatten(0, 2)
+
+
+class FastSquareAttention(SquareAttention):
+    """The same by Triton's kernel: CUDA, 16 bits, head sizes that are powers of two."""
+
+    def __call__(self, qkv: Tensor, values: Values) -> Tensor:
+        """Writes over qkv; the result is a view of it."""
+        from actors.kernels.triton.square_attention import attend_squares_  # needs Triton
+
+        return attend_squares_(qkv, self.tables, self.side)
+
+
+def without_key_bias(layer: BlockWeights) -> BlockWeights:
+    """The same layer, but k and v have no bias.
+
+    SAM pads windows with zeros before qkv, so that k and v of the padding are their biases; without
+    them the padding of k and v is zero. The bias of k adds the same to all scores of a query, which
+    softmax does not see. That of v adds itself to the result, so the bias of proj has it.
+    """
+    query, key, value = layer.qkv.bias.chunk(3)
+    proj = F.linear(value.float(), layer.proj.weight.float(), layer.proj.bias.float())
+    bias = torch.cat([query, torch.zeros_like(key), torch.zeros_like(value)])
+    return replace(
+        layer,
+        qkv=replace(layer.qkv, bias=bias),
+        proj=replace(layer.proj, bias=proj.to(value.dtype)),
+    )
 
 
 def windows(x: Tensor, window: int) -> Tensor:
@@ -80,18 +98,6 @@ def joined(x: Tensor, side: int) -> Tensor:
     count = -(-side // x.shape[1])
     parts: Tensor = x.unflatten(0, (-1, count, count)).transpose(2, 3)
     return parts.flatten(3, 4).flatten(1, 2)[:, :side, :side]
-
-
-def relative_positions(rows: Tensor, columns: Tensor, side: int, place: Place) -> Relative:
-    """For squares with this side, from tables [2 x trained side - 1, head size]."""
-    ones = torch.eye(side)
-    keys = torch.cat([ones.repeat_interleave(side, 0), ones.repeat(side, 1)], 1)
-    padding = -(keys.shape[1] + rows.shape[1]) % ALIGNMENT
-    return Relative(
-        rows=place(distances(rows, side)),
-        columns=place(distances(columns, side)),
-        keys=place(F.pad(keys, (0, padding))),
-    )
 
 
 def distances(table: Tensor, side: int) -> Tensor:

@@ -6,7 +6,7 @@ the checkpoint's own (`seperator` and `layrnorm`, too).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.families.deepseek_ocr import sam
-from actors.kernels.attention import Attention, Values
-from actors.models.layers.block import Affine, BlocksForm, Style, layer_norm
+from actors.kernels.attention import Attention, SegmentAttention, Values
+from actors.models.layers.block import Affine, Blocks, BlocksForm, Style, layer_norm
 from actors.models.layers.patches import centred, resized_table
 from actors.models.layers.weights import (
     CLIP_NAMES,
@@ -138,7 +138,6 @@ class ViewTables:
 
     side: int  # patches per side
     positions: Tensor  # [side, side, width of SAM], with the bias of the patch embedding
-    relatives: Sequence[sam.Relative]  # one per layer of SAM
     start: Tensor  # [1 + tokens, width of CLIP]: the class token, then positions
 
 
@@ -158,10 +157,15 @@ class DeepseekOcrTower(ViewTower):
         self.sizes = sizes = OcrSizes.of(spec)
         self.device = weights.device
         self.embedding = weights.embedding("patch_embed.proj", spec)
-        self.sam = [
-            sam.SamLayer(layer, 0 if index in sizes.whole_view else WINDOW)
-            for index, layer in enumerate(weights.blocks(SAM_BLOCKS, sizes.sam.depth))
+        layers = [
+            sam.without_key_bias(layer) for layer in weights.blocks(SAM_BLOCKS, sizes.sam.depth)
         ]
+        squares = square_attention(sizes.sam.head_size, attention)
+        self.sam: dict[str, Blocks] = {}
+        for path, side in zip(PATHS, self.sizing.side_patches, strict=True):
+            of_layers = [squares(side, each) for each in relative_positions(weights, sizes, side)]
+            style = Style(sizes.sam.heads, "gelu", sam.EPSILON)
+            self.sam[path] = blocks(layers, style, of_layers, ())
         self.neck = neck(weights)
         self.before_clip = weights.affine("pre_layrnorm")
         style = Style(sizes.clip.heads, "quick_gelu", CLIP_EPSILON)
@@ -181,10 +185,9 @@ class DeepseekOcrTower(ViewTower):
         """On the path `global` each row of tokens ends in a newline."""
         table = self.tables[path]
         x = F.linear(centred(values["patches"], self.dtype), self.embedding.weight)
-        x = x.view(-1, table.side, table.side, x.shape[1]) + table.positions
-        for layer, relative in zip(self.sam, table.relatives, strict=True):
-            x = sam.forward(x, layer, relative, self.sizes.sam.heads)
-        features = self.neck(x)
+        x = x.view(-1, *table.positions.shape) + table.positions
+        y, _ = self.sam[path](x.flatten(0, 2), None, None, values)
+        features = self.neck(y.view(x.shape))
         y = F.pad(features, (0, 0, 1, 0)) + table.start
         y = layer_norm(y, self.before_clip, CLIP_EPSILON)
         y, _ = self.clip(y.flatten(0, 1), None, None, values)
@@ -213,21 +216,29 @@ def neck(weights: Weights) -> sam.Neck:
     return sam.Neck(narrow, weights.affine("neck.1"), mix, weights.affine("neck.3"), halving)
 
 
+def square_attention(head_size: int, attention: Attention) -> type[sam.SquareAttention]:
+    """The form of SAM's attention that fits the one chosen for CLIP."""
+    plain = isinstance(attention, SegmentAttention) or head_size not in (16, 32, 64, 128)
+    return sam.SquareAttention if plain else sam.FastSquareAttention
+
+
+def relative_positions(weights: Weights, sizes: OcrSizes, side: int) -> Iterator[Tensor]:
+    """Of each layer, for views with this side: see SquareAttention.tables."""
+    for index in range(sizes.sam.depth):
+        window = side if index in sizes.whole_view else WINDOW
+        both = [weights.tensors[f"blocks.{index}.attn.rel_pos_{axis}"] for axis in "hw"]
+        yield weights.place(torch.stack([sam.distances(table, window) for table in both]))
+
+
 def tables(weights: Weights, sizes: OcrSizes, embedding: Affine, side: int) -> ViewTables:
     named, width = weights.tensors, sizes.sam.width
     trained = resized_table(named["pos_embed"].view(-1, width), side).view(side, side, width)
     known = named["embeddings.position_embedding.weight"].float()
     first = known[:1] + named["embeddings.class_embedding"].float()
     rest = resized_table(known[1:], side // sam.SHRINKING)
-    relatives = []
-    for index in range(sizes.sam.depth):
-        rows, columns = (named[f"blocks.{index}.attn.rel_pos_{axis}"] for axis in "hw")
-        square = side if index in sizes.whole_view else WINDOW
-        relatives.append(sam.relative_positions(rows, columns, square, weights.place))
     return ViewTables(
         side=side,
         positions=weights.place(trained) + embedding.bias,
-        relatives=relatives,
         start=weights.place(torch.cat([first, rest])),
     )
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.kernels.attention import Attention, Values
+from actors.kernels.attention import Values
 from actors.kernels.gemm import fp8
 from actors.options import BlockForm
 
@@ -136,8 +136,18 @@ class Blocks(Protocol):
         """
 
 
-BlocksForm = Callable[[Sequence[BlockWeights], Style, Attention, Sequence[int]], Blocks]
-"""Builds the blocks: weights, style, attention, and the layers that are tapped."""
+Attend = Callable[[Tensor, Values], Tensor]
+"""What blocks need of an Attention: its call."""
+
+BlocksForm = Callable[
+    [Sequence[BlockWeights], Style, Attend | Sequence[Attend], Sequence[int]], Blocks
+]
+"""Builds the blocks: weights, style, attention (of all layers, or of each), and the layers that are
+tapped."""
+
+
+def of_each(attention: Attend | Sequence[Attend], layers: int) -> Sequence[Attend]:
+    return [attention] * layers if callable(attention) else attention
 
 
 @contextmanager
@@ -168,12 +178,12 @@ class ReferenceBlocks:
         self,
         weights: Sequence[BlockWeights],
         style: Style,
-        attention: Attention,
+        attention: Attend | Sequence[Attend],
         taps: Sequence[int] = (),
     ) -> None:
         self.weights = weights
         self.style = style
-        self.attention = attention
+        self.attention = of_each(attention, len(weights))
         self.taps = taps
 
     def __call__(
@@ -183,7 +193,8 @@ class ReferenceBlocks:
         windows = windows_of(values)
         for index, layer in numbered(self.weights):
             seen = windows if index in self.style.windowed else values
-            x = self.after(x, self.attention(self.before(x, cos, sin, layer), seen), layer)
+            qkv = self.before(x, cos, sin, layer)
+            x = self.after(x, self.attention[index](qkv, seen), layer)
             if index in self.taps:
                 tapped.append(x)
         return x, tapped
@@ -235,7 +246,7 @@ class CompiledBlocks(ReferenceBlocks):
         self,
         weights: Sequence[BlockWeights],
         style: Style,
-        attention: Attention,
+        attention: Attend | Sequence[Attend],
         taps: Sequence[int] = (),
     ) -> None:
         super().__init__(weights, style, attention, taps)

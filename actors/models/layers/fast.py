@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.kernels.attention import Attention, Values
+from actors.kernels.attention import Values
 from actors.kernels.gemm.cublaslt import Epilogue
 from actors.kernels.gemm.fp8 import Matrix
 from actors.kernels.gemm.gemm import Gemm
@@ -35,9 +35,11 @@ from actors.kernels.triton.elementwise import (
 from actors.models.layers.block import (
     ACTIVATIONS,
     Affine,
+    Attend,
     BlockWeights,
     Style,
     numbered,
+    of_each,
     qk_normed,
     windows_of,
 )
@@ -67,12 +69,12 @@ class FastBlocks:
         self,
         weights: Sequence[BlockWeights],
         style: Style,
-        attention: Attention,
+        attention: Attend | Sequence[Attend],
         taps: Sequence[int] = (),
     ) -> None:
         assert style.fast, "ModelSpec.fast_blocks says that there is none. This is a bug."
         self.style = style
-        self.attention = attention
+        self.attention = of_each(attention, len(weights))
         self.taps = taps
         gelu = style.activation == "gelu_tanh"
         self.layers, self.shifts = fold(weights)
@@ -119,7 +121,7 @@ class FastBlocks:
             qkv[:, :2] = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
         if cos is not None and sin is not None:
             rotate_(qkv, cos, sin)
-        self.proj(index, self.attention(qkv, seen), x)
+        self.proj(index, self.attention[index](qkv, seen), x)
 
     def mlp(self, index: int, layer: FastLayer, x: Tensor) -> None:
         fp8 = self.up.fp8(index, len(x)), self.down.fp8(index, len(x))

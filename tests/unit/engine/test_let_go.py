@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from actors.families import registry
-from actors.kernels.attention import Attention
-from actors.models.layers.block import Blocks, BlockWeights, ReferenceBlocks, Style
+from actors.models.layers.block import Attend, Blocks, BlockWeights, ReferenceBlocks, Style
 from actors.models.load import build, tensors
 from actors.options import ModelOptions
 from tests.small_presets import write_small
@@ -23,7 +22,10 @@ def test_the_weights_as_they_were_read_are_let_go(preset: str, tmp_path: Path) -
     read: list[weakref.ref[torch.Tensor]] = []
 
     def of_another_form(
-        weights: Sequence[BlockWeights], style: Style, attention: Attention, taps: Sequence[int]
+        weights: Sequence[BlockWeights],
+        style: Style,
+        attention: Attend | Sequence[Attend],
+        taps: Sequence[int],
     ) -> Blocks:
         read.extend(weakref.ref(layer.up.weight) for layer in weights)
         return ReferenceBlocks(deepcopy(weights), style, attention, taps)

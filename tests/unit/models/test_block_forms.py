@@ -10,8 +10,8 @@ import torch
 
 from actors.errors import ConfigError
 from actors.families.registry import read
-from actors.kernels.attention import Attention
 from actors.models.layers.block import (
+    Attend,
     Blocks,
     BlockWeights,
     CompiledBlocks,
@@ -75,7 +75,10 @@ def test_a_spec_says_whether_its_blocks_have_the_fast_form(preset: str, tmp_path
     styles: list[Style] = []
 
     def noted(
-        weights: Sequence[BlockWeights], style: Style, attention: Attention, taps: Sequence[int]
+        weights: Sequence[BlockWeights],
+        style: Style,
+        attention: Attend | Sequence[Attend],
+        taps: Sequence[int],
     ) -> Blocks:
         styles.append(style)
         return ReferenceBlocks(weights, style, attention, taps)

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from actors.families.deepseek_ocr.sam import FastSquareAttention, SquareAttention
 from actors.kernels.attention import HEAD_SIZES, LONG_PATCHES, SegmentAttention, TritonAttention
 
 if sys.platform != "linux":
@@ -170,6 +171,30 @@ def test_what_quantises_fits(chip: Chip, rows: int, launched: Launched, tmp_path
         check(kernel, chip, tmp_path)
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("window", [64, 40, 14])
+@CHIPS
+def test_attention_in_squares_fits(
+    chip: Chip, window: int, launched: Launched, tmp_path: Path
+) -> None:
+    kernels = launched(chip)
+    side = max(window, 40)  # 14 does not divide it
+    FastSquareAttention(side, bf16(2, window, window, 64))(bf16(side**2, 3, 12, 64), {})
+    assert len(kernels) == 2
+    for kernel in kernels:
+        check(kernel, chip, tmp_path)
+
+
+def squares_on_the_cpu() -> None:
+    """For a process with TRITON_INTERPRET=1: windows that are the view, divide it, or do not."""
+    for side, window in [(24, 24), (16, 8), (16, 14), (20, 7)]:
+        qkv = torch.randn(2 * side**2, 3, 2, 16, dtype=torch.float16)
+        tables = 0.3 * torch.randn(2, window, window, 16, dtype=torch.float16)
+        expected = SquareAttention(side, tables.float())(qkv.float(), {})
+        out = FastSquareAttention(side, tables)(qkv.clone(), {})
+        assert torch.allclose(out.float(), expected, atol=5e-3), (side, window)
+
+
 def attention_on_the_cpu() -> None:
     """For a process with TRITON_INTERPRET=1: attention with and without TMA."""
     for chip, size in product([(8, 6), (9, 0), (12, 0)], [72, 88, 128]):
@@ -183,8 +208,9 @@ def attention_on_the_cpu() -> None:
 
 
 @pytest.mark.extended
-def test_attention_is_right_with_and_without_tma() -> None:
-    code = f"from {__name__} import attention_on_the_cpu as run; run()"
+@pytest.mark.parametrize("run", [attention_on_the_cpu, squares_on_the_cpu])
+def test_attention_is_right(run: Callable[[], None]) -> None:
+    code = f"from {__name__} import {run.__name__} as run; run()"
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
