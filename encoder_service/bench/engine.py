@@ -265,15 +265,16 @@ class Bench:
         if mode == "transformers":
             return self.theirs.call(batch.patches, batch.plans)
         items, tokens = len(batch.plans), batch.path_tokens()
+        frames = sum(plan.frames for plan in batch.plans)
         if mode == "exact":
-            limits = only(tokens, items)
+            limits = replace(only(tokens, items), frames=frames)
             exact = self.graphs(self.tower, limits.budgets, Segments(items))
             for graphs in exact:
                 graphs.capture(lambda budget, seconds: None)
             return EngineCall(exact, self.device, limits, batch)
         if mode == "eager":
             nothing: tuple[tuple[int, ...], ...] = ((),) * len(tokens)
-            whole = Capacity(nothing, tokens, items, 0)
+            whole = Capacity(nothing, tokens, items, frames)
             eager = self.graphs(self.tower, nothing, Segments(0))
             return EngineCall(eager, self.device, whole, batch)
         return EngineCall(self.captured[mode], self.device, self.limits, batch, self.packing)
@@ -328,8 +329,8 @@ def plans_of(spec: ModelSpec, workload: Workload) -> list[ItemPlan]:
 
 
 def limits(spec: ModelSpec, settings: Settings) -> Capacity:
-    """The service's limits for images, without budgets larger than every workload needs."""
-    whole = model_capacity(GraphOptions(max_frames_per_batch=0), spec)
+    """The service's limits for images and sounds, without budgets larger than workloads need."""
+    whole = model_capacity(GraphOptions(max_frames_per_batch=None if spec.audio else 0), spec)
     if settings.every_budget:
         return whole
     plans = [plans_of(spec, each) for each in settings.workloads]

@@ -17,7 +17,6 @@ from actors.models.layers.block import Affine, BlockWeights, layer_norm
 
 EPSILON = 1e-6
 SHRINKING = 4  # rows of patches per row of features: two convolutions with stride 2
-ALIGNMENT = 8  # head sizes that attention kernels take are multiples of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +33,17 @@ class SquareAttention:
     """[2, window, window, head size]: for the rows of query and key, and for their columns."""
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
-        """[views x side ** 2, 3, heads, head size] to [views x side ** 2, heads x head size].
-
-        The keys' one-hot rows and columns add the relative positions to the scores, in the GEMM of
-        queries and keys: no bias of patches x patches is ever written.
-        """
+        """[views x side ** 2, 3, heads, head size] to [views x side ** 2, heads x head size]."""
         _, _, heads, size = qkv.shape
         side, window = self.side, self.tables.shape[1]
         squares = windows(qkv.reshape(-1, side, side, 3 * heads * size), window)
         squares = squares.reshape(-1, window**2, 3, heads, size)
         query, key, value = squares.permute(2, 0, 3, 1, 4)
         at = query.unflatten(2, (window, window))
-        to_rows = torch.einsum("bnhwc,hkc->bnhwk", at, self.tables[0]).flatten(2, 3)
-        to_columns = torch.einsum("bnhwc,wkc->bnhwk", at, self.tables[1]).flatten(2, 3)
-        ones = torch.eye(window, dtype=qkv.dtype, device=qkv.device)
-        ones = torch.cat([ones.repeat_interleave(window, 0), ones.repeat(window, 1)], 1)
-        padding = -(2 * window + size) % ALIGNMENT
-        query = torch.cat([query * size**-0.5, to_rows, to_columns], -1)
-        key = torch.cat([key, ones.expand(*key.shape[:2], -1, -1)], -1)
-        query, key = (F.pad(each, (0, padding)) for each in (query, key))
-        out = F.scaled_dot_product_attention(query, key, value, scale=1.0)
+        to_rows = torch.einsum("bnhwc,hkc->bnhwk", at, self.tables[0])[..., None]
+        to_columns = torch.einsum("bnhwc,wkc->bnhwk", at, self.tables[1])[..., None, :]
+        bias = (to_rows + to_columns).flatten(4, 5).flatten(2, 3)
+        out = F.scaled_dot_product_attention(query, key, value, bias)
         out = out.transpose(1, 2).reshape(-1, window, window, heads * size)
         return joined(out, side).flatten(0, 2)
 

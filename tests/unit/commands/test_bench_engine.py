@@ -125,6 +125,24 @@ def test_sounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--workload 1x30s: qwen3vl-tiny takes images" in capsys.readouterr().err
 
 
+def test_sounds_of_several_windows(tmp_path: Path) -> None:
+    tower = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tower |= {"intermediate_size": 256, "max_source_positions": 100}
+    extractor = {"chunk_length": 2, "feature_size": 128}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "voxtral", "audio_config": tower})
+    )
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(extractor))
+    file = tmp_path / "figures.json"
+    hearing = ["bench", "engine", "--model", str(tmp_path), "--device", "cpu", *BRIEF]
+    what = ["--workload", "3s*2", "--modes", "eager", "exact", "budget", "--json", str(file)]
+    assert cli.main([*hearing, *what]) == 0
+    (workload,) = json.loads(file.read_text())["models"][0]["workloads"]
+    assert workload["tokens"] == 2 * 2 * 25
+    eager, exact, budget = (figure["budgets"] for figure in workload["figures"])
+    assert (eager, exact, sum(budget)) == ([], [100], 100)
+
+
 def test_fp8_of_a_plan(tmp_path: Path) -> None:
     """The plan that the service reads, made by `calibrate`."""
     config, image, plan = tmp_path / "c.yaml", tmp_path / "i.png", tmp_path / "plan.json"
