@@ -100,7 +100,8 @@ class LayerError:
 
     @property
     def relative(self) -> float:
-        return math.sqrt(self.error / self.output)
+        """Infinite for a layer whose outputs are all zero, so that it stays as it is."""
+        return math.sqrt(self.error / self.output) if self.output else math.inf
 
     @property
     def price(self) -> float:

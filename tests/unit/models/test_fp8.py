@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -40,7 +41,13 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item
 from encoder_service import cli
 from encoder_service.commands import calibrate
-from encoder_service.commands.calibrate import ROWS_COSINE, ROWS_ERROR, Calibration, relative
+from encoder_service.commands.calibrate import (
+    ROWS_COSINE,
+    ROWS_ERROR,
+    Calibration,
+    LayerError,
+    relative,
+)
 from encoder_service.commands.check import missing
 from encoder_service.config import fit, parse
 from tests.images import jpeg
@@ -243,6 +250,10 @@ def test_layers_that_outliers_spoil_stay_as_they_are(calibration: Calibration) -
     assert calibration.deviation(plan.fp8).fits
     assert plan.rows_error < ROWS_ERROR
     assert plan.rows_cosine > ROWS_COSINE
+
+
+def test_a_layer_whose_outputs_are_all_zero_stays_as_it_is() -> None:
+    assert LayerError(operations=1).relative == math.inf
 
 
 def test_a_bound_that_no_layer_keeps(calibration: Calibration) -> None:
