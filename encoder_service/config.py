@@ -82,6 +82,9 @@ class LimitOptions(Options):
     """Of one image. None: a request may ask for as many as the largest budget holds."""
     max_video_frames: PositiveInt = 20_000
     """Of a video file, encoded or not: frames between two encoded ones may have to be decoded."""
+    max_video_pixels: PositiveInt = 42_000_000_000
+    """Of all frames of a video up to the last encoded one. It bounds the time of decoding, which
+    depends little on the size of the file. max_video_frames of 1920 x 1080 are below it."""
     max_video_seconds: PositiveFloat = 900
     max_video_tokens: PositiveInt = 32_768
     """Of all encoded frame groups of one video."""

@@ -280,6 +280,14 @@ def video_media(
             f"{limits.max_video_tokens} (limits.max_video_tokens): cut it, scale it down, or ask "
             "for fewer frames or pixels"
         )
+    decoded = video.indices(clip)[-1] + 1
+    pixels = decoded * clip.size.width * clip.size.height
+    if pixels > limits.max_video_pixels:
+        raise TooLarge(
+            f"the video has {decoded} frames of {clip.size.width} x {clip.size.height} up to the "
+            f"last that is encoded, {pixels} pixels together, over the limit of "
+            f"{limits.max_video_pixels} (limits.max_video_pixels): cut it, or scale it down"
+        )
     digest = hashlib.sha256(data)
     for frame in frames:
         digest.update(hashlib.sha256(frame).digest())
