@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,6 +39,12 @@ BUILD = "encoder_service.app:build"
 OPEN_CLUSTER = (
     "RAY_AUTH_MODE is not token: whoever reaches Ray's ports, as every user of its machines does, "
     "can run code in the cluster: set RAY_AUTH_MODE=token before Ray is started"
+)
+
+OPEN_FOLDER = (
+    "other users of this machine may enter Ray's folder {folder}, which Ray makes writable for "
+    "all, and put their own sockets in place of Ray's: set RAY_TMPDIR to a folder of mode 0700 "
+    "before Ray is started"
 )
 
 SECTIONS = {"Encoder": "encoder", "Router": "router", "Ingress": "ingress", "Chat": "llm"}
@@ -305,6 +312,19 @@ def check_scaling(options: ServiceOptions) -> None:
                 f"outstanding patches, and the ingresses admit {admitted}: raise "
                 "router.max_outstanding_patches or the number of ingresses, or lower target_patches"
             )
+
+
+def is_open(folder: Path) -> bool:
+    """Whether other users may enter a folder of Ray's: neither it nor one above it keeps them out.
+
+    False where there is no such folder, and in a pod, which has no other users.
+    """
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return False
+    try:
+        return all(each.stat().st_mode & 0o011 for each in (folder, *folder.resolve().parents))
+    except OSError:
+        return False
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -35,12 +35,14 @@ from encoder_service.api.answer import kwargs_card
 from encoder_service.commands import add_command
 from encoder_service.config import (
     OPEN_CLUSTER,
+    OPEN_FOLDER,
     POOL,
     IngressOptions,
     LlmOptions,
     ServiceOptions,
     check_scaling,
     fitted,
+    is_open,
     load_all,
     read_document,
 )
@@ -135,6 +137,9 @@ def exposed() -> Iterator[str]:
     with suppress(OSError):
         if token.stat().st_mode & 0o077:
             yield f"{token}: other users may read Ray's token: chmod 600 it, and set umask 077"
+    folder = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")
+    if is_open(folder):
+        yield OPEN_FOLDER.format(folder=folder)
 
 
 def rollout(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 import yaml
+from ray._common.utils import try_to_create_directory
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema
 
@@ -531,6 +534,25 @@ def test_check_warns_of_a_cluster_that_others_can_run_code_in(
         assert cli.main(["check", str(CONFIGS / "tiny.yaml")]) == 0
         shown = capsys.readouterr().out
         assert said in shown if said else "other users" not in shown
+
+
+def test_check_warns_of_a_folder_of_ray_that_others_may_enter(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warned() -> bool:
+        assert cli.main(["check", str(CONFIGS / "tiny.yaml")]) == 0
+        return f"may enter Ray's folder {home}/ray," in capsys.readouterr().out
+
+    with TemporaryDirectory(dir="/tmp") as home:  # pytest's own keep others out
+        monkeypatch.setenv("RAY_TMPDIR", home)
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        assert not warned()
+        try_to_create_directory(f"{home}/ray")
+        assert not warned(), "the folder above it is for this user only"
+        os.chmod(home, 0o711)
+        assert warned()
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+        assert not warned()
 
 
 def test_check_looks_at_every_application_of_ours(
