@@ -75,7 +75,8 @@ class LimitOptions(Options):
 
     max_body_bytes: PositiveInt = 128 * 2**20
     max_buffered_bytes: PositiveInt = 2 * 2**30
-    """All requests that one ingress replica holds, together; beyond it 429."""
+    """All requests that one ingress replica holds, together, with what it fetches for them; beyond
+    it 429."""
     max_response_bytes: int = Field(2**30, gt=0, le=2_000_000_000)
     """Of a response's tensors; base64 adds a third. A gRPC message holds less than 2 GiB."""
     max_unsent_bytes: PositiveInt = 2 * 2**30
