@@ -148,6 +148,14 @@ def test_times_are_numbers(value: Any) -> None:
     assert request_options({"timeout_s": 5}).timeout_s == 5.0
 
 
+def test_the_name_of_an_option_is_text() -> None:
+    body = b'{"items": [{"data": ""}], "options": {"\\ud800": 1}}'
+    sent = JSON | {"content-type": "application/json"}
+    answer = client(Fleet()).post("/v1/encode", content=body, headers=sent)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["message"].startswith(r"options.<name> cannot be '\ud800': ")
+
+
 @pytest.mark.parametrize("encoding", ["base64", "float"])
 def test_answers_that_would_be_too_big_are_refused(
     encoding: str, monkeypatch: pytest.MonkeyPatch
