@@ -124,7 +124,7 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
             max_ongoing_requests=UNBOUNDED,
             health_check_period_s=one.encoder.health_check_period_seconds,
             health_check_timeout_s=one.encoder.health_check_timeout_seconds,
-            graceful_shutdown_timeout_s=one.encoder.drain_timeout_seconds,
+            graceful_shutdown_timeout_s=one.encoder.shutdown_seconds,
             request_router_config=RequestRouterConfig(
                 request_router_class="router.replicas.pinned:PinnedRequestRouter",
                 request_routing_stats_period_s=1.0,
