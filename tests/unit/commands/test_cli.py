@@ -59,6 +59,20 @@ def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) ->
     assert "max_pixels 1,048,576, at most 1,048,576" in shown
     assert rows["a request's videos"] == "min_pixels not set, at most 1,048,576"
     assert "fps 2.0, at most 240.0" in shown
+    assert "limits.max_video_pixels" in rows
+    assert "limits.max_audio_seconds" not in rows
+
+
+def test_check_shows_the_limits_of_the_models_kind_of_item(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", changed(tmp_path, "id: qwen3vl-tiny", "id: whisper-tiny")]) == 0
+    rows = [cells(line) for line in capsys.readouterr().out.splitlines()]
+    found = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert found["limits.max_audio_seconds"] == "900, but this model takes 30"
+    assert not [name for name in found if "pixels" in name or "video" in name or "image" in name]
+    assert "video" not in found["a pack"]
+    assert "a request's sounds" in found
 
 
 def test_check_shows_what_a_change_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
