@@ -396,6 +396,12 @@ class EncoderOptions(DeviceOptions):
     max_stall_seconds: float = Field(60, gt=0)
     """A replica that has work but finishes no pack for this long reports itself unhealthy."""
 
+    @property
+    def shutdown_seconds(self) -> float:
+        """After which Serve kills a stopping replica. Serve first waits 2 s for calls of its own;
+        after the drain, the last answers and their tickets take up to 3 s."""
+        return self.drain_timeout_seconds + 5
+
     @model_validator(mode="after")
     def nothing_is_given_twice(self) -> Self:
         if self.autoscaling and "replicas" in self.model_fields_set:

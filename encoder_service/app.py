@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,11 +25,13 @@ from actors.store.shared_cache import open_store
 from actors.telemetry.tracing import LOG, check_tracing
 from encoder_service.config import (
     OPEN_CLUSTER,
+    OPEN_FOLDER,
     POOL,
     ServiceOptions,
     check_scaling,
     encoders,
     fitted,
+    is_open,
     parse,
     resources,
 )
@@ -88,6 +91,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         raise RayServeException(f"{type(error).__name__}: {error}") from None
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":  # Ray's processes inherit it
         log.warning(OPEN_CLUSTER)
+    if is_open(folder := ray_folder()):
+        log.warning(OPEN_FOLDER.format(folder=folder))
     if spec.dummy:
         log.warning(DUMMY.format(key="model.load_format", results="embeddings"))
     if llm and llm.dummy:
@@ -119,7 +124,7 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
             max_ongoing_requests=UNBOUNDED,
             health_check_period_s=one.encoder.health_check_period_seconds,
             health_check_timeout_s=one.encoder.health_check_timeout_seconds,
-            graceful_shutdown_timeout_s=one.encoder.drain_timeout_seconds,
+            graceful_shutdown_timeout_s=one.encoder.shutdown_seconds,
             request_router_config=RequestRouterConfig(
                 request_router_class="router.replicas.pinned:PinnedRequestRouter",
                 request_routing_stats_period_s=1.0,
@@ -168,6 +173,13 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         },
         **front,
     ).bind(largest, spec, pooled, router, chat, llm)
+
+
+def ray_folder() -> Path:
+    """Ray's temp folder on this node."""
+    here = ray.get_runtime_context().get_node_id()
+    sockets = {node["NodeID"]: node["RayletSocketName"] for node in ray.nodes()}
+    return Path(sockets[here]).parents[2]  # FOLDER/session_*/sockets/raylet
 
 
 def place(device: DeviceOptions) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,6 +41,12 @@ OPEN_CLUSTER = (
     "can run code in the cluster: set RAY_AUTH_MODE=token before Ray is started"
 )
 
+OPEN_FOLDER = (
+    "other users of this machine may enter Ray's folder {folder}, which Ray makes writable for "
+    "all, and put their own sockets in place of Ray's: set RAY_TMPDIR to a folder of mode 0700 "
+    "before Ray is started"
+)
+
 SECTIONS = {"Encoder": "encoder", "Router": "router", "Ingress": "ingress", "Chat": "llm"}
 """Our deployments, and the sections of `args` that describe them."""
 
@@ -68,7 +75,8 @@ class LimitOptions(Options):
 
     max_body_bytes: PositiveInt = 128 * 2**20
     max_buffered_bytes: PositiveInt = 2 * 2**30
-    """All requests that one ingress replica holds, together; beyond it 429."""
+    """All requests that one ingress replica holds, together, with what it fetches for them; beyond
+    it 429."""
     max_response_bytes: int = Field(2**30, gt=0, le=2_000_000_000)
     """Of a response's tensors; base64 adds a third. A gRPC message holds less than 2 GiB."""
     max_unsent_bytes: PositiveInt = 2 * 2**30
@@ -82,6 +90,9 @@ class LimitOptions(Options):
     """Of one image. None: a request may ask for as many as the largest budget holds."""
     max_video_frames: PositiveInt = 20_000
     """Of a video file, encoded or not: frames between two encoded ones may have to be decoded."""
+    max_video_pixels: PositiveInt = 42_000_000_000
+    """Of all frames of a video up to the last encoded one. It bounds the time of decoding, which
+    depends little on the size of the file. max_video_frames of 1920 x 1080 are below it."""
     max_video_seconds: PositiveFloat = 900
     max_video_tokens: PositiveInt = 32_768
     """Of all encoded frame groups of one video."""
@@ -302,6 +313,19 @@ def check_scaling(options: ServiceOptions) -> None:
                 f"outstanding patches, and the ingresses admit {admitted}: raise "
                 "router.max_outstanding_patches or the number of ingresses, or lower target_patches"
             )
+
+
+def is_open(folder: Path) -> bool:
+    """Whether other users may enter a folder of Ray's: neither it nor one above it keeps them out.
+
+    False where there is no such folder, and in a pod, which has no other users.
+    """
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return False
+    try:
+        return all(each.stat().st_mode & 0o011 for each in (folder, *folder.resolve().parents))
+    except OSError:
+        return False
 
 
 def read_document(path: Path) -> dict[str, Any]:

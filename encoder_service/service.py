@@ -30,7 +30,7 @@ from encoder_service.api.auth import Tokens
 from encoder_service.api.errors import AtItem
 from encoder_service.api.schema import RequestOptions
 from encoder_service.config import ServiceOptions
-from encoder_service.intake.limits import Buffered, Deadline
+from encoder_service.intake.limits import Buffered, Deadline, Take
 from encoder_service.intake.media import Admission
 from encoder_service.ops.exchange import Exchange, Observer, ServiceMetrics
 from encoder_service.ops.status import Glance, Scrape, SingleFlight, status
@@ -127,11 +127,15 @@ class Service:
         return await asyncio.to_thread(status, self.card, self.cache_max_bytes, glance, time.time())
 
     async def encode(
-        self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
+        self,
+        items: Sequence[RequestItem],
+        options: RequestOptions,
+        exchange: Exchange,
+        take: Take,
     ) -> Document:
         """The response document. Raises ServiceError, or AtItem for the first item that failed."""
         started = time.perf_counter()
-        deadline, admitted, media = await self._admit(items, options, exchange)
+        deadline, admitted, media = await self._admit(items, options, exchange, take)
         size_bytes = check_size(media, options, self.spec, self.limits, self.references)
         if not options.reference:
             self.unsent.check_room(size_bytes)  # rather than encode what could not be sent
@@ -148,14 +152,18 @@ class Service:
         return document(self.spec, documents, found, time.perf_counter() - started)
 
     async def stream(
-        self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
+        self,
+        items: Sequence[RequestItem],
+        options: RequestOptions,
+        exchange: Exchange,
+        take: Take,
     ) -> AsyncGenerator[Document]:
         """The document of each item, with its timings, as soon as it is ready. Raises as `encode`.
 
         The deadline covers the waiting done here, not the time that the consumer takes.
         """
         started = time.perf_counter()
-        deadline, admitted, media = await self._admit(items, options, exchange)
+        deadline, admitted, media = await self._admit(items, options, exchange, take)
         check_size(media, options, self.spec, self.limits, self.references)
         positions = [i for i, one in enumerate(admitted) if isinstance(one, Media)]
         for index, one in enumerate(admitted):
@@ -176,13 +184,17 @@ class Service:
                 yield found
 
     async def plan(
-        self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
+        self,
+        items: Sequence[RequestItem],
+        options: RequestOptions,
+        exchange: Exchange,
+        take: Take,
     ) -> Document:
         """What the items would cost, from their headers alone; asks no replica.
 
         Raises as `encode` does.
         """
-        _, admitted, _ = await self._admit(items, options, exchange)
+        _, admitted, _ = await self._admit(items, options, exchange, take)
         plans = [
             plan_document(self.spec, index, item.type, one, exchange.request_id)
             for index, (item, one) in enumerate(zip(items, admitted, strict=True))
@@ -203,7 +215,11 @@ class Service:
         await deadline.keep(self.backend.release(reference))
 
     async def _admit(
-        self, items: Sequence[RequestItem], options: RequestOptions, exchange: Exchange
+        self,
+        items: Sequence[RequestItem],
+        options: RequestOptions,
+        exchange: Exchange,
+        take: Take,
     ) -> tuple[Deadline, list[Media | ServiceError], list[Media]]:
         """The deadline, each item's media or error, and the media alone.
 
@@ -214,7 +230,7 @@ class Service:
         if seconds > most:
             raise InvalidOption(f"options.timeout_s: {seconds:g} is over the limit of {most:g}")
         deadline = Deadline(seconds)
-        work = self.admission.admit(items, options.evs_rate, options.kwargs())
+        work = self.admission.admit(items, take, options.evs_rate, options.kwargs())
         admitted = await deadline.keep(work)
         for index, one in enumerate(admitted):
             if isinstance(one, ServiceError) and options.on_error == "fail":

@@ -2,8 +2,9 @@
 
 Threads that decode take the GIL several times per image, and the GPU thread waits for it; processes
 get files and return patches through shared memory. Each has a thread here, which sends it jobs,
-receives its answers, and replaces it when it exits or hangs. All of this costs 110 to 180 us of the
-replica's CPU per item, an empty call of `concurrent.futures` or `pebble` 240 to 370 us.
+receives its answers, and replaces it when it exits, hangs, or works for nobody. All of this costs
+110 to 180 us of the replica's CPU per item, an empty call of `concurrent.futures` or `pebble` 240
+to 370 us.
 """
 
 from __future__ import annotations
@@ -51,10 +52,15 @@ ROOM_SECONDS = 0.01
 """How often a thread looks for room in a full slab. It cannot be notified, because blocks are given
 back by finalizers, which may take no lock. The slab is full only while the GPU is far behind."""
 
+ABANDONED_SECONDS = 5
+"""How long a process may go on with an item that nobody waits for any more. Replacing the process
+takes 2 to 3 s of CPU."""
+POLL_SECONDS = 1.0  # how often a thread that waits for an answer looks whether it still should
+
 STOPPING = "this encoder is stopping: try again"
 FATAL = (
-    "the process that decodes the file exited or hung twice: the file is damaged, or takes more "
-    "memory or time than there is"
+    "the process that decodes the file exited twice: the file is damaged, or takes more memory "
+    "than there is"
 )
 
 
@@ -67,9 +73,15 @@ class Job(Future[Item]):
         self.size_bytes = size_bytes
         self.submitted = monotonic()
         self.offset = 0  # of its block in the slab, while a process has it
-        self.suspected = False  # its process ended after it was begun: it is retried once, alone
+        self.suspected = False  # its process exited after it was begun: it is retried once, alone
+        self.abandoned = False
         self.patches = media.plan.patches + len(media.frames)
         """A measure of the work: frames that came as images are decoded one by one."""
+
+    def cancel(self) -> bool:
+        """False: it was begun. Then its process is replaced if it takes much longer."""
+        self.abandoned = True
+        return super().cancel()
 
     def begin(self) -> bool:
         """False: it was cancelled. A job that is retried has begun before."""
@@ -82,11 +94,16 @@ class DecodeProcess:
     def __init__(self, model: bytes, slab: int, stall_seconds: float) -> None:
         """Returns when it has started. `slab`: the file that it maps."""
         self.jobs: deque[Job] = deque()
+        self.overdue: Job | None = None
+        """What it is to be replaced for."""
         self.process, self.channel = launch(model, slab)
         self._wait_at_most(START_SECONDS)
-        self.fingerprint = "".join(map(str, self.receive()))
+        self.fingerprint = ""
         """Of the spec, as the process read it. Empty: it did not start."""
-        self._wait_at_most(stall_seconds)
+        with suppress(BlockingIOError):
+            self.fingerprint = "".join(map(str, self._message()))
+        self.stall_seconds = stall_seconds
+        self._wait_at_most(min(stall_seconds, POLL_SECONDS))
 
     @property
     def wants_more(self) -> bool:
@@ -106,10 +123,34 @@ class DecodeProcess:
         with suppress(OSError):  # it has ended, which `receive` tells
             self.channel.send(decode_worker.packed(orders))
 
-    def receive(self) -> tuple[Any, ...]:
-        """The values of its next message. Empty: it exited, hangs, or sent something else."""
+    def receive(self, slab: Slab) -> tuple[Any, ...]:
+        """The values of its next message. Empty: it exited, sent something else, or takes too long.
+
+        In the last case `overdue` is the item that it works on, if it has begun any.
+        """
+        began = monotonic()
+        while True:
+            try:
+                return self._message()
+            except BlockingIOError:
+                job, most = self._begun_last(slab), self.stall_seconds
+                if job and job.abandoned:
+                    most = min(most, ABANDONED_SECONDS)
+                if monotonic() - began >= most:
+                    self.overdue = job
+                    return ()
+
+    def _begun_last(self, slab: Slab) -> Job | None:
+        """What it works on: those before are done, but their answers may not have been sent."""
+        begun = [job for job in self.jobs if slab.begun(job.offset, job.size_bytes)]
+        return begun[-1] if begun else None
+
+    def _message(self) -> tuple[Any, ...]:
+        """Empty: it exited, or sent something else. Raises BlockingIOError if none arrives."""
         try:
             return decode_worker.unpacked(self.channel.recv(decode_worker.MAX_MESSAGE_BYTES))
+        except BlockingIOError:
+            raise
         except (OSError, ValueError, TypeError):
             return ()
 
@@ -327,7 +368,7 @@ class Decoder:
         share = min(CHUNK_ITEMS, ceil(len(self._waiting) / len(self._threads)))
         while self._waiting and len(chunk) < share and patches < CHUNK_PATCHES:
             job = self._waiting[0]
-            if not job.cancelled():
+            if not job.abandoned:
                 if job.suspected and (chunk or process.jobs):
                     break  # a process without jobs takes it
                 offset = slab.take(job.size_bytes)
@@ -345,8 +386,8 @@ class Decoder:
         return chunk
 
     def _hear(self, process: DecodeProcess, slab: Slab) -> bool:
-        """Completes the jobs that a process answers. False: it exited, hangs, or sent nonsense."""
-        answers = process.receive()
+        """Completes the jobs that a process answers. False: it is to be replaced."""
+        answers = process.receive(slab)
         now = monotonic()
         for answer in answers:
             match answer:
@@ -366,19 +407,31 @@ class Decoder:
         return bool(answers)
 
     def _take_back(self, process: DecodeProcess, slab: Slab) -> None:
-        """Ends a process. Its jobs return to the front of the queue; those begun are suspected."""
+        """Ends a process. Its jobs return to the front of the queue, except the one that took too
+        long. If the process exited, those begun are suspected."""
         process.end()
-        log.error("a decoding process exited or hangs: it is replaced")
+        overdue = process.overdue
+        if overdue and overdue.abandoned:
+            log.warning("a decoding process is replaced: nobody waits for its item any more")
+        else:
+            log.error("a decoding process exited or hangs: it is replaced")
         self._series.decode_restarts.inc()
         again: list[Job] = []
         while process.jobs:
             job = process.jobs.popleft()
             begun = slab.begun(job.offset, job.size_bytes)
             slab.give_back(job.offset)
-            if begun and job.suspected:
+            if job is overdue:
+                job.set_exception(
+                    InvalidMedia(
+                        f"decoding takes longer than {self._stall_seconds:g} s "
+                        "(encoder.max_stall_seconds): cut the file, or scale it down"
+                    )
+                )
+            elif begun and job.suspected:
                 job.set_exception(InvalidMedia(FATAL))
             else:
-                job.suspected |= begun
+                job.suspected |= begun and not overdue
                 again.append(job)
         with self._changed:
             self._waiting.extendleft(reversed(again))

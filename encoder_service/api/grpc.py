@@ -28,7 +28,7 @@ from encoder_service.api.answer import head
 from encoder_service.api.grpc_calls import ReadInterceptor, answering
 from encoder_service.api.schema import RequestOptions, request_options
 from encoder_service.config import IngressOptions
-from encoder_service.intake.limits import check_body_bytes, check_items, offload
+from encoder_service.intake.limits import Take, check_body_bytes, check_items, offload
 from encoder_service.service import Service
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import KWARGS, RequestItem, parse_item
@@ -165,9 +165,9 @@ class EncoderCalls:
 
     async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> bytes:
         async with answering(self.service, "grpc", context) as exchange:
-            with self.taken(request):
+            with self.taken(request) as take:
                 items, options = read(request)
-                document = await self.service.encode(items, options, exchange)
+                document = await self.service.encode(items, options, exchange, take)
             size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
             unsent = ExitStack()  # until the call has ended: gRPC keeps the message until then
             unsent.enter_context(self.service.unsent.hold())(size_bytes)
@@ -181,9 +181,11 @@ class EncoderCalls:
         """Each item as soon as it is ready, in chunks."""
         async with answering(self.service, "grpc_stream", context) as exchange:
             most_bytes = chunk_bytes(context)
-            with self.taken(request):
+            with self.taken(request) as take:
                 items, options = read(request)
-                async with aclosing(self.service.stream(items, options, exchange)) as documents:
+                async with aclosing(
+                    self.service.stream(items, options, exchange, take)
+                ) as documents:
                     async for document in documents:
                         await self.send(document, context, most_bytes)
 
@@ -191,9 +193,9 @@ class EncoderCalls:
         self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext
     ) -> pb.PlanResponse:
         async with answering(self.service, "grpc_plan", context) as exchange:
-            with self.taken(request, encoding=False):
+            with self.taken(request, encoding=False) as take:
                 items, options = read(request)
-                document = await self.service.plan(items, options, exchange)
+                document = await self.service.plan(items, options, exchange, take)
             plans = [item_message(pb.Plan, one) for one in document.pop("items")]
         return pb.PlanResponse(items=plans, **document)
 
@@ -232,8 +234,8 @@ class EncoderCalls:
                 ) from None
 
     @contextmanager
-    def taken(self, request: pb.EncodeRequest, *, encoding: bool = True) -> Iterator[None]:
-        """Counts the request's bytes while it is encoded or planned.
+    def taken(self, request: pb.EncodeRequest, *, encoding: bool = True) -> Iterator[Take]:
+        """Counts the request's bytes while it is encoded or planned, and those that it fetches.
 
         Raises TooLarge before items are read, because millions of them may be empty; Overloaded if
         too many calls or bytes are held or, if it is for `encoding`, the router is full.
@@ -245,7 +247,7 @@ class EncoderCalls:
             self.service.backend.check_room()
         with self.counted(), self.service.buffered.hold() as take:
             take(size_bytes)
-            yield
+            yield take
 
     @contextmanager
     def counted(self) -> Iterator[None]:

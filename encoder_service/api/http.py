@@ -80,7 +80,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
                 options = options.model_copy(update={"dtype": "float32"})
             if options.encoding and accept != JSON:
                 raise InvalidOption(f"options.encoding: only with `Accept: {JSON}`, not {accept}")
-            document = await service.encode(items, options, request.state.exchange)
+            document = await service.encode(items, options, request.state.exchange, take)
         return await rendered(request, document, accept, options.encoding or "base64")
 
     @app.post(
@@ -97,7 +97,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
         accept = check_head(request, JSON, PLAN_FORMATS)
         with service.buffered.hold() as take:
             items, options = await read_items(request, take)
-            document = await service.plan(items, options, request.state.exchange)
+            document = await service.plan(items, options, request.state.exchange, take)
         return await rendered(request, document, accept)
 
     def check_head(request: Request, default: str, formats: Collection[str]) -> str:

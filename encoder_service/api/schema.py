@@ -118,7 +118,8 @@ def request_options(values: dict[str, Any], *, strings: bool = False) -> Request
     try:
         return read({name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
-        problems = [reason(str(one["loc"][0]), one) for one in error.errors()]
+        # A name that is not valid Unicode has no `loc`.
+        problems = [reason(str((*one["loc"], "<name>")[0]), one) for one in error.errors()]
         raise InvalidOption("; ".join(f"options.{one}" for one in problems)) from None
 
 

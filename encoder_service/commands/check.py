@@ -30,20 +30,23 @@ from actors.models.precision import parse_plan
 from actors.options import EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.shared_cache import open_store
-from actors.types import PLURALS, Size
+from actors.types import PLURALS, Kind, Size
 from encoder_service.api.answer import kwargs_card
 from encoder_service.commands import add_command
 from encoder_service.config import (
     OPEN_CLUSTER,
+    OPEN_FOLDER,
     POOL,
     IngressOptions,
     LlmOptions,
     ServiceOptions,
     check_scaling,
     fitted,
+    is_open,
     load_all,
     read_document,
 )
+from encoder_service.intake.media import longest_seconds
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.spec import LlmSpec
 
@@ -62,6 +65,17 @@ RESTARTING = {
 
 NOUN = {"Encoder": "encoder"}
 """What we call a replica of a deployment, if not by its name."""
+
+LIMITED: dict[str, set[Kind]] = {
+    "max_pixels": {"image", "video"},
+    "max_image_tokens": {"image"},
+    "max_video_frames": {"video"},
+    "max_video_pixels": {"video"},
+    "max_video_seconds": {"video"},
+    "max_video_tokens": {"video"},
+    "max_audio_seconds": {"audio"},
+}
+"""Limits of items of some kinds only."""
 
 SIDES = range(1, 5)
 """Numerators and denominators of the aspect ratios tried to find the image with most tokens."""
@@ -135,6 +149,9 @@ def exposed() -> Iterator[str]:
     with suppress(OSError):
         if token.stat().st_mode & 0o077:
             yield f"{token}: other users may read Ray's token: chmod 600 it, and set umask 077"
+    folder = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")
+    if is_open(folder):
+        yield OPEN_FOLDER.format(folder=folder)
 
 
 def rollout(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -335,7 +352,8 @@ def table(spec: ModelSpec, pools: Mapping[str, tuple[ServiceOptions, Capacity]])
             )
         blocks, fp8 = one.block_form(fast=spec.fast_blocks), one.graphs.precision == "fp8"
         shown.add_row("blocks", f"{blocks}, FP8" if fp8 else blocks)
-        shown.add_row("a pack", f"up to {own.items} items, {own.frames} video frames")
+        frames = f", {own.frames} video frames" if "video" in spec.kinds else ""
+        shown.add_row("a pack", f"up to {own.items} items{frames}")
         shown.add_row(
             "encoders", f"{count(one.encoder)}: {each(one.encoder)}", end_section=name != "Encoder"
         )
@@ -354,10 +372,16 @@ def table(spec: ModelSpec, pools: Mapping[str, tuple[ServiceOptions, Capacity]])
         shown.add_row("cache of all", escape(shared.url) if kind == "file" else kind)
     shown.add_row("references of each", f"{service.references.max_bytes:,} bytes")
     for name, most in service.limits:
-        shown.add_row(f"limits.{name}", "none of its own" if most is None else f"{most:,}")
+        if LIMITED.get(name, set(spec.kinds)).isdisjoint(spec.kinds):
+            continue
+        said = "none of its own" if most is None else f"{most:,}"
+        if name == "max_audio_seconds" and (least := longest_seconds(spec, service.limits)) < most:
+            said += f", but this model takes {least:g}"
+        shown.add_row(f"limits.{name}", said)
     for kind, options in kwargs_card(service, spec, room).items():
-        said = [f"{name} {value(one)}" for name, one in options.items()]
-        shown.add_row(f"a request's {kind}s", "\n".join(said) or "sized as the model says")
+        values = [f"{name} {value(one)}" for name, one in options.items()]
+        said = "\n".join(values) or "sized as the model says"
+        shown.add_row(f"a request's {PLURALS[kind]}", said)
     return shown
 
 

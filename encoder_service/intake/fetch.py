@@ -16,6 +16,7 @@ import httpx
 
 from actors.errors import DeadlineExceeded, InvalidMedia, InvalidRequest, TooLarge
 from encoder_service.config import FetchOptions
+from encoder_service.intake.limits import Take
 
 MOST_REDIRECTS = 3
 CLOUDS_OWN = [ipaddress.IPv4Network("168.63.129.16/32"), ipaddress.IPv4Network("192.0.0.0/24")]
@@ -71,13 +72,14 @@ class Fetcher:
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
         )
 
-    async def get(self, url: str) -> bytes:
-        """The body. Raises InvalidRequest, InvalidMedia, TooLarge or DeadlineExceeded."""
+    async def get(self, url: str, take: Take) -> bytes:
+        """The body, whose chunks `take` counts. Raises InvalidRequest, InvalidMedia, TooLarge,
+        DeadlineExceeded, and what `take` raises."""
         target = self.check(url)
         try:
             async with asyncio.timeout(self.options.timeout_seconds):
                 for _ in range(MOST_REDIRECTS + 1):
-                    answer = await self.request(target)
+                    answer = await self.request(target, take)
                     if isinstance(answer, bytes):
                         return answer
                     target = self.check_redirect(target, answer)
@@ -116,7 +118,7 @@ class Fetcher:
             raise InvalidRequest(f"{source.host} redirects to {target.host}: send that url itself")
         return target
 
-    async def request(self, target: httpx.URL) -> bytes | str:
+    async def request(self, target: httpx.URL, take: Take) -> bytes | str:
         failure: Exception | None = None
         for address in await self.addresses(target.host):
             request = self.client.build_request(
@@ -131,7 +133,7 @@ class Fetcher:
                 try:
                     if response.has_redirect_location:
                         return str(response.headers["location"])
-                    return await self.read(response, target.host)
+                    return await self.read(response, target.host, take)
                 finally:
                     await response.aclose()
             except httpx.TimeoutException as error:
@@ -152,7 +154,7 @@ class Fetcher:
             )
         return found
 
-    async def read(self, response: httpx.Response, host: str) -> bytes:
+    async def read(self, response: httpx.Response, host: str, take: Take) -> bytes:
         if response.status_code != 200:
             raise InvalidMedia(f"{host} answered {response.status_code}, not 200")
         if response.headers.get("content-encoding", "identity") != "identity":
@@ -162,6 +164,7 @@ class Fetcher:
         self.check_bytes(int(declared[:18]) if declared.isdecimal() else 0, host)
         body = bytearray()
         async for chunk in response.aiter_bytes():
+            take(len(chunk))
             body += chunk
             self.check_bytes(len(body), host)
         return bytes(body)

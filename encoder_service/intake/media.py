@@ -29,7 +29,7 @@ from actors.types import NO_KWARGS, PLURALS, Alpha, Clip, Kind, Media, Processor
 from encoder_service.config import FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.intake.header import Header, alpha_notice, is_simple, read_header
-from encoder_service.intake.limits import INLINE_BYTES, check_items, offload
+from encoder_service.intake.limits import INLINE_BYTES, Take, check_items, offload
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WireError
 
@@ -66,11 +66,13 @@ class Admission:
     async def admit(
         self,
         items: Sequence[RequestItem],
+        take: Take,
         evs_rate: float = 0.0,
         kwargs: ProcessorKwargs = NO_KWARGS,
     ) -> list[Media | ServiceError]:
         """Each item's media, or why it is rejected. `evs_rate` applies to videos.
 
+        `take` counts what is fetched, each URL once; an item that exceeds it is Overloaded.
         `kwargs` apply to items that do not say themselves and whose kind takes them.
         Raises InvalidRequest, InvalidOption or TooLarge if the request as a whole is rejected.
         """
@@ -79,10 +81,12 @@ class Admission:
         check_items(len(items), self.limits)
         if kwargs != NO_KWARGS:
             self.spec.check_taken(kwargs, *self.spec.kinds)
-        if all(item.data is not None for item in items):  # no task per item is needed
-            files: list[bytes | ServiceError] = [item.data or b"" for item in items]
-        else:
-            files = await asyncio.gather(*(self._file(item) for item in items))
+        urls = {item.url for item in items if item.url is not None}
+        async with asyncio.TaskGroup() as group:  # none goes on to `take` once another one fails
+            tasks = {url: group.create_task(self._fetch(url, take)) for url in urls}
+        files = [
+            item.data or b"" if item.url is None else tasks[item.url].result() for item in items
+        ]
         # A PNG of a few KB may have megabytes of metadata to unpack; EXIF blocks may refer to
         # themselves.
         found = [data for data in files if isinstance(data, bytes)]
@@ -93,12 +97,9 @@ class Admission:
             lambda: [self._probe(*one, evs_rate, kwargs) for one in zip(items, files, strict=True)],
         )
 
-    async def _file(self, item: RequestItem) -> bytes | ServiceError:
-        """The item's bytes, fetched if it is a URL; empty for a list of frames."""
-        if item.url is None:
-            return item.data or b""
+    async def _fetch(self, url: str, take: Take) -> bytes | ServiceError:
         try:
-            return await self.fetcher.get(item.url)
+            return await self.fetcher.get(url, take)
         except ServiceError as error:
             return error
 
@@ -279,6 +280,14 @@ def video_media(
             f"the video would be {plan.tokens} tokens in {plan.frames} groups of frames, over "
             f"{limits.max_video_tokens} (limits.max_video_tokens): cut it, scale it down, or ask "
             "for fewer frames or pixels"
+        )
+    decoded = video.indices(clip)[-1] + 1
+    pixels = decoded * clip.size.width * clip.size.height
+    if pixels > limits.max_video_pixels:
+        raise TooLarge(
+            f"the video has {decoded} frames of {clip.size.width} x {clip.size.height} up to the "
+            f"last that is encoded, {pixels} pixels together, over the limit of "
+            f"{limits.max_video_pixels} (limits.max_video_pixels): cut it, or scale it down"
         )
     digest = hashlib.sha256(data)
     for frame in frames:

@@ -29,7 +29,7 @@ from encoder_service.api.http import EMBEDDINGS_PATH, written
 from encoder_service.api.schema import ERRORS, ErrorDocument, RequestOptions, schema
 from encoder_service.api.upload import check_length, read_body
 from encoder_service.config import LimitOptions
-from encoder_service.intake.limits import Deadline, check_items, offload
+from encoder_service.intake.limits import Deadline, Take, check_items, offload
 from encoder_service.llm.http import MOST_CHARACTERS_A_TOKEN, MOST_VALUES, refusal
 from encoder_service.llm.schema import (
     ImagePart,
@@ -138,7 +138,7 @@ def add(app: FastAPI, service: Service) -> None:
                 asked, images = await offload(
                     len(content), parse, content, service.spec, service.limits
                 )
-                vectors, tokens = await embed(service, asked, images, exchange)
+                vectors, tokens = await embed(service, asked, images, exchange, take)
             width = FLOAT_CHARACTERS if asked.encoding_format == "float" else 4
             write = partial(write_vectors, service.spec, asked, vectors, tokens)
             return await written(request, JSON, width * sum(map(len, vectors)), write)
@@ -189,6 +189,7 @@ async def embed(
     asked: EmbeddingRequest,
     images: dict[int, RequestItem],
     exchange: Exchange,
+    take: Take,
 ) -> tuple[list[Vector], int]:
     """The vector of each input as the model gives it, and how many tokens the inputs have.
 
@@ -197,7 +198,7 @@ async def embed(
     deadline = Deadline(service.limits.timeout_seconds, "send less")
     admitted: Iterator[Media | ServiceError] = iter(())
     if images:
-        admitted = iter(await deadline.keep(service.admission.admit([*images.values()])))
+        admitted = iter(await deadline.keep(service.admission.admit([*images.values()], take)))
     media: list[Media] = []
     for place, part in enumerate(asked.input):
         one = text_media(part.text, service.spec) if isinstance(part, TextPart) else next(admitted)

@@ -29,7 +29,7 @@ from encoder_service.api.http import CHAT_PATH
 from encoder_service.api.schema import schema
 from encoder_service.api.upload import read_body
 from encoder_service.config import LlmOptions
-from encoder_service.intake.limits import Deadline, offload
+from encoder_service.intake.limits import Deadline, Take, offload
 from encoder_service.intake.media import Admission
 from encoder_service.llm.schema import (
     LOW_PIXELS,
@@ -128,8 +128,9 @@ class ChatService:
             )
         return Parsed(request, tuple(item(*one) for one in request.media()))
 
-    async def admit(self, parsed: Parsed) -> ChatCall:
-        """Raises ServiceError, or AtItem with the position of the image or video at fault."""
+    async def admit(self, parsed: Parsed, take: Take) -> ChatCall:
+        """`take` counts what is fetched. Raises ServiceError, or AtItem with the position of the
+        image or video at fault."""
         media: list[Media] = []
         admitted: list[Media | ServiceError] = []
         if parsed.items:
@@ -140,7 +141,7 @@ class ChatService:
             ]
             kwargs = kwargs_of(parsed.request.mm_processor_kwargs, detailed, admission.spec)
             admitted = await admission.admit(
-                detailed, self.options.video_pruning_rate, kwargs=kwargs
+                detailed, take, self.options.video_pruning_rate, kwargs=kwargs
             )
         for index, one in enumerate(admitted):
             if isinstance(one, ServiceError):
@@ -267,7 +268,7 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
             async with AsyncExitStack() as held:
                 take = held.enter_context(service.buffered.hold())
                 parsed = await chat.parse(await read_body(request, service.limits, take))
-                call = await chat.admit(parsed)
+                call = await chat.admit(parsed, take)
                 exchange.admitted(call.media)
                 if not parsed.request.stream:
                     return JSONResponse(answers.completion(*await chat.complete(call)))

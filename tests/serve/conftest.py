@@ -39,7 +39,7 @@ def cluster() -> Iterator[Cluster]:
         num_cpus=32,  # logical: replicas ask for a tenth
         include_dashboard=False,
         object_store_memory=400_000_000,
-        _temp_dir=home,
+        _temp_dir=f"{home}/ray",
         log_to_driver=bool(os.environ.get("TEST_LOG")),
         namespace="serve",
         _metrics_export_port=metrics_port,
@@ -50,7 +50,7 @@ def cluster() -> Iterator[Cluster]:
         http_options={"host": "127.0.0.1", "port": http_port},
     )
     metrics = f"http://127.0.0.1:{metrics_port}/metrics"
-    logs = Path(home, "session_latest", "logs", "serve")
+    logs = Path(home, "ray", "session_latest", "logs", "serve")
     yield Cluster(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{GRPC_PORT}", logs, metrics)
     serve.shutdown()
     ray.shutdown()

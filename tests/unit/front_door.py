@@ -99,6 +99,10 @@ def service(fleet: Fleet, **limits: Any) -> Service:
     return Service(options, read(MODEL), fleet)
 
 
+def freely(size_bytes: int) -> None:
+    """A `Take` that always has room."""
+
+
 def exchange() -> Exchange:
     return Exchange("r", INVALID_SPAN, "499")
 

@@ -394,20 +394,48 @@ def test_a_message_that_grpc_itself_refuses_is_too_large() -> None:
     asyncio.run(run())
 
 
-def test_urls_are_fetched() -> None:
-    photo = jpeg(64, 64)
-    sent = httpx.MockTransport(lambda request: httpx.Response(200, content=photo))
+def fetching(photo: bytes, asked: list[str], **limits: int) -> Service:
+    """A service that gets this photograph from every URL, and notes what it asked for."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(200, content=photo)
 
     async def resolve(host: str) -> list[str]:
         return ["93.184.216.34"]
 
+    one, allowed = service(Fleet(), **limits), FetchOptions(allow_hosts=("a.example",))
+    one.admission.fetcher = Fetcher(allowed, resolve, httpx.MockTransport(answer))
+    return one
+
+
+def test_urls_are_fetched_each_once() -> None:
+    photo, asked = jpeg(64, 64), list[str]()
+
     async def run() -> None:
-        one = service(Fleet())
-        one.admission.fetcher = Fetcher(FetchOptions(allow_hosts=("a.example",)), resolve, sent)
+        async with clients(fetching(photo, asked)) as both:
+            for caller in both:
+                urls = [f"https://a.example/{name}.jpg" for name in "bcb"]
+                for plan in await caller.plan(urls):
+                    assert plan.digest == hashlib.sha256(photo).hexdigest()
+                assert sorted(asked) == ["/b.jpg", "/c.jpg"]
+                asked.clear()
+
+    asyncio.run(run())
+
+
+def test_what_is_fetched_counts_as_what_is_sent() -> None:
+    photo = jpeg(64, 64)
+    one = fetching(photo, [], max_body_bytes=1000, max_buffered_bytes=len(photo) + 1000)
+
+    async def run() -> None:
         async with clients(one) as both:
             for caller in both:
-                (plan,) = await caller.plan(["https://a.example/b.jpg"])
-                assert plan.digest == hashlib.sha256(photo).hexdigest()
+                assert await caller.plan(["https://a.example/b.jpg"] * 2)
+                with pytest.raises(ServiceError, match=r"limits\.max_buffered_bytes") as refused:
+                    await caller.plan(["https://a.example/b.jpg", "https://a.example/c.jpg"])
+                assert (refused.value.type, refused.value.retryable) == ("overloaded", True)
+                assert one.buffered.held_bytes == 0
 
     asyncio.run(run())
 

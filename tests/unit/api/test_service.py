@@ -27,7 +27,7 @@ from encoder_service.service import Service
 from encoder_service.wire.documents import RequestItem
 from router.options import RouterOptions
 from tests.images import encoded, jpeg, jpeg_segments, opened, png
-from tests.unit.front_door import JSON, MODEL, Fleet, client, exchange, post, service
+from tests.unit.front_door import JSON, MODEL, Fleet, client, exchange, freely, post, service
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,14 @@ def test_times_are_numbers(value: Any) -> None:
     assert request_options({"timeout_s": 5}).timeout_s == 5.0
 
 
+def test_the_name_of_an_option_is_text() -> None:
+    body = b'{"items": [{"data": ""}], "options": {"\\ud800": 1}}'
+    sent = JSON | {"content-type": "application/json"}
+    answer = client(Fleet()).post("/v1/encode", content=body, headers=sent)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["message"].startswith(r"options.<name> cannot be '\ud800': ")
+
+
 @pytest.mark.parametrize("encoding", ["base64", "float"])
 def test_answers_that_would_be_too_big_are_refused(
     encoding: str, monkeypatch: pytest.MonkeyPatch
@@ -204,7 +212,9 @@ def test_a_slow_reader_of_a_stream_is_left_alone(monkeypatch: pytest.MonkeyPatch
 
     async def collect() -> list[int]:
         items, found = [RequestItem("image", jpeg(64, 64), None)] * 3, []
-        async for entry in service(Fleet()).stream(items, RequestOptions(timeout_s=1), exchange()):
+        async for entry in service(Fleet()).stream(
+            items, RequestOptions(timeout_s=1), exchange(), freely
+        ):
             await asyncio.sleep(0.4)
             found.append(entry["index"])
         return found
@@ -237,7 +247,9 @@ def test_a_stream_that_stops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     async def first() -> None:
         item = RequestItem("image", jpeg(64, 64), None)
         await anext(
-            service(Fleet(seconds=60)).stream([item], RequestOptions(timeout_s=0.1), exchange())
+            service(Fleet(seconds=60)).stream(
+                [item], RequestOptions(timeout_s=0.1), exchange(), freely
+            )
         )
 
     with pytest.raises(DeadlineExceeded, match=r"not answered within 0\.1 s"):
@@ -248,7 +260,9 @@ def test_a_cancelled_request_cancels_the_work() -> None:
     async def hang_up() -> bool:
         fleet = Fleet(seconds=60)
         item = RequestItem("image", jpeg(64, 64), None)
-        work = asyncio.create_task(service(fleet).encode([item], RequestOptions(), exchange()))
+        work = asyncio.create_task(
+            service(fleet).encode([item], RequestOptions(), exchange(), freely)
+        )
         while not fleet.calls:
             await asyncio.sleep(0.01)
         work.cancel()
@@ -262,7 +276,7 @@ def test_a_stream_keeps_positions_over_items_that_were_refused() -> None:
     async def collect(files: Sequence[bytes]) -> dict[int, Any]:
         items = [RequestItem("image", data, None) for data in files]
         options = RequestOptions(on_error="return")
-        stream = service(Fleet()).stream(items, options, exchange())
+        stream = service(Fleet()).stream(items, options, exchange(), freely)
         return {one["index"]: one async for one in stream}
 
     found = asyncio.run(collect([b"no", jpeg(64, 64), b"no", jpeg(96, 64)]))

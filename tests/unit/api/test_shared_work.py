@@ -15,7 +15,7 @@ from encoder_service.ops.status import Scrape
 from encoder_service.service import Service
 from encoder_service.wire.documents import RequestItem
 from tests.images import jpeg
-from tests.unit.front_door import MODEL, Fleet, exchange
+from tests.unit.front_door import MODEL, Fleet, exchange, freely
 
 
 class Counting(Fleet):
@@ -55,7 +55,7 @@ def test_a_stream_of_more_than_can_be_kept_is_refused() -> None:
         options = ServiceOptions(model=MODEL, references=ReferenceOptions(max_bytes=1000))
         one = Service(options, read(MODEL), fleet)
         items = [RequestItem("image", jpeg(64, 64), None)] * 3
-        stream = one.stream(items, RequestOptions(reference=True), exchange())
+        stream = one.stream(items, RequestOptions(reference=True), exchange(), freely)
         with pytest.raises(TooLarge, match=r"references\.max_bytes"):
             await anext(stream)
         assert not fleet.calls

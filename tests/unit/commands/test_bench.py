@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import socket
 import threading
 from argparse import ArgumentTypeError
@@ -12,11 +13,15 @@ from concurrent.futures import Future
 from dataclasses import replace
 from io import BytesIO
 from itertools import islice
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import ray
+import ray.serve
 from PIL import Image
+from ray._common.utils import try_to_create_directory
 
 from actors.errors import StartError
 from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
@@ -39,7 +44,7 @@ from encoder_service.bench.load import (
 from encoder_service.bench.mix import parse_mix, requests
 from encoder_service.bench.serve import figures
 from encoder_service.client.items import ServiceError
-from encoder_service.config import parse
+from encoder_service.config import is_open, parse
 from router.simulate import ITEMS, at_random, drawn
 
 
@@ -87,6 +92,26 @@ def test_requests_take_turns_and_never_repeat() -> None:
     assert Image.open(BytesIO(sent[0][0])).size == (64, 48)
     assert Image.open(BytesIO(sent[0][1])).size == (32, 32)
     Image.open(BytesIO(sent[0][0])).load()
+
+
+def test_others_cannot_enter_the_folder_of_rays_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray makes its own writable for everybody, whatever the umask."""
+    folders = []
+
+    def init(*, _temp_dir: str, **_: Any) -> None:
+        try_to_create_directory(_temp_dir)
+        folders.append(Path(_temp_dir))
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    for name in ("start", "shutdown"):
+        monkeypatch.setattr(ray.serve, name, lambda **_: None)
+    with cluster.cluster(num_cpus=1):
+        assert not is_open(folders[0])
+        assert is_open(Path("/tmp"))
+    assert not folders[0].exists()
 
 
 def samples(**values: float) -> Samples:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 import yaml
+from ray._common.utils import try_to_create_directory
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema
 
@@ -56,6 +59,20 @@ def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) ->
     assert "max_pixels 1,048,576, at most 1,048,576" in shown
     assert rows["a request's videos"] == "min_pixels not set, at most 1,048,576"
     assert "fps 2.0, at most 240.0" in shown
+    assert "limits.max_video_pixels" in rows
+    assert "limits.max_audio_seconds" not in rows
+
+
+def test_check_shows_the_limits_of_the_models_kind_of_item(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", changed(tmp_path, "id: qwen3vl-tiny", "id: whisper-tiny")]) == 0
+    rows = [cells(line) for line in capsys.readouterr().out.splitlines()]
+    found = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert found["limits.max_audio_seconds"] == "900, but this model takes 30"
+    assert not [name for name in found if "pixels" in name or "video" in name or "image" in name]
+    assert "video" not in found["a pack"]
+    assert "a request's sounds" in found
 
 
 def test_check_shows_what_a_change_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -531,6 +548,25 @@ def test_check_warns_of_a_cluster_that_others_can_run_code_in(
         assert cli.main(["check", str(CONFIGS / "tiny.yaml")]) == 0
         shown = capsys.readouterr().out
         assert said in shown if said else "other users" not in shown
+
+
+def test_check_warns_of_a_folder_of_ray_that_others_may_enter(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warned() -> bool:
+        assert cli.main(["check", str(CONFIGS / "tiny.yaml")]) == 0
+        return f"may enter Ray's folder {home}/ray," in capsys.readouterr().out
+
+    with TemporaryDirectory(dir="/tmp") as home:  # pytest's own keep others out
+        monkeypatch.setenv("RAY_TMPDIR", home)
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        assert not warned()
+        try_to_create_directory(f"{home}/ray")
+        assert not warned(), "the folder above it is for this user only"
+        os.chmod(home, 0o711)
+        assert warned()
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+        assert not warned()
 
 
 def test_check_looks_at_every_application_of_ours(

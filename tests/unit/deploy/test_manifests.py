@@ -132,7 +132,7 @@ def test_workers_are_ready_when_the_service_is_and_drain_before_they_end(name: s
     command, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert f"/usr/local/bin/{command}" in (ROOT / "k8s" / "Dockerfile").read_text()
     assert int(seconds) < pod["terminationGracePeriodSeconds"]
-    assert options.encoder.drain_timeout_seconds < int(seconds)
+    assert options.encoder.shutdown_seconds < int(seconds)
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
     served = yaml.safe_load(service["serveConfigV2"])
     assert ports["serve"] == served["http_options"]["port"]

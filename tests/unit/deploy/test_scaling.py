@@ -8,12 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve._private.constants import DEFAULT_GRACEFUL_SHUTDOWN_WAIT_LOOP_S
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from actors.autoscaling import WorkPolicy
 from actors.engine.budgets import model_capacity
 from actors.errors import ConfigError
 from actors.families.registry import read
+from actors.options import EncoderOptions
+from actors.rpc.server import END_SECONDS
 from encoder_service import app
 from encoder_service.app import check_resources, replicas
 from encoder_service.config import parse
@@ -92,6 +95,9 @@ def test_each_pool_is_a_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert wired([]) == ["Encoder"]
     assert made["Encoder"][1][1:] == ("", None)
+    needed = DEFAULT_GRACEFUL_SHUTDOWN_WAIT_LOOP_S + EncoderOptions().drain_timeout_seconds
+    killed = made["Encoder"][0]["graceful_shutdown_timeout_s"]
+    assert killed >= needed + END_SECONDS + 2, "after Encoder.stop, which also waits for tickets"
     small = {"name": "small", "replicas": 3, "accelerator_type": "L4", "resources": {"rack": 0.5}}
     budgets = {"graphs": {"token_budgets": [64, 256]}}
     assert wired([small | budgets, {"name": "big"}]) == ["Encoder-big", "Encoder-small"]

@@ -12,11 +12,14 @@ from actors.errors import (
     DeadlineExceeded,
     InvalidMedia,
     InvalidRequest,
+    Overloaded,
     ServiceError,
     TooLarge,
 )
 from encoder_service.config import FetchOptions
 from encoder_service.intake.fetch import Fetcher, is_public
+from encoder_service.intake.limits import Buffered, Take
+from tests.unit.front_door import freely
 
 PUBLIC = "93.184.216.34"
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -28,6 +31,7 @@ def fetch(
     addresses: tuple[str, ...] = (PUBLIC,),
     hosts: tuple[str, ...] = ("Images.Example",),
     timeout_seconds: float = 1,
+    take: Take = freely,
 ) -> bytes:
     """One fetch, with these answers of the name service and the network."""
 
@@ -37,7 +41,7 @@ def fetch(
         return addresses
 
     options = FetchOptions(allow_hosts=hosts, max_bytes=1000, timeout_seconds=timeout_seconds)
-    return asyncio.run(Fetcher(options, resolve, httpx.MockTransport(handler)).get(url))
+    return asyncio.run(Fetcher(options, resolve, httpx.MockTransport(handler)).get(url, take))
 
 
 def forbidden(request: httpx.Request) -> httpx.Response:
@@ -191,6 +195,15 @@ def test_answers_that_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         fetch("https://images.example/", lambda _: response, timeout_seconds=0.1)
+
+
+def test_a_file_is_read_only_while_there_is_room() -> None:
+    buffered, answer = Buffered(550, "too much"), httpx.Response(200, content=endless())
+    with buffered.hold() as take:
+        with pytest.raises(Overloaded, match="too much, over 550 bytes"):
+            fetch("https://images.example/", lambda _: answer, take=take)
+        assert buffered.held_bytes == 500
+    assert buffered.held_bytes == 0
 
 
 def test_hosts_without_an_address() -> None:

@@ -29,7 +29,7 @@ from actors.spec.sampling import Middles, Paced, Sampling, Thinning, Timed
 from actors.types import Alpha, Clip, Media, ProcessorKwargs, Size
 from encoder_service.config import LimitOptions
 from encoder_service.intake.header import MOST_READS, is_simple, read_header
-from encoder_service.intake.media import probe, probe_frames
+from encoder_service.intake.media import probe, probe_frames, video_media
 from tests import images
 from tests.videos import video
 
@@ -376,11 +376,24 @@ def test_a_video_is_known_from_its_header() -> None:
         ({"max_video_frames": 19}, "20 frames or more, over the limit of 19"),
         ({"max_video_seconds": 1.5}, "lasts 2 s, over the limit of 1.5 s"),
         ({"max_video_tokens": 3}, "tokens in 2 groups of frames, over 3"),
+        ({"max_video_pixels": 61_439}, "61440 pixels together, over the limit of 61439"),
     ],
 )
 def test_videos_beyond_the_limits(limits: dict[str, Any], message: str) -> None:
     with pytest.raises(TooLarge, match=message):
         probe(video(20, size=(64, 48), fps=10), "video", MODEL, LimitOptions(**limits))
+
+
+def test_what_decoding_a_video_costs_is_bounded_by_default() -> None:
+    """20,000 frames that repeat the one before are 8 KB in gzip, and minutes of decoding."""
+    limits = LimitOptions()
+
+    def admitted(clip: Clip) -> Media:
+        return video_media(MODEL, limits, clip, b"", (), ProcessorKwargs())
+
+    assert admitted(Clip(Size(1920, 1080), limits.max_video_frames, 60.0))
+    with pytest.raises(TooLarge, match=r"20000 frames of 7600 x 5200 .*limits.max_video_pixels"):
+        admitted(Clip(Size(7600, 5200), 20_000, 24.0))
 
 
 def test_frames_as_images() -> None:

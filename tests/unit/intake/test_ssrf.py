@@ -14,6 +14,7 @@ import pytest
 from actors.errors import InvalidMedia, InvalidRequest, ServiceError
 from encoder_service.config import FetchOptions
 from encoder_service.intake.fetch import Fetcher, is_public, resolve
+from tests.unit.front_door import freely
 
 SPELLINGS = [
     "127.0.0.1",
@@ -64,7 +65,7 @@ def sent(request: httpx.Request) -> httpx.Response:
 def fetch(url: str, *hosts: str) -> bytes:
     """With the real name service."""
     fetcher = Fetcher(FetchOptions(allow_hosts=hosts), resolve, httpx.MockTransport(sent))
-    return asyncio.run(fetcher.get(url))
+    return asyncio.run(fetcher.get(url, freely))
 
 
 @pytest.mark.parametrize("host", SPELLINGS)
@@ -120,7 +121,7 @@ def test_a_name_that_changes_its_address_in_between(inside: str) -> None:
     options = FetchOptions(allow_hosts=("images.example",))
     fetcher = Fetcher(options, rebinding, httpx.MockTransport(answer))
     with pytest.raises(InvalidRequest, match="not public"):
-        asyncio.run(fetcher.get("https://images.example/"))
+        asyncio.run(fetcher.get("https://images.example/", freely))
     assert connected == ["93.184.216.34"]
 
 
@@ -141,8 +142,8 @@ def test_nothing_that_an_answer_sets_is_sent_again() -> None:
 
     async def both() -> None:
         fetcher = Fetcher(options, same, httpx.MockTransport(answer))
-        await fetcher.get("https://a.example/")
-        await fetcher.get("https://b.example/c")
+        await fetcher.get("https://a.example/", freely)
+        await fetcher.get("https://b.example/c", freely)
 
     asyncio.run(both())
     assert len(seen) == 3
@@ -161,7 +162,7 @@ def test_redirects_do_not_lead_there(host: str) -> None:
     options = FetchOptions(allow_hosts=("images.example", "localhost", "127.0.0.1"))
     fetcher = Fetcher(options, public, httpx.MockTransport(answer))
     with pytest.raises(ServiceError):
-        asyncio.run(fetcher.get("https://images.example/"))
+        asyncio.run(fetcher.get("https://images.example/", freely))
 
 
 def test_every_range_that_is_not_for_everybody() -> None:

@@ -129,9 +129,12 @@ def test_our_own_faults_are_errors_of_the_service(
         rig.submit().result(60)
 
 
-@pytest.mark.parametrize(("file", "stall_seconds"), [(ENDS, 60), (HANGS, 0.5)])
+@pytest.mark.parametrize(
+    ("file", "stall_seconds", "message", "replaced"),
+    [(ENDS, 60, "exited twice", 2), (HANGS, 0.5, r"0\.5 s \(encoder\.max_stall_seconds\)", 1)],
+)
 def test_a_file_that_ends_or_stops_its_process_is_refused_and_nothing_else_is_lost(
-    rig: Rig, file: bytes, stall_seconds: float
+    rig: Rig, file: bytes, stall_seconds: float, message: str, replaced: int
 ) -> None:
     rig.open(stall_seconds)
     if file == ENDS:
@@ -141,10 +144,38 @@ def test_a_file_that_ends_or_stops_its_process_is_refused_and_nothing_else_is_lo
     begun += [rig.submit() for _ in range(20)]
     rig.gate.set()
     assert all(map(rig.good, begun))
-    with pytest.raises(InvalidMedia, match="twice"):
+    with pytest.raises(InvalidMedia, match=message):
         bad.result(60)
-    assert rig.count("decode_restarts") >= 2
+    assert rig.count("decode_restarts") == replaced
     assert rig.good(rig.submit()), "and it goes on"
+
+
+def test_what_was_decoded_before_a_file_that_hangs_is_not_refused(rig: Rig) -> None:
+    """Its answer may wait to be sent with the next one."""
+    rig.open(0.5, processes=1)
+    rig.started[0].silent = True
+    done, bad, behind = rig.submit(), rig.submit(HANGS), rig.submit()
+    with pytest.raises(InvalidMedia, match="max_stall_seconds"):
+        bad.result(60)
+    assert all(map(rig.good, [done, behind]))
+    assert rig.count("decode_restarts") == 1
+
+
+def test_a_process_that_works_for_nobody_is_replaced(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(decoder, "ABANDONED_SECONDS", 0.5)
+    rig.open(processes=1)
+    slow = rig.submit(HANGS)
+    until(lambda: rig.started[0].seen)
+    behind = rig.submit()
+    sleep(0.7)
+    assert rig.count("decode_restarts") == 0, "somebody waits for it"
+    assert not slow.cancel()
+    assert rig.good(behind)
+    assert rig.count("decode_restarts") == 1
+    assert sent(rig) == 2, "what nobody waits for is not tried again"
 
 
 def test_a_process_that_ends_by_itself_loses_nothing(rig: Rig) -> None:
