@@ -106,8 +106,8 @@ class ItemPlan:
     path_tokens: tuple[int, ...]
     """Tokens that each path computes, in the order of `ModelSpec.paths`."""
     frames: int = 0
-    """Temporal groups of a video, or windows of a sound that may have several, each an attention
-    segment: `grid_thw[0]`. 0: an image, or a sound of one window."""
+    """Temporal groups of a video, or attention segments of a sound that may have several:
+    `grid_thw[0]`. 0: an image, or a sound of one window."""
     path_patches: tuple[int, ...] = ()
     """Patches of each path, one path after the other. Empty: the model has one path."""
     kept: tuple[int, ...] = ()

@@ -26,6 +26,15 @@ OWN = {
     **{"encoder_layers": LAYERS, "encoder_attention_heads": HEADS},
 }
 AUDIO_TOKEN = 5
+MOST_SECONDS = 8
+"""Of Qwen2.5-Omni, in place of 300."""
+CHUNKED = SIZES | OWN | {"output_dim": TEXT["hidden_size"]}
+ATTENDED = {"downsample_hidden_size": 8, "n_window_infer": 300}
+THINKER = TEXT | {
+    **{"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]},
+}
+SIGHT = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
 
 FORMATS = {
     "wav": "pcm_s16le",
@@ -75,19 +84,72 @@ def write_voxtral(folder: Path) -> Any:
     return written(folder, model)
 
 
-def written(folder: Path, model: Any) -> Any:
+def write_qwen25_omni(folder: Path) -> Any:
+    """Without its talker, but with its vision tower."""
+    from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
+
+    torch.manual_seed(0)
+    thinker = {"audio_config": CHUNKED, "text_config": {**THINKER, "model_type": None}}
+    thinker["vision_config"] = SIGHT | {"fullatt_block_indexes": [1]}
+    config = Qwen2_5OmniConfig(thinker_config=thinker, enable_audio_output=False)
+    model = Qwen2_5OmniForConditionalGeneration(config).eval()
+    scatter(model.thinker.model.audio_tower)
+    return written(folder, model, MOST_SECONDS)
+
+
+def write_qwen3_omni(folder: Path) -> Any:
+    """Without its talker, but with its vision tower."""
+    from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
+
+    torch.manual_seed(0)
+    thinker = {"audio_config": CHUNKED | ATTENDED, "text_config": {**THINKER, "model_type": None}}
+    thinker["vision_config"] = SIGHT | {"deepstack_visual_indexes": [0]}
+    config = Qwen3OmniMoeConfig(thinker_config=thinker, enable_audio_output=False)
+    model = Qwen3OmniMoeForConditionalGeneration(config).eval()
+    scatter(model.thinker.model.audio_tower)
+    return written(folder, model)
+
+
+def write_qwen3_asr(folder: Path) -> Any:
+    from transformers import Qwen3ASRConfig, Qwen3ASRForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = TEXT | {"model_type": "qwen3"}
+    config = Qwen3ASRConfig(audio_config=CHUNKED | ATTENDED, text_config=text)
+    model = Qwen3ASRForConditionalGeneration(config).eval()
+    scatter(model.model.audio_tower)
+    scatter(model.model.multi_modal_projector)
     model.save_pretrained(folder)
-    extractor().save_pretrained(folder)
+    asr_extractor().save_pretrained(folder)
     return model
 
 
-def extractor() -> Any:
+def written(folder: Path, model: Any, seconds: int = WINDOW_SECONDS) -> Any:
+    model.save_pretrained(folder)
+    extractor(seconds).save_pretrained(folder)
+    return model
+
+
+def extractor(seconds: int = WINDOW_SECONDS) -> Any:
     from transformers import WhisperFeatureExtractor
 
-    return WhisperFeatureExtractor(SIZES["num_mel_bins"], chunk_length=WINDOW_SECONDS)
+    return WhisperFeatureExtractor(SIZES["num_mel_bins"], chunk_length=seconds)
 
 
-WRITERS = {"whisper": write_whisper, "qwen2_audio": write_qwen2_audio, "voxtral": write_voxtral}
+def asr_extractor() -> Any:
+    from transformers import Qwen3ASRFeatureExtractor
+
+    return Qwen3ASRFeatureExtractor(SIZES["num_mel_bins"])
+
+
+WRITERS = {
+    "whisper": write_whisper,
+    "qwen2_audio": write_qwen2_audio,
+    "voxtral": write_voxtral,
+    "qwen2_5_omni": write_qwen25_omni,
+    "qwen3_omni_moe": write_qwen3_omni,
+    "qwen3_asr": write_qwen3_asr,
+}
 
 
 @dataclass(frozen=True)
@@ -134,6 +196,31 @@ class Hearing:
         ).input_features
         windows = frames.reshape(frames.shape[1], -1, WINDOW_SECONDS * 100).transpose(0, 1)
         return torch.as_tensor(self.model.model.get_audio_features(windows).pooler_output)
+
+    def qwen2_5_omni(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        return self.thinker(wave, extractor(MOST_SECONDS), padding="max_length")
+
+    def qwen3_omni_moe(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        return self.thinker(wave, extractor(), padding=True, truncation=False)
+
+    @torch.no_grad()
+    def thinker(self, wave: npt.NDArray[np.float32], extractor: Any, **padding: Any) -> Tensor:
+        padding |= {"return_attention_mask": True, "return_tensors": "pt"}
+        found = extractor(wave, sampling_rate=RATE, **padding)
+        return torch.as_tensor(
+            self.model.thinker.model.get_audio_features(
+                found.input_features, feature_attention_mask=found.attention_mask
+            ).last_hidden_state
+        )
+
+    @torch.no_grad()
+    def qwen3_asr(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        found = asr_extractor()(wave, sampling_rate=RATE, padding=True, return_attention_mask=True)
+        return torch.as_tensor(
+            self.model.model.get_audio_features(
+                found.input_features, found.attention_mask
+            ).pooler_output
+        )
 
 
 def tones(seconds: float, rate: int = RATE, seed: int = 0) -> npt.NDArray[np.float32]:

@@ -100,7 +100,7 @@ class Engine:
         Cancelling the future drops the item if it has not been launched yet. A video that is longer
         than a pack is queued chunk by chunk. Raises Unavailable once closed.
         """
-        answers = self.submit_together(cut(item, self.capacity))
+        answers = self.submit_together(cut(item, self.capacity, sound=bool(self.tower.spec.audio)))
         if len(answers) == 1:
             return answers[0]
         self.metrics.video_runs.inc(len(answers))

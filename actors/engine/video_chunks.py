@@ -18,7 +18,7 @@ from actors.engine.budgets import Capacity
 from actors.types import Item, ItemPlan
 
 
-def cut(item: Item, capacity: Capacity) -> list[Item]:
+def cut(item: Item, capacity: Capacity, *, sound: bool = False) -> list[Item]:
     """The chunks of an item, each as long as a pack holds; an image, or what fits, is one. A group
     that no pack holds is a chunk by itself."""
     groups = item.plan.frames
@@ -29,20 +29,25 @@ def cut(item: Item, capacity: Capacity) -> list[Item]:
     if groups <= most:
         return [item]
     starts = range(0, groups, most)
-    return [chunk(item, start, min(start + most, groups)) for start in starts]
+    return [chunk(item, start, min(start + most, groups), sound=sound) for start in starts]
 
 
-def chunk(item: Item, start: int, end: int) -> Item:
+def chunk(item: Item, start: int, end: int, *, sound: bool) -> Item:
     """The groups from `start` to before `end` of a video, as views of its patches."""
     plan, groups = item.plan, end - start
     rows = slice(start * plan.group_patches, min(end * plan.group_patches, plan.patches))
     patches = rows.stop - rows.start
-    after = plan.tokens - plan.frames * plan.group_tokens if end == plan.frames else 0
+    if sound:  # each token that is computed gives a row, up to the sound's end
+        before, computed = (computed_tokens(plan, row) for row in (rows.start, rows.stop))
+        tokens = min(computed, plan.tokens) - before
+    else:
+        after = plan.tokens - plan.frames * plan.group_tokens if end == plan.frames else 0
+        tokens = groups * plan.group_tokens + after
     part = replace(
         plan,
         grid_thw=(groups, *plan.grid_thw[1:]),
         patches=patches,
-        tokens=groups * plan.group_tokens + after,
+        tokens=tokens,
         path_tokens=(computed_tokens(plan, patches),),
         frames=groups,
     )

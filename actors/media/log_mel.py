@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.spec.audio import SEEN_FRAMES, STRIDE, AudioSizing
+from actors.spec.audio import BEYOND, SEEN_FRAMES, STRIDE, AudioSizing
 
 Values = npt.NDArray[np.float64]
 
@@ -21,8 +21,8 @@ MELS_PER_LOG = 27 / np.log(6.4)
 
 
 def log_mel(samples: Tensor, sizing: AudioSizing) -> Tensor:
-    """float32 [samples] to [windows, mels, frames of a window]; silence fills the last window."""
-    padded = F.pad(samples, (0, -len(samples) % sizing.window_samples))
+    """float32 [samples] to [windows, mels, frames of a window]."""
+    padded = F.pad(samples, (0, sizing.padded_samples(len(samples)) - len(samples)))
     spectrum = torch.stft(
         padded,
         sizing.fft,
@@ -34,14 +34,17 @@ def log_mel(samples: Tensor, sizing: AudioSizing) -> Tensor:
     mel = mel_filters(sizing.rate, sizing.fft, sizing.mels) @ power
     found = mel.clamp(min=FLOOR).log10()
     found = (torch.maximum(found, found.max() - RANGE) + 4) / 4
+    frames = sizing.frames(len(samples))
+    rest = -frames % sizing.window_frames
+    found = F.pad(found[:, :frames], (0, rest), value=sizing.beyond(frames))
     return found.view(sizing.mels, -1, sizing.window_frames).transpose(0, 1)
 
 
 def cut_positions(frames: Tensor) -> Tensor:
     """[windows, mels, frames] to [windows, positions, SEEN_FRAMES x mels]: the frames that each
-    position sees, those beyond the window zero, frame after frame."""
+    position sees, those beyond the window BEYOND, frame after frame."""
     before = SEEN_FRAMES // 2
-    around = F.pad(frames, (before, before - 1)).unfold(2, SEEN_FRAMES, STRIDE)
+    around = F.pad(frames, (before, before - 1), value=BEYOND).unfold(2, SEEN_FRAMES, STRIDE)
     return around.permute(0, 2, 3, 1).flatten(2)
 
 

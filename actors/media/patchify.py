@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actors.errors import CheckpointError
 from actors.media.log_mel import cut_positions, log_mel
-from actors.spec.audio import AudioSizing
+from actors.spec.audio import AudioSizing, ChunkSizing
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, Resample, WindowedSizing
 from actors.spec.tiles import AnyresSizing, CentredTile, SplitTiles, TileSizing, with_overview
@@ -262,6 +262,14 @@ class AudioPatchifier(Patchifier):
         return 1, plan.patches, self.sizing.patch_values * torch.float32.itemsize
 
 
+class ChunkPatchifier(AudioPatchifier):
+    """The log-mel frames of each window of a sound, frame after frame (Qwen3-Omni)."""
+
+    def patches(self, image: Tensor) -> Tensor:
+        windows = log_mel(image.flatten(), self.sizing).transpose(1, 2)
+        return windows.flatten(1).contiguous().view(torch.uint8)
+
+
 def patchifier_of(spec: ModelSpec) -> Patchifier:
     """The patchifier for the spec's kind of sizing; subclasses are matched first."""
     match spec.sizing:
@@ -282,6 +290,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
             return CropPatchifier(spec)
         case WindowSizing():
             return WindowPatchifier(spec)
+        case ChunkSizing():
+            return ChunkPatchifier(spec)
         case AudioSizing():
             return AudioPatchifier(spec)
     kind = type(spec.sizing).__name__

@@ -6,6 +6,7 @@ No torch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,33 +17,74 @@ STRIDE = 2
 """Frames per position: the second convolution of Whisper's encoder skips every other one."""
 SEEN_FRAMES = 5
 """Frames that a position sees, through two convolutions of three. They are one patch."""
+HALVINGS = 3
+"""Convolutions of Qwen3-Omni's encoder, each of which skips every other frame."""
+BEYOND = -9.0
+"""In place of values of a frame that is not there, since log-mel values are -1.5 or more. Every
+convolution sees zeros there, where of silence the first one would make other values."""
 MOST_WINDOWS = 64  # of sounds that share a pack
-WINDOWS_PER_BUDGET = 4
-"""Default of the largest budget, so that sounds share a graph."""
+BUDGET_SECONDS = 30.0
+SOUNDS_PER_BUDGET = 4
+"""The default of the largest budget: so many sounds of BUDGET_SECONDS, or of the most seconds that
+a model takes, so that sounds share a graph."""
 
 
 @dataclass(frozen=True, slots=True)
-class AudioSizing:
-    """How one family divides sounds, as WhisperFeatureExtractor and Whisper's encoder do.
-
-    A window is one attention segment. `patches` of a plan are positions of the encoder.
-    """
+class AudioSizing(ABC):
+    """How one family makes log-mel frames of sounds and divides them into windows."""
 
     rate: int  # samples per second
     hop: int  # samples per frame
     fft: int  # samples that a frame is computed from
     mels: int  # values of a frame
-    window_frames: int
-    stack: int  # positions per token
-    whole: bool
-    """Sounds are padded to whole windows, which give all rows. False: rows end with the sound."""
-    several: bool
-    """Longer sounds are several windows. False: they are refused."""
+    window_frames: int  # that the convolutions see together
+    stack: int  # positions of the encoder per token
+    most_seconds: float  # longer sounds are refused; infinite: none is
 
     @property
+    @abstractmethod
+    def patch_positions(self) -> int:
+        """Positions of the encoder per patch."""
+
+    @property
+    @abstractmethod
     def patch_size(self) -> int:
         """In samples."""
-        return STRIDE * self.hop
+
+    @property
+    @abstractmethod
+    def patch_values(self) -> int:
+        """float32 each."""
+
+    @property
+    @abstractmethod
+    def window_tokens(self) -> int:
+        """Tokens of a window of frames."""
+
+    @property
+    @abstractmethod
+    def segment_tokens(self) -> int:
+        """Tokens of a full attention segment."""
+
+    @abstractmethod
+    def padded_samples(self, samples: int) -> int:
+        """Samples of a sound with the silence that is heard after it."""
+
+    @abstractmethod
+    def frames(self, samples: int) -> int:
+        """Frames that are computed of a sound; what fills its last window is `beyond`."""
+
+    @abstractmethod
+    def beyond(self, frames: int) -> float:
+        """The values of frames after these, up to a whole window."""
+
+    @abstractmethod
+    def plan(self, size: Size) -> ItemPlan:
+        """Grid, patches and tokens of a sound. No tokens: it is too short."""
+
+    @abstractmethod
+    def token_range(self) -> tuple[int, int]:
+        """The smallest and the largest budget by default."""
 
     @property
     def merge_size(self) -> int:
@@ -57,13 +99,66 @@ class AudioSizing:
         return self.window_samples / self.rate
 
     @property
+    def several(self) -> bool:
+        """Whether a sound may have several windows."""
+        return self.most_seconds > self.window_seconds
+
+    @property
+    def largest_budget(self) -> int:
+        windows = int(min(self.most_seconds, BUDGET_SECONDS) / self.window_seconds)
+        return SOUNDS_PER_BUDGET * windows * self.window_tokens
+
+    def defaults(self) -> Defaults:
+        return {}
+
+    def largest(self, tokens: int) -> Largest:
+        return {}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class WhisperSizing(AudioSizing):
+    """As WhisperFeatureExtractor and Whisper's encoder do. A window is one attention segment, and a
+    patch is what a position sees."""
+
+    whole: bool
+    """Sounds are padded to whole windows, which give all rows. False: rows end with the sound."""
+    ends: bool = False
+    """Frames end with the sound, too. False: they go on with the silence after it."""
+
+    @property
+    def patch_positions(self) -> int:
+        return 1
+
+    @property
+    def patch_size(self) -> int:
+        return STRIDE * self.hop
+
+    @property
+    def patch_values(self) -> int:
+        return SEEN_FRAMES * self.mels
+
+    @property
     def window_tokens(self) -> int:
         return self.window_frames // (STRIDE * self.stack)
 
     @property
-    def patch_values(self) -> int:
-        """float32 each."""
-        return SEEN_FRAMES * self.mels
+    def segment_tokens(self) -> int:
+        return self.window_tokens
+
+    def padded_samples(self, samples: int) -> int:
+        if self.ends:  # transformers pads to the most seconds: so much of it reaches frames
+            most = self.most_seconds * self.rate
+            return int(max(samples, min(samples + self.fft, most)))
+        return -(-samples // self.window_samples) * self.window_samples
+
+    def frames(self, samples: int) -> int:
+        return -(-(samples if self.ends else self.padded_samples(samples)) // self.hop)
+
+    def beyond(self, frames: int) -> float:
+        return BEYOND
 
     def plan(self, size: Size) -> ItemPlan:
         """A last token whose positions are not all of the sound is computed, but gives no row."""
@@ -74,7 +169,7 @@ class AudioSizing:
         computed = -(-positions // self.stack)
         patches = computed * self.stack
         return ItemPlan(
-            grid_thw=(windows, 1, patches // max(1, windows)),
+            grid_thw=(windows, 1, min(patches, self.window_frames // STRIDE)),
             patches=patches,
             tokens=positions // self.stack,
             path_tokens=(computed,),
@@ -85,13 +180,70 @@ class AudioSizing:
         smallest = self.window_tokens
         if not self.whole:
             smallest = min(smallest, SMALLEST_BUDGET_TOKENS)
-        return smallest, WINDOWS_PER_BUDGET * self.window_tokens
+        return smallest, self.largest_budget
 
-    def defaults(self) -> Defaults:
-        return {}
 
-    def largest(self, tokens: int) -> Largest:
-        return {}
+@dataclass(frozen=True, slots=True)
+class ChunkSizing(AudioSizing):
+    """As Qwen3-Omni's encoder does: convolutions see a window of frames, which is one patch, and
+    positions attend to those of a few windows. A position is a token."""
 
-    def asked(self, kwargs: ProcessorKwargs) -> Self:
-        return self
+    attended: int  # windows per attention segment
+    least_samples: int  # shorter sounds are padded with silence, which gives rows
+    whole: bool
+    """Convolutions see a whole window of a sound that is shorter. False: they end with it."""
+
+    @property
+    def patch_positions(self) -> int:
+        return self.window_tokens
+
+    @property
+    def patch_size(self) -> int:
+        return self.window_samples
+
+    @property
+    def patch_values(self) -> int:
+        return self.window_frames * self.mels
+
+    @property
+    def window_tokens(self) -> int:
+        return halved(self.window_frames)
+
+    @property
+    def segment_tokens(self) -> int:
+        return self.attended * self.window_tokens
+
+    def padded_samples(self, samples: int) -> int:
+        return max(samples, self.least_samples)
+
+    def frames(self, samples: int) -> int:
+        """None of a sound that is too short to be mirrored at its end."""
+        padded = self.padded_samples(samples)
+        return padded // self.hop if samples and padded > self.fft // 2 else 0
+
+    def beyond(self, frames: int) -> float:
+        return 0.0 if self.whole or frames > self.window_frames else BEYOND
+
+    def plan(self, size: Size) -> ItemPlan:
+        """The positions of the last window that are beyond the sound are computed, too."""
+        frames = self.frames(size.width * size.height)
+        full, rest = divmod(frames, self.window_frames)
+        windows = max(1, full + bool(rest))
+        segments = -(-windows // self.attended)
+        return ItemPlan(
+            grid_thw=(segments, 1, min(windows, self.attended)),
+            patches=windows,
+            tokens=full * self.window_tokens + halved(rest),
+            path_tokens=(windows * self.window_tokens,),
+            frames=segments,
+        )
+
+    def token_range(self) -> tuple[int, int]:
+        """Every budget in between is a number of whole windows."""
+        smallest = SMALLEST_BUDGET_TOKENS // self.window_tokens * self.window_tokens
+        return smallest, self.largest_budget
+
+
+def halved(frames: int) -> int:
+    """Positions after the convolutions."""
+    return int(-(-frames // 2**HALVINGS))

@@ -6,7 +6,6 @@ Packs, metadata, staging and replays are those of the engine.
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -321,7 +320,7 @@ def plans_of(spec: ModelSpec, workload: Workload) -> list[ItemPlan]:
         raise ConfigError(f"--workload {workload.name}: {spec.id} takes {PLURALS[spec.kinds[0]]}")
     sizes = workload.sizes
     if spec.audio:
-        most = math.inf if spec.audio.several else spec.audio.window_seconds
+        most = spec.audio.most_seconds
         if max(workload.seconds) > most:
             raise ConfigError(f"--workload {workload.name}: {spec.id} takes at most {most:g} s")
         sizes = tuple(Size(round(each * spec.audio.rate), 1) for each in workload.seconds)

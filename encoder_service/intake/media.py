@@ -324,8 +324,7 @@ def probe_sound(data: bytes, spec: ModelSpec, limits: LimitOptions) -> Media:
 def longest_seconds(spec: ModelSpec, limits: LimitOptions) -> float:
     """Of one sound."""
     assert spec.audio
-    most = limits.max_audio_seconds
-    return most if spec.audio.several else min(most, spec.audio.window_seconds)
+    return min(limits.max_audio_seconds, spec.audio.most_seconds)
 
 
 def check_kind(spec: ModelSpec, kind: Kind) -> None:

@@ -69,6 +69,9 @@ FAMILIES = {
     "whisper": "Whisper",
     "qwen2_audio": "Qwen2-Audio",
     "voxtral": "Voxtral",
+    "qwen2_5_omni": "Qwen2.5-Omni",
+    "qwen3_omni_moe": "Qwen3-Omni",
+    "qwen3_asr": "Qwen3-ASR",
 }
 """The family of each `model_type`; Pixtral's tower and LLaVA-OneVision's own names, both within
 `llava`, have families of their own."""

@@ -13,22 +13,27 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import WhisperFeatureExtractor
+from transformers import Qwen3ASRFeatureExtractor, WhisperFeatureExtractor
+from transformers.models.qwen2_5_omni import processing_qwen2_5_omni
+from transformers.models.qwen3_omni_moe import processing_qwen3_omni_moe
 
 from actors.engine.budgets import Segments, model_capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet, capture
 from actors.engine.video_chunks import rows_of
-from actors.errors import CheckpointError
+from actors.errors import CheckpointError, ConfigError
 from actors.families.registry import read
+from actors.families.whisper.tower import audio
 from actors.media.log_mel import log_mel
 from actors.media.patchify import patchifier_of
-from actors.models.load import family_of, load
+from actors.models.load import family_of, load, tensors
 from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions
-from actors.spec.audio import AudioSizing
+from actors.spec.audio import BEYOND, WhisperSizing
+from actors.spec.model_spec import ModelSpec
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Size
 from tests.checkpoints_audio import (
@@ -37,6 +42,8 @@ from tests.checkpoints_audio import (
     WRITERS,
     Hearing,
     tones,
+    write_qwen3_asr,
+    write_qwen3_omni,
 )
 from tests.parity.table import FAMILIES, check, rows
 from tests.unit.spec.test_tile_spec import changed
@@ -52,9 +59,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "whisper": (LARGE, 637),
     "qwen2_audio": ({"audio_config": LARGE, "text_config": {"vocab_size": 156032}}, 642),
     "voxtral": ({"audio_config": ENCODER, "text_config": {"hidden_size": 3072}}, 662),
+    "qwen2_5_omni": ({"thinker_config": {"audio_config": LARGE | {"n_window": 100}}}, 640),
+    "qwen3_omni_moe": ({"thinker_config": {"audio_config": LARGE | {"output_dim": 2048}}}, 648),
+    "qwen3_asr": ({"audio_config": {"output_dim": 2048}}, 317),
 }
-"""config.json of whisper-large-v3, Qwen2-Audio-7B and Voxtral-Mini-3B, as far as it is read, and
-the millions of weights of their encoders and projectors."""
+"""config.json of whisper-large-v3, Qwen2-Audio-7B, Voxtral-Mini-3B, Qwen2.5-Omni-7B,
+Qwen3-Omni-30B-A3B and Qwen3-ASR-1.7B, as far as it is read, and the millions of weights of their
+encoders and projectors, as transformers counts them."""
+
+tokens_of = processing_qwen2_5_omni._get_feat_extract_output_lengths
+tokens_in_windows = processing_qwen3_omni_moe._get_feat_extract_output_lengths
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,7 @@ def patches_of(
 
 
 @pytest.mark.parametrize("seconds", LENGTHS, ids=str)
-@pytest.mark.parametrize("spare", [0, 37], ids=["exact", "spare"])
+@pytest.mark.parametrize("spare", [0, 39], ids=["exact", "spare"])
 def test_rows_equal_transformers(pair: Pair, seconds: Sequence[float], spare: int) -> None:
     """Also where the graph's inputs still hold an earlier, longer pack."""
     waves = [tones(one, seed=place) for place, one in enumerate(seconds)]
@@ -97,15 +111,17 @@ def test_rows_equal_transformers(pair: Pair, seconds: Sequence[float], spare: in
     check(pair.model_type, ours, exact)
 
 
-def test_a_long_sound_is_windows(pair: Pair, tmp_path: Path) -> None:
-    """Voxtral's, in one pack, and cut into chunks by the engine."""
-    if pair.model_type != "voxtral":
+@pytest.mark.parametrize("seconds", [3.3 * WINDOW_SECONDS, 6.013, 4.001, 7.5])
+def test_a_long_sound_is_windows(pair: Pair, seconds: float, tmp_path: Path) -> None:
+    """In one pack, and cut into chunks by the engine."""
+    sizing = audio(pair.tower.spec)
+    if not sizing.several:
         pytest.skip("sounds of one window")
-    wave = tones(3.3 * WINDOW_SECONDS)
+    wave = tones(seconds)
     (plan,), (patches,) = patches_of(pair, [wave])
-    exact, window = pair.rows([wave]), plan.tokens // 4
-    assert (plan.frames, plan.tokens) == (4, len(exact))
-    for budgets in ([plan.tokens], [window, 2 * window]):
+    exact, segment = pair.rows([wave]), sizing.segment_tokens
+    assert (plan.frames, plan.tokens) == (-(-plan.path_tokens[0] // segment), len(exact))
+    for budgets in ([plan.path_tokens[0]], [segment, 2 * segment]):
         room = model_capacity(GraphOptions(token_budgets=budgets), pair.tower.spec)
         device, series = Device(), EncoderMetrics()
         graphs = capture(pair.tower, room, device, series)
@@ -121,7 +137,7 @@ def test_a_long_sound_is_windows(pair: Pair, tmp_path: Path) -> None:
 def test_frames_equal_transformers(seconds: float, mels: int) -> None:
     """By torch, bit for bit on one thread, and by numpy, in float64."""
     theirs = WhisperFeatureExtractor(mels)
-    sizing = AudioSizing(16000, 160, 400, mels, 3000, 1, whole=True, several=False)
+    sizing = WhisperSizing(16000, 160, 400, mels, 3000, 1, 30, whole=True)
     wave = tones(seconds)
     ours = log_mel(torch.from_numpy(wave), sizing)
     exact = theirs(wave, sampling_rate=RATE, return_tensors="pt").input_features
@@ -133,7 +149,7 @@ def test_frames_equal_transformers(seconds: float, mels: int) -> None:
 
 def test_rows_are_as_many_as_the_processor_counts() -> None:
     """Qwen2-Audio's, of every length around the places where a token is added."""
-    sizing = AudioSizing(16000, 160, 400, 128, 3000, 2, whole=False, several=False)
+    sizing = WhisperSizing(16000, 160, 400, 128, 3000, 2, 30, whole=False)
     for samples in (*range(321, 3000, 17), 479_999, 480_000):
         mask = np.arange(0, 480_000, 160) < samples
         length = int(mask.sum())
@@ -141,16 +157,81 @@ def test_rows_are_as_many_as_the_processor_counts() -> None:
         assert sizing.plan(Size(samples, 1)).tokens == tokens
 
 
+@pytest.mark.parametrize("seconds", [0.013, 0.3, 0.99, 1.0, 2.003, 29.9999])
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe", "qwen3_asr"])
+def test_frames_end_with_the_sound(kind: str, seconds: float, tmp_path: Path) -> None:
+    """Those of a sound alone, as its processor asks for them; and as many rows as it counts."""
+    spec, wave = published(kind, tmp_path), tones(seconds)
+    count = tokens_of if kind == "qwen2_5_omni" else tokens_in_windows
+    if kind == "qwen3_asr":
+        extractor: Any = Qwen3ASRFeatureExtractor(n_window=0)
+        padding: dict[str, Any] = {"padding": True}
+    else:
+        extractor = WhisperFeatureExtractor(128)
+        padding = {"padding": "max_length" if kind == "qwen2_5_omni" else True}
+    padding |= {"truncation": False, "return_attention_mask": True, "return_tensors": "pt"}
+    found = extractor(wave, sampling_rate=RATE, **padding)
+    frames = int(found.attention_mask.sum())
+    ours = log_mel(torch.from_numpy(wave), audio(spec)).transpose(0, 1).flatten(1)
+    assert (ours[:, :frames] - found.input_features[0, :, :frames]).abs().max() < 1e-6
+    rest = ours[:, frames:]
+    assert bool(((rest == BEYOND) | (rest == 0)).all())
+    assert len(rest[0]) == -frames % audio(spec).window_frames
+    assert spec.sizing.plan(Size(len(wave), 1)).tokens == count(frames)
+
+
+def test_sounds_that_are_too_short_have_no_tokens(tmp_path: Path) -> None:
+    """transformers fails below 201 samples, half of what a frame is computed from and one."""
+    sizing = published("qwen3_omni_moe", tmp_path).sizing
+    assert [sizing.plan(Size(samples, 1)).tokens for samples in (0, 1, 200, 201)] == [0, 0, 0, 1]
+    sizing = published("qwen3_asr", tmp_path).sizing
+    assert [sizing.plan(Size(samples, 1)).tokens for samples in (0, 1, 8000)] == [0, 7, 7]
+
+
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_published_sizes(kind: str, tmp_path: Path) -> None:
-    config, million_parameters = PUBLISHED[kind]
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
-    spec = read(ModelOptions(id=str(tmp_path), load_format="dummy"))
+    spec, (_, million_parameters) = published(kind, tmp_path), PUBLISHED[kind]
     tokens = [spec.sizing.plan(Size(seconds * RATE, 1)).tokens for seconds in (1, 10, 30)]
     assert tokens == rows()[FAMILIES[kind]].tokens
     family = family_of(spec)
     assert family.head_size == 64
     assert round(sum(map(prod, family.expected.values())) / 1e6) == million_parameters
+
+
+def published(kind: str, folder: Path) -> ModelSpec:
+    config, _ = PUBLISHED[kind]
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    return read(ModelOptions(id=str(folder), load_format="dummy"))
+
+
+def test_asr_as_published_at_first_is_the_same(tmp_path: Path) -> None:
+    """Within a thinker, the projector within the encoder."""
+    write_qwen3_asr(tmp_path)
+    options = ModelOptions(id=str(tmp_path), dtype="float32")
+    saved = tensors(options, read(options), torch.device("cpu"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    thinker = {"audio_config": config["audio_config"]}
+    config = {"model_type": "qwen3_asr", "thinker_config": thinker}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = {"linear_1": "proj1", "linear_2": "proj2"}
+    renamed = {
+        f"thinker.audio_tower.{names.get(module, module)}{dot}{rest}": tensor
+        for name, tensor in saved.items()
+        for module, dot, rest in [name.partition(".")]
+    }
+    save_file(renamed, tmp_path / "model.safetensors")
+    found = tensors(options, read(options), torch.device("cpu"))
+    assert len(found) == len(saved)
+    assert torch.equal(found["proj2.weight"], saved["linear_2.weight"])
+
+
+def test_budgets_are_whole_windows(tmp_path: Path) -> None:
+    write_qwen3_omni(tmp_path)
+    tower = load(ModelOptions(id=str(tmp_path), dtype="float32"), torch.device("cpu"))
+    room = model_capacity(GraphOptions(), tower.spec)
+    assert all(budget % 13 == 0 for budget in room.budgets[0])
+    with pytest.raises(ConfigError, match="100 is no multiple of 13, the tokens of a window"):
+        tower.inputs("default", 100, 1)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +241,6 @@ def test_published_sizes(kind: str, tmp_path: Path) -> None:
         ("config.json", {"num_mel_bins": 128}, "feature_size of the feature extractor: only 128"),
         ("preprocessor_config.json", {"chunk_length": 20}, "chunk_length of the feature extr"),
         ("preprocessor_config.json", {"dither": 0.1}, "dither of the feature extractor: only 0.0"),
-        ("config.json", {"model_type": "qwen2_5_omni"}, "in chunks.*nearest.*is qwen2_audio"),
         ("config.json", {"model_type": "voxtral_realtime"}, "causal.*nearest.*is voxtral"),
         ("config.json", {"max_source_positions": 1000}, "chunk_length of the feature extr"),
     ],
@@ -170,3 +250,21 @@ def test_what_is_not_supported_is_named(
 ) -> None:
     with pytest.raises(CheckpointError, match=told):
         read(changed(tmp_path, "whisper-tiny", name, change))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("qwen3_omni_moe", {"n_window": 100}, "n_window of the audio encoder: only 50"),
+        ("qwen3_omni_moe", {"n_window_infer": 250}, "n_window_infer.*no multiple of 100"),
+        ("qwen2_5_omni", {"n_window": 75}, "a token would be of two windows"),
+        ("qwen2_5_omni", {"activation_function": "relu"}, "activation_function of the audio"),
+    ],
+)
+def test_windows_that_are_not_supported_are_named(
+    kind: str, change: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    config = {"model_type": kind, "thinker_config": {"audio_config": change}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=told):
+        read(ModelOptions(id=str(tmp_path), load_format="dummy"))

@@ -23,8 +23,3 @@ def qwen2_audio(source: ModelSource) -> ModelSpec:
 
 
 MODEL_TYPES = {"qwen2_audio": qwen2_audio}
-
-REFUSED = dict.fromkeys(
-    ("qwen2_5_omni", "qwen3_omni_moe", "qwen3_asr"),
-    "its audio encoder attends in chunks, with positions of its own",
-)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from actors.spec.audio import STRIDE, AudioSizing
+import math
+
+from actors.spec.audio import STRIDE, WhisperSizing
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import ModelSource, only
@@ -44,39 +46,45 @@ def over_whisper(
     several: bool = False,
 ) -> ModelSpec:
     """The spec of a model over Whisper's encoder. `encoder`: its configuration, under the names on
-    either side of USUAL. The last four: see AudioSizing."""
-    only(encoder, {"activation_function": "gelu"}, "the audio encoder")
-    encoder |= {usual: encoder[own] for usual, own in USUAL.items() if own in encoder}
-    extractor = EXTRACTOR | feature_extractor(source)
-    sizing = AudioSizing(
-        rate=int(extractor["sampling_rate"]),
-        hop=int(extractor["hop_length"]),
-        fft=int(extractor["n_fft"]),
-        mels=int(encoder["num_mel_bins"]),
-        window_frames=STRIDE * int(encoder["max_source_positions"]),
-        stack=stack,
-        whole=whole,
-        several=several,
-    )
-    fixed = {
-        "feature_size": sizing.mels,
-        "chunk_length": sizing.window_samples / sizing.rate,
-        "dither": 0.0,
-        "padding_value": 0.0,
-    }
-    only(extractor, fixed, "the feature extractor")
-    if sizing.window_tokens * STRIDE * stack != sizing.window_frames:
+    either side of USUAL. `several`: sounds may have several windows. Others: see WhisperSizing."""
+    encoder = usual(encoder)
+    extractor = feature_extractor(source, encoder)
+    frames = STRIDE * int(encoder["max_source_positions"])
+    seconds = frames * int(extractor["hop_length"]) / int(extractor["sampling_rate"])
+    only(extractor, {"chunk_length": seconds}, "the feature extractor")
+    if frames % (STRIDE * stack):
         raise ValueError(f"max_source_positions: no multiple of {stack}, the positions of a token")
+    sizing = WhisperSizing(
+        *log_mel_sizes(extractor, encoder),
+        window_frames=frames,
+        stack=stack,
+        most_seconds=math.inf if several else seconds,
+        whole=whole,
+    )
     return source.spec(family, SILENCE, encoder, sizing, width)
 
 
-def feature_extractor(source: ModelSource) -> Json:
+def usual(encoder: Json) -> Json:
+    """An encoder's configuration with the usual names of its keys, too."""
+    only(encoder, {"activation_function": "gelu"}, "the audio encoder")
+    return encoder | {name: encoder[own] for name, own in USUAL.items() if own in encoder}
+
+
+def feature_extractor(source: ModelSource, encoder: Json) -> Json:
     """The feature extractor's settings; transformers 5 saves them in processor_config.json."""
     settings = source.files.read_json("preprocessor_config.json")
     if settings is None:
         together = source.files.read_json("processor_config.json") or {}
         settings = together.get("feature_extractor", {})
-    return dict(settings)
+    fixed = {"feature_size": int(encoder["num_mel_bins"]), "dither": 0.0, "padding_value": 0.0}
+    only(settings, fixed, "the feature extractor")
+    return EXTRACTOR | settings
+
+
+def log_mel_sizes(extractor: Json, encoder: Json) -> tuple[int, int, int, int]:
+    """The first fields of an AudioSizing."""
+    rate, hop, fft = (int(extractor[key]) for key in ("sampling_rate", "hop_length", "n_fft"))
+    return rate, hop, fft, int(encoder["num_mel_bins"])
 
 
 MODEL_TYPES = {"whisper": whisper}

@@ -6,8 +6,10 @@ sound is a segment, so that a short sound costs no silence unless the model hear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +31,9 @@ from actors.models.layers.weights import (
     affine,
     expected_blocks,
 )
+from actors.models.packed import segments_of
 from actors.models.tower import Family, Tower
-from actors.spec.audio import SEEN_FRAMES, AudioSizing
+from actors.spec.audio import BEYOND, SEEN_FRAMES, AudioSizing
 from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan
 
@@ -47,6 +50,7 @@ NAMES = BlockNames(
 )
 KERNEL = 3  # frames of each convolution
 EPSILON = 1e-5
+LONGEST_WAVE = 10_000  # of sinusoids, in positions over 2 pi
 
 Head = Callable[[Tensor], Tensor]
 """[positions, width] to [tokens, width of a row]."""
@@ -56,7 +60,7 @@ Head = Callable[[Tensor], Tensor]
 class AudioParts:
     """On the tower's device."""
 
-    convolutions: tuple[Affine, Affine]
+    convolutions: Sequence[Affine]
     """[width, KERNEL x values of a frame], frame after frame."""
     positions: Tensor
     """[positions of a window, width]."""
@@ -71,14 +75,20 @@ def family(spec: ModelSpec) -> Family[AudioParts]:
 
 
 def expected(spec: ModelSpec) -> Expected:
-    tower, sizing = Dimensions.read(spec), audio(spec)
-    positions = int(spec.vision["max_source_positions"])
+    tower, positions = Dimensions.read(spec), int(spec.vision["max_source_positions"])
     return {
-        **affine("conv1", (tower.width, sizing.mels, KERNEL)),
-        **affine("conv2", (tower.width, tower.width, KERNEL)),
+        **expected_layers(spec),
         **affine("embed_positions", (positions, tower.width), bias=False),
-        **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width),
         **affine("layer_norm", (tower.width,)),
+    }
+
+
+def expected_layers(spec: ModelSpec) -> Expected:
+    tower = Dimensions.read(spec)
+    return {
+        **affine("conv1", (tower.width, audio(spec).mels, KERNEL)),
+        **affine("conv2", (tower.width, tower.width, KERNEL)),
+        **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width),
     }
 
 
@@ -86,20 +96,32 @@ def parts(spec: ModelSpec, weights: Weights) -> AudioParts:
     return parts_with(spec, weights, last_norm(weights))
 
 
-def parts_with(spec: ModelSpec, weights: Weights, head: Head) -> AudioParts:
+def parts_with(
+    spec: ModelSpec, weights: Weights, head: Head, positions: Tensor | None = None
+) -> AudioParts:
+    """`positions`: in place of the checkpoint's."""
     tower = Dimensions.read(spec)
+    if positions is None:
+        positions = weights.tensors["embed_positions.weight"]
     return AudioParts(
         convolutions=(convolution(weights, "conv1"), convolution(weights, "conv2")),
-        positions=weights.place(weights.tensors["embed_positions.weight"]),
+        positions=weights.place(positions),
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "gelu", EPSILON),
         head=head,
     )
 
 
-def last_norm(weights: Weights) -> Head:
-    last = weights.affine("layer_norm")
+def last_norm(weights: Weights, name: str = "layer_norm") -> Head:
+    last = weights.affine(name)
     return lambda x: layer_norm(x, last, EPSILON)
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """float32 [length, width]: the positions of encoders whose checkpoints have none."""
+    scales = torch.exp(-math.log(LONGEST_WAVE) / (width // 2 - 1) * torch.arange(width // 2))
+    angles = torch.arange(length)[:, None] * scales
+    return torch.cat([angles.sin(), angles.cos()], 1)
 
 
 def convolution(weights: Weights, name: str) -> Affine:
@@ -108,7 +130,7 @@ def convolution(weights: Weights, name: str) -> Affine:
 
 
 class AudioTower(Tower):
-    """One path; one attention segment per window of a sound."""
+    """One path; one attention segment per `segment_tokens` of a sound."""
 
     def __init__(
         self, spec: ModelSpec, parts: AudioParts, attention: Attention, blocks: BlocksForm
@@ -124,45 +146,56 @@ class AudioTower(Tower):
         positions = tokens * self.sizing.stack
         patch_bytes = self.sizing.patch_values * torch.float32.itemsize
         return {
-            "patches": ((positions, patch_bytes), torch.uint8),
-            "positions": ((positions,), torch.int32),
+            "patches": ((positions // self.sizing.patch_positions, patch_bytes), torch.uint8),
+            **self.places(positions),
             **self.attention.inputs(positions, self.segments(tokens, segments)),
         }
+
+    def places(self, positions: int) -> Shapes:
+        """The inputs that say which position of its window each one is."""
+        return {"positions": ((positions,), torch.int32)}
 
     def metadata(
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
     ) -> dict[str, Tensor]:
-        lengths: list[int] = []
-        for plan in plans:
-            windows, _, length = plan.grid_thw
-            # The positions of a last token that gives no row: one of them is beyond the sound.
-            beyond = plan.path_tokens[0] - plan.tokens
-            lengths += [length] * (windows - 1) + [length - beyond] + [beyond] * bool(beyond)
-        places = [torch.arange(plan.grid_thw[2]).repeat(plan.grid_thw[0]) for plan in plans]
+        lengths = list(chain.from_iterable(map(self.lengths, plans)))
         positions, room = tokens * self.sizing.stack, self.segments(tokens, segments)
-        return {
-            "positions": torch.cat(places).int(),
-            **self.attention.metadata(lengths, positions, room),
-        }
+        return {**self.placed(plans), **self.attention.metadata(lengths, positions, room)}
+
+    def placed(self, plans: Iterable[ItemPlan]) -> dict[str, Tensor]:
+        """The values of `places`."""
+        lengths = chain.from_iterable(map(segments_of, plans))
+        return {"positions": torch.cat([torch.arange(length) for length in lengths]).int()}
+
+    def lengths(self, plan: ItemPlan) -> list[int]:
+        """Positions of each attention segment."""
+        *whole, last = (patches * self.sizing.patch_positions for patches in segments_of(plan))
+        # The positions of tokens that give no row: some of them are beyond the sound.
+        beyond = plan.path_tokens[0] - plan.tokens
+        return [*whole, last - beyond, *[beyond] * bool(beyond)]
 
     def segments(self, tokens: int, items: int) -> int:
-        """The most attention segments: an item's last window is two, where one is incomplete."""
-        return 2 * items + tokens // self.sizing.window_tokens
+        """The most attention segments: an item's last one is two, where tokens give no row."""
+        return 2 * items + tokens // self.sizing.segment_tokens
 
     def forward(self, path: str, values: Values) -> Tensor:
-        x = self.convolved(values["patches"], values["positions"])
-        x += F.embedding(values["positions"], self.parts.positions)
-        x, _ = self.blocks(x, None, None, values)
+        x, _ = self.blocks(self.embedded(values), None, None, values)
         return self.parts.head(x)
 
-    def convolved(self, patches: Tensor, positions: Tensor) -> Tensor:
+    def embedded(self, values: Values) -> Tensor:
+        """[positions, width]."""
+        x = self.convolved(values["patches"])
+        x += F.embedding(values["positions"], self.parts.positions)
+        return x
+
+    def convolved(self, patches: Tensor) -> Tensor:
         """uint8 [positions, bytes of a patch] to [positions, width]."""
         first, second = self.parts.convolutions
         frames = patches.view(torch.float32).to(self.dtype).unflatten(1, (SEEN_FRAMES, -1))
-        x = frames.unfold(1, KERNEL, 1).transpose(2, 3).flatten(2)
-        x = F.gelu(first.linear(x))
-        # Before a window the second convolution sees zeros, not the first one's bias.
-        x = torch.cat([x[:, :1] * (positions > 0)[:, None, None], x[:, 1:]], 1)
+        seen = frames[:, :, :1] != BEYOND
+        x = (frames * seen).unfold(1, KERNEL, 1).transpose(2, 3).flatten(2)
+        # Beyond a window the second convolution sees zeros, not the first one's bias.
+        x = F.gelu(first.linear(x)) * seen[:, 1:-1]
         return F.gelu(second.linear(x.flatten(1)))
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
