@@ -143,6 +143,8 @@ class ModelOptions(Options):
     output: Literal["rows", "vector"] = "rows"
     """`vector`: one vector for each image, and for texts where the checkpoint has a text tower, in
     place of the rows of an image. For CLIP and SigLIP."""
+    tower: Literal["vision", "audio"] | None = None
+    """Which tower of a checkpoint that has both, such as Qwen3-Omni's: a service serves one."""
     trust: Literal["never"] = "never"
     """Code from a repository is never run. There is no other value."""
     images_kwargs: ImagesKwargs = ImagesKwargs()

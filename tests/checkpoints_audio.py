@@ -34,7 +34,10 @@ THINKER = TEXT | {
     **{"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]},
 }
-SIGHT = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
+SIGHT = {
+    **{"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4},
+    "out_hidden_size": TEXT["hidden_size"],
+}
 
 FORMATS = {
     "wav": "pcm_s16le",
@@ -94,6 +97,7 @@ def write_qwen25_omni(folder: Path) -> Any:
     config = Qwen2_5OmniConfig(thinker_config=thinker, enable_audio_output=False)
     model = Qwen2_5OmniForConditionalGeneration(config).eval()
     scatter(model.thinker.model.audio_tower)
+    scatter(model.thinker.model.visual)
     return written(folder, model, MOST_SECONDS)
 
 
@@ -107,6 +111,7 @@ def write_qwen3_omni(folder: Path) -> Any:
     config = Qwen3OmniMoeConfig(thinker_config=thinker, enable_audio_output=False)
     model = Qwen3OmniMoeForConditionalGeneration(config).eval()
     scatter(model.thinker.model.audio_tower)
+    scatter(model.thinker.model.visual)
     return written(folder, model)
 
 

@@ -102,6 +102,12 @@ def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
             f"model.output is vector, but the family {spec.family} has no pooled output: leave it "
             "out, and the service gives rows"
         )
+    only_tower = "audio" if spec.audio else "vision"
+    if options.tower not in (None, only_tower):
+        raise CheckpointError(
+            f"model.tower is {options.tower}, but the family {spec.family} has only the "
+            f"{only_tower} tower: leave it out"
+        )
     spec = with_kwargs(spec, "image", options.images_kwargs)
     return with_kwargs(spec, "video", options.videos_kwargs)
 

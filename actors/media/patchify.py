@@ -266,8 +266,9 @@ class ChunkPatchifier(AudioPatchifier):
     """The log-mel frames of each window of a sound, frame after frame (Qwen3-Omni)."""
 
     def patches(self, image: Tensor) -> Tensor:
-        windows = log_mel(image.flatten(), self.sizing).transpose(1, 2)
-        return windows.flatten(1).contiguous().view(torch.uint8)
+        windows = log_mel(image.flatten(), self.sizing).transpose(1, 2).flatten(1)
+        rest = -windows.shape[1] % self.sizing.patch_values
+        return F.pad(windows, (0, rest)).view(-1, self.sizing.patch_values).view(torch.uint8)
 
 
 def patchifier_of(spec: ModelSpec) -> Patchifier:

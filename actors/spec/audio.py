@@ -19,6 +19,8 @@ SEEN_FRAMES = 5
 """Frames that a position sees, through two convolutions of three. They are one patch."""
 HALVINGS = 3
 """Convolutions of Qwen3-Omni's encoder, each of which skips every other frame."""
+STEP_FRAMES = 1 << HALVINGS
+"""From one of its positions to the next."""
 BEYOND = -9.0
 """In place of values of a frame that is not there, since log-mel values are -1.5 or more. Every
 convolution sees zeros there, where of silence the first one would make other values."""
@@ -40,11 +42,6 @@ class AudioSizing(ABC):
     window_frames: int  # that the convolutions see together
     stack: int  # positions of the encoder per token
     most_seconds: float  # longer sounds are refused; infinite: none is
-
-    @property
-    @abstractmethod
-    def patch_positions(self) -> int:
-        """Positions of the encoder per patch."""
 
     @property
     @abstractmethod
@@ -129,10 +126,6 @@ class WhisperSizing(AudioSizing):
     """Frames end with the sound, too. False: they go on with the silence after it."""
 
     @property
-    def patch_positions(self) -> int:
-        return 1
-
-    @property
     def patch_size(self) -> int:
         return STRIDE * self.hop
 
@@ -185,8 +178,9 @@ class WhisperSizing(AudioSizing):
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizing(AudioSizing):
-    """As Qwen3-Omni's encoder does: convolutions see a window of frames, which is one patch, and
-    positions attend to those of a few windows. A position is a token."""
+    """As Qwen3-Omni's encoder does: convolutions see a window of frames together, and positions
+    attend to those of a few windows. A position is a token, and a patch the frames that begin in
+    its time; the last one of a window is filled up with frames that nobody sees."""
 
     attended: int  # windows per attention segment
     least_samples: int  # shorter sounds are padded with silence, which gives rows
@@ -194,16 +188,12 @@ class ChunkSizing(AudioSizing):
     """Convolutions see a whole window of a sound that is shorter. False: they end with it."""
 
     @property
-    def patch_positions(self) -> int:
-        return self.window_tokens
-
-    @property
     def patch_size(self) -> int:
-        return self.window_samples
+        return STEP_FRAMES * self.hop
 
     @property
     def patch_values(self) -> int:
-        return self.window_frames * self.mels
+        return STEP_FRAMES * self.mels
 
     @property
     def window_tokens(self) -> int:
@@ -230,11 +220,12 @@ class ChunkSizing(AudioSizing):
         full, rest = divmod(frames, self.window_frames)
         windows = max(1, full + bool(rest))
         segments = -(-windows // self.attended)
+        computed = windows * self.window_tokens
         return ItemPlan(
-            grid_thw=(segments, 1, min(windows, self.attended)),
-            patches=windows,
+            grid_thw=(segments, 1, min(computed, self.segment_tokens)),
+            patches=computed,
             tokens=full * self.window_tokens + halved(rest),
-            path_tokens=(windows * self.window_tokens,),
+            path_tokens=(computed,),
             frames=segments,
         )
 
@@ -246,4 +237,4 @@ class ChunkSizing(AudioSizing):
 
 def halved(frames: int) -> int:
     """Positions after the convolutions."""
-    return int(-(-frames // 2**HALVINGS))
+    return -(-frames // STEP_FRAMES)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from actors.errors import CheckpointError
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Files, Json
 from actors.spec.model_spec import ModelSpec
@@ -120,6 +121,18 @@ class ModelSource:
                 )
         groups = int(model.vision.get("temporal_patch_size", video.group))
         return replace(model, video=video) if groups == video.group else model
+
+
+def chosen_tower(source: ModelSource, vision: Reader, audio: Reader) -> ModelSpec:
+    """The spec of the tower that `model.tower` names, of a model that has both. The readers get the
+    thinker's configuration. Raises CheckpointError."""
+    if source.options.tower is None:
+        raise CheckpointError(
+            f"model.id {source.options.id!r} has a vision tower and an audio tower, and a service "
+            "serves one: set model.tower to vision or audio"
+        )
+    read = vision if source.options.tower == "vision" else audio
+    return read(replace(source, config=source.config["thinker_config"]))
 
 
 ProcessorSize = int | list[int] | dict[str, int] | None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +82,8 @@ class Pair(Hearing):
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp(request.param)
     model = WRITERS[request.param](folder)
-    tower = load(ModelOptions(id=str(folder), dtype="float32"), torch.device("cpu"))
+    options = ModelOptions(id=str(folder), dtype="float32", tower="audio")
+    tower = load(options, torch.device("cpu"))
     return Pair(request.param, model, tower)
 
 
@@ -201,7 +202,7 @@ def test_published_sizes(kind: str, tmp_path: Path) -> None:
 def published(kind: str, folder: Path) -> ModelSpec:
     config, _ = PUBLISHED[kind]
     (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
-    return read(ModelOptions(id=str(folder), load_format="dummy"))
+    return read(ModelOptions(id=str(folder), load_format="dummy", tower="audio"))
 
 
 def test_asr_as_published_at_first_is_the_same(tmp_path: Path) -> None:
@@ -227,7 +228,8 @@ def test_asr_as_published_at_first_is_the_same(tmp_path: Path) -> None:
 
 def test_budgets_are_whole_windows(tmp_path: Path) -> None:
     write_qwen3_omni(tmp_path)
-    tower = load(ModelOptions(id=str(tmp_path), dtype="float32"), torch.device("cpu"))
+    options = ModelOptions(id=str(tmp_path), dtype="float32", tower="audio")
+    tower = load(options, torch.device("cpu"))
     room = model_capacity(GraphOptions(), tower.spec)
     assert all(budget % 13 == 0 for budget in room.budgets[0])
     with pytest.raises(ConfigError, match="100 is no multiple of 13, the tokens of a window"):
@@ -267,4 +269,22 @@ def test_windows_that_are_not_supported_are_named(
     config = {"model_type": kind, "thinker_config": {"audio_config": change}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=told):
-        read(ModelOptions(id=str(tmp_path), load_format="dummy"))
+        read(ModelOptions(id=str(tmp_path), load_format="dummy", tower="audio"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tower", "told"),
+    [
+        ("qwen3_omni_moe", None, "has a vision tower and an audio tower.*set model.tower to"),
+        ("qwen2_5_omni", None, "has a vision tower and an audio tower.*set model.tower to"),
+        ("whisper", "vision", "model.tower is vision, but the family whisper has only the audio"),
+        ("qwen3_vl", "audio", "model.tower is audio, but the family qwen3_vl has only the vision"),
+    ],
+)
+def test_a_service_has_one_tower(
+    kind: str, tower: Literal["vision", "audio"] | None, told: str, tmp_path: Path
+) -> None:
+    config = {"model_type": kind, "thinker_config": {}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=told):
+        read(ModelOptions(id=str(tmp_path), load_format="dummy", tower=tower))

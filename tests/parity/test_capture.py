@@ -147,8 +147,11 @@ def forwards(options: ModelOptions, *, reference: bool = False) -> Sequence[Tens
 @pytest.mark.parametrize("kind", WRITERS)
 def test_forward_reads_nothing_back_and_keeps_no_pixels(kind: str, tmp_path: Path) -> None:
     WRITERS[kind](tmp_path)
-    vector = kind.endswith("-vectors")
-    options = ModelOptions(id=str(tmp_path), output="vector" if vector else "rows")
+    options = ModelOptions(
+        id=str(tmp_path),
+        output="vector" if kind.endswith("-vectors") else "rows",
+        tower="audio" if kind in checkpoints_audio.WRITERS else None,
+    )
     rows = forwards(options)
     assert {(one.device, one.dtype) for one in rows} == {(META, torch.bfloat16)}
     with pytest.raises(RuntimeError):  # so does the attention that reads where segments end

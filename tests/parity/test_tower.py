@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from actors.models.tower import Tower
 from actors.options import ModelOptions
 from actors.types import ItemPlan, Size
 from tests.checkpoints import KIMI, KIMI_K25, PADDLE
+from tests.checkpoints_audio import write_qwen3_omni, write_qwen25_omni
 from tests.parity.conftest import Pair
 from tests.parity.table import check
 
@@ -37,6 +39,25 @@ def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int) -> N
     ours = encode(pair.tower, plans, patches, budget, segments=24)
     assert ours.shape == (sum(plan.tokens for plan in plans), pair.tower.spec.width)
     check(pair.model_type, ours, theirs(pair, plans, patches))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "written"),
+    [("qwen3_vl", write_qwen3_omni), ("qwen2_5_vl", write_qwen25_omni)],
+)
+def test_vision_towers_beside_audio_towers(
+    model_type: str, written: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """Qwen3-Omni's is Qwen3-VL's under other names, and Qwen2.5-Omni's Qwen2.5-VL's."""
+    reference = written(tmp_path)
+    options = ModelOptions(id=str(tmp_path), dtype="float32", tower="vision")
+    tower = load(options, torch.device("cpu"))
+    assert tower.spec.kinds == ("image",)
+    pair = Pair(reference.thinker, tower, tmp_path, model_type)
+    plans = [tower.spec.sizing.plan(size) for size in (Size(640, 480), Size(96, 300))]
+    patches = random_patches(tower, plans)
+    ours = encode(tower, plans, patches, sum(plan.tokens for plan in plans) + 5, segments=4)
+    check(model_type, ours, theirs(pair, plans, patches))
 
 
 def test_temporal_groups_are_segments_of_their_own(pair: Pair) -> None:

@@ -1,15 +1,18 @@
-"""The audio tower of Qwen2.5-Omni: Whisper's encoder over windows of two seconds.
+"""Qwen2.5-Omni: transformers.models.qwen2_5_omni.
 
-transformers.models.qwen2_5_omni.
+Its audio tower is Whisper's encoder over windows of two seconds, its vision tower Qwen2.5-VL's.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from actors.families.qwen2_vl.spec import TOWER_25, in_windows
 from actors.families.whisper.spec import SILENCE, feature_extractor, log_mel_sizes, usual
 from actors.spec.audio import STRIDE, WhisperSizing
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import ModelSource
+from actors.spec.settings import ModelSource, chosen_tower
 
 ENCODER: Json = {
     **{"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20},
@@ -20,8 +23,17 @@ POOLED = 2  # positions that are averaged
 
 
 def qwen25_omni(source: ModelSource) -> ModelSpec:
+    return chosen_tower(source, omni_vision, omni_audio)
+
+
+def omni_vision(source: ModelSource) -> ModelSpec:
+    """Takes images only: of videos, the sound may be heard with the frames."""
+    return replace(in_windows(source), family="qwen2_5_omni")
+
+
+def omni_audio(source: ModelSource) -> ModelSpec:
     """Sounds are as long as the feature extractor's `chunk_length`, at most: it drops the rest."""
-    encoder = usual(ENCODER | (source.config["thinker_config"].get("audio_config") or {}))
+    encoder = usual(ENCODER | (source.config.get("audio_config") or {}))
     extractor = feature_extractor(source, encoder)
     frames = 2 * int(encoder["n_window"])
     if frames % (STRIDE * POOLED):
@@ -38,3 +50,4 @@ def qwen25_omni(source: ModelSource) -> ModelSpec:
 
 
 MODEL_TYPES = {"qwen2_5_omni": qwen25_omni}
+VISION_DEFAULTS = {"qwen2_5_omni": TOWER_25}

@@ -26,14 +26,17 @@ def qwen2vl(source: ModelSource) -> ModelSpec:
 
 
 def qwen25vl(source: ModelSource) -> ModelSpec:
+    return strided_video(in_windows(source), source)
+
+
+def in_windows(source: ModelSource) -> ModelSpec:
     vision, processor = source.vision, source.image_processor(CLIP_PIXELS)
     only(vision, {"hidden_act": "silu"}, "vision_config")
     patch, merge = int(vision["patch_size"]), int(vision["spatial_merge_size"])
     window = int(vision["window_size"]) // (patch * merge)
     sizing = WindowedSizing(patch, merge, *pixel_range(processor, *PIXELS), window)
     width = vision["out_hidden_size"]
-    model = source.spec("qwen2_5_vl", processor, vision, sizing, width, folder="qwen2_vl")
-    return strided_video(model, source)
+    return source.spec("qwen2_5_vl", processor, vision, sizing, width, folder="qwen2_vl")
 
 
 def strided_video(model: ModelSpec, source: ModelSource) -> ModelSpec:
@@ -56,11 +59,13 @@ SHARED: Json = {
     **{"depth": 32, "hidden_size": 3584, "num_heads": 16},
     **{"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
 }
+TOWER_25: Json = SHARED | {
+    **{"intermediate_size": 3420, "out_hidden_size": 3584, "hidden_act": "silu"},
+    **{"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
+}
 VISION_DEFAULTS: Mapping[str, Json] = {
     "qwen2_vl": SHARED | {"embed_dim": 1280, "mlp_ratio": 4, "hidden_act": "quick_gelu"},
-    "qwen2_5_vl": SHARED
-    | {"intermediate_size": 3420, "out_hidden_size": 3584, "hidden_act": "silu"}
-    | {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
+    "qwen2_5_vl": TOWER_25,
 }
 VIDEO_STYLES = {
     "qwen2_vl": VideoStyle("qwen2_vl"),

@@ -1,4 +1,4 @@
-"""The vision towers of Qwen2-VL and Qwen2.5-VL: no learned positions, one merger.
+"""The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni: no learned positions, one merger.
 
 Qwen2.5-VL has RMS norms, SwiGLU, and windows in all but a few layers. Its patches arrive window by
 window (WindowedSizing), so that segments are contiguous in both kinds of layers; rows return to
@@ -27,7 +27,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import WindowedSizing
 from actors.types import ItemPlan
 
-PREFIXES = ("visual.",)
+PREFIXES = ("visual.", "thinker.visual.")
 
 NAMES = BlockNames(up=("mlp.fc1",), down="mlp.fc2")
 
@@ -36,6 +36,7 @@ NAMES_25 = BlockNames(
     down="mlp.down_proj",
     unbiased=frozenset({"norm1", "norm2"}),
 )
+NAMES_OMNI = replace(NAMES_25, qkv=("attn.q", "attn.k", "attn.v"))
 
 
 def family(spec: ModelSpec) -> Family[PackedParts]:
@@ -53,12 +54,14 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
 
 
 def names_of(spec: ModelSpec) -> BlockNames:
+    if spec.family == "qwen2_5_omni":
+        return NAMES_OMNI
     return NAMES if spec.family == "qwen2_vl" else NAMES_25
 
 
 def dimensions(spec: ModelSpec) -> Dimensions:
     """The `hidden_size` of Qwen2-VL is the language model's."""
-    if spec.family == "qwen2_5_vl":
+    if spec.family != "qwen2_vl":
         return Dimensions.read(spec)
     read = Dimensions.read(spec, width="embed_dim", mlp_width="mlp_ratio")
     return replace(read, mlp_width=read.mlp_width * read.width)

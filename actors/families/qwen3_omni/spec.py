@@ -1,14 +1,20 @@
-"""The audio towers of Qwen3-Omni and Qwen3-ASR: transformers.models.qwen3_omni_moe, qwen3_asr."""
+"""Qwen3-Omni and Qwen3-ASR: transformers.models.qwen3_omni_moe, qwen3_asr.
+
+Qwen3-Omni's vision tower is Qwen3-VL's.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+from actors.families.qwen2_vl.spec import PIXELS
+from actors.families.qwen3_vl.spec import TOWER, with_deepstack
 from actors.families.whisper.spec import SILENCE, feature_extractor, log_mel_sizes, usual
 from actors.spec.audio import ChunkSizing
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import ModelSource, only
+from actors.spec.settings import CLIP_PIXELS, ModelSource, chosen_tower, only
 
 WINDOW = 50
 """Half the frames of a window. transformers counts tokens as if there were no other."""
@@ -30,8 +36,18 @@ ASR: Json = SHARED | {
 
 
 def qwen3_omni(source: ModelSource) -> ModelSpec:
-    encoder = OMNI | (source.config["thinker_config"].get("audio_config") or {})
-    return in_chunks("qwen3_omni", source, encoder)
+    return chosen_tower(source, omni_vision, omni_audio)
+
+
+def omni_vision(source: ModelSource) -> ModelSpec:
+    """Takes images only: of videos, the sound may be heard with the frames."""
+    processor = source.image_processor(CLIP_PIXELS)
+    model = with_deepstack(source, source.vision, processor, PIXELS)
+    return replace(model, family="qwen3_omni")
+
+
+def omni_audio(source: ModelSource) -> ModelSpec:
+    return in_chunks("qwen3_omni", source, OMNI | (source.config.get("audio_config") or {}))
 
 
 def qwen3_asr(source: ModelSource) -> ModelSpec:
@@ -65,3 +81,4 @@ def in_chunks(
 
 
 MODEL_TYPES = {"qwen3_omni_moe": qwen3_omni, "qwen3_asr": qwen3_asr}
+VISION_DEFAULTS = {"qwen3_omni_moe": TOWER}

@@ -100,7 +100,7 @@ def convolution(weights: Weights, name: str) -> Affine:
 
 
 class ChunkTower(AudioTower):
-    """As AudioTower, but a patch is a window of frames, which gives several positions."""
+    """As AudioTower, but convolutions see the patches of a window together."""
 
     parts: ConvolvedParts
 
@@ -120,14 +120,17 @@ class ChunkTower(AudioTower):
         return {}
 
     def embedded(self, values: Values) -> Tensor:
-        windows = values["patches"].view(torch.float32).to(self.dtype).split(CONVOLVED_WINDOWS)
+        patches = values["patches"].view(torch.float32).to(self.dtype)
+        windows = patches.view(-1, self.sizing.window_tokens, patches.shape[1])
+        windows = windows.split(CONVOLVED_WINDOWS)
         x = self.parts.out.linear(torch.cat([self.convolved(part) for part in windows]))
         x += self.parts.positions
         return x.flatten(0, 1)
 
     def convolved(self, patches: Tensor) -> Tensor:
-        """[windows, values of a patch] to [windows, positions, mels x channels]."""
-        frames: Tensor = patches.unflatten(1, (-1, self.sizing.mels))
+        """[windows, patches, values] to [windows, positions, mels x channels]."""
+        frames: Tensor = patches.flatten(1).unflatten(1, (-1, self.sizing.mels))
+        frames = frames[:, : self.sizing.window_frames]
         seen = frames[:, :, 0] != BEYOND
         x = (frames * seen[:, :, None])[:, None]
         for layer in self.parts.convolutions:

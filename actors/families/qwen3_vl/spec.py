@@ -18,34 +18,45 @@ from actors.spec.settings import (
 from actors.spec.sizing import PackedSizing
 from actors.spec.video import FRAMES_PER_GROUP, MeanTimes, VideoStyle
 
+PIXELS = (65536, 16777216)
+"""The range of an image's pixels, where the image processor does not say."""
+
 
 def qwen3vl(source: ModelSource) -> ModelSpec:
-    return with_deepstack(source, source.vision)
+    return timed_video(source, source.vision)
 
 
 def qwen35(source: ModelSource) -> ModelSpec:
     """Qwen3-VL's tower without deepstack."""
-    model = with_deepstack(source, source.vision | {"deepstack_visual_indexes": []})
+    model = timed_video(source, source.vision | {"deepstack_visual_indexes": []})
     return replace(model, family="qwen3_5")
 
 
-def with_deepstack(source: ModelSource, vision: Json) -> ModelSpec:
-    """With videos as in transformers' Qwen3VLVideoProcessor."""
-    processor, settings = source.image_processor(HALVES), source.video_processor()
+def with_deepstack(
+    source: ModelSource, vision: Json, processor: Json, pixels: tuple[int, int]
+) -> ModelSpec:
+    """`pixels`: the range of an image's, where the image processor does not say."""
     only(vision, {"hidden_act": "gelu_pytorch_tanh"}, "vision_config")
     deepstack = len(vision["deepstack_visual_indexes"])
     patch, merge = int(vision["patch_size"]), int(vision["spatial_merge_size"])
-    sizing = PackedSizing(patch, merge, *pixel_range(processor, 65536, 16777216))
+    sizing = PackedSizing(patch, merge, *pixel_range(processor, *pixels))
     width = int(vision["out_hidden_size"]) * (1 + deepstack)
     model = source.spec("qwen3_vl", processor, vision, sizing, width)
+    return replace(model, deepstack=deepstack)
+
+
+def timed_video(source: ModelSource, vision: Json) -> ModelSpec:
+    """With videos as in transformers' Qwen3VLVideoProcessor."""
+    model = with_deepstack(source, vision, source.image_processor(HALVES), PIXELS)
+    settings = source.video_processor()
     capped = settings.get("cap_pixels_per_frame")
     video = MeanTimes(
         Spread(*frame_settings(settings)),
-        *(patch, merge, FRAMES_PER_GROUP),
+        *(model.sizing.patch_size, model.sizing.merge_size, FRAMES_PER_GROUP),
         *total_pixels(settings, 128 * 32 * 32, 768 * 32 * 32),
         most_frame_tokens=int(settings.get("max_video_tokens", 768)) if capped else 0,
     )
-    return source.with_video(replace(model, deepstack=deepstack), video)
+    return source.with_video(model, video)
 
 
 MODEL_TYPES = {

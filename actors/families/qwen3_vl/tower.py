@@ -1,4 +1,5 @@
-"""The vision towers of Qwen3-VL and, without deepstack, of Qwen3.5; dense and MoE have the same.
+"""The vision towers of Qwen3-VL, of Qwen3-Omni and, without deepstack, of Qwen3.5; dense and MoE
+have the same.
 
 Computes what transformers.models.qwen3_vl computes in Qwen3VLVisionModel.
 """
@@ -6,6 +7,7 @@ Computes what transformers.models.qwen3_vl computes in Qwen3VLVisionModel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -24,7 +26,20 @@ from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import rope_theta
 
-PREFIXES = ("visual.",)
+PREFIXES = ("visual.", "thinker.visual.")
+
+
+@dataclass(frozen=True, slots=True)
+class MergerNames:
+    """What a checkpoint calls its mergers and their layers."""
+
+    deepstack: str = "deepstack_merger_list"
+    norm: str = "norm"
+    up: str = "linear_fc1"
+    down: str = "linear_fc2"
+
+
+OMNI_NAMES = MergerNames("merger_list", "ln_q", "mlp.0", "mlp.2")
 
 
 def family(spec: ModelSpec) -> Family[PackedParts]:
@@ -40,25 +55,30 @@ def expected(spec: ModelSpec) -> Expected:
         **affine("patch_embed.proj", (tower.width, *patch)),
         **expected_blocks(BlockNames(), tower.depth, tower.width, tower.mlp_width),
     }
-    deepstack = {f"deepstack_merger_list.{i}": tower.merged for i in range(spec.deepstack)}
+    names = merger_names(spec)
+    deepstack = {f"{names.deepstack}.{i}": tower.merged for i in range(spec.deepstack)}
     for merger, normed in {"merger": tower.width, **deepstack}.items():
-        shapes |= affine(f"{merger}.norm", (normed,))
-        shapes |= affine(f"{merger}.linear_fc1", (tower.merged, tower.merged))
-        shapes |= affine(f"{merger}.linear_fc2", (int(vision["out_hidden_size"]), tower.merged))
+        shapes |= affine(f"{merger}.{names.norm}", (normed,))
+        shapes |= affine(f"{merger}.{names.up}", (tower.merged, tower.merged))
+        shapes |= affine(f"{merger}.{names.down}", (int(vision["out_hidden_size"]), tower.merged))
     return shapes
 
 
+def merger_names(spec: ModelSpec) -> MergerNames:
+    return OMNI_NAMES if spec.family == "qwen3_omni" else MergerNames()
+
+
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
-    tower = Dimensions.read(spec)
+    tower, names = Dimensions.read(spec), merger_names(spec)
     # Layers that feed the deepstack mergers, in the order of the mergers. Features are in the order
     # of layers.
     taps: list[int] = spec.vision["deepstack_visual_indexes"]
-    deepstack = [f"deepstack_merger_list.{taps.index(layer)}" for layer in sorted(taps)]
+    deepstack = [f"{names.deepstack}.{taps.index(layer)}" for layer in sorted(taps)]
     mergers = [
         Merger(
-            norm=weights.affine(f"{name}.norm"),
-            up=weights.affine(f"{name}.linear_fc1"),
-            down=weights.affine(f"{name}.linear_fc2"),
+            norm=weights.affine(f"{name}.{names.norm}"),
+            up=weights.affine(f"{name}.{names.up}"),
+            down=weights.affine(f"{name}.{names.down}"),
         )
         for name in ("merger", *deepstack)
     ]

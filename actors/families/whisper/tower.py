@@ -146,7 +146,7 @@ class AudioTower(Tower):
         positions = tokens * self.sizing.stack
         patch_bytes = self.sizing.patch_values * torch.float32.itemsize
         return {
-            "patches": ((positions // self.sizing.patch_positions, patch_bytes), torch.uint8),
+            "patches": ((positions, patch_bytes), torch.uint8),
             **self.places(positions),
             **self.attention.inputs(positions, self.segments(tokens, segments)),
         }
@@ -169,7 +169,7 @@ class AudioTower(Tower):
 
     def lengths(self, plan: ItemPlan) -> list[int]:
         """Positions of each attention segment."""
-        *whole, last = (patches * self.sizing.patch_positions for patches in segments_of(plan))
+        *whole, last = segments_of(plan)
         # The positions of tokens that give no row: some of them are beyond the sound.
         beyond = plan.path_tokens[0] - plan.tokens
         return [*whole, last - beyond, *[beyond] * bool(beyond)]
