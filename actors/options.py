@@ -289,6 +289,9 @@ class PreprocessOptions(Options):
     processes: int = Field(0, ge=0, le=256)
     """Decoding processes per replica, used instead of the threads, which slow down the GPU thread;
     Linux only. Each takes about 200 MB, one core when busy, and seconds to start. 0: threads."""
+    max_file_seconds: float = Field(40, gt=0)
+    """The longest that a process may work on one file, which is rejected after that: less than
+    `limits.timeout_seconds`, so that the caller is told."""
     shared_bytes: int = Field(2**30, ge=2**20)
     """Shared memory that holds the files and patches of decoding processes, allocated as it is
     needed. Items that are too large for it are decoded by the threads."""

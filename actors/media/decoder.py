@@ -19,6 +19,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from math import ceil
+from pathlib import Path
 from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Any
@@ -73,14 +74,14 @@ class Job(Future[Item]):
         self.size_bytes = size_bytes
         self.submitted = monotonic()
         self.offset = 0  # of its block in the slab, while a process has it
-        self.suspected = False  # its process exited after it was begun: it is retried once, alone
-        self.abandoned = False
+        self.suspected = False  # its process was lost after it was begun: it is retried once, alone
+        self.abandoned: float | None = None  # when nobody waited for it any more
         self.patches = media.plan.patches + len(media.frames)
         """A measure of the work: frames that came as images are decoded one by one."""
 
     def cancel(self) -> bool:
         """False: it was begun. Then its process is replaced if it takes much longer."""
-        self.abandoned = True
+        self.abandoned = monotonic()
         return super().cancel()
 
     def begin(self) -> bool:
@@ -91,19 +92,21 @@ class Job(Future[Item]):
 class DecodeProcess:
     """A decoding process, and the jobs that it has not answered yet, in order."""
 
-    def __init__(self, model: bytes, slab: int, stall_seconds: float) -> None:
+    def __init__(self, model: bytes, slab: int, most_seconds: float) -> None:
         """Returns when it has started. `slab`: the file that it maps."""
         self.jobs: deque[Job] = deque()
         self.overdue: Job | None = None
         """What it is to be replaced for."""
+        self.starved = False
+        """It hardly ran while `overdue` took so long: the machine may be to blame for it."""
         self.process, self.channel = launch(model, slab)
         self._wait_at_most(START_SECONDS)
         self.fingerprint = ""
         """Of the spec, as the process read it. Empty: it did not start."""
         with suppress(BlockingIOError):
             self.fingerprint = "".join(map(str, self._message()))
-        self.stall_seconds = stall_seconds
-        self._wait_at_most(min(stall_seconds, POLL_SECONDS))
+        self.most_seconds = most_seconds
+        self._wait_at_most(min(most_seconds / 2, POLL_SECONDS))
 
     @property
     def wants_more(self) -> bool:
@@ -128,16 +131,17 @@ class DecodeProcess:
 
         In the last case `overdue` is the item that it works on, if it has begun any.
         """
-        began = monotonic()
+        began, polled = monotonic(), None
         while True:
             try:
                 return self._message()
             except BlockingIOError:
-                job, most = self._begun_last(slab), self.stall_seconds
-                if job and job.abandoned:
-                    most = min(most, ABANDONED_SECONDS)
-                if monotonic() - began >= most:
+                job, now, run = self._begun_last(slab), monotonic(), cpu_seconds(self.process.pid)
+                polled = polled or (now, run)  # not before: few messages take that long
+                since = max(began, job.abandoned) if job and job.abandoned else now
+                if now - since >= ABANDONED_SECONDS or now - began >= self.most_seconds:
                     self.overdue = job
+                    self.starved = run - polled[1] < (now - polled[0]) / 2
                     return ()
 
     def _begun_last(self, slab: Slab) -> Job | None:
@@ -190,6 +194,15 @@ def launch(model: bytes, slab: int) -> tuple[subprocess.Popen[bytes], socket.soc
     return process, ours
 
 
+def cpu_seconds(pid: int) -> float:
+    """That a process has run, all threads together (man 5 proc_pid_stat: utime and stime)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Decoder:
     """Decodes media for one replica. `submit` may be called from any thread."""
 
@@ -201,7 +214,7 @@ class Decoder:
         self.texts = Texts(self.patchifier.spec) if self.patchifier.spec.text else None
         self._model = decode_worker.model_message(options.model, files.contents)
         self._series = series
-        self._stall_seconds = options.encoder.max_stall_seconds
+        self._file_seconds = options.preprocess.max_file_seconds
         self._executor = ThreadPoolExecutor(options.preprocess.threads, "decode")
         self._lock = Lock()  # guards what follows, and the slab's `take`
         self._changed = Condition(self._lock)  # `_started` or `_failure`
@@ -317,7 +330,7 @@ class Decoder:
         """A new process. Raises Unavailable if none starts, StartError if it has another model."""
         expected = self.patchifier.spec.fingerprint
         for _ in range(MAX_FAILED_STARTS):
-            process = DecodeProcess(self._model, slab.file, self._stall_seconds)
+            process = DecodeProcess(self._model, slab.file, self._file_seconds)
             if process.fingerprint == expected:
                 with self._changed:
                     self._started += 1
@@ -408,7 +421,7 @@ class Decoder:
 
     def _take_back(self, process: DecodeProcess, slab: Slab) -> None:
         """Ends a process. Its jobs return to the front of the queue, except the one that took too
-        long. If the process exited, those begun are suspected."""
+        long. If the process exited, those begun are suspected; if it hardly ran, the one is."""
         process.end()
         overdue = process.overdue
         if overdue and overdue.abandoned:
@@ -421,17 +434,17 @@ class Decoder:
             job = process.jobs.popleft()
             begun = slab.begun(job.offset, job.size_bytes)
             slab.give_back(job.offset)
-            if job is overdue:
+            if job is overdue and (job.suspected or job.abandoned or not process.starved):
                 job.set_exception(
                     InvalidMedia(
-                        f"decoding takes longer than {self._stall_seconds:g} s "
-                        "(encoder.max_stall_seconds): cut the file, or scale it down"
+                        f"decoding takes longer than {self._file_seconds:g} s "
+                        "(preprocess.max_file_seconds): cut the file, or scale it down"
                     )
                 )
             elif begun and job.suspected:
                 job.set_exception(InvalidMedia(FATAL))
             else:
-                job.suspected |= begun and not overdue
+                job.suspected |= job is overdue or (begun and not overdue)
                 again.append(job)
         with self._changed:
             self._waiting.extendleft(reversed(again))

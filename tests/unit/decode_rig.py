@@ -7,6 +7,7 @@ import socket
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,11 @@ ENDS, HANGS = b"the process ends", b"the process hangs"
 """Files that do it."""
 
 
-def open_decoder(
-    stall_seconds: float = 60, series: EncoderMetrics | None = None, **preprocess: Any
-) -> Decoder:
+def open_decoder(series: EncoderMetrics | None = None, **preprocess: Any) -> Decoder:
     """Of a small model; its processes have started."""
     options = ActorOptions(
         model=MODEL,
-        encoder=EncoderOptions(device="cpu", num_gpus=0, max_stall_seconds=stall_seconds),
+        encoder=EncoderOptions(device="cpu", num_gpus=0),
         preprocess=PreprocessOptions(**preprocess),
     )
     opened = Decoder(options, series or EncoderMetrics())
@@ -52,11 +51,11 @@ def open_decoder(
 class StandIn:
     """A thread that decodes as a process would, with its own end of the socket."""
 
-    def __init__(
-        self, patchifier: Patchifier, slab: int, gate: threading.Event, greeting: str
-    ) -> None:
+    def __init__(self, rig: Rig, patchifier: Patchifier, slab: int, greeting: str) -> None:
         self.ours, self.its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.patchifier, self.gate, self.greeting = patchifier, gate, greeting
+        self.rig, self.patchifier, self.greeting = rig, patchifier, greeting
+        self.pid = id(self)
+        self.stopped = False
         self.memory = memoryview(mmap.mmap(slab, 0))
         self.seen: list[int] = []
         """Items of each message."""
@@ -84,10 +83,13 @@ class StandIn:
     def one(self, order: Order) -> bool:
         """False: it ends."""
         media = media_of(order, self.memory)
-        while not self.gate.wait(0.01):
+        while not self.rig.gate.wait(0.01):
             if self.killed.is_set():
                 return False
-        if media.data == HANGS:
+        if self.rig.stops:
+            self.rig.stops -= 1
+            self.stopped = True
+        if media.data == HANGS or self.stopped:
             assert self.killed.wait(60)
         if media.data == ENDS or self.killed.is_set():
             return False
@@ -115,18 +117,26 @@ class Rig:
         """In the place of the model's fingerprint. Empty: they do not start."""
         self.started: list[StandIn] = []
         self.decoder: Decoder | None = None
+        self.stops = 0
+        """How many items are still to stop their process, which takes no CPU time then."""
         monkeypatch.setattr(decoder, "launch", self.launch)
+        monkeypatch.setattr(decoder, "cpu_seconds", self.cpu_seconds)
+
+    def cpu_seconds(self, pid: int) -> float:
+        """Of a process that is always busy, unless it is stopped."""
+        return (
+            0.0 if any(each.pid == pid and each.stopped for each in self.started) else monotonic()
+        )
 
     def launch(self, model: bytes, slab: int) -> tuple[StandIn, socket.socket]:
         patchifier = patchifier_of(spec_of(model))
         greeting = patchifier.spec.fingerprint if self.greeting is None else self.greeting
-        one = StandIn(patchifier, slab, self.gate, greeting)
+        one = StandIn(self, patchifier, slab, greeting)
         self.started.append(one)
         return one, one.ours
 
-    def open(self, stall_seconds: float = 60, **preprocess: Any) -> Decoder:
-        chosen = {"processes": 2} | preprocess
-        self.decoder = open_decoder(stall_seconds, self.series, **chosen)
+    def open(self, **preprocess: Any) -> Decoder:
+        self.decoder = open_decoder(self.series, **{"processes": 2} | preprocess)
         return self.decoder
 
     def media(self, data: bytes | None = None, size: tuple[int, int] = (64, 64)) -> Media:

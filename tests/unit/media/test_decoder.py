@@ -130,13 +130,13 @@ def test_our_own_faults_are_errors_of_the_service(
 
 
 @pytest.mark.parametrize(
-    ("file", "stall_seconds", "message", "replaced"),
-    [(ENDS, 60, "exited twice", 2), (HANGS, 0.5, r"0\.5 s \(encoder\.max_stall_seconds\)", 1)],
+    ("file", "file_seconds", "message", "replaced"),
+    [(ENDS, 60, "exited twice", 2), (HANGS, 0.5, r"0\.5 s \(preprocess\.max_file_seconds\)", 1)],
 )
 def test_a_file_that_ends_or_stops_its_process_is_refused_and_nothing_else_is_lost(
-    rig: Rig, file: bytes, stall_seconds: float, message: str, replaced: int
+    rig: Rig, file: bytes, file_seconds: float, message: str, replaced: int
 ) -> None:
-    rig.open(stall_seconds)
+    rig.open(max_file_seconds=file_seconds)
     if file == ENDS:
         rig.gate.clear()  # so that others are behind it in the same chunk
     begun = [rig.submit() for _ in range(7)]
@@ -152,13 +152,49 @@ def test_a_file_that_ends_or_stops_its_process_is_refused_and_nothing_else_is_lo
 
 def test_what_was_decoded_before_a_file_that_hangs_is_not_refused(rig: Rig) -> None:
     """Its answer may wait to be sent with the next one."""
-    rig.open(0.5, processes=1)
+    rig.open(max_file_seconds=0.5, processes=1)
     rig.started[0].silent = True
     done, bad, behind = rig.submit(), rig.submit(HANGS), rig.submit()
-    with pytest.raises(InvalidMedia, match="max_stall_seconds"):
+    with pytest.raises(InvalidMedia, match="max_file_seconds"):
         bad.result(60)
     assert all(map(rig.good, [done, behind]))
     assert rig.count("decode_restarts") == 1
+
+
+@pytest.mark.parametrize("stops", [1, 2])
+def test_a_file_is_tried_again_alone_if_its_process_hardly_ran(rig: Rig, stops: int) -> None:
+    rig.open(max_file_seconds=0.5, processes=1)
+    rig.gate.clear()
+    first = rig.submit()
+    until(lambda: rig.started[0].seen)
+    others = [rig.submit() for _ in range(3)]
+    rig.stops = stops
+    rig.gate.set()
+    if stops == 1:
+        assert rig.good(first)
+    else:
+        with pytest.raises(InvalidMedia, match="max_file_seconds"):
+            first.result(60)
+    assert all(map(rig.good, others))
+    assert rig.count("decode_restarts") == stops
+    assert rig.started[1].seen[0] == 1, "alone"
+
+
+def test_the_time_with_nobody_waiting_counts_from_when_the_caller_left(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(decoder, "ABANDONED_SECONDS", 0.6)
+    rig.open(processes=1)
+    rig.gate.clear()
+    slow = rig.submit()
+    until(lambda: rig.started[0].seen)
+    sleep(0.7)
+    assert not slow.cancel()
+    sleep(0.2)
+    rig.gate.set()
+    assert rig.good(slow), "it had 0.6 s more"
+    assert rig.count("decode_restarts") == 0
 
 
 def test_a_process_that_works_for_nobody_is_replaced(
