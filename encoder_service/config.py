@@ -316,14 +316,16 @@ def check_scaling(options: ServiceOptions) -> None:
 
 
 def is_open(folder: Path) -> bool:
-    """Whether other users may enter a folder of Ray's: neither it nor one above it keeps them out.
+    """Whether other users, of its group or any, may enter a folder of Ray's: neither it nor one
+    above it keeps them out. Ray lets all enter a folder that it makes.
 
-    False where there is no such folder, and in a pod, which has no other users.
+    False in a pod, which has no other users.
     """
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return False
     try:
-        return all(each.stat().st_mode & 0o011 for each in (folder, *folder.resolve().parents))
+        above = (folder, *folder.resolve().parents)
+        return all(each.stat().st_mode & 0o011 for each in above if each.exists())
     except OSError:
         return False
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -72,6 +72,8 @@ class Settings:
     """Workloads whose kernels are listed, by name."""
     precision_file: str
     """The plan of mode `fp8`, if that is measured."""
+    tower: Literal["vision", "audio"] | None
+    """Of a model that has both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +139,16 @@ class EngineCall:
 
 def run(model: str, device: Device, settings: Settings, console: Console) -> ModelReport:
     """Measures a preset with random weights in bf16. Raises ConfigError, CheckpointError."""
-    options = ModelOptions(id=model, load_format="dummy")
+    options = ModelOptions(id=model, load_format="dummy", tower=settings.tower)
     spec = read(options)
     if not settings.workloads:
         of_images = SHORT if settings.short else DEFAULT
         settings = replace(settings, workloads=SOUNDS if spec.audio else of_images)
+    known = [each.name for each in settings.workloads]
+    if unknown := [name for name in settings.profiled if name not in known]:
+        raise ConfigError(f"--profile {unknown[0]}: the workloads are {', '.join(known)}")
+    if settings.every_budget and spec.audio:
+        raise ConfigError(f"--every-budget times an image, and {model} takes sounds")
     if settings.every_budget and len(spec.paths) > 1:
         raise ConfigError(f"--every-budget: {model} has two paths, whose budgets go in pairs")
     console.print(f"{model}: weights")
@@ -315,7 +322,8 @@ class Bench:
 
 
 def plans_of(spec: ModelSpec, workload: Workload) -> list[ItemPlan]:
-    """Raises ConfigError for sounds to a model that takes images, and the reverse."""
+    """Raises ConfigError for sounds to a model that takes images, and the reverse, and for sounds
+    that are too long or have no sample."""
     if bool(spec.audio) != bool(workload.seconds):
         raise ConfigError(f"--workload {workload.name}: {spec.id} takes {PLURALS[spec.kinds[0]]}")
     sizes = workload.sizes
@@ -324,6 +332,8 @@ def plans_of(spec: ModelSpec, workload: Workload) -> list[ItemPlan]:
         if max(workload.seconds) > most:
             raise ConfigError(f"--workload {workload.name}: {spec.id} takes at most {most:g} s")
         sizes = tuple(Size(round(each * spec.audio.rate), 1) for each in workload.seconds)
+        if min(size.width for size in sizes) < 1:
+            raise ConfigError(f"--workload {workload.name}: a sound has no sample")
     return [spec.sizing.plan(size) for size in sizes]
 
 

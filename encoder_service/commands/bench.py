@@ -185,6 +185,9 @@ def add_engine(kinds: Any) -> None:
         help=f"{', '.join(preset_names())}; or all: every preset of full size",
     )
     parser.add_argument(
+        "--tower", choices=("vision", "audio"), help="of a folder whose model has both"
+    )
+    parser.add_argument(
         "--workload",
         nargs="+",
         type=workload,
@@ -224,14 +227,11 @@ def run_engine(options: argparse.Namespace, console: Console) -> int:
 
     console.width = max(console.width, ENGINE_WIDTH)
     every = ALL in options.model
-    workloads = tuple(options.workload or ())
-    known = [each.name for each in workloads or (*DEFAULT, *SOUNDS)]
-    if unknown := [name for name in options.profile if name not in known]:
-        raise ConfigError(f"--profile {unknown[0]}: the workloads are {', '.join(known)}")
     if ("fp8" in options.modes) != bool(options.precision_file):
         raise ConfigError("--modes fp8 and --precision-file need each other")
     settings = engine.Settings(
-        workloads=workloads,
+        workloads=tuple(options.workload or ()),
+        tower=options.tower,
         short=every,
         modes=tuple(mode for mode in MODES if mode in options.modes),
         repeats=options.repeats,

@@ -73,8 +73,8 @@ class Fetcher:
         )
 
     async def get(self, url: str, take: Take) -> bytes:
-        """The body, whose chunks `take` counts. Raises InvalidRequest, InvalidMedia, TooLarge,
-        DeadlineExceeded, and what `take` raises."""
+        """The body, whose chunks `take` counts; those of a failed attempt it gives back. Raises
+        InvalidRequest, InvalidMedia, TooLarge, DeadlineExceeded, and what `take` raises."""
         target = self.check(url)
         try:
             async with asyncio.timeout(self.options.timeout_seconds):
@@ -163,10 +163,14 @@ class Fetcher:
         # Python refuses to convert thousands of digits; 18 are enough to exceed any limit.
         self.check_bytes(int(declared[:18]) if declared.isdecimal() else 0, host)
         body = bytearray()
-        async for chunk in response.aiter_bytes():
-            take(len(chunk))
-            body += chunk
-            self.check_bytes(len(body), host)
+        try:
+            async for chunk in response.aiter_bytes():
+                take(len(chunk))
+                body += chunk
+                self.check_bytes(len(body), host)
+        except BaseException:
+            take(-len(body))
+            raise
         return bytes(body)
 
     def check_bytes(self, size_bytes: int, host: str) -> None:

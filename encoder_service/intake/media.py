@@ -72,7 +72,8 @@ class Admission:
     ) -> list[Media | ServiceError]:
         """Each item's media, or why it is rejected. `evs_rate` applies to videos.
 
-        `take` counts what is fetched, each URL once; an item that exceeds it is Overloaded.
+        `take` counts what is fetched, each URL once; an item that exceeds it is Overloaded, and
+        one with which a request fetches more than it may send (max_body_bytes) is TooLarge.
         `kwargs` apply to items that do not say themselves and whose kind takes them.
         Raises InvalidRequest, InvalidOption or TooLarge if the request as a whole is rejected.
         """
@@ -82,8 +83,20 @@ class Admission:
         if kwargs != NO_KWARGS:
             self.spec.check_taken(kwargs, *self.spec.kinds)
         urls = {item.url for item in items if item.url is not None}
+        most_bytes, fetched_bytes = self.limits.max_body_bytes, 0
+
+        def take_fetched(size_bytes: int) -> None:
+            nonlocal fetched_bytes
+            if fetched_bytes + size_bytes > most_bytes:
+                raise TooLarge(
+                    f"the files of one request are over {most_bytes} bytes together "
+                    "(limits.max_body_bytes): send fewer items at a time"
+                )
+            take(size_bytes)
+            fetched_bytes += size_bytes
+
         async with asyncio.TaskGroup() as group:  # none goes on to `take` once another one fails
-            tasks = {url: group.create_task(self._fetch(url, take)) for url in urls}
+            tasks = {url: group.create_task(self._fetch(url, take_fetched)) for url in urls}
         files = [
             item.data or b"" if item.url is None else tasks[item.url].result() for item in items
         ]

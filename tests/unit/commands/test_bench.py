@@ -110,7 +110,9 @@ def test_others_cannot_enter_the_folder_of_rays_files(monkeypatch: pytest.Monkey
         monkeypatch.setattr(ray.serve, name, lambda **_: None)
     with cluster.cluster(num_cpus=1):
         assert not is_open(folders[0])
+        assert not is_open(folders[0] / "none yet")
         assert is_open(Path("/tmp"))
+        assert is_open(Path("/tmp/none yet")), "Ray would make it so"
     assert not folders[0].exists()
 
 

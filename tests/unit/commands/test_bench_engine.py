@@ -121,6 +121,12 @@ def test_sounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--workload 64x64: whisper-tiny takes sounds" in capsys.readouterr().err
     assert cli.main([*hearing, "--workload", "31s"]) == 1
     assert "--workload 31s: whisper-tiny takes at most 30 s" in capsys.readouterr().err
+    assert cli.main([*hearing, "--workload", "0.00001s"]) == 1
+    assert "--workload 0.00001s: a sound has no sample" in capsys.readouterr().err
+    assert cli.main([*hearing, "--every-budget"]) == 1
+    assert "--every-budget times an image, and whisper-tiny takes sounds" in capsys.readouterr().err
+    assert cli.main([*hearing, "--profile", "1x336"]) == 1
+    assert "--profile 1x336: the workloads are 1x5s" in capsys.readouterr().err
     assert cli.main([*TINY, "--workload", "1x30s"]) == 1
     assert "--workload 1x30s: qwen3vl-tiny takes images" in capsys.readouterr().err
 

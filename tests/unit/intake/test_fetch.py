@@ -16,9 +16,14 @@ from actors.errors import (
     ServiceError,
     TooLarge,
 )
-from encoder_service.config import FetchOptions
+from actors.families.registry import read
+from actors.options import ModelOptions
+from actors.types import Media
+from encoder_service.config import FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher, is_public
 from encoder_service.intake.limits import Buffered, Take
+from encoder_service.intake.media import Admission
+from encoder_service.wire.documents import RequestItem
 from tests.unit.front_door import freely
 
 PUBLIC = "93.184.216.34"
@@ -202,8 +207,40 @@ def test_a_file_is_read_only_while_there_is_room() -> None:
     with buffered.hold() as take:
         with pytest.raises(Overloaded, match="too much, over 550 bytes"):
             fetch("https://images.example/", lambda _: answer, take=take)
+        assert buffered.held_bytes == 0, "what a failed attempt took is given back"
+        five = httpx.Response(200, content=short())
+        assert len(fetch("https://images.example/", lambda _: five, take=take)) == 500
         assert buffered.held_bytes == 500
     assert buffered.held_bytes == 0
+
+
+async def short() -> AsyncIterator[bytes]:
+    """500 bytes."""
+    for _ in range(5):
+        yield b"x" * 100
+
+
+def test_a_request_fetches_no_more_than_it_may_send() -> None:
+    taken: list[int] = []
+
+    async def resolve(_: str) -> tuple[str, ...]:
+        return (PUBLIC,)
+
+    async def admitted() -> list[Media | ServiceError]:
+        spec = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
+        admission = Admission(spec, LimitOptions(max_body_bytes=1200), FetchOptions())
+        network = httpx.MockTransport(lambda _: httpx.Response(200, content=short()))
+        options = FetchOptions(allow_hosts=("images.example",))
+        admission.fetcher = Fetcher(options, resolve, network)
+        items = [RequestItem("image", url=f"https://images.example/{name}") for name in "abc"]
+        return await admission.admit(items, taken.append)
+
+    rejected = [each for each in asyncio.run(admitted()) if isinstance(each, TooLarge)]
+    assert [str(each) for each in rejected] == [
+        "the files of one request are over 1200 bytes together (limits.max_body_bytes): "
+        "send fewer items at a time"
+    ]
+    assert sum(taken) == 1000
 
 
 def test_hosts_without_an_address() -> None:
