@@ -538,6 +538,8 @@ def test_check_warns_of_a_cluster_that_others_can_run_code_in(
     token.write_text("secret")
     token.chmod(0o600)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     for mode, rights, said in (
         ("token", 0o600, None),
         ("disabled", 0o600, "RAY_AUTH_MODE is not token"),
