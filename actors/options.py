@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
@@ -94,7 +95,9 @@ def sentence(kind: type[Options], problem: Mapping[str, Any]) -> str:
     `cache`, whose URL may have a password."""
     keys = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
-        return f"{'.'.join(keys)}: no such key; known are {', '.join(known(kind, keys[:-1]))}"
+        names = known(kind, keys[:-1])
+        near = "".join(f". Did you mean {name}?" for name in get_close_matches(keys[-1], names, 1))
+        return f"{'.'.join(keys)}: no such key; known are {', '.join(names)}{near}"
     # pydantic's prefix for the message of a validator.
     said = str(problem["msg"]).removeprefix("Value error, ")
     if keys:

@@ -494,7 +494,10 @@ def workload(text: str) -> Workload:
         seconds, count = float(sounds[1]), int(sounds[2] or 1)
         if seconds and count:
             return Workload(text, seconds=(seconds,) * count)
-    kinds = parse_mix(text)
+    try:
+        kinds = parse_mix(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor SECONDSs*COUNT for sounds") from None
     if len(kinds) > 1:
         raise argparse.ArgumentTypeError(f"{text!r}: separate workloads with spaces")
     return Workload(text, tuple(Size(width, height) for width, height in kinds[0]))

@@ -432,7 +432,7 @@ def test_check_names_what_is_wrong_with_the_language_model(
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("encoder: {", "encoder: {replica: 3, ", "encoder.replica: no such key; known are"),
+        ("encoder: {", "encoder: {replica: 3, ", "Did you mean replicas?"),
         ("num_replicas", "replicas", "deployments[0]: replicas: Serve knows no such key"),
         ("id: qwen3vl-tiny", "id: ./nowhere", "there is no such folder"),
         ("applications:", OLD_GRPC, "ingresses serve gRPC themselves: remove this section"),
