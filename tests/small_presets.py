@@ -48,6 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
     | {"position_embedding_size": 1024},
     "siglip-so400m": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "clip-vit-l-336": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "dinov2-base": LAYERS | {"mlp_ratio": 2, "image_size": 84},
     "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-next-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-onevision-7b": LAYERS | {"intermediate_size": 128, "image_size": 90},
@@ -83,7 +84,8 @@ def write_small(folder: Path, preset: str) -> Path:
     """A folder with the JSON files of a preset whose tower is small."""
     files = Preset(preset).files
     config = files["config.json"]
-    config["vision_config"] |= SMALL[preset]
+    vision = config.get("vision_config", config)  # DINO's config.json is that of its tower
+    vision |= SMALL[preset]
     config |= TOP_LEVEL.get(preset, {})
     processor: Any = files.get("preprocessor_config.json")
     if side := SIZES.get(preset):

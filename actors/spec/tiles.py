@@ -173,14 +173,16 @@ class OneTile(TileSizing):
     picture_pixels: int
     """The side of the picture."""
     cropped: bool
-    """True: the picture is the centre of the image, whose shorter side it fills. False: all of the
-    image, stretched."""
+    """True: the picture is the centre of the image, whose shorter side it fills unless
+    `shorter_pixels` is more. False: all of the image, stretched."""
     class_tokens: int
     """Rows of the embedding before those of the patches."""
     pooled: bool = False
     """The tile gives one vector in place of the rows of its tokens."""
     paths: int = 1
     """Of the model; images take the first."""
+    shorter_pixels: int | None = None
+    """The shorter side of the image from which the picture is cropped. None: the picture's side."""
 
     def plan(self, size: Size) -> ItemPlan:
         plan = TileSizing.plan(self, size)  # super() does not work with slots
@@ -195,6 +197,7 @@ class OneTile(TileSizing):
         side = self.picture_pixels
         if not self.cropped:
             return Size(side, side)
+        side = self.shorter_pixels or side
         if size.width <= size.height:
             return Size(side, side * size.height // size.width)
         return Size(side * size.width // size.height, side)

@@ -50,6 +50,8 @@ FAMILIES = {
     "gemma4": "Gemma 4",
     "siglip": "SigLIP",
     "clip": "CLIP",
+    "dinov2": "DINOv2",
+    "dinov2_with_registers": "DINOv2",
     "llava": "LLaVA 1.5",
     "llava_next": "LLaVA-NeXT",
     "llava_next_video": "LLaVA-NeXT",

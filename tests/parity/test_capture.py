@@ -36,6 +36,7 @@ from tests.checkpoints_clip import (
     write_siglip,
     write_siglip_texts,
 )
+from tests.checkpoints_dino import write_dinov2
 from tests.checkpoints_ocr import write_deepseek_ocr
 from tests.checkpoints_pixtral import write_lighton_ocr, write_mistral3, write_pixtral
 from tests.checkpoints_step import write_step3, write_step3p7
@@ -67,6 +68,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "clip": write_clip,
     "siglip-vectors": write_siglip_texts,
     "clip-vectors": write_clip_texts,
+    "dinov2": write_dinov2,
+    "dinov2-vectors": partial(write_dinov2, registers=3, gated=True),
     "llava": partial(write_llava, tower="clip"),
     "llava_next": partial(write_llava_next, tower="siglip"),
     "llava_onevision": write_onevision,

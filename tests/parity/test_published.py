@@ -200,6 +200,7 @@ PUBLISHED = [
     Published("gemma4-31b", "Gemma 4", 576, gemma4),
     Published("siglip-so400m", "SigLIP", 413, lambda size: 27**2),
     Published("clip-vit-l-336", "CLIP", 304, lambda size: 24**2 + 1),
+    Published("dinov2-base", "DINOv2", 87, lambda size: 16**2 + 1),
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),
     Published("llava-next-7b", "LLaVA-NeXT", 312, llava_next),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),

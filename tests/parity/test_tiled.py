@@ -36,6 +36,7 @@ from tests.checkpoints_clip import (
     write_paligemma,
     write_siglip,
 )
+from tests.checkpoints_dino import write_dinov2
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_internvl_chat, write_llama4
 from tests.images import PHOTOGRAPHS, item_of, photograph
 from tests.parity.table import check
@@ -75,6 +76,12 @@ def hidden(model: Any, pixels: Tensor) -> Tensor:
     return rows.flatten(0, 1)
 
 
+def alone(model: Any, pixels: Tensor) -> Tensor:
+    """A model that is a tower, with or without a classifier."""
+    rows: Tensor = model.base_model(pixels, return_dict=True).last_hidden_state
+    return rows.flatten(0, 1)
+
+
 def llava(model: Any, pixels: Tensor) -> Tensor:
     features = model.model.get_image_features(pixels, return_dict=True)
     return torch.cat(list(features.pooler_output))
@@ -97,6 +104,14 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tens
     "gemma3": (write_gemma3, internvl),
     "siglip": (write_siglip, hidden),
     "clip": (write_clip, hidden),
+    "dinov2": (write_dinov2, alone),
+    "dinov2-whole-table": (lambda folder: write_dinov2(folder, image_size=84), alone),
+    "dinov2-gated": (lambda folder: write_dinov2(folder, gated=True), alone),
+    "dinov2-registers": (lambda folder: write_dinov2(folder, registers=3), alone),
+    "dinov2-classifier": (
+        lambda folder: write_dinov2(folder, kind="ForImageClassification"),
+        alone,
+    ),
     "llava-clip": (lambda folder: write_llava(folder, "clip"), llava),
     "llava-class": (
         lambda folder: write_llava(

@@ -159,6 +159,17 @@ def test_clip_gives_the_middle_of_the_picture(size: tuple[int, int]) -> None:
     compare(image, sizing, bytes_of(theirs["pixel_values"]), "bicubic")
 
 
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_dinov2_gives_the_middle_of_the_picture(size: tuple[int, int]) -> None:
+    from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
+
+    image, model = opened().resize(size), read(ModelOptions(id="dinov2-base", load_format="dummy"))
+    settings = Preset("dinov2-base").files[PROCESSOR] | {"do_normalize": False}
+    theirs = BitImageProcessorPil(**settings)(image, return_tensors="np")
+    assert isinstance(model.sizing, OneTile)
+    compare(image, model.sizing, bytes_of(theirs["pixel_values"]), model.resample)
+
+
 def bytes_of(pixels: npt.NDArray[np.float32]) -> list[Pixels]:
     return [(tile * 255).round().astype(np.uint8) for tile in pixels]
 

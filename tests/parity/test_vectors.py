@@ -50,6 +50,7 @@ from encoder_service.llm import embeddings
 from encoder_service.llm.embeddings import Vector
 from encoder_service.service import Service
 from tests.checkpoints_clip import CAPTIONS, units_of, write_clip_texts, write_siglip_texts
+from tests.checkpoints_dino import write_dinov2
 from tests.images import PHOTOGRAPHS, photograph
 from tests.parity.table import check
 from tests.parity.test_tiled import pixels, random_patches
@@ -147,6 +148,23 @@ def test_images_and_texts_share_packs(pair: Pair, mode: str) -> None:
     ):
         scale = exact.abs().max()
         check(spec.family, kind / scale, exact / scale)
+
+
+@pytest.mark.parametrize("registers", [0, 3])
+def test_images_of_dino(registers: int, tmp_path: Path) -> None:
+    model = write_dinov2(tmp_path, registers)
+    tower, metrics = load(options(tmp_path), torch.device("cpu")), EncoderMetrics()
+    assert isinstance(tower, TileTower)
+    room = model_capacity(GraphOptions(), tower.spec)
+    engine = Engine(tower, capture(tower, room, Device(), metrics), room, Device(), metrics)
+    plan = tower.spec.sizing.plan(Size(120, 90))
+    patches = [torch.randint(0, 256, (36, 3 * 14**2), dtype=torch.uint8) for _ in range(3)]
+    answers = engine.submit_together([Item(plan, one.numpy()) for one in patches])
+    ours = torch.cat([one.result(60).rows for one in answers])
+    engine.close()
+    with torch.no_grad():
+        exact = model(pixels(tower, torch.cat(patches)), return_dict=True).pooler_output
+    check(tower.spec.family, ours, exact)
 
 
 def test_a_text_that_is_too_long(pair: Pair) -> None:
@@ -468,6 +486,8 @@ def test_the_client_says_what_it_cannot_embed(served: Served) -> None:
         ({"id": "qwen3vl-tiny"}, "qwen3vl-tiny gives qwen3_vl rows here.* use POST /v1/encode"),
         ({"id": "clip-vit-l-336"}, "clip-vit-l-336 gives clip rows .* `model.output: vector`"),
         ({"id": "clip-vit-l-336", "output": "vector"}, "has no text tower: send images"),
+        ({"id": "dinov2-base"}, "dinov2-base gives dinov2 rows .* `model.output: vector`"),
+        ({"id": "dinov2-base", "output": "vector"}, "has no text tower: send images"),
     ],
 )
 def test_models_without_what_is_asked(model: dict[str, str], message: str) -> None:

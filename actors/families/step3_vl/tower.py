@@ -181,7 +181,9 @@ def perception_parts(spec: ModelSpec, weights: Weights) -> StepParts:
         embedding=weights.embedding("conv1", spec).weight,
         views={
             path: ViewTable(
-                weights.start("conv1", spec, resized_table(table, side, "bilinear")),
+                weights.start(
+                    "conv1", spec, resized_table(table, side, "bilinear", antialias=False)
+                ),
                 rotary(side, tower.head_size, weights.device),
             )
             for path, side in zip(PATHS, sides(spec), strict=True)

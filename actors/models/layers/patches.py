@@ -135,17 +135,17 @@ def places(rows: int, columns: int, merge: int) -> Tensor:
 
 
 def resized_table(
-    table: Tensor, side: int, mode: Literal["bilinear", "bicubic"] = "bicubic"
+    table: Tensor,
+    side: int,
+    mode: Literal["bilinear", "bicubic"] = "bicubic",
+    *,
+    antialias: bool = True,
 ) -> Tensor:
-    """A learned table of positions for views of side x side: float32 [side ** 2, width].
-
-    Bicubic with antialiasing, bilinear without.
-    """
+    """A learned table of positions for views of side x side: float32 [side ** 2, width]."""
     table, trained = table.float(), math.isqrt(len(table))
     if side == trained:
         return table
     raster = table.T.reshape(1, -1, trained, trained)
-    antialias = mode == "bicubic"
     raster = F.interpolate(raster, size=(side, side), mode=mode, antialias=antialias)
     return raster.flatten(2)[0].T
 

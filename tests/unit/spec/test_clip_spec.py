@@ -23,6 +23,7 @@ from tests.unit.spec.test_tile_spec import CONFIGS, PROCESSOR, changed
 SIGLIP = OneTile(378, 14, 1, 1, picture_pixels=384, cropped=False, class_tokens=0)
 CLIP = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=1)
 LLAVA = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=0)
+DINOV2 = OneTile(*(224, 14, 1, 1, 224), cropped=True, class_tokens=1, shorter_pixels=256)
 SMOLVLM = SplitTiles(378, 14, 3, 16, picture_pixels=384, longest_pixels=1536)
 LLAVA_NEXT = AnyresSizing(
     *(336, 14, 1, 4, 336), canvases=((1, 2), (2, 1), (2, 2), (3, 1), (1, 3)), most_tiles=4
@@ -35,6 +36,7 @@ PALIGEMMA = OneTile(224, 14, 1, 1, picture_pixels=224, cropped=False, class_toke
     [
         ("siglip-so400m", "siglip", SIGLIP, 1152),
         ("clip-vit-l-336", "clip", CLIP, 1024),
+        ("dinov2-base", "dinov2", DINOV2, 768),
         ("llava15-7b", "llava", LLAVA, 4096),
         ("paligemma2-3b", "paligemma", PALIGEMMA, 2304),
         ("smolvlm2-2b", "idefics3", SMOLVLM, 2048),
@@ -53,7 +55,9 @@ def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
     assert model.kinds == (("image", "video") if family == "kimi_k25" else ("image",))
 
 
-@pytest.mark.parametrize(("preset", "width"), [("siglip-so400m", 1152), ("clip-vit-l-336", 768)])
+@pytest.mark.parametrize(
+    ("preset", "width"), [("siglip-so400m", 1152), ("clip-vit-l-336", 768), ("dinov2-base", 768)]
+)
 def test_vectors(preset: str, width: int) -> None:
     """Presets have no text tower."""
     model = registry.read(ModelOptions(id=preset, load_format="dummy", output="vector"))
@@ -147,6 +151,12 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("clip-vit-l-336", PROCESSOR, {"size": {"shortest_edge": 224}}, "tower's 336"),
         ("clip-vit-l-336", PROCESSOR, {"crop_size": 224}, "crop_size .* only 336"),
         ("clip-vit-l-336", PROCESSOR, {"do_center_crop": False}, "do_center_crop"),
+        ("dinov2-base", "config.json", {"hidden_act": "silu"}, "hidden_act"),
+        ("dinov2-base", "config.json", {"qkv_bias": False}, "qkv_bias"),
+        ("dinov2-base", PROCESSOR, {"do_center_crop": False}, "do_center_crop"),
+        ("dinov2-base", PROCESSOR, {"crop_size": 288}, "256, where only a shortest_edge .* 288"),
+        ("dinov2-base", PROCESSOR, {"size": {"height": 9, "width": 9}}, "only a shortest_edge"),
+        ("dinov2-base", PROCESSOR, {"resample": 2}, "resample"),
         ("llava15-7b", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act"),
         ("llava15-7b", "config.json", vision("llava15-7b", model_type="vit"), "'vit' is none of"),
         ("llava15-7b", "config.json", vision("siglip-so400m"), "SigLIP has no class"),
@@ -279,7 +289,7 @@ def test_a_pack_holds_many_small_images() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("siglip", "clip", "llava", "paligemma", "pixtral", "mistral3", "lighton_ocr"),
+        *("siglip", "clip", "dinov2", "llava", "paligemma", "pixtral", "mistral3", "lighton_ocr"),
         *("llava_next", "smolvlm", "paddleocr", "kimik25"),
     ],
 )
