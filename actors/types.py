@@ -112,7 +112,8 @@ class ItemPlan:
     """Patches of each path, one path after the other. Empty: the model has one path."""
     kept: tuple[int, ...] = ()
     """Rows and columns of tokens that show the image, where the rest of the canvas is padding and
-    gives no rows of the embedding. Empty: all of them."""
+    gives no rows of the embedding. Empty: all of them. MiniCPM-V: rows and columns, in patches, of
+    the whole image, then of a slice. Empty: there are no slices."""
     group_pictures: int = 1  # per temporal group, each a grid; the last group may have fewer
 
     @property

@@ -42,6 +42,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "pixtral-12b": LAYERS | {"intermediate_size": 128},
     "mistral-small31": LAYERS | {"intermediate_size": 128},
     "lighton-ocr": LAYERS | {"intermediate_size": 128},
+    "minicpmv-4.6": LAYERS | {"num_hidden_layers": 9, "intermediate_size": 128},
     "paddleocr-vl": LAYERS | {"intermediate_size": 128},
     "gemma4-31b": LAYERS
     | {"intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 16}

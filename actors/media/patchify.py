@@ -23,6 +23,7 @@ from actors.media.log_mel import cut_positions, log_mel
 from actors.spec.audio import AudioSizing, ChunkSizing
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, Resample, WindowedSizing
+from actors.spec.slices import SlicedSizing
 from actors.spec.tiles import AnyresSizing, CentredTile, SplitTiles, TileSizing, with_overview
 from actors.spec.video import PooledGroups
 from actors.spec.views import CropSizing, WindowSizing
@@ -128,6 +129,23 @@ class WindowedPatchifier(PairPatchifier):
         patches, patch = super().frame(frame, size), self.sizing.patch_size
         order, _ = self.order(size.height // patch, size.width // patch)
         return patches.view(len(order), -1)[torch.from_numpy(order)].view(patches.shape)
+
+
+class SlicePatchifier(BlockPatchifier):
+    """The whole image, then its slices in raster order (MiniCPM-V)."""
+
+    sizing: SlicedSizing
+
+    def patches(self, image: Tensor) -> Tensor:
+        whole, size = super().patches(image), size_of(image)
+        layout = self.sizing.slices(size)
+        if layout is None:
+            return whole
+        rows, columns = layout
+        slice_size = self.sizing.sliced(size, layout)
+        canvas = Size(columns * slice_size.width, rows * slice_size.height)
+        views = squares(resize(image, canvas, self.spec.resample), rows, columns)
+        return torch.cat([whole, *(self.frame(view, slice_size) for view in views)])
 
 
 class TilePatchifier(Patchifier):
@@ -276,6 +294,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
     match spec.sizing:
         case WindowedSizing():
             return WindowedPatchifier(spec)
+        case SlicedSizing():
+            return SlicePatchifier(spec)
         case BlockSizing():
             pooled = isinstance(spec.video, PooledGroups)
             return BlockPatchifier(spec) if pooled else PairPatchifier(spec)
@@ -328,7 +348,8 @@ def framed(picture: Tensor, corner: tuple[int, int], side: int, spec: ModelSpec)
 
 
 def squares(canvas: Tensor, rows: int, columns: int) -> Tensor:
-    """[3, height, width] cut into so many rows and columns: [rows x columns, 3, side, side]."""
+    """[3, height, width] cut into so many rows and columns: [rows x columns, 3, side, side], or
+    not square."""
     grid: Tensor = canvas.unflatten(2, (columns, -1)).unflatten(1, (rows, -1))
     return grid.permute(1, 3, 0, 2, 4).flatten(0, 1)
 

@@ -20,7 +20,14 @@ PRESETS = (
         "kimivl-a3b",
         "kimik25",
     ),
-    *("pixtral-12b", "mistral-small31", "lighton-ocr", "paddleocr-vl", "gemma4-31b"),
+    *(
+        "pixtral-12b",
+        "mistral-small31",
+        "lighton-ocr",
+        "paddleocr-vl",
+        "gemma4-31b",
+        "minicpmv-4.6",
+    ),
 )
 
 

@@ -48,6 +48,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "pixtral-12b": {"num_hidden_layers": 4},
     "mistral-small31": {"num_hidden_layers": 4},
     "lighton-ocr": {"num_hidden_layers": 4},
+    "minicpmv-4.6": {"num_hidden_layers": 4, "insert_layer_id": 1},
     "paddleocr-vl": {"num_hidden_layers": 4},
     "step3vl-10b": {"num_hidden_layers": 4},
     "step3-321b": {"num_hidden_layers": 4},

@@ -43,6 +43,8 @@ FAMILIES = {
     "mistral3": "Mistral Small 3.1, 3.2",
     "lighton_ocr": "LightOnOCR",
     "paddleocr_vl": "PaddleOCR-VL",
+    "minicpmv4_6": "MiniCPM-V 4.6, 4.7",
+    "minicpmv4_7": "MiniCPM-V 4.6, 4.7",
     "internvl": "InternVL 2, 2.5, 3, 3.5",
     "internvl_chat": "InternVL 2, 2.5, 3, 3.5",
     "llama4": "Llama 4",

@@ -28,6 +28,7 @@ from tests.parity.table import FAMILIES as IN_TABLE
 from tests.parity.table import TOLERANCE, rows
 from tests.parity.test_audio import PUBLISHED as HEARD
 from tests.parity.test_deepseek_ocr import closest
+from tests.parity.test_minicpmv import published_sizes
 from tests.small_presets import SMALL
 from tests.step3p7 import Processor
 
@@ -86,6 +87,11 @@ def paddleocr(size: Size) -> int:
     """Tokens as transformers' image processor of PaddleOCR-VL resizes, as it is published."""
     module = import_module("transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl")
     return int(prod(module.smart_resize(size.height, size.width, 28, 147384, 2822400))) // 28**2
+
+
+def minicpmv(size: Size) -> int:
+    """Tokens as transformers' image processor of MiniCPM-V cuts slices, as it is published."""
+    return sum(height * width // 56**2 for height, width in published_sizes(size, 448, 9))
 
 
 def kimi_k25(size: Size) -> int:
@@ -193,6 +199,7 @@ PUBLISHED = [
     Published("mistral-small31", "Mistral Small 3.1, 3.2", 439, pixtral(1540, 28)),
     Published("lighton-ocr", "LightOnOCR", 410, pixtral(1540, 28)),
     Published("paddleocr-vl", "PaddleOCR-VL", 439, paddleocr),
+    Published("minicpmv-4.6", "MiniCPM-V 4.6, 4.7", 548, minicpmv),
     Published("internvl3-8b", "InternVL 2, 2.5, 3, 3.5", 332, got_ocr2(448, 256)),
     Published("internvl3-78b", "InternVL 2, 2.5, 3, 3.5", 5709, got_ocr2(448, 256)),
     Published("llama4-scout", "Llama 4", 872, llama_4),

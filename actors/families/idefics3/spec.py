@@ -47,8 +47,7 @@ TOWER: Json = {
 }
 VISION_DEFAULTS: Mapping[str, Json] = dict.fromkeys(MODEL_TYPES, TOWER)
 
-RESAMPLED = "its patches are resampled between layers, or by queries after them"
 REFUSED = {
     "granite_docling": "its connector has DeepStack mergers and a second, finer route",
-    **{"minicpmv": RESAMPLED, "minicpmv4_6": RESAMPLED},
+    "minicpmv": "its patches are resampled by queries",
 }

@@ -19,6 +19,7 @@ from actors.spec.sizing import (
     PackedSizing,
     WindowedSizing,
 )
+from actors.spec.slices import SlicedSizing
 
 CONFIG, VISION, PROCESSOR = "config.json", "vision_config", "preprocessor_config.json"
 
@@ -46,6 +47,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("ernie45vl-28b", "ernie4_5_vl_moe", PackedSizing(14, 2, 3136, 4816896), 2560),
         ("gemma4-31b", "gemma4", FillingSizing(16, 3, 280), 5376),
         ("kimivl-a3b", "kimi_vl", CappedSizing(14, 2, 4096, 512), 2048),
+        ("minicpmv-4.6", "minicpmv4_6", SlicedSizing(14, 4, 448, 9), 1024),
     ],
 )
 def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
@@ -80,6 +82,13 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
         ("kimivl-a3b", VISION, {"init_pos_emb_height": 32}),
         ("kimivl-a3b", PROCESSOR, {"pad_input": False}),
         ("kimivl-a3b", PROCESSOR, {"resample": 2}),
+        ("minicpmv-4.6", CONFIG, {"merger_times": 2}),
+        ("minicpmv-4.6", CONFIG, {"downsample_mode": "4x"}),
+        ("minicpmv-4.6", CONFIG, {"insert_layer_id": 26}),
+        ("minicpmv-4.6", VISION, {"window_kernel_size": [4, 4]}),
+        ("minicpmv-4.6", VISION, {"hidden_act": "gelu"}),
+        ("minicpmv-4.6", PROCESSOR, {"downsample_mode": "4x"}),
+        ("minicpmv-4.6", PROCESSOR, {"patch_size": 16}),
     ],
 )
 def test_what_is_not_computed_is_refused(

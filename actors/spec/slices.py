@@ -1,0 +1,129 @@
+"""The sizing of MiniCPM-V: the whole image, then slices of a larger one. Pure: no torch.
+
+All slices of an image have one size, the whole image another: each is one attention segment.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Self
+
+from actors.spec.sizing import MAX_ASPECT, BlockSizing, Defaults, Largest, check_aspect
+from actors.types import ItemPlan, ProcessorKwargs, Size
+
+Layout = tuple[int, int]  # rows and columns
+
+SQUARISH = 4
+"""A bound on the aspect ratio of a slice of an image that is not too long for its slices."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedSizing(BlockSizing):
+    """Scales the whole image, and each of its slices, to about as many pixels as a square."""
+
+    picture_pixels: int
+    """The side of that square."""
+    max_slices: int
+    """Without the whole image. 1: there are no slices."""
+
+    def slices(self, size: Size) -> Layout | None:
+        """Rows and columns of slices; None: the whole image is enough. transformers:
+        MiniCPMV4_6ImageProcessor.get_sliced_grid."""
+        ratio = size.width * size.height / self.picture_pixels**2
+        count = min(math.ceil(ratio), self.max_slices)
+        if count <= 1:
+            return None
+        aspect = math.log(size.width / size.height)
+        best, least = (1, 1), math.inf
+        for total in (count - 1, count, count + 1):
+            if total == 1 or total > self.max_slices:
+                continue
+            for rows in range(1, total + 1):
+                if total % rows:
+                    continue
+                columns = total // rows
+                error = abs(aspect - math.log(columns / rows))
+                if error < least or (error == least and rows > best[0]):
+                    best, least = (rows, columns), error
+        return best
+
+    def fitted(self, width: float, height: float) -> Size:
+        """transformers: MiniCPMV4_6ImageProcessor.find_best_resize, which always scales here."""
+        aspect = width / height
+        down = int(self.picture_pixels / math.sqrt(aspect))
+        block = self.patch_size * self.merge_size
+        return Size(whole(int(down * aspect), block), whole(down, block))
+
+    def resized(self, size: Size) -> Size:
+        """The size of the whole image. Raises TooLarge for an aspect ratio over MAX_ASPECT."""
+        check_aspect(size)
+        return self.fitted(size.width, size.height)
+
+    def sliced(self, size: Size, layout: Layout) -> Size:
+        """The size of a slice; transformers: MiniCPMV4_6ImageProcessor.get_refine_size."""
+        rows, columns = layout
+        return self.fitted(whole(size.width, columns) / columns, whole(size.height, rows) / rows)
+
+    def grid(self, size: Size) -> Layout:
+        """Of a picture that has been resized, in patches."""
+        return size.height // self.patch_size, size.width // self.patch_size
+
+    def plan(self, size: Size) -> ItemPlan:
+        """`grid_thw` is that of all slices together, or of the whole image if there are none."""
+        first = self.grid(self.resized(size))
+        layout = self.slices(size)
+        if layout is None:
+            return self.plan_of_grid((1, *first))
+        rows, columns = self.grid(self.sliced(size, layout))
+        grid = (1, layout[0] * rows, layout[1] * columns)
+        patches = first[0] * first[1] + grid[1] * grid[2]
+        tokens = patches // self.merge_size**2
+        return ItemPlan(grid, patches, tokens, (tokens,), kept=(*first, rows, columns))
+
+    @property
+    def least_tokens(self) -> int:
+        """Fewer than any picture has."""
+        return max(1, self.square_tokens // 2)
+
+    @property
+    def square_tokens(self) -> int:
+        return (self.picture_pixels // (self.patch_size * self.merge_size)) ** 2
+
+    def longest_side_patches(self) -> int:
+        blocks = self.picture_pixels / (self.patch_size * self.merge_size)
+        return math.ceil(blocks * math.sqrt(MAX_ASPECT) + 1) * self.merge_size
+
+    def largest_tokens(self) -> int:
+        return self.most_tokens(self.max_slices)
+
+    def most_tokens(self, slices: int) -> int:
+        """A bound for images of up to so many slices: of the longest image, and of its slices."""
+        counts = range(2, slices + 1)
+        return self.longest_tokens(MAX_ASPECT) + max(
+            (n * self.longest_tokens(max(SQUARISH, MAX_ASPECT / n)) for n in counts), default=0
+        )
+
+    def longest_tokens(self, aspect: float) -> int:
+        """A bound for a picture of up to this aspect ratio, whose sides are rounded to blocks."""
+        blocks = self.picture_pixels / (self.patch_size * self.merge_size)
+        shorter = max(1.0, blocks / math.sqrt(aspect) + 0.5)
+        square = math.ceil((blocks + 0.5) ** 2)
+        return max(square, math.ceil(shorter * (blocks * math.sqrt(aspect) + 0.5)))
+
+    def defaults(self) -> Defaults:
+        return {"max_patches": self.max_slices}
+
+    def largest(self, tokens: int) -> Largest:
+        most = 1
+        while self.most_tokens(most + 1) <= tokens:
+            most += 1
+        return {"max_patches": most}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return replace(self, max_slices=kwargs.max_patches or self.max_slices)
+
+
+def whole(length: float, divisor: int) -> int:
+    """To the nearest multiple of the divisor, which is the least."""
+    return max(round(length / divisor) * divisor, divisor)
