@@ -19,12 +19,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from actors.options import GraphOptions, ImagesKwargs
 from encoder_service.bench.cluster import cluster, logical_cpus, service
 from encoder_service.bench.load import scrape
 from encoder_service.client import Client
 from encoder_service.config import ServiceOptions, parse
-from tests.chaos.callers import Callers, Phase, known_files
-from tests.chaos.faults import ENCODERS, FAULTS
+from tests.chaos.callers import GPU_TOLERANCE, TOLERANCE, Callers, Phase, known_files
+from tests.chaos.faults import ENCODERS, FAULTS, GPU_FAULTS
 from tests.chaos.sources import sources
 from tests.serve.object_store import used
 
@@ -34,6 +35,7 @@ FRONT_DOOR = {"connection", "http_error", "internal"}
 LOST_IDS = {"fetch: unavailable", "fetch: not_found", "fetch: deadline_exceeded"}
 MAY_FAIL = {
     "an encoder is killed": LOST_IDS,
+    "a GPU context is lost": LOST_IDS,
     "an ingress is killed": FRONT_DOOR,
     "a node is killed": FRONT_DOOR | LOST_IDS,
     "the proxy is killed": {"connection"},
@@ -44,7 +46,7 @@ MAY_FAIL = {
 place, over gRPC INTERNAL ("internal"; an error of ours would be "internal_error"). Refusals are no
 answers that were lost. The ids that a lost encoder kept are answered with 503, with 404 once
 another encoder has its place, or with 504 if rows of over a megabyte were being read."""
-STORE_BYTES = 400_000_000
+STORE_BYTES, GPU_STORE_BYTES = 400_000_000, 4_000_000_000
 
 
 def main() -> int:
@@ -53,25 +55,32 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=5, help="of load before each fault and after"
     )
-    parser.add_argument("--only", nargs="*", choices=list(FAULTS), help="some of the faults")
+    every = {**FAULTS, **GPU_FAULTS}
+    parser.add_argument("--only", nargs="*", choices=list(every), help="some of the faults")
+    parser.add_argument(
+        "--gpus", type=int, default=0, help="on which the three encoders run a tower at full size"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     console = Console(width=150)
-    made = hardy()
+    made = on_gpus(options.gpus) if options.gpus else hardy()
+    faults = options.only or (every if options.gpus else FAULTS)
+    store_bytes = GPU_STORE_BYTES if options.gpus else STORE_BYTES
     rows: list[dict[str, Any]] = []
-    with cluster(logical_cpus(made), object_store_bytes=STORE_BYTES) as where, service(made, where):
+    with cluster(logical_cpus(made), object_store_bytes=store_bytes) as where, service(made, where):
         with Client(where.http) as client:
             known = known_files(client)
         before_bytes = used().bytes
-        callers = Callers(sources(where, made), known)
+        tolerance = GPU_TOLERANCE if options.gpus else TOLERANCE
+        callers = Callers(sources(where, made), known, tolerance=tolerance)
         callers.start()
-        for name in options.only or FAULTS:
+        for name in faults:
             console.print(f"{name} ...")
             callers.next_phase()
             time.sleep(options.seconds)
             before = callers.next_phase()
             started = time.monotonic()
-            seconds = until(FAULTS[name](where), started)
+            seconds = until(every[name](where), started)
             during = callers.next_phase()
             time.sleep(options.seconds)
             rows.append(row(name, seconds, before, during, callers.next_phase()))
@@ -105,6 +114,27 @@ def hardy() -> ServiceOptions:
             "cache": {"max_bytes": 0},
         }
     )
+
+
+def on_gpus(gpus: int) -> ServiceOptions:
+    """The same around a tower at full size, with as many encoders to a GPU as needed."""
+    options = hardy()
+    shared = {
+        "num_gpus": 1 / -(-ENCODERS // gpus),
+        "device": "cuda",
+        "num_cpus": 1,
+    }
+    model = options.model.model_copy(
+        update={
+            "id": "qwen3vl-2b",
+            "dtype": "bfloat16",
+            # As the tiny model's: images that take long to decode are not to fill the store.
+            "images_kwargs": ImagesKwargs(max_pixels=2**20),
+        }
+    )
+    graphs = GraphOptions(token_budgets=(64, 128, 256, 512, 1024), max_frames_per_batch=0)
+    encoder = options.encoder.model_copy(update=shared)
+    return options.model_copy(update={"model": model, "graphs": graphs, "encoder": encoder})
 
 
 def until(recovered: Callable[[], bool], started: float) -> float | None:

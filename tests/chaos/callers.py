@@ -15,8 +15,9 @@ from encoder_service.client import Client
 from tests.chaos.sources import BAD, Failed, Rows, Source
 from tests.images import jpeg
 
-TOLERANCE = 1e-3
-"""float32; an item may share other packs than it did when it was alone."""
+TOLERANCE, GPU_TOLERANCE = 1e-3, 5e-2
+"""Of the largest value in float32, and in bfloat16 on a GPU: an item may share other packs than it
+did when it was alone. Rows of another item are as far off as the values are large."""
 SIDES = (48, 64, 96, 120, 160, 200, 256)
 
 
@@ -52,11 +53,16 @@ class Callers:
     """One thread a source; `phase` is where they note their outcomes."""
 
     def __init__(
-        self, sources: Sequence[Source], known: Mapping[bytes, Rows], pause_seconds: float = 0
+        self,
+        sources: Sequence[Source],
+        known: Mapping[bytes, Rows],
+        pause_seconds: float = 0,
+        tolerance: float = TOLERANCE,
     ) -> None:
         """`pause_seconds`: between two requests of a caller, on average."""
         self.known = known
         self.pause_seconds = pause_seconds
+        self.tolerance = tolerance
         self.phase = Phase()
         self._stop = threading.Event()
         self._threads = [
@@ -109,6 +115,11 @@ class Callers:
                     self.phase.failed[f"item: {answer}"] += 1
             elif file == BAD:
                 return "an embedding of what is no image"
-            elif np.abs(answer - self.known[file]).max() > TOLERANCE:
+            elif not self._same(answer, self.known[file]):
                 return "rows of another item"
         return None
+
+    def _same(self, rows: Rows, known: Rows) -> bool:
+        if rows.shape != known.shape:
+            return False
+        return bool(np.abs(rows - known).max() <= self.tolerance * np.abs(known).max())

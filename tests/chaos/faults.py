@@ -44,14 +44,33 @@ def signalled(deployment: str, number: signal.Signals) -> Callable[[Cluster], Re
         before = replicas(deployment)
         victim = min(before)
         os.kill(process(victim), number)
-
-        def recovered() -> bool:
-            now = replicas(deployment)
-            return len(now) == len(before) and victim not in now and ready(where)
-
-        return recovered
+        return replaced(where, deployment, before, victim)
 
     return fault
+
+
+def replaced(where: Cluster, deployment: str, before: set[str], victim: str) -> Recovered:
+    def recovered() -> bool:
+        now = replicas(deployment)
+        return len(now) == len(before) and victim not in now and ready(where)
+
+    return recovered
+
+
+def context_lost(where: Cluster) -> Recovered:
+    """A kernel of one encoder fails, and with it everything that its process does on the GPU."""
+    before = replicas("Encoder")
+    victim = min(before)
+    actor = ray.get_actor(victim, namespace="serve")
+    actor.__ray_call__.remote(out_of_range)
+    return replaced(where, "Encoder", before, victim)
+
+
+def out_of_range(_: object) -> None:
+    """Runs in an encoder."""
+    import torch
+
+    torch.zeros(4, device="cuda")[torch.tensor([5], device="cuda")]
 
 
 def proxy_killed(where: Cluster) -> Recovered:
@@ -127,3 +146,4 @@ FAULTS: Mapping[str, Callable[[Cluster], Recovered]] = {
     "clients leave": clients_leave,
     "clients have no time": clients_have_no_time,
 }
+GPU_FAULTS: Mapping[str, Callable[[Cluster], Recovered]] = {"a GPU context is lost": context_lost}
