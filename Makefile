@@ -2,6 +2,8 @@
 PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
+# The newest torch that comes without CUDA where there is a build for CPUs. Empty: the newest that pyproject.toml allows.
+TORCH ?= 'torch<2.14'
 
 .PHONY: setup serve demo demo-vectors demo-audio test test-extended vllm sglang lint bench manifests api-fuzz openapi-client fuzz audit \
 	screenshot soak soak-service soak-nodes chaos overload refusals hostile lock wheels release
@@ -10,7 +12,7 @@ setup: .venv/.installed
 
 .venv/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' $(TORCH)
 	touch $@
 
 # Serves in the foreground on ports 8000 and 9000 until Ctrl-C.
