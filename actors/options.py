@@ -287,6 +287,9 @@ class PreprocessOptions(Options):
     alpha: Alpha = "white"
     """The background on which transparent images are composited, white as in vLLM. `drop` keeps the
     colours that transparent pixels have, as transformers' load_image does: often black."""
+    prune: Annotated[Literal["off", "exact"], OFF_IS_A_WORD] = "off"
+    """`exact`: merge blocks of an image that repeat a neighbour bit for bit are not encoded, and
+    have no rows (PixelPrune). For families with two-dimensional positions and full attention."""
     threads: PositiveInt = 2
     """Threads of the replica that decode: each works on one image or video at a time."""
     processes: int = Field(0, ge=0, le=256)

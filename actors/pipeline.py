@@ -114,7 +114,7 @@ class Pipeline:
     async def _encode(
         self, media: Media, dtype: Dtype, batch: RowBatch, *, keep: bool, alone: bool
     ) -> Embedding:
-        tokens = retained_tokens(media.plan, media.evs_rate)
+        tokens = None if media.prune else retained_tokens(media.plan, media.evs_rate)
         if hit := self.cache.get(self.writer.key(media), tokens):
             hit = replace(await converted(hit, dtype), source="cache", timings=NO_TIMINGS)
             return self._kept(media, hit) if keep else hit
@@ -124,13 +124,15 @@ class Pipeline:
         item = await result_of(self.decoder.submit(media))
         self.series.decode_queue_seconds.observe(item.decode_queue_seconds)
         self.series.preprocess_seconds.observe(item.preprocess_seconds)
+        if item.plan.blocks:
+            self.series.pruned_patches.inc(media.plan.patches - item.plan.patches)
         self.spans.past("preprocess", item.preprocess_seconds, patches=item.plan.patches)
 
         item.on_device = self.writer.stays_on_device(media, dtype)
         item = await result_of(self.engine.submit(item))
         self._trace_replay(item)
 
-        if keep and alone and self._may_be_answered_before_it_is_written(media, dtype):
+        if keep and alone and self._may_be_answered_before_it_is_written(media, item, dtype):
             return self._kept(media, self._write_behind(media, item, dtype, batch))
         embedding = await batch.write(media, item)
         return self._kept(media, embedding) if keep else embedding
@@ -168,12 +170,12 @@ class Pipeline:
             queue_seconds=item.queue_seconds,
         )
 
-    def _may_be_answered_before_it_is_written(self, media: Media, dtype: Dtype) -> bool:
+    def _may_be_answered_before_it_is_written(self, media: Media, item: Item, dtype: Dtype) -> bool:
         """One item at a time: under load answers wait, because unwritten rows would fill the
         memory."""
         if media.evs_rate or media.on_device or self._writing_behind:
             return False
-        size_bytes = media.plan.tokens * self.writer.spec.width * DTYPE_BYTES[dtype]
+        size_bytes = item.plan.tokens * self.writer.spec.width * DTYPE_BYTES[dtype]
         return INLINE_BYTES < size_bytes <= MOST_PENDING_BYTES
 
     def _write_behind(self, media: Media, item: Item, dtype: Dtype, batch: RowBatch) -> Embedding:
@@ -187,7 +189,7 @@ class Pipeline:
                 self._writing_behind = False
 
         self._writing_behind = True
-        tokens, width = media.plan.tokens, self.writer.spec.width
+        tokens, width = item.plan.tokens, self.writer.spec.width
         pending = PendingWrite(asyncio.create_task(write()))
         data = SharedBytes(pending, tokens * width * DTYPE_BYTES[dtype])
         return self.writer.embedding(item, data, dtype, tokens)

@@ -6,7 +6,7 @@ bytes -> Media (+ ItemPlan) -> Item -> Pack -> Embedding -> Reply
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -115,6 +115,9 @@ class ItemPlan:
     gives no rows of the embedding. Empty: all of them. MiniCPM-V: rows and columns, in patches, of
     the whole image, then of a slice. Empty: there are no slices."""
     group_pictures: int = 1  # per temporal group, each a grid; the last group may have fewer
+    blocks: bytes = b""
+    """Which merge blocks of the grid are encoded, a bit each (numpy.packbits), if an image was
+    pruned: `patches` and `tokens` count only those. Empty: all."""
 
     @property
     def work(self) -> Work:
@@ -137,6 +140,27 @@ class ItemPlan:
     def group_patches(self) -> int:
         """Patches per temporal group of a video; the last group may have fewer."""
         return self.group_pictures * self.grid_thw[1] * self.grid_thw[2]
+
+    def pruned(self, blocks: bytes) -> ItemPlan:
+        """Of the same image with only these of its merge blocks: see `blocks`."""
+        if not blocks:
+            return self
+        kept = np.unpackbits(np.frombuffer(blocks, np.uint8), count=self.tokens)
+        tokens = int(kept.sum())
+        if not 0 < tokens < self.tokens:
+            return self
+        return replace(
+            self,
+            patches=self.patches // self.tokens * tokens,
+            tokens=tokens,
+            path_tokens=(tokens,),
+            blocks=np.packbits(kept).tobytes(),
+        )
+
+    @property
+    def kept_rows(self) -> npt.NDArray[np.int64]:
+        """Of a pruned image: the indices of its rows among all rows of the grid."""
+        return np.unpackbits(np.frombuffer(self.blocks, np.uint8)).nonzero()[0]
 
     def rows(self, path: int) -> slice:
         """Where an item holds the patches of a path, by its index in `ModelSpec.paths`."""
@@ -188,6 +212,9 @@ class Media:
     """What becomes of its transparency. `drop` for an image or a video that has none."""
     kwargs: ProcessorKwargs = NO_KWARGS
     """Those of its request, as far as they make a difference."""
+    prune: bool = False
+    """Of an image: merge blocks that repeat a neighbour are not encoded (patchify.unrepeated). How
+    many are left is known once it is decoded; `plan` has all."""
 
     @property
     def size_bytes(self) -> int:
@@ -196,11 +223,12 @@ class Media:
     @property
     def identity(self) -> tuple[str, ...]:
         """What determines its rows, besides the model. Equal items are encoded once."""
-        pruned = (f"evs {self.evs_rate!r}",) if self.evs_rate else ()
+        thinned = (f"evs {self.evs_rate!r}",) if self.evs_rate else ()
+        pruned = ("prune exact",) if self.prune else ()
         composited = (f"alpha {self.alpha}",) if self.alpha != "drop" else ()
         asked = {} if self.kwargs is NO_KWARGS else self.kwargs.given()
         sized = (f"{name} {value!r}" for name, value in asked.items())
-        return self.kind, self.digest, *pruned, *composited, *sized
+        return self.kind, self.digest, *thinned, *pruned, *composited, *sized
 
 
 @dataclass(slots=True, eq=False)
@@ -297,7 +325,8 @@ class Embedding:
     timings: Timings
     replica: str = ""
     frame_tokens: tuple[int, ...] = ()  # with an `evs_rate`: remaining rows per temporal group
-    kept_rows: tuple[int, ...] = ()  # with an `evs_rate`: the indices of the remaining rows
+    kept_rows: tuple[int, ...] = ()
+    """With an `evs_rate`, and of a pruned image: the indices of the remaining rows."""
     reference: str = ""
     """Id under which its replica keeps it for a while. Each caller gets an id of its own."""
 

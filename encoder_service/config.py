@@ -199,6 +199,15 @@ class ServiceOptions(ActorOptions):
     llm: LlmOptions | None = None
     """A language model that answers chats; None: encoders only."""
 
+    @model_validator(mode="after")
+    def chats_place_pruned_images(self) -> Self:
+        if self.preprocess.prune != "off" and self.llm and self.llm.engine == "vllm":
+            raise ValueError(
+                "preprocess.prune is exact, and llm.engine vllm cannot place pruned images: set "
+                "one to off, or the other to transformers"
+            )
+        return self
+
 
 LIVE: dict[str, dict[str, Collection[str]]] = {
     "Ingress": {
@@ -275,6 +284,8 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
     options.block_form(fast=spec.fast_blocks)
     if options.graphs.precision == "fp8":
         spec.check_fp8()
+    if options.preprocess.prune != "off":
+        spec.check_prune()
     side = math.isqrt(options.limits.max_pixels)
     plan = spec.sizing.plan(Size(side, side))
     patches = spec.sizing.token_range()[1] * plan.patches // sum(plan.path_tokens)

@@ -83,9 +83,7 @@ class Service:
         self.spec = spec
         self.references = options.references
         budget = model_capacity(options.graphs, spec).tokens[-1]
-        self.admission = Admission(
-            spec, options.limits, options.fetch, options.preprocess.alpha, budget
-        )
+        self.admission = Admission(spec, options.limits, options.fetch, options.preprocess, budget)
         self.buffered = Buffered(
             options.limits.max_buffered_bytes, "too much is sent here (limits.max_buffered_bytes)"
         )

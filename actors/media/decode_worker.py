@@ -56,11 +56,11 @@ ITEM_ERRORS: dict[str, type[ServiceError]] = {
 
 Order = tuple[Any, ...]
 """One item to decode: offset and size of its block, kind, sizes of its files, plan, clip, alpha,
-kwargs, width and height."""
+kwargs, width and height, prune."""
 
-Answer = tuple[float, str, str]
-"""When the item was begun (time.monotonic, which processes of one machine share), and the name and
-message of its error, both empty if there was none."""
+Answer = tuple[float, str, str, bytes]
+"""When the item was begun (time.monotonic, which processes of one machine share), the name and
+message of its error, both empty if there was none, and `blocks` of its plan."""
 
 log = logging.getLogger(__name__)
 
@@ -129,12 +129,15 @@ def order_of(media: Media, offset: int, size_bytes: int) -> Order:
     shown = clip and (clip.size.width, clip.size.height, clip.frames, clip.fps, clip.chosen)
     sizes = [len(data) for data in files_of(media)]
     kwargs, size = media.kwargs.given(), media.size and (media.size.width, media.size.height)
-    return offset, size_bytes, media.kind, sizes, plan, shown, media.alpha, kwargs, size
+    return (
+        *(offset, size_bytes, media.kind, sizes, plan, shown, media.alpha, kwargs, size),
+        media.prune,
+    )
 
 
 def media_of(order: Order, memory: memoryview) -> Media:
     """Copies an item's files out of its block, and marks it as begun."""
-    offset, size_bytes, kind, sizes, plan, shown, alpha, kwargs, whole = order
+    offset, size_bytes, kind, sizes, plan, shown, alpha, kwargs, whole, prune = order
     memory[offset + size_bytes - MARK_BYTES] = BEGUN
     files, clip = [], None
     for size in sizes:
@@ -154,14 +157,15 @@ def media_of(order: Order, memory: memoryview) -> Media:
         alpha=alpha,
         kwargs=ProcessorKwargs(**kwargs),
         size=whole and Size(*whole),
+        prune=prune,
     )
 
 
-def answer_of(began: float, error: Exception | None) -> Answer:
+def answer_of(began: float, error: Exception | None, blocks: bytes = b"") -> Answer:
     if error is None:
-        return began, "", ""
+        return began, "", "", blocks
     text = error.message if isinstance(error, ServiceError) else repr(error)
-    return began, type(error).__name__, text[:1000]
+    return began, type(error).__name__, text[:1000], b""
 
 
 def error_of(name: str, text: str) -> ServiceError | None:
@@ -218,7 +222,7 @@ def decode_in_place(patchifier: Patchifier, order: Order, memory: memoryview) ->
         media = media_of(order, memory)
         item = prepare(patchifier, media)
         target = np.frombuffer(memory, np.uint8, order[1], order[0])
-        frames, *_ = shape = patchifier.shape(media.plan)
+        frames, *_ = shape = patchifier.shape(media.plan.pruned(item.plan.blocks))
         parts = [item.patches] if item.later is None else [item.patches, item.later]
         assert len(parts) == frames, "not as many frames as were expected. This is a bug."
         np.stack(parts, out=target[: np.prod(shape)].reshape(shape))
@@ -227,7 +231,7 @@ def decode_in_place(patchifier: Patchifier, order: Order, memory: memoryview) ->
     except Exception as error:
         log.exception("an item could not be decoded: %s", order)
         return answer_of(began, error)
-    return answer_of(began, None)
+    return answer_of(began, None, item.plan.blocks)
 
 
 if __name__ == "__main__":

@@ -404,7 +404,9 @@ class Decoder:
         now = monotonic()
         for answer in answers:
             match answer:
-                case (float() as began, str() as name, str() as text) if process.jobs:
+                case (float() as began, str() as name, str() as text, bytes() as kept) if (
+                    process.jobs
+                ):
                     if not process.jobs[0].submitted <= began <= now:
                         return False  # it would spoil the metrics
                     job = process.jobs.popleft()
@@ -412,7 +414,7 @@ class Decoder:
                         slab.give_back(job.offset)
                         job.set_exception(error)
                     else:
-                        plan = job.media.plan
+                        plan = job.media.plan.pruned(kept)
                         item = slab.item(job.offset, plan, self.patchifier.shape(plan))
                         job.set_result(self._timed(item, job.submitted, began))
                 case _:

@@ -23,7 +23,7 @@ from torch import Tensor
 from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
 from actors.media import audio_file, video_file
 from actors.media.animation import is_animation, read_animation
-from actors.media.patchify import Patchifier
+from actors.media.patchify import Patchifier, unrepeated
 from actors.types import Alpha, Clip, Item, Media
 
 Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
@@ -49,7 +49,12 @@ def prepare(patchifier: Patchifier, media: Media) -> Item:
             f"the image is not of the size that its header says: it gives a grid of {plan.grid_thw}"
             f", not {media.plan.grid_thw}. Save it again"
         )
-    return Item(plan, patches.numpy())
+    whole = patches.numpy()
+    merge = patchifier.spec.sizing.merge_size
+    if not media.prune or (kept := unrepeated(whole, plan.grid_thw, merge)).all():
+        return Item(plan, whole)
+    blocks = whole.reshape(len(kept), -1)[kept]
+    return Item(plan.pruned(np.packbits(kept).tobytes()), blocks.reshape(-1, whole.shape[1]))
 
 
 def prepare_sound(patchifier: Patchifier, media: Media) -> Item:

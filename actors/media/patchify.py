@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -27,7 +28,17 @@ from actors.spec.slices import SlicedSizing
 from actors.spec.tiles import AnyresSizing, CentredTile, SplitTiles, TileSizing, with_overview
 from actors.spec.video import PooledGroups
 from actors.spec.views import CropSizing, WindowSizing
-from actors.types import NO_KWARGS, Clip, Item, ItemPlan, Kind, ProcessorKwargs, Size
+from actors.types import (
+    NO_KWARGS,
+    Bytes,
+    Clip,
+    Grid,
+    Item,
+    ItemPlan,
+    Kind,
+    ProcessorKwargs,
+    Size,
+)
 
 CACHED_GRIDS = 256
 CACHED_KWARGS = 64
@@ -367,6 +378,25 @@ def cut_blocks(image: Tensor, patch: int, merge: int) -> Tensor:
     rows, columns = whole.shape[1] // block, whole.shape[2] // block
     blocks = whole.reshape(3, rows, merge, patch, columns, merge, patch)
     return contiguous(blocks.permute(1, 4, 2, 5, 0, 3, 6)).view(-1, 3 * patch**2)
+
+
+def unrepeated(patches: Bytes, grid: Grid, merge: int) -> npt.NDArray[np.bool_]:
+    """Which merge blocks of an image to keep, in raster order, by PixelPrune's exact rule
+    (https://arxiv.org/abs/2604.00886): those that differ from the neighbour that predicts them.
+
+    That is the left one, in the first column the one above. Where the left one equals the one above
+    it, which differs from its right neighbour, an edge runs down: there it is also the one above.
+    """
+    _, rows, columns = grid
+    blocks = patches.reshape(rows // merge, columns // merge, -1).view(np.uint64)
+    left, above = (np.zeros(blocks.shape[:2], bool) for _ in range(2))
+    left[:, 1:] = (blocks[:, 1:] == blocks[:, :-1]).all(-1)
+    above[1:] = (blocks[1:] == blocks[:-1]).all(-1)
+    from_above = np.zeros_like(left)
+    from_above[:, 0] = True
+    from_above[1:, 1:] = above[1:, :-1] & ~left[:-1, 1:]
+    kept: npt.NDArray[np.bool_] = ~np.where(from_above, above, left)
+    return kept.ravel()
 
 
 def cut_tiles(canvas: Tensor, sizing: TileSizing) -> Tensor:

@@ -91,7 +91,11 @@ class PackedTower(Tower):
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
     ) -> dict[str, Tensor]:
         lengths = list(chain.from_iterable(map(segments_of, plans)))
-        grids = [self.grid(rows, columns) for rows, columns in grids_of(plans)]
+        grids = [
+            self.kept(plan, self.grid(rows, columns))
+            for plan in plans
+            for rows, columns in grids_of([plan])
+        ]
         return {
             **{name: torch.cat([grid[name] for grid in grids]) for name in grids[0]},
             **self.attention.metadata(lengths, tokens * self.sizing.merge_size**2, segments),
@@ -127,6 +131,16 @@ class PackedTower(Tower):
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         return outputs[0][: sum(plan.tokens for plan in plans)]
 
+    def kept(self, plan: ItemPlan, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of the inputs for its grid, those of the patches that an image has."""
+        if not plan.blocks:
+            return values
+        rows, merged = torch.from_numpy(plan.kept_rows), self.sizing.merge_size**2
+        return {
+            name: value.unflatten(0, (-1, merged))[rows].flatten(0, 1)
+            for name, value in values.items()
+        }
+
     def rows_of_grid(self, rows: int, columns: int) -> dict[str, Tensor]:
         """The inputs with a row per patch, for one grid."""
         on_grid = places(rows, columns, self.sizing.merge_size)
@@ -137,10 +151,10 @@ class PackedTower(Tower):
 
 
 def grids_of(plans: Sequence[ItemPlan]) -> list[tuple[int, int]]:
-    """Rows and columns of each picture of each item."""
+    """Rows and columns of each picture of each item. A pruned image has fewer patches than that."""
     return list(
         chain.from_iterable(
-            [(rows, columns)] * (plan.patches // (rows * columns))
+            [(rows, columns)] * max(1, plan.patches // (rows * columns))
             for plan in plans
             for _, rows, columns in [plan.grid_thw]
         )

@@ -13,7 +13,16 @@ from typing import Any, Self
 
 from actors.errors import ConfigError, InvalidOption
 from actors.spec.audio import MOST_WINDOWS, AudioSizing
-from actors.spec.sizing import BlockSizing, Defaults, Largest, Resample, Sizing
+from actors.spec.sizing import (
+    BlockSizing,
+    CappedSizing,
+    Defaults,
+    Largest,
+    PackedSizing,
+    Resample,
+    Sizing,
+    WindowedSizing,
+)
 from actors.spec.video import VideoSizing
 from actors.types import NO_KWARGS, PLURALS, Dtype, ItemPlan, Kind, ProcessorKwargs
 
@@ -119,6 +128,16 @@ class ModelSpec:
             raise ConfigError(
                 f"graphs.precision is fp8, which the family {self.family} does not have: only "
                 "towers of one path for images of any size have it, except Gemma 4; set it to bf16"
+            )
+
+    def check_prune(self) -> None:
+        """Raises ConfigError if the tower cannot leave merge blocks of an image out."""
+        full = not isinstance(self.sizing, WindowedSizing)
+        if not (isinstance(self.sizing, PackedSizing | CappedSizing) and full):
+            raise ConfigError(
+                f"preprocess.prune is exact, which the family {self.family} does not have: only "
+                "Qwen2-VL, Qwen3-VL, GLM-V, Kimi-VL and others whose images are one grid, without "
+                "attention windows, tiles or line breaks, have it; set it to off"
             )
 
     @property

@@ -34,13 +34,14 @@ class EmbeddingCache:
         self._entries: OrderedDict[Key, Embedding] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: Key, tokens: int) -> Embedding | None:
-        """The embedding under a key; None unless it has as many rows as the item must have."""
+    def get(self, key: Key, tokens: int | None) -> Embedding | None:
+        """The embedding under a key; None unless it has as many rows as the item must have.
+        `tokens` None: of a pruned image, any number."""
         if not self.max_bytes:
             return None
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and entry.shape[0] != tokens:
+            if entry is not None and tokens not in (None, entry.shape[0]):
                 self._remove(key)
                 entry = None
             if entry is not None:

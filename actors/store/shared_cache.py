@@ -229,8 +229,9 @@ class SharedCache:
         self._unwritten_bytes = 0
         self._paused_until = 0.0
 
-    async def get(self, key: Key, tokens: int) -> Embedding | None:
-        """The embedding under a key, its data an array; None unless it has so many rows."""
+    async def get(self, key: Key, tokens: int | None) -> Embedding | None:
+        """The embedding under a key, its data an array; None unless it has so many rows. `tokens`
+        None: any number."""
         if self._paused():
             return None
         loop = asyncio.get_running_loop()
@@ -246,7 +247,7 @@ class SharedCache:
             if not late:
                 self._failed("read", error)
                 return None
-        if found is not None and found.shape[0] != tokens:
+        if found is not None and tokens not in (None, found.shape[0]):
             found = None
         if found is None:
             self._metrics.shared_cache_misses.inc()

@@ -106,7 +106,9 @@ class RowWriter:
             self._cached(media, item, rows.cpu(), None)
         return self.embedding(item, data, dtype, rows.shape[0])
 
-    async def from_shared_cache(self, media: Media, dtype: Dtype, tokens: int) -> Embedding | None:
+    async def from_shared_cache(
+        self, media: Media, dtype: Dtype, tokens: int | None
+    ) -> Embedding | None:
         """The embedding of an item that any replica has encoded; None if there is none."""
         if not self.shared or not (hit := await self.shared.get(self.shared_key(media), tokens)):
             return None
@@ -155,6 +157,7 @@ class RowWriter:
         mask: npt.NDArray[np.bool_] | None = None,
     ) -> Embedding:
         """`mask`: which rows an `evs_rate` has left."""
+        kept = item.plan.kept_rows if mask is None else mask.nonzero()[0]
         waited = item.decode_queue_seconds + item.queue_seconds
         return Embedding(
             data=data,
@@ -165,7 +168,7 @@ class RowWriter:
             timings=Timings(waited, item.preprocess_seconds, item.encode_seconds),
             replica=self.replica,
             frame_tokens=() if mask is None else group_tokens(mask, item.plan),
-            kept_rows=() if mask is None else tuple(mask.nonzero()[0].tolist()),
+            kept_rows=tuple(kept.tolist()),
         )
 
     def _pruned(self, rows: Tensor, media: Media) -> tuple[Tensor, npt.NDArray[np.bool_] | None]:

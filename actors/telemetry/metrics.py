@@ -45,6 +45,9 @@ class EncoderMetrics:
             "padded_tokens_total", "Padding tokens computed: budget minus content.", ("path",)
         )
         self.patches = counter("patches_total", "Patches encoded.")
+        self.pruned_patches = counter(
+            "pruned_patches_total", "Patches of images not encoded: preprocess.prune dropped them."
+        )
         self.video_runs = counter(
             "video_runs_total", "Chunks of videos that did not fit into one pack."
         )

@@ -122,13 +122,9 @@ def failed_item(index: int, kind: str, error: ServiceError, request_id: str) -> 
 
 
 def kept_rows(embedding: Embedding) -> Document:
-    """Which rows of a video an `evs_rate` has left."""
-    if not embedding.kept_rows:
-        return {}
-    return {
-        "frame_tokens": list(embedding.frame_tokens),
-        "kept_rows": list(embedding.kept_rows),
-    }
+    """Which rows an `evs_rate` has left of a video, or `preprocess.prune` of an image."""
+    names = ("frame_tokens", "kept_rows")
+    return {name: list(found) for name in names if (found := getattr(embedding, name))}
 
 
 def content(embedding: Embedding) -> Document:

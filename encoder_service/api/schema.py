@@ -190,7 +190,8 @@ class ItemDocument(BaseModel):
     )
     kept_rows: list[int] | None = Field(
         None,
-        description="With `evs_rate`: the indices of these rows among all rows of the video.",
+        description="With `evs_rate`, and for images pruned by `preprocess.prune`: indices of "
+        "these rows among all rows of the grid.",
     )
 
 
@@ -233,7 +234,10 @@ class PlannedItem(BaseModel):
     )
     height: int
     grid_thw: Grid = Field(description="As of its embedding.")
-    tokens: int = Field(description="Rows of its embedding; with `evs_rate`, those that are kept.")
+    tokens: int = Field(
+        description="Rows of its embedding; with `evs_rate`, those that are kept. Of an image "
+        "at most so many, if `preprocess.prune` is on."
+    )
     patches: int = Field(description="What encoding it costs; requests are admitted by it.")
     seconds: float | None = Field(None, description="Of a sound.")
     digest: str = Field(description="SHA-256 of the item's bytes.")

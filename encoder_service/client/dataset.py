@@ -55,7 +55,7 @@ WRITTEN = re.compile(r"manifest\.jsonl|skipped\.txt|\d{5,}\.(safetensors|parquet
 """Files of an output folder."""
 FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
 """What the manifest says of an embedding."""
-REMARKS = ("notice", "timestamps", "second_per_grid_ts")
+REMARKS = ("notice", "timestamps", "second_per_grid_ts", "kept_rows")
 """What it says besides, of an embedding that has them."""
 
 Sample = tuple[str, Source]
@@ -471,7 +471,8 @@ def parquet_file(entries: Sequence[tuple[str, Embedding]]) -> memoryview:
         for name, one in entries
     ]
     table = pyarrow.Table.from_pylist(rows)
-    kinds = (pyarrow.string(), pyarrow.list_(pyarrow.float64()), pyarrow.float64())
+    seconds = pyarrow.float64()
+    kinds = (pyarrow.string(), pyarrow.list_(seconds), seconds, pyarrow.list_(pyarrow.int64()))
     for name, kind in zip(REMARKS, kinds, strict=True):  # of one type also where all are null
         values = [getattr(one, name) or None for _, one in entries]
         table = table.append_column(name, pyarrow.array(values, kind))

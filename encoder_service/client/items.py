@@ -150,7 +150,8 @@ class Embedding:
     frame_tokens: tuple[int, ...] = ()
     """Of a video sent with `evs_rate`: how many rows each temporal group has left."""
     kept_rows: tuple[int, ...] = ()
-    """Of a video sent with `evs_rate`: the indices of these rows among all rows of the video."""
+    """Of a video sent with `evs_rate`, and of an image that `preprocess.prune` of the service has
+    pruned: the indices of these rows among all rows of the grid. Empty: it has all."""
     reference: str = ""
     """The id under which the service keeps it, for `Client.fetch`; `data` is empty then."""
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)

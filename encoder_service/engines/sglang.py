@@ -42,7 +42,8 @@ def processor_output(embeddings: Sequence[Embedding]) -> dict[str, Any]:
         raise ValueError(f"shapes {[one.shape for one in embeddings]} are not tokens of one width")
     if any(embedding.kept_rows for embedding in embeddings):
         raise ValueError(
-            "SGLang takes no pruned videos: its grid counts all rows. Encode without evs_rate"
+            f"SGLang takes no pruned {first.type}s: its grid counts all rows. Encode without "
+            "evs_rate; for images set preprocess.prune of the encoder service to off"
         )
     import torch
 

@@ -320,6 +320,11 @@ def frames(call: EncodeRequest, embeddings: Sequence[Embedding]) -> Message:
     if any(one.shape != (one.tokens, width) for one in embeddings):
         shapes = [one.shape for one in embeddings]
         raise EncodeFailed(f"shapes {shapes} are not tokens of one width")
+    if any(one.kept_rows for one in embeddings):
+        raise EncodeFailed(
+            "SGLang cannot place the rows of a pruned image: set preprocess.prune of the encoder "
+            "service to off"
+        )
     attributes: dict[str, Any] = {
         "req_id": call.req_id,
         "num_parts": call.num_parts,

@@ -114,6 +114,11 @@ def check(embedding: Embedding) -> None:
             f"shape {embedding.shape} is not {embedding.tokens} tokens of a width with "
             f"{embedding.deepstack} deepstack features"
         )
+    if embedding.kept_rows and kind == "image":
+        raise ValueError(
+            "vLLM cannot place the rows of a pruned image: set preprocess.prune of the encoder "
+            "service to off"
+        )
     if embedding.kept_rows:
         if family not in PRUNED or embedding.reference:
             raise ValueError(

@@ -22,6 +22,7 @@ from actors.errors import (
 from actors.media.animation import is_animation, read_animation
 from actors.media.audio_file import read_seconds
 from actors.media.video_file import read_clip
+from actors.options import PreprocessOptions
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import MAX_ASPECT
 from actors.spec.video import VideoSizing
@@ -48,12 +49,12 @@ class Admission:
         spec: ModelSpec,
         limits: LimitOptions,
         fetch: FetchOptions,
-        alpha: Alpha = "white",
+        preprocess: PreprocessOptions | None = None,
         budget: int | None = None,
     ) -> None:
         """`budget`: tokens of the largest budget; None: of the model's largest image."""
         self.spec = spec
-        self.alpha = alpha
+        self.preprocess = preprocess or PreprocessOptions()
         self.budget = budget
         self.configure(limits, fetch)
 
@@ -129,17 +130,20 @@ class Admission:
             asked = self._kwargs(item, kwargs)
             if item.frames is not None:
                 media = probe_frames(
-                    item.frames, item.fps, self.spec, self.limits, self.alpha, asked
+                    item.frames, item.fps, self.spec, self.limits, self.preprocess.alpha, asked
                 )
             else:
-                media = probe(data, item.type, self.spec, self.limits, self.alpha, asked)
+                media = probe(data, item.type, self.spec, self.limits, self.preprocess.alpha, asked)
         except InvalidOption as error:
             if item.own():
                 return error
             raise  # only those of the request can be wrong
         except ServiceError as error:
             return error
-        return replace(media, evs_rate=evs_rate) if media.clip else media
+        if media.clip:
+            return replace(media, evs_rate=evs_rate)
+        prune = self.preprocess.prune != "off" and media.kind == "image"
+        return replace(media, prune=True) if prune else media
 
     def _kwargs(self, item: RequestItem, wide: ProcessorKwargs) -> ProcessorKwargs:
         """What holds for an item: its own, then those of its request. Raises InvalidOption."""

@@ -130,27 +130,32 @@ def test_dummy_weights_are_the_same_in_every_process() -> None:
     assert one(ids).logits.isfinite().all()
 
 
-def test_a_pruned_video_is_read_as_if_the_rest_were_masked(chat: Chat) -> None:
+@pytest.mark.parametrize("what", ["video", "image"])
+def test_what_is_pruned_is_read_as_if_the_rest_were_masked(chat: Chat, what: str) -> None:
+    """A video, or the image after it."""
     if chat.pair.model_type.startswith("qwen3_5"):
         pytest.skip("masked tokens still move its linear attention along")
     ours, _ = both(chat, [Size(64, 64), Clip(Size(84, 56), frames=8, fps=3), Size(96, 64)])
     spec = chat.spec
     outputs = ours["mm_encoder_outputs"]
-    kind = "image" if spec.video_style.as_images else "video"
-    place = 1 if spec.video_style.as_images else 0
+    as_images, video = spec.video_style.as_images, what == "video"
+    kind = "video" if video and not as_images else "image"
+    place = as_images if video else 1 + as_images
     count = len(outputs[kind].pooler_output[place])
     kept = [row for row in range(count) if row % 3 != 2]
     asked = {name: one for name, one in ours.items() if name != "mm_encoder_outputs"}
     positions, _ = chat.model.model.get_rope_index(**asked)
-    runs = ours["mm_token_type_ids"][0] == 2
-    hidden = runs.nonzero()[:, 0][[row for row in range(count) if row % 3 == 2]]
+    kinds = ours["mm_token_type_ids"][0]
+    runs = (kinds == (2 if video else 1)).nonzero()[-count:, 0]
+    hidden = runs[[row for row in range(count) if row % 3 == 2]]
     mask = ours["attention_mask"].clone()
     mask[0, hidden] = 0
-    order = torch.arange(len(runs)).view(1, 1, -1)
+    order = torch.arange(len(kinds)).view(1, 1, -1)
     whole = ours | {"attention_mask": mask, "position_ids": torch.cat([order, positions])}
     placed = [Placed("image", (1, 1, 1), 0)] * 3
     placed = [replace(one, tokens=n) for one, n in zip(placed, tokens_of(ours), strict=True)]
-    pruned = language_model.pruned(chat.model, ours, placed, [(), kept, ()])
+    every = [(), kept, ()] if video else [(), (), kept]
+    pruned = language_model.pruned(chat.model, ours, placed, every)
     left = copy.deepcopy(outputs)
     for level in (left[kind].pooler_output, *(left[kind].get("deepstack_features") or ())):
         level[place] = level[place][kept]

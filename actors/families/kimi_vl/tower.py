@@ -140,7 +140,7 @@ class KimiTower(PackedTower):
             return values
         times, pooled, weights, start = [], [], [], 0
         for plan in plans:
-            picture = plan.grid_thw[1] * plan.grid_thw[2]
+            picture = min(plan.patches, plan.grid_thw[1] * plan.grid_thw[2])
             for length in segments_of(plan):
                 count = length // picture
                 times.append(torch.arange(count).repeat_interleave(picture) + (count > 1))

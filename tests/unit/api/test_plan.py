@@ -15,11 +15,18 @@ import httpx
 import msgpack
 import numpy as np
 import pytest
+from PIL import Image
 from starlette.testclient import TestClient
 
 from actors.errors import Overloaded, Unavailable
 from actors.families import registry
-from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOptions
+from actors.options import (
+    ActorOptions,
+    EncoderOptions,
+    GraphOptions,
+    ModelOptions,
+    PreprocessOptions,
+)
 from actors.pipeline import open_pipeline
 from actors.spec.video import retention_mask
 from actors.telemetry.metrics import EncoderMetrics
@@ -172,6 +179,31 @@ def test_rows_that_are_left_of_a_video_are_named() -> None:
                 plan = fleet.plans[-1]
                 mask = retention_mask(whole.numpy(), plan, 0.5)
                 assert left.kept_rows == tuple(mask.nonzero()[0])
+        fleet.pipeline.close()
+
+    asyncio.run(run())
+
+
+def test_the_plan_of_an_image_that_may_be_pruned_is_that_of_the_whole() -> None:
+    prune = PreprocessOptions(prune="exact")
+    sheet = Image.new("RGB", (192, 128), "white")
+    sheet.paste(opened().resize((64, 64)), (96, 32))
+    sources: list[Source] = [encoded(sheet, "PNG"), jpeg(64, 64), video(8, size=(96, 64))]
+
+    async def run() -> None:
+        fleet, spec = Encoding(MODEL), registry.read(MODEL)
+        options = ServiceOptions(model=MODEL, preprocess=prune)
+        async with clients(Service(options, spec, fleet)) as both:
+            for one in both:
+                plans = await one.plan(sources)
+                left, photo, film = await one.encode(sources, "float32")
+                tokens = [plan.tokens for plan in plans if isinstance(plan, Plan)]
+                assert tokens[0] > left.tokens == len(left.kept_rows) == len(left.numpy())
+                assert tokens[1:] == [photo.tokens, film.tokens]
+                assert photo.kept_rows == film.kept_rows == left.frame_tokens == ()
+                assert left.grid_thw == (1, 8, 12)
+                # The photograph's four blocks, and those that are predicted from it wrongly.
+                assert left.kept_rows == (0, 9, 10, 11, 15, 16, 17, 21)
         fleet.pipeline.close()
 
     asyncio.run(run())

@@ -228,3 +228,12 @@ def test_what_does_not_belong_together_is_not_joined_for_sglang() -> None:
         replace(embedding(), reference="r1.abc").to_sglang()
     with pytest.raises(ValueError, match="Encode without evs_rate"):
         replace(embedding(), kept_rows=(0, 2)).to_sglang()
+
+
+@pytest.mark.parametrize("family", vllm.GRIDS)
+def test_no_engine_is_given_a_pruned_image(family: str) -> None:
+    pruned = replace(embedding(family=family), kept_rows=(0, 1, 2, 3, 4, 5))
+    with pytest.raises(ValueError, match=r"a pruned image: set preprocess\.prune"):
+        pruned.to_vllm()
+    with pytest.raises(ValueError, match=r"no pruned images: .*preprocess\.prune"):
+        pruned.to_sglang()

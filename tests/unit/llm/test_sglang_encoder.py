@@ -22,7 +22,7 @@ import torch
 import zmq
 import zmq.asyncio
 
-from actors.errors import Overloaded, Unavailable
+from actors.errors import EncodeFailed, Overloaded, Unavailable
 from encoder_service.api.http import build as build_service
 from encoder_service.client import AsyncClient, Embedding
 from encoder_service.config import LimitOptions
@@ -185,6 +185,12 @@ def test_videos_bring_their_times() -> None:
     found = read(bytes(frames(request(modality="VIDEO"), [other, other])[0]))
     assert found["second_per_grid_ts"] == [0.5, 0.5]
     assert "video_timestamps" not in found
+
+
+def test_a_pruned_image_is_refused() -> None:
+    one = embedding()
+    with pytest.raises(EncodeFailed, match=r"preprocess\.prune"):
+        frames(request(), [one, replace(one, kept_rows=tuple(range(one.tokens)))])
 
 
 @pytest.mark.parametrize(

@@ -336,7 +336,7 @@ def test_a_time_that_cannot_be_is_no_answer(rig: Rig, began: Any) -> None:
     rig.gate.clear()
     begun = rig.submit()
     until(lambda: rig.started[0].seen)
-    rig.started[0].its.send(packed([(began, "", "")]))
+    rig.started[0].its.send(packed([(began, "", "", b"")]))
     until(lambda: rig.count("decode_restarts") == 1)
     rig.gate.set()
     assert rig.good(begun), "made by the next one"

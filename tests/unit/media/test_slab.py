@@ -57,12 +57,13 @@ def travelled(patchifier: Patchifier, media: Media, slab: Slab) -> Item | Except
     slab.write(offset, size, media)
     assert not slab.begun(offset, size)
     (sent,) = unpacked(packed([order_of(media, offset, size)]))
-    _, name, text = decode_in_place(patchifier, sent, slab.bytes)
+    _, name, text, blocks = decode_in_place(patchifier, sent, slab.bytes)
     assert slab.begun(offset, size)
     if error := error_of(name, text):
         slab.give_back(offset)
         return error
-    return slab.item(offset, media.plan, patchifier.shape(media.plan))
+    plan = media.plan.pruned(blocks)
+    return slab.item(offset, plan, patchifier.shape(plan))
 
 
 def check(found: Item | Exception, expected: Item) -> None:
@@ -159,4 +160,4 @@ def test_nobody_truncates_the_slab(slab: Slab) -> None:
 
 def test_words_that_are_no_unicode_are_said_as_far_as_they_are() -> None:
     said = unpacked(packed([answer_of(1.0, InvalidMedia("no \udcff"))]))
-    assert said == ((1.0, "InvalidMedia", "no ?"),)
+    assert said == ((1.0, "InvalidMedia", "no ?", b""),)

@@ -154,6 +154,7 @@ def test_every_series_of_ours_that_tells_of_trouble_is_on_the_dashboard() -> Non
         "encoder_captured_graphs",
         "encoder_item_tokens",
         "encoder_measured_seconds",
+        "encoder_pruned_patches_total",
         "encoder_references",
         "encoder_router_bytes_total",
         "encoder_router_patches_total",

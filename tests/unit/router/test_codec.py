@@ -48,7 +48,13 @@ GRID = st.tuples(INT, INT, INT)
 TEXT = st.text(max_size=20)
 INTS = st.lists(INT, max_size=4).map(tuple)
 PLANS = st.builds(
-    ItemPlan, GRID, INT, INT, INTS, frames=INT, path_patches=INTS, kept=INTS, group_pictures=INT
+    ItemPlan,
+    *(GRID, INT, INT, INTS),
+    frames=INT,
+    path_patches=INTS,
+    kept=INTS,
+    group_pictures=INT,
+    blocks=st.binary(max_size=9),
 )
 CLIPS = st.builds(Clip, st.builds(Size, INT, INT), INT, FLOAT, st.booleans())
 MEDIA = st.builds(
@@ -65,6 +71,7 @@ MEDIA = st.builds(
     size=st.none() | st.builds(Size, INT, INT),
     alpha=st.sampled_from(get_args(Alpha)),
     kwargs=st.builds(ProcessorKwargs, *[st.none() | INT] * 3, st.none() | FLOAT, st.none() | INT),
+    prune=st.booleans(),
 )
 DTYPES = st.sampled_from(get_args(Dtype))
 CALLS = st.builds(
