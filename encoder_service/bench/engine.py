@@ -210,7 +210,8 @@ class Bench:
             tower = build(spec, weights, device.device, fp8=fp8)
             self.captured["fp8"] = self.graphs(tower, self.limits.budgets, self.limits.segments)
         self.packing: Packing = smallest_first
-        known = spec.family == Reference.family
+        whole = all(each.kept == 1 for each in settings.workloads)
+        known = whole and spec.family == Reference.family
         self.truth: Reference | PlainTower = (
             Reference(spec, weights, torch.float32, device.device)
             if known
@@ -322,8 +323,8 @@ class Bench:
 
 
 def plans_of(spec: ModelSpec, workload: Workload) -> list[ItemPlan]:
-    """Raises ConfigError for sounds to a model that takes images, and the reverse, and for sounds
-    that are too long or have no sample."""
+    """Raises ConfigError for sounds to a model that takes images, and the reverse, for sounds that
+    are too long or have no sample, and for pruned images to a model that cannot prune."""
     if bool(spec.audio) != bool(workload.seconds):
         raise ConfigError(f"--workload {workload.name}: {spec.id} takes {PLURALS[spec.kinds[0]]}")
     sizes = workload.sizes
@@ -334,7 +335,15 @@ def plans_of(spec: ModelSpec, workload: Workload) -> list[ItemPlan]:
         sizes = tuple(Size(round(each * spec.audio.rate), 1) for each in workload.seconds)
         if min(size.width for size in sizes) < 1:
             raise ConfigError(f"--workload {workload.name}: a sound has no sample")
-    return [spec.sizing.plan(size) for size in sizes]
+    plans = [spec.sizing.plan(size) for size in sizes]
+    if workload.kept == 1:
+        return plans
+    spec.check_prune()
+    random = np.random.default_rng(0)
+    kept = [random.permutation(plan.tokens) < workload.kept * plan.tokens for plan in plans]
+    return [
+        plan.pruned(np.packbits(each).tobytes()) for plan, each in zip(plans, kept, strict=True)
+    ]
 
 
 def limits(spec: ModelSpec, settings: Settings) -> Capacity:

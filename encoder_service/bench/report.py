@@ -43,6 +43,8 @@ class Workload:
     name: str
     sizes: tuple[Size, ...] = ()
     seconds: tuple[float, ...] = ()
+    kept: float = 1.0
+    """The share of merge blocks of each image that pruning leaves."""
 
 
 MIXED = (

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -193,7 +193,8 @@ def add_engine(kinds: Any) -> None:
         type=workload,
         action="extend",
         help=f"{', '.join(each.name for each in DEFAULT)}, or sizes of images encoded together, "
-        "such as 336x336*8+1024x1024 (default: all of these; with --model all "
+        "such as 336x336*8+1024x1024, with @0.4 if preprocess.prune leaves 40 %% of them (default: "
+        "all of these; with --model all "
         f"{', '.join(each.name for each in SHORT)}); sounds: "
         f"{', '.join(each.name for each in SOUNDS)}, or seconds, such as 7.5s*4",
     )
@@ -487,20 +488,24 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def workload(text: str) -> Workload:
+    found = re.fullmatch(r"([^@]+)@(0?\.\d+)", text)
+    shown, kept = (found[1], float(found[2])) if found else (text, 1.0)
+    if not kept:
+        raise argparse.ArgumentTypeError(f"{text!r} leaves nothing")
     for each in (*DEFAULT, *SOUNDS):
-        if each.name == text:
-            return each
+        if each.name == shown:
+            return replace(each, name=text, kept=kept)
     if sounds := re.fullmatch(r"(\d+(?:\.\d+)?)s(?:\*(\d+))?", text):
         seconds, count = float(sounds[1]), int(sounds[2] or 1)
         if seconds and count:
             return Workload(text, seconds=(seconds,) * count)
     try:
-        kinds = parse_mix(text)
+        kinds = parse_mix(shown)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, nor SECONDSs*COUNT for sounds") from None
     if len(kinds) > 1:
         raise argparse.ArgumentTypeError(f"{text!r}: separate workloads with spaces")
-    return Workload(text, tuple(Size(width, height) for width, height in kinds[0]))
+    return Workload(text, tuple(Size(width, height) for width, height in kinds[0]), kept=kept)
 
 
 def size(text: str) -> str:

@@ -108,6 +108,22 @@ def test_other_forms_of_the_blocks(tmp_path: Path) -> None:
     assert found == [("budget", [104]), ("compile", [104]), ("reference", [104])]
 
 
+def test_pruned_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    what = ["--workload", "1x336@0.41", "64x64+96x64", "--modes", "budget", "--json", str(file)]
+    assert cli.main([*TINY, *BRIEF, *what]) == 0
+    pruned, whole = json.loads(file.read_text())["models"][0]["workloads"]
+    assert (pruned["items"], pruned["tokens"], pruned["patches"]) == (1, 41, 164)
+    assert pruned["figures"][0]["budgets"] == [64]
+    assert whole["tokens"] == 10
+    windowed = ["bench", "engine", "--model", "qwen25vl-7b", "--device", "cpu"]
+    assert cli.main([*windowed, "--workload", "64x64@0.5"]) == 1
+    assert "which the family qwen2_5_vl does not have" in capsys.readouterr().err
+    for wrong in ("64x64@0.0", "64x64@1.5", "64x64@"):
+        with pytest.raises(SystemExit):
+            cli.main([*TINY, "--workload", wrong])
+
+
 def test_sounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     hearing = ["bench", "engine", "--model", "whisper-tiny", "--device", "cpu", *BRIEF]
