@@ -81,7 +81,8 @@ def hopper_tiles(size: int, dtype: torch.dtype) -> HopperAttention:
 
 
 # One strip, blocks of keys filled and not, segments that the ring just holds and just not, a last
-# round that is cut into parts, and into strips that groups share, all at once.
+# round that is cut into parts, and into strips that groups share, all at once. A ring has a form
+# for large budgets, in which CTAs share keys and values.
 HOPPER_LAYOUTS = [
     [1],
     [400],
@@ -90,8 +91,11 @@ HOPPER_LAYOUTS = [
     [79, 80, 81, 95, 96, 97, 193],
     [2048, 1, 128, 129, 160],
     [300] * 40,
+    [1024],
+    [4096],
     [8160],
     [2600] * 3,
+    [5000, 480, 4999, 1],
 ]
 
 
@@ -102,7 +106,8 @@ def test_hopper_equals_plain_attention_and_leaves_keys_and_values(
     size: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
     tiles, used = hopper_tiles(size, dtype), sum(lengths)
-    for patches in (used + 9, used + hopper.LONG_PATCHES):
+    for ring in hopper.RINGS[size]:
+        patches = used + 9 + ring.from_patches
         qkv = torch.randn(patches, 3, 16, size, dtype=dtype)
         qkv[used:] = float("nan")
         values = on_gpu(tiles.metadata(lengths, patches, len(lengths) + 3))
@@ -117,14 +122,16 @@ def test_hopper_equals_plain_attention_and_leaves_keys_and_values(
 @pytest.mark.parametrize("size", hopper.RINGS)
 def test_on_hopper_the_same_is_the_same_every_time(size: int, lengths: list[int]) -> None:
     """What is copied over something that is still being read shows as another result."""
-    tiles, patches = hopper_tiles(size, torch.bfloat16), sum(lengths)
-    qkv = torch.randn(patches, 3, 16, size, dtype=torch.bfloat16)
-    values = on_gpu(tiles.metadata(lengths, patches, len(lengths)))
-    first = tiles(qkv.clone(), values)
-    assert all(torch.equal(tiles(qkv.clone(), values), first) for _ in range(20))
+    tiles = hopper_tiles(size, torch.bfloat16)
+    for ring in hopper.RINGS[size]:
+        patches = sum(lengths) + ring.from_patches
+        qkv = torch.randn(patches, 3, 16, size, dtype=torch.bfloat16)
+        values = on_gpu(tiles.metadata(lengths, patches, len(lengths)))
+        first = tiles(qkv.clone(), values)
+        assert all(torch.equal(tiles(qkv.clone(), values), first) for _ in range(20))
 
 
-@pytest.mark.parametrize("patches", [600, 4096])
+@pytest.mark.parametrize("patches", [600, 9000])
 def test_on_hopper_too_a_poisoned_neighbour_stays_alone(patches: int) -> None:
     lengths, tiles = [100, 200, 300], hopper_tiles(72, torch.bfloat16)
     qkv = torch.randn(patches, 3, 2, 72, dtype=torch.bfloat16)
@@ -137,10 +144,15 @@ def test_on_hopper_too_a_poisoned_neighbour_stays_alone(patches: int) -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("patches", [1000, 3000])
-def test_on_hopper_scores_may_grow_without_bound(patches: int, sign: int) -> None:
-    tiles = hopper_tiles(64, torch.bfloat16)
-    qkv = torch.randn(patches, 3, 2, 64, dtype=torch.bfloat16)
+@pytest.mark.parametrize("patches", [1000, 3000, 9000])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(64, torch.bfloat16), (72, torch.bfloat16), (72, torch.float16)], ids=str
+)
+def test_on_hopper_scores_may_grow_without_bound(
+    size: int, dtype: torch.dtype, patches: int, sign: int
+) -> None:
+    tiles = hopper_tiles(size, dtype)
+    qkv = torch.randn(patches, 3, 2, size, dtype=dtype)
     # Up to hundreds, all of one sign, and larger from key to key.
     qkv[:, 0] = sign
     qkv[:, 1] = qkv[:, 1].abs() * torch.linspace(0, 60, patches)[:, None, None]

@@ -1,14 +1,20 @@
 // Attention within the segments of a packed sequence, for compute capability 9.0, over the table of
-// attention.py. That file defines ELEMENT, TYPE, SIZE, GROUPS, KEYS, STAGES and SCALE, and compiles
-// this one behind ptx.cu, the wgmma functions that it writes out, and attention_loads.cu.
+// attention.py. That file defines ELEMENT, TYPE, SIZE, GROUPS, KEYS, STAGES, CLUSTER, SCALE, PAD
+// and HEADROOM, and compiles this one behind ptx.cu, the wgmma functions that it writes out, and
+// attention_loads.cu.
 //
 // Persistent kernel: each block (CTA) loops over work items. One producer warp loads K and V tiles
 // into a circular shared-memory buffer with TMA; one warp per consumer warpgroup loads its Q tile.
 // Three consumer warpgroups process 64 query rows each, so that the softmax of one overlaps with
-// the GEMMs of the others. It takes three because a K and V tile is read from L2 once for all of
-// them: with 64 query rows per tile the L2 cache could not keep up. If all keys of a segment fit
-// into the buffer, they stay there until every query of the item has used them, and the warpgroups
-// do not wait for each other.
+// the GEMMs of the others; they issue their GEMMs in turn, because otherwise all compute GEMMs at
+// the same time and then softmax at the same time. It takes three because a K and V tile is read
+// from L2 once for all of them: with 64 query rows per tile the L2 cache could not keep up. If all
+// keys of a segment fit into the buffer, they stay there until every query of the item has used
+// them, and the warpgroups do not wait for each other.
+//
+// Instructions other than wgmma take register bandwidth from the tensor cores, about a cycle each
+// (BENCHMARKS.md). So the softmax does without a maximum of every block (see Softmax) and, if PAD,
+// without scaling and subtracting.
 //
 // A thread holds, of rows lane / 4 and lane / 4 + 8 of its warp, the columns 2 (lane % 4) + {0, 1}
 // of every 8. The last columns of the accumulators are the sums of the softmax weights.
@@ -17,19 +23,23 @@ constexpr int SLICES = (CHUNKS + 1) / 2;  // of 16 columns: the depth of one wgm
 constexpr int PRODUCER_REGISTERS = 32;
 constexpr int CONSUMER_REGISTERS = 160;
 constexpr int COLUMNS = SIZE + 8;  // of the accumulators: the values end with a column of ones
-// Softmax weights may exceed 1 by this power of two before they are rescaled to a new maximum.
-constexpr float SLACK = 8;
+// High words of descriptors: rows of 128 bytes, swizzled; of 32 bytes, swizzled, or of 16.
+constexpr u32 TILE_WORD = 0x40000040, REST_WORD = REST > 1 ? 0xc0000010 : 8;
 
-// Online softmax. Weights are relative to a reference, which is raised to a row's largest score
-// only if that is larger by more than SLACK. This is rare after the first block, and saves all
-// other blocks the exchange between threads and the rescaling.
+// Online softmax. Weights of row r are 2 ** (t - off[r]), where t is a score times SCALE. `off` is
+// HEADROOM above the largest score of the first block, and is raised only when a weight becomes 2
+// or more. Then the weights of the block are computed again, from its scores. This is rare, and
+// saves all other blocks the maximum, the exchange between threads and the rescaling. It is a whole
+// number, so that raising it rounds nothing.
+//
+// If PAD, scores arrive as t - off: queries are scaled when they are loaded, and off is in columns
+// that pad them, which meet ones in the keys.
 struct Softmax {
-    float top[2] = {-INFINITY, -INFINITY}, decay[2] = {1, 1};
-    bool raised = false;
+    float off[2], decay[2];
+    bool raised;
 
-    // Scores to weights, in place.
-    DEVICE void step(float (&s)[KEYS / 2]) {
-        float high[2];
+    // The largest t of each row, or t - off.
+    DEVICE static void highest(const float (&s)[KEYS / 2], float (&high)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float even = s[2 * r], odd = s[2 * r + 1];
@@ -39,25 +49,56 @@ struct Softmax {
                 odd = fmaxf(odd, s[i + 1]);
             }
             high[r] = fmaxf(even, odd);
+            high[r] = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 1));
+            high[r] = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 2));
+            if (!PAD) high[r] *= SCALE;
         }
-        raised = __any_sync(~0u, high[0] > top[0] + SLACK / SCALE || high[1] > top[1] + SLACK / SCALE);
-        if (raised)
+    }
+
+    // Scores to weights. `less`: what is still to be subtracted.
+    DEVICE static void weigh(const float (&s)[KEYS / 2], u32 (&p)[KEYS / 4],
+                             const float (&less)[2]) {
+#pragma unroll
+        for (int i = 0; i < KEYS / 4; i++) {
+            float scale = PAD ? 1.0f : (float)SCALE;
+            p[i] = pair(exp2_fast(s[2 * i] * scale - less[i % 2]),
+                        exp2_fast(s[2 * i + 1] * scale - less[i % 2]));
+        }
+    }
+
+    DEVICE void first(const float (&s)[KEYS / 2], u32 (&p)[KEYS / 4]) {
+        highest(s, off);
+#pragma unroll
+        for (int r = 0; r < 2; r++) off[r] = ceilf(off[r]) + HEADROOM;
+        weigh(s, p, off);
+    }
+
+    DEVICE void step(const float (&s)[KEYS / 2], u32 (&p)[KEYS / 4]) {
+        float less[2] = {PAD ? 0 : off[0], PAD ? 0 : off[1]};
+        weigh(s, p, less);
+        // A weight of 2 or more, or one that is not a number, has the highest bit of its exponent.
+        u32 bits = 0;
+#pragma unroll
+        for (int i = 0; i < KEYS / 4; i++) bits |= p[i];
+        raised = __any_sync(~0u, bits & 0x40004000);
+        if (raised) {
+            float high[2];
+            highest(s, high);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                float most = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 1));
-                most = fmaxf(top[r], fmaxf(most, __shfl_xor_sync(~0u, most, 2)));
-                decay[r] = exp2_fast((top[r] - most) * SCALE);
-                top[r] = most;
+                // Of every row for itself, so that no row depends on the others of its warp.
+                float above = high[r] - less[r], by = above >= 1 ? ceilf(above) + HEADROOM : 0;
+                decay[r] = exp2_fast(-by);
+                off[r] += by;
+                less[r] += by;
             }
-        float offset[2] = {top[0] * SCALE, top[1] * SCALE};
-#pragma unroll
-        for (int i = 0; i < KEYS / 2; i++) s[i] = exp2_fast(s[i] * SCALE - offset[i / 2 % 2]);
+            weigh(s, p, less);
+        }
     }
 
     DEVICE void rescale(float (&o)[COLUMNS / 2]) const {
-        if (raised)
 #pragma unroll
-            for (int i = 0; i < COLUMNS / 2; i++) o[i] *= decay[i / 2 % 2];
+        for (int i = 0; i < COLUMNS / 2; i++) o[i] *= decay[i / 2 % 2];
     }
 };
 
@@ -72,18 +113,18 @@ DEVICE void merge(u32 scratch, float (&o)[COLUMNS / 2], Softmax& softmax, int gr
         if (group == other) {
 #pragma unroll
             for (int i = 0; i < TOP; i++) at[i * 128] = o[i];
-            at[TOP * 128] = softmax.top[0];
-            at[TOP * 128 + 128] = softmax.top[1];
+            at[TOP * 128] = softmax.off[0];
+            at[TOP * 128 + 128] = softmax.off[1];
         }
         meet<128 * GROUPS>(1 + GROUPS);
         if (group == 0) {
             float ours[2], theirs[2];
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                float top = at[TOP * 128 + 128 * r], most = fmaxf(top, softmax.top[r]);
-                ours[r] = exp2_fast((softmax.top[r] - most) * SCALE);
-                theirs[r] = exp2_fast((top - most) * SCALE);
-                softmax.top[r] = most;
+                float off = at[TOP * 128 + 128 * r], most = fmaxf(off, softmax.off[r]);
+                ours[r] = exp2_fast(softmax.off[r] - most);
+                theirs[r] = exp2_fast(off - most);
+                softmax.off[r] = most;
             }
 #pragma unroll
             for (int i = 0; i < TOP; i++)
@@ -109,28 +150,27 @@ DEVICE void store(ELEMENT* qkv, int heads, const Work& work, int first,
     }
 }
 
-// The descriptor of values that lie `bytes` further, followed by the same column of ones.
-DEVICE u64 further(u64 values, int bytes) {
-    return values + (u64)(bytes / 16) - (REST ? 0 : (u64)(bytes / 16) << 16);
-}
-
 DEVICE void scores_begin(float (&s)[KEYS / 2], const u32 (&q)[SLICES * 4], const Ring& ring,
                          Place place) {
-    u64 keys = ring.keys + place.stage * (STAGE_BYTES / 16);
-    u64 rest = ring.keys_last + place.stage * (KEY_REST / 16);
+    u32 keys = ring.keys + place.stage * (STAGE_BYTES / 16);
+    u32 further = place.stage * (KEY_REST / 16), rest = ring.keys_last + further;
+    if (PAD) rest -= further << 16;  // the same ones for all stages
 #pragma unroll
-    for (int i = 0; i < SLICES; i++)
-        multiply_qk(s, q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3], i < 4 ? keys + i * 2 : rest,
-                    i > 0);
+    for (int i = 0; i < 4; i++)
+        multiply_qk<TILE_WORD>(s, q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3], keys + i * 2,
+                               i > 0);
+    if constexpr (SLICES > 4) multiply_qk<REST_WORD>(s, q[16], q[17], q[18], q[19], rest, 1);
     wgmma_commit();
 }
 
 DEVICE void sums_begin(float (&o)[COLUMNS / 2], const u32 (&p)[KEYS / 4], const Ring& ring,
                        Place place) {
-    u64 values = further(ring.values, place.stage * STAGE_BYTES);
+    constexpr u32 STEP = REST ? 1 : 1u - (1u << 16);  // the same column of ones for all values
+    u32 values = ring.values + place.stage * (STAGE_BYTES / 16) * STEP;
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++)
-        multiply_pv(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], further(values, i * 16 * 128), 1);
+        multiply_pv<TILE_WORD>(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3],
+                               values + i * 128 * STEP, 1);
     wgmma_commit();
 }
 
@@ -148,11 +188,6 @@ DEVICE void mask(float (&s)[KEYS / 2], int keys, int thread) {
         if (i / 4 * 8 + thread % 4 * 2 + i % 2 >= keys) s[i] = -INFINITY;
 }
 
-DEVICE void pack(u32 (&p)[KEYS / 4], const float (&s)[KEYS / 2]) {
-#pragma unroll
-    for (int i = 0; i < KEYS / 4; i++) p[i] = pair(s[2 * i], s[2 * i + 1]);
-}
-
 // Two of the four matrices hold the first chunk of a slice: rows 0 to 7 and 8 to 15 of the warp.
 DEVICE void load_queries(u32 (&q)[SLICES * 4], const Ring& ring, int group, int thread) {
     int row = thread / 32 * 16 + thread % 16, second = thread % 32 / 16;
@@ -162,6 +197,25 @@ DEVICE void load_queries(u32 (&q)[SLICES * 4], const Ring& ring, int group, int 
     if constexpr (REST > 0)
         load_matrices(q + 16, ring.q_rest(group) + rest_at(row, second));
     if constexpr (REST == 1) q[4 * SLICES - 2] = q[4 * SLICES - 1] = 0;
+    if constexpr (PAD)
+#pragma unroll
+        for (int i = 0; i < 18; i++) q[i] = pair(low(q[i]) * SCALE, high(q[i]) * SCALE);
+}
+
+// Writes -off into the first columns that pad queries: three numbers of 8 bits hold a whole number
+// of 24.
+DEVICE void refer(u32 (&q)[SLICES * 4], const Softmax& softmax, int thread) {
+    if constexpr (PAD)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float off = -softmax.off[r];
+            u32 first = pair(off, 0);
+            off -= low(first);
+            u32 second = pair(off, 0);
+            off -= low(second);
+            u32 both = first | second << 16, third = pair(off, 0);
+            q[18 + r] = thread % 4 == 0 ? both : thread % 4 == 1 ? third : 0;
+        }
 }
 
 DEVICE void skip(const Ring& ring, Place& place, int blocks) {
@@ -169,7 +223,7 @@ DEVICE void skip(const Ring& ring, Place& place, int blocks) {
     for (; blocks > 0; blocks--) {
         ring.wait_k(place);
         ring.wait_v(place);
-        if (threadIdx.x % 32 == 0) {
+        if (threadIdx.x % 32 < CLUSTER) {
             ring.free_k(place);
             ring.free_v(place);
         }
@@ -177,15 +231,32 @@ DEVICE void skip(const Ring& ring, Place& place, int blocks) {
     }
 }
 
+template <int M>
+DEVICE void hold(u32 (&values)[M]) {
+#pragma unroll
+    for (int i = 0; i < M; i++) asm volatile("" : "+r"(values[i])::"memory");
+}
+
+// Named barriers by which the warpgroups issue their GEMMs in turn, each for the one before it.
+DEVICE void my_turn(int group) {
+    meet<256>(8 + group);
+}
+
+DEVICE void next_turn(int group) {
+    asm volatile("bar.arrive %0, 256;" ::"r"(8 + (group + 1) % GROUPS) : "memory");
+}
+
 // Accumulates every stride-th block of the item's keys, from `first` on. `last`: no later strip of
-// this warpgroup reads these blocks again, so that their stages can be freed.
-DEVICE void compute(const Ring& ring, Place& place, const Work& work, const u32 (&q)[SLICES * 4],
+// this warpgroup reads these blocks again, so that their stages can be freed. `ordered`: all
+// warpgroups compute equally many blocks now, and issue their GEMMs in turn.
+DEVICE void compute(const Ring& ring, Place& place, const Work& work, u32 (&q)[SLICES * 4],
                     float (&o)[COLUMNS / 2], Softmax& softmax, int first, int stride, bool last,
-                    int thread) {
+                    int thread, int group, bool ordered) {
     float s[KEYS / 2];
     u32 p[KEYS / 4];
     int blocks = work.blocks(), block = first + stride;
-    bool frees = last && thread % 32 == 0;
+    bool frees = last && thread % 32 < CLUSTER;
+    if (ordered && group == GROUPS - 1 && block < blocks) next_turn(group);
     ring.wait_k(place);
     wgmma_begin();
     scores_begin(s, q, ring, place);
@@ -198,35 +269,40 @@ DEVICE void compute(const Ring& ring, Place& place, const Work& work, const u32 
     pin(s);
     if (frees) ring.free_k(place);
     if (partial) mask(s, work.last_keys(), thread);
-    softmax.step(s);
-    pack(p, s);
+    softmax.first(s, p);
+    refer(q, softmax, thread);
     ring.wait_v(place);
     for (; block < blocks; block += stride) {
         Place here = place;
         place.next();
         skip(ring, place, stride - 1);
         ring.wait_k(place);
+        if (ordered) my_turn(group);
         wgmma_begin();
-        scores_begin(s, q, ring, place);
         sums_begin(o, p, ring, here);
-        wgmma_wait<1>();
-        pin(s);
-        if (frees) ring.free_k(place);
-        softmax.step(s);
-        pin(s);
-        // Waits for V here rather than just before its GEMM: the branch in this wait keeps the
-        // compiler from moving the next wait up in front of the softmax.
-        ring.wait_v(place);
+        scores_begin(s, q, ring, place);
+        if (ordered && (group < GROUPS - 1 || block + stride < blocks)) next_turn(group);
         wgmma_wait<0>();
+        pin(s);
         pin(o);
-        if (frees) ring.free_v(here);
-        softmax.rescale(o);
-        pack(p, s);
+        hold(p);
+        if (frees) {
+            ring.free_k(place);
+            ring.free_v(here);
+        }
+        softmax.step(s, p);
+        hold(p);
+        if (softmax.raised) {
+            softmax.rescale(o);
+            refer(q, softmax, thread);
+        }
+        ring.wait_v(place);
     }
     wgmma_begin();
     sums_begin(o, p, ring, place);
     wgmma_wait<0>();
     pin(o);
+    hold(p);
     if (frees) ring.free_v(place);
     place.next();
     skip(ring, place, blocks - 1 - (block - stride));
@@ -238,16 +314,16 @@ DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const
     u32 q[SLICES * 4], parity = 0;
     int turn = 0;
     Place place;
-    int4 entry = plan.entry(table, blockIdx.x);
-    for (int item = blockIdx.x; item < plan.items; item += gridDim.x) {
+    int4 entry = plan.entry(table, plan.crew);
+    for (int item = plan.crew; item < plan.items; item += plan.crews) {
         Work work(plan, item, entry);
         // Loaded an item ahead, because the load takes long.
-        entry = plan.entry(table, item + gridDim.x);
+        entry = plan.entry(table, item + plan.crews);
         if (work.strips == 0) continue;
         Place begin = place;
         int blocks = work.blocks();
-        for (int round = 0; round < work.strips; round += GROUPS) {
-            int strip = round + work.first(group, turn);
+        for (int round = 0; round < work.strips; round += TOGETHER) {
+            int strip = round + work.first(ring.rank, group, turn);
             if (strip >= work.strips) {
                 if (!work.kept() || round == 0) skip(ring, place, blocks);
                 continue;
@@ -257,13 +333,15 @@ DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const
             parity ^= 1;
             load_queries(q, ring, group, thread);
             Softmax softmax;
+            softmax.off[0] = softmax.off[1] = -INFINITY;
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; i++) o[i] = 0;
             int first = work.shared ? min(group, blocks) : 0;
+            bool ordered = !work.shared && !work.kept() && work.strips - round >= TOGETHER;
             skip(ring, place, first);
             if (first < blocks)
                 compute(ring, place, work, q, o, softmax, first, work.shared ? GROUPS : 1,
-                        !work.kept() || strip + GROUPS >= work.strips, thread);
+                        !work.kept() || strip + TOGETHER >= work.strips, thread, group, ordered);
             // Shared strips are merged in the memory of the queries. That memory is freed only
             // here, where the results show that all loads from it have finished: an arrival on a
             // barrier does not wait for them. When it was freed right after the loads, the next
@@ -278,6 +356,9 @@ DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER)
+#endif
     attend(ELEMENT* qkv, const int4* table, const __grid_constant__ Maps maps, int heads) {
     extern __shared__ unsigned char memory[];
     __shared__ u64 barriers[4 * STAGES + 2 * GROUPS];
@@ -292,9 +373,13 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         store16(REST ? ring.tiles + i / KEYS * STAGE_BYTES + LOT + chunk_at(i % KEYS, CHUNKS)
                      : ring.ones + chunk_at(i, 0),
                 pair(1, 0), 0);
+    if (PAD)
+        for (int i = threadIdx.x; i < KEYS; i += 128 * (GROUPS + 1))
+            store16(ring.units + i * 16, pair(1, 1), pair(1, 0));
     publish();
     Plan plan(table, heads);
-    __syncthreads();
+    if (CLUSTER > 1) cluster_publish();
+    else __syncthreads();
     depend_wait();
     int group = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
     if (group == 0) {
@@ -302,8 +387,10 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         int warp = uniform(thread / 32);
         if (thread == 0) copy_blocks(maps, table, plan, ring);
         else if (thread % 32 == 0) copy_queries(maps, table, plan, ring, warp - 1);
+        __syncwarp();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         compute_all(qkv, table, plan, ring, group - 1, thread);
     }
+    if (CLUSTER > 1) cluster_leave();
 }

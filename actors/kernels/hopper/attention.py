@@ -18,8 +18,9 @@ from actors.kernels.hopper.cuda import ELEMENTS, LoadedKernel, tensor_map
 
 GROUPS = 3  # consumer warpgroups, each with 64 queries at a time
 TILE_ROWS, STRIP_ROWS = 64 * GROUPS, 64  # queries of a tile and of a strip of the table
-LONG_PATCHES = 4096  # budgets from here on take a head size's last ring, smaller ones its first
 LANE_BYTES = 128  # a swizzled row in shared memory: 64 columns
+PADDED = (72,)  # head sizes with columns to spare in the GEMM of the scores; see attention.cu
+HEADROOM = {"bf16": 32.0, "f16": 4.0}  # weights start below 2 ** -HEADROOM and may grow to 2
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ class Ring:
 
     keys: int  # in each stage
     stages: int
+    from_patches: int = 0  # the least budget that uses it
+    cluster: int = 1  # blocks (CTAs) that share keys and values: each copies a part, to all of them
 
     @property
     def kept_patches(self) -> int:
@@ -37,10 +40,15 @@ class Ring:
         return self.keys * self.stages
 
 
-RINGS = {64: (Ring(80, 9), Ring(96, 8)), 72: (Ring(80, 6),), 80: (Ring(80, 6),)}
-"""The head sizes that the kernel is built for, with a kernel for each ring.
+RINGS = {
+    64: (Ring(80, 9), Ring(96, 8, from_patches=4096)),
+    72: (Ring(80, 6), Ring(96, 5, from_patches=8193, cluster=2)),
+    80: (Ring(80, 6), Ring(80, 6, from_patches=8193, cluster=2)),
+}
+"""The head sizes that the kernel is built for, with a kernel for each ring, small budgets first.
 
-80 keys divide the 400 patches of a common image; long segments are faster with 96.
+80 keys divide the 400 patches of a common image. Long segments are faster with 96, and, except at
+head size 64, with clusters.
 """
 
 
@@ -60,36 +68,36 @@ class HopperAttention:
     def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
         """Items of the longest segment come first, because they take longest."""
         shape, _ = self.inputs(patches, segments)["attention_items"]
-        kept_patches = self.form(patches)[0].kept_patches
-        return {"attention_items": item_table(lengths, kept_patches, shape[0])}
+        return {"attention_items": item_table(lengths, self.form(patches)[0], shape[0])}
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
         """Written over q; rows that no item of the table covers keep their q."""
         ring, kernel = self.form(len(qkv))
         rows, _, heads, size = qkv.shape
-        flat, rest = qkv.view(rows, -1), max(size - 64, 8)
+        flat, rest, keys = qkv.view(rows, -1), max(size - 64, 8), ring.keys // ring.cluster
         maps = b"".join(
             [
-                tensor_map(flat, (ring.keys, 64)),
+                tensor_map(flat, (keys, 64)),
                 tensor_map(flat, (STRIP_ROWS, 64)),
-                tensor_map(flat, (ring.keys, rest)),
-                tensor_map(flat, (ring.keys, rest), 2 * rest),
+                tensor_map(flat, (keys, rest)),
+                tensor_map(flat, (keys, rest), 2 * rest),
                 tensor_map(flat, (STRIP_ROWS, rest), 2 * rest),
             ]
         )
         sms = torch.cuda.get_device_properties(qkv.device).multi_processor_count
-        kernel.launch((sms, 1, 1), qkv, values["attention_items"], maps, heads)
+        blocks = sms // ring.cluster * ring.cluster
+        kernel.launch((blocks, 1, 1), qkv, values["attention_items"], maps, heads)
         return flat[:, : heads * size]
 
     def form(self, patches: int) -> tuple[Ring, LoadedKernel]:
-        return self.forms[-1 if patches >= LONG_PATCHES else 0]
+        return next(form for form in reversed(self.forms) if patches >= form[0].from_patches)
 
 
-def item_table(lengths: Sequence[int], kept_patches: int, size: int) -> Tensor:
+def item_table(lengths: Sequence[int], ring: Ring, size: int) -> Tensor:
     """int32 [size, 4]: (entries, strips of the only segment or 0, 0, 0), then the entries; unused
-    rows are zero. The strips are given only for a segment longer than `kept_patches`.
+    rows are zero. The strips are given only for a segment that the ring does not hold at once.
 
-    A segment of up to `kept_patches` patches is one entry; a longer one has an entry per tile. An
+    A segment that the ring holds is one entry; a longer one has an entry per tile of a cluster. An
     entry is its segment's start and end, that segment's first entry (counted from 0), and
     65536 x the most strips of an entry + the number of the segment's entries.
     """
@@ -98,13 +106,14 @@ def item_table(lengths: Sequence[int], kept_patches: int, size: int) -> Tensor:
     longest_first = np.argsort(-length, kind="stable")
     length, end = length[longest_first], end[longest_first]
     strips = -(-length // STRIP_ROWS)
-    most = np.where(length > kept_patches, GROUPS, np.maximum(strips, 1)).astype(np.int32)
+    long, tile = length > ring.kept_patches, GROUPS * ring.cluster
+    most = np.where(long, tile, np.maximum(strips, 1)).astype(np.int32)
     counts = -(-strips // most)
     first = counts.cumsum(dtype=np.int32) - counts
     segments = np.stack([end - length, end, first, most << 16 | counts], axis=1)
     table = np.zeros((size, 4), dtype=np.int32)
     table[0, 0] = counts.sum()
-    if len(lengths) == 1 and length[0] > kept_patches:
+    if len(lengths) == 1 and long[0]:
         table[0, 1] = strips[0]
     table[1 : 1 + counts.sum()] = segments.repeat(counts, axis=0)
     return torch.from_numpy(table)
@@ -140,7 +149,8 @@ def shared_bytes(size: int, ring: Ring) -> int:
     kept, queries, rest = ring.kept_patches, GROUPS * STRIP_ROWS, (size - 64) // 8
     lots = (3 if rest else 2) * kept + queries
     ones = 0 if rest else 16
-    return 1024 + (lots + ones) * LANE_BYTES + (kept + queries) * rest * 16
+    units = ring.keys if size in PADDED else 0
+    return 1024 + (lots + ones) * LANE_BYTES + ((kept + queries) * rest + units) * 16
 
 
 def source(element: str, size: int, ring: Ring) -> str:
@@ -149,6 +159,9 @@ def source(element: str, size: int, ring: Ring) -> str:
         "GROUPS": GROUPS,
         "KEYS": ring.keys,
         "STAGES": ring.stages,
+        "CLUSTER": ring.cluster,
+        "PAD": int(size in PADDED and element == "bf16"),
+        "HEADROOM": f"{HEADROOM[element]!r}f",
         "SCALE": f"{size**-0.5 * 1.4426950408889634!r}f",  # log2(e)
     }
     folder = Path(__file__).parent

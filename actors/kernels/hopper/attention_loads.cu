@@ -4,25 +4,30 @@
 // The first 64 columns of a head lie in shared memory as rows of 128 bytes, swizzled. Of values,
 // the other 8 or 16 columns and a column of ones follow in a second lot of such rows, because one
 // GEMM reads both. Of queries and keys the other columns lie apart, in rows of their own.
+// If PAD, these columns of the keys are followed by ones, the same for all keys.
 
 constexpr int CHUNKS = SIZE / 8;
+constexpr int TOGETHER = GROUPS * CLUSTER;  // strips that a crew computes at a time
 constexpr int EVEN_STRIPS = 8;  // with more of them, even splitting is no faster than tiles
 
-// The work items are the table's entries, once per head; blocks take them in turn. The items of the
-// last round would leave SMs idle, so each of them is split into as many parts as there are SMs for
-// it. A single segment that is too long for one round is first split evenly over all SMs, unless
-// that would leave a warpgroup alone with a strip.
+// A crew is a cluster of CLUSTER blocks (CTAs), which compute different strips with the same keys
+// and values. The work items are the table's entries, once per head; crews take them in turn. The
+// items of the last round would leave SMs idle, so each of them is split into as many parts as
+// there are crews for it. A single segment that is too long for one round is first split evenly
+// over all crews, unless that would leave a warpgroup alone with a strip.
 struct Plan {
-    int heads, whole, share, items;  // unsplit items, parts of each other one, all items
-    int even;                        // replaces the last number of every entry, unless 0
-    DEVICE Plan(const int4* table, int heads) : heads(heads) {
+    int heads, crew, crews;
+    int whole, share, items;  // unsplit items, parts of each other one, all items
+    int even;                 // replaces the last number of every entry, unless 0
+    DEVICE Plan(const int4* table, int heads)
+        : heads(heads), crew(blockIdx.x / CLUSTER), crews(gridDim.x / CLUSTER) {
         int4 counts = __ldg(table);
-        int parts = max(gridDim.x / heads, 1), strips = (counts.y + parts - 1) / parts;
-        even = strips % GROUPS == 1 || strips > EVEN_STRIPS ? 0 : strips << 16 | parts;
+        int parts = max(crews / heads, 1), strips = (counts.y + parts - 1) / parts;
+        even = strips % TOGETHER == 1 || strips > EVEN_STRIPS ? 0 : strips << 16 | parts;
         if (strips == 0) even = 0;
-        int all = (even ? parts : counts.x) * heads, left = all % gridDim.x;
+        int all = (even ? parts : counts.x) * heads, left = all % crews;
         whole = all - left;
-        share = gridDim.x / max(left, 1);
+        share = crews / max(left, 1);
         items = whole + left * share;
     }
     DEVICE int at(int item) const {
@@ -36,8 +41,8 @@ struct Plan {
 };
 
 // One item: `strips` strips of 64 queries from `row` on, of one head of the segment [start, end).
-// `shared`: there is one strip, whose keys are divided among the warpgroups. Otherwise each
-// warpgroup takes strips of its own.
+// `shared`: there is at most one strip for each CTA, whose keys are divided among its warpgroups.
+// Otherwise each warpgroup takes strips of its own.
 struct Work {
     int start, end, row, head, strips;
     bool shared;
@@ -54,15 +59,15 @@ struct Work {
             int part = (item - plan.whole) % plan.share, first = strips * part / plan.share;
             strips = strips * (part + 1) / plan.share - first;
             row += first * 64;
-            shared = strips == 1 && !kept();
+            shared = strips <= CLUSTER && !kept();
         }
     }
-    // The first strip of a warpgroup; its others follow in steps of GROUPS.
-    DEVICE int first(int group, int turn) const {
-        return shared ? 0 : (group + GROUPS - turn) % GROUPS;
+    // The first strip of a warpgroup; its others follow in steps of TOGETHER.
+    DEVICE int first(int rank, int group, int turn) const {
+        return shared ? rank : (rank * GROUPS + group + TOGETHER - turn) % TOGETHER;
     }
     // The warpgroup that takes the first strip of the next item, so that all get equally many.
-    DEVICE int next(int turn) const { return shared ? turn : (turn + strips) % GROUPS; }
+    DEVICE int next(int turn) const { return shared ? turn : (turn + strips) % TOGETHER; }
     // Whether the ring holds all keys of the segment at once.
     DEVICE bool kept() const { return blocks() <= STAGES; }
     // The last block of keys, the one that may be partial, comes first.
@@ -78,38 +83,53 @@ constexpr int BLOCK_BYTES = KEYS * SIZE * 2;  // copied by TMA
 constexpr int QUERY_LOT = 64 * 128;
 constexpr int ONES_BYTES = REST ? 0 : 16 * 128;
 constexpr int WARPS = 4 * GROUPS;
+constexpr int COPIED = KEYS / CLUSTER;  // keys of a stage that each CTA copies for its cluster
 struct Maps {
     TensorMap block, queries, values_rest, keys_rest, queries_rest;
 };
 
-// Shared memory: stages of keys and values, queries, a lot of ones, and the other columns of keys
-// and queries. `scratch` is the memory of the queries.
+// Shared memory: stages of keys and values, queries, a lot of ones, the other columns of keys and
+// queries, and the ones that pad keys. `scratch` is the memory of the queries.
 struct Ring {
-    u32 tiles, scratch, ones, keys_rest, queries_rest;
-    u32 full_k, full_v, empty_k, empty_v, full_q, empty_q;
-    u64 keys, keys_last, values;  // descriptors of the first stage
+    u32 tiles, scratch, ones, keys_rest, queries_rest, units;
+    u32 full_k, full_v, empty_k, empty_v, full_q, empty_q, freed;
+    u32 keys, keys_last, values;  // low words of the descriptors of the first stage
+    int rank;
     DEVICE Ring(u32 memory, u32 barriers)
         : tiles(memory),
           scratch(memory + STAGES * STAGE_BYTES),
           ones(scratch + GROUPS * QUERY_LOT),
           keys_rest(ones + ONES_BYTES),
           queries_rest(keys_rest + STAGES * KEY_REST),
+          units(queries_rest + GROUPS * QUERY_REST),
           full_k(barriers),
           full_v(full_k + 8 * STAGES),
           empty_k(full_v + 8 * STAGES),
           empty_v(empty_k + 8 * STAGES),
           full_q(empty_v + 8 * STAGES),
           empty_q(full_q + 8 * GROUPS),
-          keys(swizzled(uniform(tiles), 0)),
-          keys_last(narrow(uniform(keys_rest), REST * 16)),
-          values(swizzled(uniform(tiles + LOT), REST ? LOT : uniform(ones - tiles - LOT))) {}
+          freed(empty_k),
+          keys(low_word(uniform(tiles), 0)),
+          keys_last(low_word(uniform(keys_rest), PAD ? uniform(units - keys_rest) : 0)),
+          values(low_word(uniform(tiles + LOT), REST ? LOT : uniform(ones - tiles - LOT))),
+          rank(0) {
+        if (CLUSTER > 1) {
+            rank = cluster_rank();
+            freed = cluster_address(empty_k, threadIdx.x % CLUSTER);
+        }
+    }
     DEVICE u32 v(Place place) const { return tiles + place.stage * STAGE_BYTES + LOT; }
     DEVICE u32 q(int group) const { return scratch + group * QUERY_LOT; }
     DEVICE u32 q_rest(int group) const { return queries_rest + group * QUERY_REST; }
     DEVICE void wait_k(Place place) const { barrier_wait(full_k + 8 * place.stage, place.parity); }
     DEVICE void wait_v(Place place) const { barrier_wait(full_v + 8 * place.stage, place.parity); }
-    DEVICE void free_k(Place place) const { barrier_arrive(empty_k + 8 * place.stage); }
-    DEVICE void free_v(Place place) const { barrier_arrive(empty_v + 8 * place.stage); }
+    // By the first CLUSTER lanes of every consumer warp: each tells another CTA of the cluster.
+    DEVICE void free_k(Place place) const { release(freed + 8 * place.stage); }
+    DEVICE void free_v(Place place) const { release(freed + 8 * STAGES + 8 * place.stage); }
+    DEVICE static void release(u32 barrier) {
+        if (CLUSTER > 1) barrier_arrive_at(barrier);
+        else barrier_arrive(barrier);
+    }
     DEVICE void initialise() const {
         for (int i = 0; i < GROUPS; i++) {
             barrier_init(full_q + 8 * i, 1);
@@ -118,8 +138,8 @@ struct Ring {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(full_k + 8 * i, 1);
             barrier_init(full_v + 8 * i, 1);
-            barrier_init(empty_k + 8 * i, WARPS);
-            barrier_init(empty_v + 8 * i, WARPS);
+            barrier_init(empty_k + 8 * i, WARPS * CLUSTER);
+            barrier_init(empty_v + 8 * i, WARPS * CLUSTER);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -135,31 +155,41 @@ DEVICE u32 rest_at(int row, int chunk) {
     return REST > 1 ? row * 32 + (chunk ^ row / 4 % 2) * 16 : row * 16;
 }
 
+DEVICE void copy_rows(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    if (CLUSTER > 1) tensor_copy_to_all(to, map, column, row, barrier, CLUSTER);
+    else tensor_copy(to, map, column, row, barrier);
+}
+
+// Each CTA of a cluster copies a part of the rows, to all of them.
 DEVICE void copy_block(const Maps& maps, const Ring& ring, Place place, int k, int v, int row) {
-    u32 to = ring.tiles + place.stage * STAGE_BYTES, full = ring.full_k + 8 * place.stage;
+    u32 to = ring.tiles + place.stage * STAGE_BYTES + ring.rank * COPIED * 128;
+    u32 full = ring.full_k + 8 * place.stage;
+    row += ring.rank * COPIED;
     barrier_wait(ring.empty_k + 8 * place.stage, place.parity ^ 1);
     barrier_expect(full, BLOCK_BYTES);
-    tensor_copy(to, maps.block, k, row, full);
-    if (REST) tensor_copy(ring.keys_rest + place.stage * KEY_REST, maps.keys_rest, k + 64, row, full);
+    copy_rows(to, maps.block, k, row, full);
+    if (REST)
+        copy_rows(ring.keys_rest + place.stage * KEY_REST + ring.rank * COPIED * REST * 16,
+                  maps.keys_rest, k + 64, row, full);
     full = ring.full_v + 8 * place.stage;
     barrier_wait(ring.empty_v + 8 * place.stage, place.parity ^ 1);
     barrier_expect(full, BLOCK_BYTES);
-    tensor_copy(to + LOT, maps.block, v, row, full);
-    if (REST) tensor_copy(to + 2 * LOT, maps.values_rest, v + 64, row, full);
+    copy_rows(to + LOT, maps.block, v, row, full);
+    if (REST) copy_rows(to + 2 * LOT, maps.values_rest, v + 64, row, full);
 }
 
 DEVICE void copy_blocks(const Maps& maps, const int4* table, const Plan& plan, const Ring& ring) {
     Place place;
-    int4 entry = plan.entry(table, blockIdx.x);
-    for (int item = blockIdx.x; item < plan.items; item += gridDim.x) {
+    int4 entry = plan.entry(table, plan.crew);
+    for (int item = plan.crew; item < plan.items; item += plan.crews) {
         Work work(plan, item, entry);
-        entry = plan.entry(table, item + gridDim.x);
+        entry = plan.entry(table, item + plan.crews);
         if (work.strips == 0) continue;
         // Items of one head start at different keys, so that they do not all read the same L2
         // lines.
         int whole = work.blocks() - 1, at = item % max(whole, 1);
         int k = (plan.heads + work.head) * SIZE, v = k + plan.heads * SIZE;
-        for (int i = 0; i < (work.kept() ? 1 : work.strips); i += GROUPS)
+        for (int i = 0; i < (work.kept() ? 1 : work.strips); i += TOGETHER)
             for (int block = 0; block <= whole; block++) {
                 int row = work.start + (block ? at : whole) * KEYS;
                 if (block && ++at == whole) at = 0;
@@ -173,12 +203,12 @@ DEVICE void copy_queries(const Maps& maps, const int4* table, const Plan& plan, 
                          int group) {
     u32 parity = 1, full = ring.full_q + 8 * group, empty = ring.empty_q + 8 * group;
     int turn = 0;
-    int4 entry = plan.entry(table, blockIdx.x);
-    for (int item = blockIdx.x; item < plan.items; item += gridDim.x) {
+    int4 entry = plan.entry(table, plan.crew);
+    for (int item = plan.crew; item < plan.items; item += plan.crews) {
         Work work(plan, item, entry);
-        entry = plan.entry(table, item + gridDim.x);
+        entry = plan.entry(table, item + plan.crews);
         int column = work.head * SIZE;
-        for (int i = work.first(group, turn); i < work.strips; i += GROUPS) {
+        for (int i = work.first(ring.rank, group, turn); i < work.strips; i += TOGETHER) {
             barrier_wait(empty, parity);
             parity ^= 1;
             barrier_expect(full, 64 * SIZE * 2);

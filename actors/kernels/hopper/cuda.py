@@ -211,7 +211,8 @@ def wgmma(
     """A CUDA function: d [64, columns] (+)= a [64, 16] in registers x b [16, columns], shared.
 
     Written out because the instruction names each of its columns / 2 registers per thread.
-    `shared`: a lies in shared memory as well. `transposed`: b is transposed.
+    `shared`: a lies in shared memory as well. `transposed`: b is transposed. Beside an a in
+    registers, b is the low word of its descriptor and HIGH, a template's argument, the other one.
     """
     count = columns // 2
     a = ["a"] if shared else ["a0", "a1", "a2", "a3"]
@@ -222,12 +223,18 @@ def wgmma(
     bound = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     read = ", ".join(f'"{"l" if shared else "r"}"({each})' for each in a)
     declared = ", ".join(f"{'u64' if shared else 'u32'} {each}" for each in a)
+    head, kind, at = "", "u64", f"%{b}"
+    join, passed = "", '"l"(b), "r"(add)'
+    if not shared:
+        head, kind, at = "template <u32 HIGH>\n", "u32", "b"
+        join = f".reg .b64 b;\\nmov.b64 b, {{%{b}, %{add + 1}}};\\n"
+        passed = '"r"(b), "r"(add), "n"(HIGH)'
     return f"""
-DEVICE void {name}(float (&d)[{count}], {declared}, u64 b, int add) {{
+{head}DEVICE void {name}(float (&d)[{count}], {declared}, {kind} b, int add) {{
     asm volatile(
-        "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{add}, 0;\\n"
+        "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{add}, 0;\\n{join}"
         "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{element}.{element} {{{outputs}}}, "
-        "{first}, %{b}, add, {flags};\\n}}"
-        : {bound} : {read}, "l"(b), "r"(add));
+        "{first}, {at}, add, {flags};\\n}}"
+        : {bound} : {read}, {passed});
 }}
 """

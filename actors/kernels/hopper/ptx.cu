@@ -23,6 +23,11 @@ DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// At a barrier of any block of the cluster; see cluster_address.
+DEVICE void barrier_arrive_at(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives, and makes the phase wait for `bytes` more bytes from tensor_copy.
 DEVICE void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -41,6 +46,16 @@ DEVICE void tensor_copy(u32 to, const TensorMap& map, int column, int row, u32 b
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+
+// The same into the shared memory of all `blocks` of the cluster, at one offset and barrier.
+DEVICE void tensor_copy_to_all(u32 to, const TensorMap& map, int column, int row, u32 barrier,
+                               int blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map), "r"(column),
+        "r"(row), "r"(barrier), "h"((unsigned short)((1 << blocks) - 1))
         : "memory");
 }
 
@@ -103,6 +118,12 @@ DEVICE u32 cluster_address(u32 address, u32 block) {
     return theirs;
 }
 
+DEVICE u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
 // Cluster barrier; afterwards all threads see what the others have stored.
 DEVICE void cluster_publish() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" :::
@@ -115,16 +136,16 @@ DEVICE void cluster_leave() {
                      "memory");
 }
 
+// The low word of a wgmma descriptor: an address, and the distance to the next columns.
+DEVICE u32 low_word(u32 address, u32 leading) {
+    return (address >> 4 & 0x3fff) | leading >> 4 << 16;
+}
+
 // wgmma descriptor of rows of 128 bytes, swizzled in groups of eight. `leading`: bytes from the
 // first 64 columns to the next ones.
 DEVICE u64 swizzled(u32 address, u32 leading) {
     return (u64)(address >> 4 & 0x3fff) | (u64)(leading >> 4) << 16 | (u64)(1024 >> 4) << 32 |
            1ull << 62;
-}
-
-// wgmma descriptor of rows of 32 bytes, swizzled, or of 16 bytes, which are read twice.
-DEVICE u64 narrow(u32 address, int bytes) {
-    return (u64)(address >> 4 & 0x3fff) | (u64)(8 * bytes >> 4) << 32 | (bytes > 16 ? 3ull << 62 : 0);
 }
 
 template <int N>

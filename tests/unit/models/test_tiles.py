@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,14 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.kernels.attention import LONG_PATCHES, TritonAttention, tile_rows, tile_table
-from actors.kernels.hopper.attention import GROUPS, RINGS, STRIP_ROWS, HopperAttention, item_table
+from actors.kernels.hopper.attention import (
+    GROUPS,
+    RINGS,
+    STRIP_ROWS,
+    HopperAttention,
+    Ring,
+    item_table,
+)
 from actors.kernels.hopper.cuda import LoadedKernel
 
-KEPT = RINGS[72][0].kept_patches
+SMALL, LARGE = RINGS[72][0], RINGS[72][-1]
 LENGTHS = st.lists(st.integers(1, 1000), min_size=1, max_size=30)
 TABLES: dict[str, TritonAttention | HopperAttention] = {
     "attention_tiles": TritonAttention(),
-    "attention_items": HopperAttention([LoadedKernel(ctypes.c_void_p(), 0, 0)], 72),
+    "attention_items": HopperAttention([LoadedKernel(ctypes.c_void_p(), 0, 0)] * 2, 72),
 }
 BOTH = pytest.mark.parametrize("name", TABLES)
 
@@ -39,23 +47,24 @@ def tiles(lengths: Sequence[int], rows: int) -> Covered:
     ]
 
 
-def items(lengths: Sequence[int], processors: int) -> Covered:
+def items(lengths: Sequence[int], crews: int, ring: Ring = SMALL) -> Covered:
     """Of the last of three heads, as attention_loads.cu reads them."""
-    table = item_table(lengths, KEPT, most(lengths, STRIP_ROWS)).tolist()
-    strips = -(-table[0][1] // max(processors // 3, 1))
-    if 0 < strips <= 8 and strips % GROUPS != 1:  # a segment alone
-        parts = max(processors // 3, 1)
-        table = [[parts], *[[*table[1][:3], strips * 65536 + parts]] * parts]
-    every = 3 * table[0][0]
-    left = every % processors
+    table = item_table(lengths, ring, most(lengths, STRIP_ROWS)).tolist()
+    (entries, alone, *_), parts = table[0], max(crews // 3, 1)
+    strips = -(-alone // parts)
+    if 0 < strips <= 8 and strips % (GROUPS * ring.cluster) != 1:  # a segment alone
+        entries = parts
+        table = [[], *[[*table[1][:3], strips * 65536 + parts]] * parts]
+    left = 3 * entries % crews
+    share = crews // max(left, 1)
     found = []
-    for item in range(every):
+    for item in range(3 * entries):
         start, end, first, packed = table[1 + item // 3]
-        strips, entries = divmod(packed, 65536)
-        head, index = divmod(item - 3 * first, entries)
+        strips, count = divmod(packed, 65536)
+        head, index = divmod(item - 3 * first, count)
         row = start + index * strips * STRIP_ROWS
         strips = max(min(strips, -(-(end - row) // STRIP_ROWS)), 0)
-        parts = 1 if item < every - left else processors // left
+        parts = 1 if item < 3 * entries - left else share
         cuts = [row + strips * part // parts * STRIP_ROWS for part in range(parts + 1)]
         if head == 2:
             found += [(a, b - a, start, end) for a, b in pairwise(cuts) if a < b]
@@ -68,9 +77,15 @@ def most(lengths: Sequence[int], rows: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("covered", "rows"), [(tiles, 64), (tiles, 128), (items, 1), (items, 7), (items, 132)]
+    ("covered", "rows"),
+    [
+        (tiles, 64),
+        (tiles, 128),
+        *((items, crews) for crews in (1, 7, 132)),
+        *((partial(items, ring=LARGE), crews) for crews in (1, 7, 66)),
+    ],
 )
-@given(lengths=LENGTHS)
+@given(lengths=LENGTHS | st.lists(st.integers(1000, 9000), min_size=1, max_size=2))
 def test_each_row_is_in_one_tile_of_its_own_segment(
     covered: Callable[[Sequence[int], int], Covered], rows: int, lengths: list[int]
 ) -> None:
@@ -115,17 +130,19 @@ def test_the_longest_segment_starts_first(lengths: list[int]) -> None:
     assert seen == sorted(seen, reverse=True)
 
 
-@given(LENGTHS, st.sampled_from([1, 7, 132]))
+@given(LENGTHS, st.sampled_from([1, 7, 132]), st.sampled_from([SMALL, LARGE]))
 def test_only_segments_that_the_ring_holds_have_long_items(
-    lengths: list[int], processors: int
+    lengths: list[int], crews: int, ring: Ring
 ) -> None:
-    for _, rows, start, end in items(lengths, processors):
-        assert rows <= GROUPS * STRIP_ROWS or end - start <= KEPT or len(lengths) == 1
+    for _, rows, start, end in items(lengths, crews, ring):
+        kept = end - start <= ring.kept_patches
+        assert kept or rows <= GROUPS * ring.cluster * STRIP_ROWS or len(lengths) == 1
 
 
 def test_one_image_is_cut_for_all_processors() -> None:
     assert [rows for _, rows, _, _ in items([400], 132)] == [STRIP_ROWS] * 7
     assert [rows for _, rows, _, _ in items([4096], 24)] == [8 * STRIP_ROWS] * 8
+    assert [rows for _, rows, _, _ in items([4096], 12, LARGE)] == [6 * STRIP_ROWS] * 10 + [256]
 
 
 def test_small_budgets_have_small_tiles() -> None:
@@ -145,4 +162,4 @@ def test_large_budgets_at_head_size_64_have_the_ring_of_long_segments(
 def test_no_items_is_no_work() -> None:
     empty = torch.zeros(4, 4, dtype=torch.int32)
     assert torch.equal(tile_table([], 64, 4), empty)
-    assert torch.equal(item_table([], KEPT, 4), empty)
+    assert torch.equal(item_table([], SMALL, 4), empty)
