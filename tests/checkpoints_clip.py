@@ -239,6 +239,25 @@ def write_llava_next(folder: Path, tower: str) -> Any:
     return written(folder, model, sizes | {"image_grid_pinpoints": grid})
 
 
+def write_llava_next_video(folder: Path) -> Any:
+    """`write_llava_next` over `clip` with videos."""
+    from transformers import LlavaNextVideoConfig, LlavaNextVideoForConditionalGeneration
+
+    torch.manual_seed(0)
+    grid = [[height * 84 // PICTURE, width * 84 // PICTURE] for height, width in PINPOINTS]
+    config = LlavaNextVideoConfig(
+        vision_config=TOWER | {"model_type": "clip_vision_model", "image_size": 84},
+        text_config=TEXT,
+        image_grid_pinpoints=grid,
+        image_token_index=5,
+        video_token_index=6,
+    )
+    model = LlavaNextVideoForConditionalGeneration(config).eval()
+    scatter(model.model.vision_tower)
+    scatter(model.model.multi_modal_projector)
+    return written(folder, model, CROPPED | {"image_grid_pinpoints": grid})
+
+
 def write_onevision(folder: Path) -> Any:
     """`write_siglip` for LLaVA-OneVision, whose tower ends with the layer that is used."""
     from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration

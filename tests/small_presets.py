@@ -52,6 +52,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "dinov2-base": LAYERS | {"mlp_ratio": 2, "image_size": 84},
     "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-next-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "llava-next-video-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-onevision-7b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "paligemma2-3b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "janus-pro-1b": LAYERS | {"mlp_ratio": 2.0, "image_size": 96},
@@ -72,7 +73,8 @@ TOP_LEVEL = {
 SIZES = {
     **{"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224},
     **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84, "llava-next-7b": 84},
-    **{"llava-onevision-7b": 90, "paligemma2-3b": 84, "aya-vision-8b": 84},
+    **{"llava-next-video-7b": 84, "llava-onevision-7b": 90, "paligemma2-3b": 84},
+    **{"aya-vision-8b": 84},
     **{"command-a-vision": 96, "janus-pro-1b": 96},
 }
 LONGEST = dict.fromkeys(("pixtral-12b", "mistral-small31", "lighton-ocr"), 448) | {
@@ -93,7 +95,7 @@ def write_small(folder: Path, preset: str) -> Path:
         processor["size"] = {"height": side, "width": side}
         if "crop_size" in processor:
             processor["crop_size"] = side
-    if preset == "llava-next-7b":
+    if preset.startswith("llava-next-"):
         for settings in (config, processor):
             pinpoints = settings["image_grid_pinpoints"]
             settings["image_grid_pinpoints"] = [[each // 4 for each in one] for one in pinpoints]

@@ -207,9 +207,11 @@ class AnyresPatchifier(Patchifier):
         return torch.cat([self.frame(tile, Size(side, side)) for tile in tiles])
 
     def frame(self, frame: Tensor, size: Size) -> Tensor:
-        whole = self.sizing.tile_pixels
-        tile = resize(frame, size, self.spec.resample)[:, :whole, :whole]
-        return cut_tiles(tile, self.sizing)
+        """The middle of a frame that is resized to more than a picture."""
+        side, whole = self.sizing.picture_pixels, self.sizing.tile_pixels
+        left, above = (size.width - side) // 2, (size.height - side) // 2
+        tile = resize(frame, size, self.spec.resample)[:, above:, left:]
+        return cut_tiles(tile[:, :whole, :whole], self.sizing)
 
 
 class SplitPatchifier(AnyresPatchifier):

@@ -21,6 +21,7 @@ from actors.spec.sizing import (
     Defaults,
     Largest,
     at_least,
+    check_aspect,
     longest_side,
     pixels_of,
     smart_resize,
@@ -31,7 +32,8 @@ FRAMES_PER_GROUP = 2
 """Of the Qwen-VL and GLM-V families. A tower with other groups takes images only."""
 
 POOLED = 2
-"""LLaVA-OneVision pools frames to this fraction of their rows and columns, rounded up."""
+"""LLaVA-OneVision pools frames to this fraction of their rows and columns, rounded up;
+LLaVA-NeXT-Video divides them exactly."""
 
 EVS_FIRST = 255.0
 """The dissimilarity of the first group of frames, which has none before it."""
@@ -313,6 +315,25 @@ class PooledFrames(VideoSizing):
             path_tokens=(computed,),
             frames=frames,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class AveragedFrames(PooledFrames):
+    """The middle of each frame fills one tile and is pooled, 2 x 2 patches to one
+    (LLaVA-NeXT-Video)."""
+
+    def resized(self, size: Size, frames: int) -> Size:
+        """The shorter side fills the tile."""
+        side = self.picture_pixels
+        if size.width <= size.height:
+            return Size(side, side * size.height // size.width)
+        return Size(side * size.width // size.height, side)
+
+    def plan(self, clip: Clip) -> ItemPlan:
+        """Without a newline. Raises TooLarge for an aspect ratio over MAX_ASPECT, too."""
+        check_aspect(clip.size)
+        plan = PooledFrames.plan(self, clip)  # super() does not work with slots
+        return replace(plan, tokens=plan.tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)

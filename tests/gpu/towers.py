@@ -39,6 +39,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "dinov2-base": {"num_hidden_layers": 4},
     "llava15-7b": {"used_layers": 4},
     "llava-next-7b": {"used_layers": 4},
+    "llava-next-video-7b": {"used_layers": 4},
     "llava-onevision-7b": {"used_layers": 4},
     "paligemma2-3b": {"used_layers": 4},
     "janus-pro-1b": {"num_hidden_layers": 4},

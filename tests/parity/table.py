@@ -56,7 +56,7 @@ FAMILIES = {
     "dinov2_with_registers": "DINOv2",
     "llava": "LLaVA 1.5",
     "llava_next": "LLaVA-NeXT",
-    "llava_next_video": "LLaVA-NeXT",
+    "llava_next_video": "LLaVA-NeXT-Video",
     "llava_onevision": "LLaVA-OneVision",
     "llava_qwen": "LLaVA-OneVision",
     "paligemma": "PaliGemma 1, 2",

@@ -210,6 +210,7 @@ PUBLISHED = [
     Published("dinov2-base", "DINOv2", 87, lambda size: 16**2 + 1),
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),
     Published("llava-next-7b", "LLaVA-NeXT", 312, llava_next),
+    Published("llava-next-video-7b", "LLaVA-NeXT-Video", 312, llava_next),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
     Published("paligemma2-3b", "PaliGemma 1, 2", 415, lambda size: 16**2),
     Published("janus-pro-1b", "Janus", 310, lambda size: 24**2),

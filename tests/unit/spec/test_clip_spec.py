@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from actors.engine.budgets import model_capacity
-from actors.errors import CheckpointError
+from actors.errors import CheckpointError, TooLarge
 from actors.families import registry
 from actors.models.load import family_of
 from actors.options import GraphOptions, ModelOptions
 from actors.spec.checkpoint import Preset
 from actors.spec.sizing import FittedSizing, RoundingSizing, ShrinkingSizing
 from actors.spec.tiles import AnyresSizing, OneTile, SplitTiles
-from actors.types import ItemPlan, Size
+from actors.types import Clip, ItemPlan, Size
 from tests.unit.spec.test_tile_spec import CONFIGS, PROCESSOR, changed
 
 SIGLIP = OneTile(378, 14, 1, 1, picture_pixels=384, cropped=False, class_tokens=0)
@@ -41,6 +41,7 @@ PALIGEMMA = OneTile(224, 14, 1, 1, picture_pixels=224, cropped=False, class_toke
         ("paligemma2-3b", "paligemma", PALIGEMMA, 2304),
         ("smolvlm2-2b", "idefics3", SMOLVLM, 2048),
         ("llava-next-7b", "llava_next", LLAVA_NEXT, 4096),
+        ("llava-next-video-7b", "llava_next_video", LLAVA_NEXT, 4096),
         ("pixtral-12b", "pixtral", FittedSizing(16, 1, 1024), 5120),
         ("mistral-small31", "mistral3", FittedSizing(14, 2, 1540), 5120),
         ("lighton-ocr", "lighton_ocr", FittedSizing(14, 2, 1540), 1024),
@@ -52,7 +53,8 @@ def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
     model = registry.read(ModelOptions(id=preset, load_format="dummy"))
     assert (model.family, model.sizing, model.width) == (family, sizing, width)
     assert (model.paths, model.deepstack) == (("default",), 0)
-    assert model.kinds == (("image", "video") if family == "kimi_k25" else ("image",))
+    with_videos = family in ("kimi_k25", "llava_next_video")
+    assert model.kinds == (("image", "video") if with_videos else ("image",))
 
 
 @pytest.mark.parametrize(
@@ -166,6 +168,8 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("llava-next-7b", PROCESSOR, {"crop_size": 224}, "crop_size .* only 336"),
         ("llava-next-7b", PROCESSOR, {"size": {"shortest_edge": 224}}, "tower's 336"),
         ("llava-next-7b", PROCESSOR, {"image_grid_pinpoints": [[336, 336]]}, "differ"),
+        ("llava-next-video-7b", "config.json", {"spatial_pool_mode": "max"}, "spatial_pool_mode"),
+        ("llava-next-video-7b", "config.json", {"spatial_pool_stride": 3}, "spatial_pool_stride"),
         ("paligemma2-3b", "config.json", vision("clip-vit-l-336"), "only siglip_vision_model"),
         ("paligemma2-3b", "config.json", vision("paligemma2-3b", hidden_act="gelu"), "hidden_act"),
         ("paligemma2-3b", PROCESSOR, {"size": {"height": 448, "width": 448}}, "tower's 224"),
@@ -251,6 +255,31 @@ def test_frames_of_llava_onevision(tmp_path: Path) -> None:
     assert registry.read(options).max_frames_per_video == 8
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fps": 2}, "fps of the video processor"),
+        ({"do_center_crop": False}, "do_center_crop of the video processor"),
+        ({"size": {"shortest_edge": 224}}, "size of the video processor: only the tower's 336"),
+        ({"crop_size": 224}, "crop_size of the video processor: only the tower's 336"),
+    ],
+)
+def test_frames_of_llava_next_video(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    options = changed(tmp_path, "llava-next-video-7b", "config.json", {})
+    (tmp_path / VIDEO_PROCESSOR).write_text(json.dumps({"num_frames": 8}))
+    assert registry.read(options).max_frames_per_video == 8
+    (tmp_path / VIDEO_PROCESSOR).write_text(json.dumps(change))
+    with pytest.raises(CheckpointError, match=message):
+        registry.read(options)
+
+
+def test_a_frame_that_is_too_long_is_refused() -> None:
+    video = registry.read(ModelOptions(id="llava-next-video-7b", load_format="dummy")).video
+    assert video
+    with pytest.raises(TooLarge, match="aspect ratio"):
+        video.plan(Clip(Size(20100, 100), 8, 1.0))
+
+
 def test_a_siglip_tower_in_llava_stops_at_the_layer_that_is_used(tmp_path: Path) -> None:
     tower = vision("siglip-so400m") | {"vision_feature_select_strategy": "full"}
     options = changed(tmp_path, "llava15-7b", "config.json", tower)
@@ -290,7 +319,7 @@ def test_a_pack_holds_many_small_images() -> None:
     "name",
     [
         *("siglip", "clip", "dinov2", "llava", "paligemma", "pixtral", "mistral3", "lighton_ocr"),
-        *("llava_next", "smolvlm", "paddleocr", "kimik25"),
+        *("llava_next", "llava_next_video", "smolvlm", "paddleocr", "kimik25"),
     ],
 )
 def test_there_is_a_config(name: str) -> None:
