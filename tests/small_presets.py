@@ -53,6 +53,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-next-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-next-video-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "granite-vision-4.1-4b": LAYERS | {"intermediate_size": 128, "image_size": 128},
     "llava-onevision-7b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "paligemma2-3b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "janus-pro-1b": LAYERS | {"mlp_ratio": 2.0, "image_size": 96},
@@ -64,9 +65,10 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """Changes to `vision_config`."""
 
-TOP_LEVEL = {
+TOP_LEVEL: dict[str, dict[str, Any]] = {
     "gemma3-4b": {"mm_tokens_per_image": 16},
     "internvl3-78b": {"force_image_size": 84},
+    "granite-vision-4.1-4b": {"deepstack_layer_map": [[-3, 9], [-2, 6], [-1, 0]]},
     "aya-vision-8b": {"alignment_intermediate_size": 128},
     "command-a-vision": {"alignment_intermediate_size": 128},
 }
@@ -74,7 +76,7 @@ SIZES = {
     **{"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224},
     **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84, "llava-next-7b": 84},
     **{"llava-next-video-7b": 84, "llava-onevision-7b": 90, "paligemma2-3b": 84},
-    **{"aya-vision-8b": 84},
+    **{"aya-vision-8b": 84, "granite-vision-4.1-4b": 128},
     **{"command-a-vision": 96, "janus-pro-1b": 96},
 }
 LONGEST = dict.fromkeys(("pixtral-12b", "mistral-small31", "lighton-ocr"), 448) | {
@@ -88,6 +90,7 @@ def write_small(folder: Path, preset: str) -> Path:
     files = Preset(preset).files
     config = files["config.json"]
     vision = config.get("vision_config", config)  # DINO's config.json is that of its tower
+    whole = vision.get("image_size")
     vision |= SMALL[preset]
     config |= TOP_LEVEL.get(preset, {})
     processor: Any = files.get("preprocessor_config.json")
@@ -95,10 +98,10 @@ def write_small(folder: Path, preset: str) -> Path:
         processor["size"] = {"height": side, "width": side}
         if "crop_size" in processor:
             processor["crop_size"] = side
-    if preset.startswith("llava-next-"):
-        for settings in (config, processor):
-            pinpoints = settings["image_grid_pinpoints"]
-            settings["image_grid_pinpoints"] = [[each // 4 for each in one] for one in pinpoints]
+    for settings in (config, processor or {}):
+        if pinpoints := settings.get("image_grid_pinpoints"):
+            smaller = [[each * vision["image_size"] // whole for each in one] for one in pinpoints]
+            settings["image_grid_pinpoints"] = smaller
     if processor and "media_proc_cfg" in processor:
         processor["media_proc_cfg"]["in_patch_limit"] = 256
     if processor and "in_token_limit" in processor:

@@ -53,8 +53,13 @@ class TileSizing(ABC):
         return self.tile_pixels // self.patch_size
 
     @property
+    def token_side(self) -> int:
+        """Tokens per side of a tile."""
+        return self.side_patches // self.merge_size
+
+    @property
     def tile_tokens(self) -> int:
-        return (self.side_patches // self.merge_size) ** 2
+        return self.token_side**2
 
     def plan(self, size: Size) -> ItemPlan:
         """`grid_thw` is that of the canvas alone, so that it tells the layout."""
@@ -210,7 +215,7 @@ class OneTile(TileSizing):
     @property
     def tile_tokens(self) -> int:
         """Tokens of its patches, and the class token."""
-        return self.class_tokens + (self.side_patches // self.merge_size) ** 2
+        return self.class_tokens + self.token_side**2
 
     def token_range(self) -> tuple[int, int]:
         """The largest budget holds TILES_PER_BUDGET images, as they are small."""
@@ -288,7 +293,7 @@ class AnyresSizing(TileSizing):
 
     def kept(self, size: Size) -> Layout:
         """Rows and columns of tokens that show the image; transformers: unpad_image."""
-        rows, columns = (tiles * self.side_patches for tiles in self.layout(size))
+        rows, columns = (tiles * self.token_side for tiles in self.layout(size))
         if size.width / size.height > columns / rows:
             shown = int(round(size.height * (columns / size.width), 7))
             return rows - (rows - shown) // 2 * 2, columns

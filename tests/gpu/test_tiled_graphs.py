@@ -29,7 +29,7 @@ PRESETS = (
     *("internvl3-8b", "internvl3-78b", "llama4-scout", "gemma3-4b"),
     *("siglip-so400m", "clip-vit-l-336", "llava15-7b", "llava-onevision-7b", "paligemma2-3b"),
     *("llava-next-7b", "janus-pro-1b", "aya-vision-8b", "command-a-vision", "smolvlm2-2b"),
-    *("dinov2-base", "llava-next-video-7b"),
+    *("dinov2-base", "llava-next-video-7b", "granite-vision-4.1-4b"),
 )
 MOST_TOKENS = 4096
 """Of the largest budget: as many as it takes for the long form of every kernel."""

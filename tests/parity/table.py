@@ -57,6 +57,7 @@ FAMILIES = {
     "llava": "LLaVA 1.5",
     "llava_next": "LLaVA-NeXT",
     "llava_next_video": "LLaVA-NeXT-Video",
+    "granite4_vision": "Granite 4 Vision",
     "llava_onevision": "LLaVA-OneVision",
     "llava_qwen": "LLaVA-OneVision",
     "paligemma": "PaliGemma 1, 2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from actors.types import Clip, Item, Size
 from tests.checkpoints_clip import (
     PICTURE,
     TOWER,
+    write_granite4,
     write_llava_next,
     write_llava_next_video,
     write_llava_qwen,
@@ -112,7 +114,10 @@ def image_rows(pair: Pair, item: Item, size: Size) -> Tensor:
     """transformers', of one image."""
     tiles = pixels(pair.tower, torch.as_tensor(item.patches))[None]
     own = torch.tensor([[size.height, size.width]])
-    (rows,) = pair.model.get_image_features(tiles, own, return_dict=True).pooler_output
+    features = pair.model.get_image_features(tiles, own, return_dict=True)
+    if hasattr(features, "deepstack_features"):
+        return torch.cat([rows for _, (rows,) in features.deepstack_features], 1)
+    (rows,) = features.pooler_output
     return torch.as_tensor(rows)
 
 
@@ -141,16 +146,23 @@ def test_images_and_a_video_in_one_pack(
         check(tower.spec.family, one, other)
 
 
-@pytest.mark.parametrize("over", ["clip", "siglip"])
-def test_images_of_llava_next(over: str, tmp_path: Path) -> None:
-    model = write_llava_next(tmp_path, over)
+@pytest.mark.parametrize(
+    ("family", "write"),
+    [
+        pytest.param("llava_next", partial(write_llava_next, tower="clip"), id="clip"),
+        pytest.param("llava_next", partial(write_llava_next, tower="siglip"), id="siglip"),
+        pytest.param("granite4_vision", write_granite4, id="granite"),
+    ],
+)
+def test_images_without_videos(family: str, write: Callable[[Path], Any], tmp_path: Path) -> None:
+    model = write(tmp_path)
     tower = load(ModelOptions(id=str(tmp_path), dtype="float32"), torch.device("cpu"))
     assert isinstance(tower, OnevisionTower)
     items = [image_of(tower, size) for size in SIZES]
     exact = [image_rows(Pair(model, tower), *one) for one in zip(items, SIZES, strict=True)]
     assert [item.plan.tokens for item in items] == [len(one) for one in exact]
     for spare in (None, 0, 3):
-        check("llava_next", encode(tower, items, spare), torch.cat(exact))
+        check(family, encode(tower, items, spare), torch.cat(exact))
 
 
 def encode(tower: OnevisionTower, items: Sequence[Item], spare: int | None) -> Tensor:
@@ -203,12 +215,18 @@ def test_a_line_is_refused() -> None:
         PUBLISHED.sizing.plan(Size(10000, 1))
 
 
-@pytest.mark.parametrize("preset", ["llava-onevision-7b", "llava-next-7b", "llava-next-video-7b"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        *("llava-onevision-7b", "llava-next-7b", "llava-next-video-7b"),
+        "granite-vision-4.1-4b",
+    ],
+)
 @pytest.mark.parametrize("size", [(600, 400), (1920, 1080), (300, 1100), (90, 70), (384, 384)])
 def test_tiles_are_those_of_the_processor(size: tuple[int, int], preset: str) -> None:
     image, sizing = opened().resize(size), read(dummy(preset)).sizing
     assert isinstance(sizing, AnyresSizing)
-    kind = LlavaNextImageProcessorPil if "next" in preset else LlavaOnevisionImageProcessorPil
+    kind = LlavaOnevisionImageProcessorPil if "onevision" in preset else LlavaNextImageProcessorPil
     settings = Preset(preset).files["preprocessor_config.json"] | {"do_normalize": False}
     theirs = kind(**settings)(image, return_tensors="np")
     tiles = torch.from_numpy((theirs["pixel_values"][0] * 255).round().astype(np.uint8))

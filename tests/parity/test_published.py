@@ -19,7 +19,7 @@ import pytest
 from actors.families.registry import read, readers
 from actors.models.load import family_of
 from actors.options import ModelOptions
-from actors.spec.checkpoint import preset_names
+from actors.spec.checkpoint import Preset, preset_names
 from actors.types import Size
 from tests import llama4
 from tests.gpu import test_whole_towers
@@ -135,6 +135,21 @@ def llava_next(size: Size) -> int:
     return placeholders("llava_next", "LlavaNext", size, 336, given) - 1  # of the class token
 
 
+def granite4(size: Size) -> int:
+    """Tokens as transformers' processor of Granite 4 Vision counts placeholders."""
+    settings = Preset("granite-vision-4.1-4b").files
+    given = {"patch_size": 16, "num_additional_image_tokens": 0, "downsample_rate": "4/8"}
+    module = import_module("transformers.models.granite4_vision.processing_granite4_vision")
+    kind = module.Granite4VisionProcessor
+    pinpoints = settings["preprocessor_config.json"]["image_grid_pinpoints"]
+    processor = SimpleNamespace(
+        image_processor=SimpleNamespace(image_grid_pinpoints=pinpoints), **given
+    )
+    processor._get_unpadded_features = partial(kind._get_unpadded_features, processor)
+    tokens: int = kind._get_number_of_features(processor, size.height, size.width, 384, 384)
+    return tokens
+
+
 def onevision(size: Size) -> int:
     """Tokens as transformers' processor of LLaVA-OneVision counts placeholders."""
     given = {"num_image_tokens": 27**2, "vision_aspect_ratio": "anyres_max_9"}
@@ -211,6 +226,7 @@ PUBLISHED = [
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),
     Published("llava-next-7b", "LLaVA-NeXT", 312, llava_next),
     Published("llava-next-video-7b", "LLaVA-NeXT-Video", 312, llava_next),
+    Published("granite-vision-4.1-4b", "Granite 4 Vision", 579, granite4),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
     Published("paligemma2-3b", "PaliGemma 1, 2", 415, lambda size: 16**2),
     Published("janus-pro-1b", "Janus", 310, lambda size: 24**2),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from actors.families.clip.spec import CLIP_TOWER
 from actors.families.llava.spec import used
 from actors.families.llava_onevision.spec import FRAMES, anyres, pinpoints_of
+from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sampling import Evenly
 from actors.spec.settings import CLIP_PIXELS, ModelSource, only, shorter_side, side
@@ -28,14 +29,19 @@ def llava_next(source: ModelSource) -> ModelSpec:
         raise ValueError(
             "vision_feature_select_strategy: only default is supported of CLIP, only full of SigLIP"
         )
-    processor["size"] = shorter_side(processor.get("size"))
-    sizing = anyres(vision, processor, pinpoints_of(source, processor) or PINPOINTS)
+    sizing, width = sizing_of(source, processor, vision), source.text_width
+    return source.spec("llava_next", processor, vision, sizing, width, folder="llava_onevision")
+
+
+def sizing_of(source: ModelSource, processor: Json, vision: Json) -> AnyresSizing:
+    """That of LlavaNextImageProcessor."""
+    square = processor | {"size": shorter_side(processor.get("size"))}
+    sizing = anyres(vision, square, pinpoints_of(source, processor) or PINPOINTS)
     if side(processor.get("crop_size") or sizing.picture_pixels) != sizing.picture_pixels:
         raise ValueError(
             f"crop_size of the image processor: only {sizing.picture_pixels} is supported"
         )
-    width, folder = source.text_width, "llava_onevision"
-    return source.spec("llava_next", processor, vision, sizing, width, folder=folder)
+    return sizing
 
 
 def llava_next_video(source: ModelSource) -> ModelSpec:
@@ -62,6 +68,5 @@ MODEL_TYPES = {"llava_next": llava_next, "llava_next_video": llava_next_video}
 
 MASKED = "its SigLIP masks the padding of crops"
 REFUSED = {
-    "granite4_vision": "its projectors are Q-Formers over windows of several layers",
     **{"phi4_multimodal": MASKED, "phi4mm": MASKED},
 }

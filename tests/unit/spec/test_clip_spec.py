@@ -25,6 +25,7 @@ CLIP = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=1)
 LLAVA = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=0)
 DINOV2 = OneTile(*(224, 14, 1, 1, 224), cropped=True, class_tokens=1, shorter_pixels=256)
 SMOLVLM = SplitTiles(378, 14, 3, 16, picture_pixels=384, longest_pixels=1536)
+GRANITE = "granite-vision-4.1-4b"
 LLAVA_NEXT = AnyresSizing(
     *(336, 14, 1, 4, 336), canvases=((1, 2), (2, 1), (2, 2), (3, 1), (1, 3)), most_tiles=4
 )
@@ -170,6 +171,14 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("llava-next-7b", PROCESSOR, {"image_grid_pinpoints": [[336, 336]]}, "differ"),
         ("llava-next-video-7b", "config.json", {"spatial_pool_mode": "max"}, "spatial_pool_mode"),
         ("llava-next-video-7b", "config.json", {"spatial_pool_stride": 3}, "spatial_pool_stride"),
+        (GRANITE, "config.json", vision("clip-vit-l-336"), "only siglip_vision_model"),
+        (GRANITE, "config.json", {"vision_feature_select_strategy": "default"}, "only full"),
+        (GRANITE, "config.json", {"spatial_target_layers": [12, 15]}, "only 4 layers"),
+        (GRANITE, "config.json", {"deepstack_layer_map": [[-29, 0]]}, "not of 27 layers"),
+        (GRANITE, "config.json", {"downsample_rate": "3/8"}, "3/8 is not one half"),
+        (GRANITE, "config.json", {"downsample_rate": "5/10"}, "in whole windows"),
+        (GRANITE, "config.json", {"qformer_config": {"num_hidden_layers": 2}}, "qformer_config"),
+        (GRANITE, PROCESSOR, {"crop_size": 224}, "crop_size .* only 384"),
         ("paligemma2-3b", "config.json", vision("clip-vit-l-336"), "only siglip_vision_model"),
         ("paligemma2-3b", "config.json", vision("paligemma2-3b", hidden_act="gelu"), "hidden_act"),
         ("paligemma2-3b", PROCESSOR, {"size": {"height": 448, "width": 448}}, "tower's 224"),
@@ -273,6 +282,17 @@ def test_frames_of_llava_next_video(tmp_path: Path, change: dict[str, Any], mess
         registry.read(options)
 
 
+def test_features_of_granite4_vision() -> None:
+    """Four layers, and four times one of them; a feature is as wide as the language model."""
+    model = registry.read(ModelOptions(id=GRANITE, load_format="dummy"))
+    sizing = model.sizing
+    assert isinstance(sizing, AnyresSizing)
+    assert (model.width, model.deepstack, model.kinds) == (8 * 2560, 7, ("image",))
+    assert (model.vision["taps"], model.vision["used_layers"]) == ([9, 15, 21], 27)
+    assert model.vision["features"] == [0, 1, 2, 3, 3, 3, 3, 3]
+    assert (sizing.tile_tokens, sizing.max_tiles, len(sizing.canvases)) == (144, 10, 27)
+
+
 def test_a_frame_that_is_too_long_is_refused() -> None:
     video = registry.read(ModelOptions(id="llava-next-video-7b", load_format="dummy")).video
     assert video
@@ -319,7 +339,7 @@ def test_a_pack_holds_many_small_images() -> None:
     "name",
     [
         *("siglip", "clip", "dinov2", "llava", "paligemma", "pixtral", "mistral3", "lighton_ocr"),
-        *("llava_next", "llava_next_video", "smolvlm", "paddleocr", "kimik25"),
+        *("llava_next", "llava_next_video", "granite4_vision", "smolvlm", "paddleocr", "kimik25"),
     ],
 )
 def test_there_is_a_config(name: str) -> None:
