@@ -54,6 +54,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "llava-next-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-next-video-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "granite-vision-4.1-4b": LAYERS | {"intermediate_size": 128, "image_size": 128},
+    "phi4-multimodal": LAYERS | {"intermediate_size": 128, "image_size": 56, "crop_size": 56},
     "llava-onevision-7b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "paligemma2-3b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "janus-pro-1b": LAYERS | {"mlp_ratio": 2.0, "image_size": 96},
@@ -76,7 +77,7 @@ SIZES = {
     **{"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224},
     **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84, "llava-next-7b": 84},
     **{"llava-next-video-7b": 84, "llava-onevision-7b": 90, "paligemma2-3b": 84},
-    **{"aya-vision-8b": 84, "granite-vision-4.1-4b": 128},
+    **{"aya-vision-8b": 84, "granite-vision-4.1-4b": 128, "phi4-multimodal": 56},
     **{"command-a-vision": 96, "janus-pro-1b": 96},
 }
 LONGEST = dict.fromkeys(("pixtral-12b", "mistral-small31", "lighton-ocr"), 448) | {

@@ -24,7 +24,7 @@ from actors.media.log_mel import cut_positions, log_mel
 from actors.spec.audio import AudioSizing, ChunkSizing
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, Resample, WindowedSizing
-from actors.spec.slices import SlicedSizing
+from actors.spec.slices import PaddedCrops, SlicedSizing
 from actors.spec.tiles import AnyresSizing, CentredTile, SplitTiles, TileSizing, with_overview
 from actors.spec.video import PooledGroups
 from actors.spec.views import CropSizing, WindowSizing
@@ -157,6 +157,26 @@ class SlicePatchifier(BlockPatchifier):
         canvas = Size(columns * slice_size.width, rows * slice_size.height)
         views = squares(resize(image, canvas, self.spec.resample), rows, columns)
         return torch.cat([whole, *(self.frame(view, slice_size) for view in views)])
+
+
+class CropsPatchifier(BlockPatchifier):
+    """The whole canvas, then its crops in raster order (Phi-4-multimodal)."""
+
+    sizing: PaddedCrops
+
+    def patches(self, image: Tensor) -> Tensor:
+        size, side, patch = size_of(image), self.sizing.picture_pixels, self.sizing.patch_size
+        rows, columns = self.sizing.layout(size)
+        picture = resize(image, self.sizing.resized(size), self.spec.resample)
+        canvas = torch.full((3, rows * side, columns * side), 255, dtype=torch.uint8)
+        canvas[:, : picture.shape[1], : picture.shape[2]] = picture
+        # transformers resizes it as floats, without antialiasing, and does not round.
+        whole = F.interpolate(canvas[None].float(), (side, side), mode="bicubic")[0]
+        _, down, across = self.sizing.plan(size).grid_thw
+        shown = canvas[:, : down * patch, : across * patch]
+        crops = [one for row in shown.split(side, 1) for one in row.split(side, 2)]
+        pictures = (whole.round().clamp(0, 255).byte(), *crops)
+        return torch.cat([cut_blocks(one, patch, self.sizing.merge_size) for one in pictures])
 
 
 class TilePatchifier(Patchifier):
@@ -309,6 +329,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
             return WindowedPatchifier(spec)
         case SlicedSizing():
             return SlicePatchifier(spec)
+        case PaddedCrops():
+            return CropsPatchifier(spec)
         case BlockSizing():
             pooled = isinstance(spec.video, PooledGroups)
             return BlockPatchifier(spec) if pooled else PairPatchifier(spec)

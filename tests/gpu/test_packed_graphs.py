@@ -27,6 +27,7 @@ PRESETS = (
         "paddleocr-vl",
         "gemma4-31b",
         "minicpmv-4.6",
+        "phi4-multimodal",
     ),
 )
 

@@ -58,6 +58,8 @@ FAMILIES = {
     "llava_next": "LLaVA-NeXT",
     "llava_next_video": "LLaVA-NeXT-Video",
     "granite4_vision": "Granite 4 Vision",
+    "phi4_multimodal": "Phi-4-multimodal",
+    "phi4mm": "Phi-4-multimodal",
     "llava_onevision": "LLaVA-OneVision",
     "llava_qwen": "LLaVA-OneVision",
     "paligemma": "PaliGemma 1, 2",

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from actors.families.registry import read, readers
 from actors.models.load import family_of
@@ -31,6 +32,7 @@ from tests.parity.test_deepseek_ocr import closest
 from tests.parity.test_minicpmv import published_sizes
 from tests.small_presets import SMALL
 from tests.step3p7 import Processor
+from tests.without_torchvision import processor
 
 SIZES = (Size(336, 336), Size(1920, 1080), Size(1654, 2339))
 """The last is an A4 page at 200 dpi."""
@@ -150,6 +152,15 @@ def granite4(size: Size) -> int:
     return tokens
 
 
+def phi4(size: Size) -> int:
+    """Tokens as transformers' image processor of Phi-4-multimodal counts them."""
+    rule = processor("phi4_multimodal", "Phi4MultimodalImageProcessor", pixels=False)
+    image = torch.empty(()).expand(3, size.height, size.width)
+    _, mask = rule.dynamic_preprocess(image, 448, 14, 32, max_num=36)
+    down, across = mask[::2, 0].sum(), mask[0, ::2].sum()
+    return 256 + 16 + 1 + int(down * (across + 1))
+
+
 def onevision(size: Size) -> int:
     """Tokens as transformers' processor of LLaVA-OneVision counts placeholders."""
     given = {"num_image_tokens": 27**2, "vision_aspect_ratio": "anyres_max_9"}
@@ -227,6 +238,7 @@ PUBLISHED = [
     Published("llava-next-7b", "LLaVA-NeXT", 312, llava_next),
     Published("llava-next-video-7b", "LLaVA-NeXT-Video", 312, llava_next),
     Published("granite-vision-4.1-4b", "Granite 4 Vision", 579, granite4),
+    Published("phi4-multimodal", "Phi-4-multimodal", 411, phi4),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
     Published("paligemma2-3b", "PaliGemma 1, 2", 415, lambda size: 16**2),
     Published("janus-pro-1b", "Janus", 310, lambda size: 24**2),

@@ -51,7 +51,15 @@ ACCEPTED = sorted(FACTS.keys() - REFUSED)
 SMALL = (Size(336, 336), Size(97, 640))
 LARGE = (Size(1920, 1080), Size(1654, 2339), Size(4031, 3023))
 
-WITHOUT_PROCESSOR = {"internvl_chat", "kimi_vl", "kimi_k25", "deepseek_ocr", "llama4", "step3p7"}
+WITHOUT_PROCESSOR = {
+    "internvl_chat",
+    "kimi_vl",
+    "kimi_k25",
+    "deepseek_ocr",
+    "llama4",
+    "step3p7",
+    "phi4mm",
+}
 """Families whose fixtures have none that transformers reads without other people's code."""
 
 SAMPLINGS = {

@@ -65,8 +65,3 @@ def llava_next_video(source: ModelSource) -> ModelSpec:
 
 
 MODEL_TYPES = {"llava_next": llava_next, "llava_next_video": llava_next_video}
-
-MASKED = "its SigLIP masks the padding of crops"
-REFUSED = {
-    **{"phi4_multimodal": MASKED, "phi4mm": MASKED},
-}

@@ -19,7 +19,7 @@ from actors.spec.sizing import (
     PackedSizing,
     WindowedSizing,
 )
-from actors.spec.slices import SlicedSizing
+from actors.spec.slices import PaddedCrops, SlicedSizing
 
 CONFIG, VISION, PROCESSOR = "config.json", "vision_config", "preprocessor_config.json"
 
@@ -48,6 +48,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("gemma4-31b", "gemma4", FillingSizing(16, 3, 280), 5376),
         ("kimivl-a3b", "kimi_vl", CappedSizing(14, 2, 4096, 512), 2048),
         ("minicpmv-4.6", "minicpmv4_6", SlicedSizing(14, 4, 448, 9), 1024),
+        ("phi4-multimodal", "phi4_multimodal", PaddedCrops(14, 2, 448, 36), 3072),
     ],
 )
 def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
@@ -89,6 +90,13 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
         ("minicpmv-4.6", VISION, {"hidden_act": "gelu"}),
         ("minicpmv-4.6", PROCESSOR, {"downsample_mode": "4x"}),
         ("minicpmv-4.6", PROCESSOR, {"patch_size": 16}),
+        ("phi4-multimodal", VISION, {"hidden_act": "gelu"}),
+        ("phi4-multimodal", VISION, {"crop_size": 336}),
+        ("phi4-multimodal", VISION, {"patch_size": 64}),
+        ("phi4-multimodal", VISION, {"feature_layer": -28}),
+        ("phi4-multimodal", PROCESSOR, {"patch_size": 16}),
+        ("phi4-multimodal", PROCESSOR, {"size": {"height": 336, "width": 336}}),
+        ("phi4-multimodal", PROCESSOR, {"resample": 2}),
     ],
 )
 def test_what_is_not_computed_is_refused(
@@ -96,3 +104,28 @@ def test_what_is_not_computed_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=f"{next(iter(change))}.*supported"):
         registry.read(changed(tmp_path, preset, file, change))
+
+
+IMAGES = {
+    **{"crop_size": 448, "embedding_cls": "tune_image", "hd_transform_order": "sub_glb"},
+    **{"image_token_compression_cls": "avg_pool_2d", "projection_cls": "mlp"},
+    **{"use_hd_transform": True, "with_learnable_separator": True},
+}
+
+
+def test_phi4_under_the_names_of_its_own_code(tmp_path: Path) -> None:
+    config = {"model_type": "phi4mm", "hidden_size": 3072, "embd_layer": {}}
+    (tmp_path / PROCESSOR).write_text('{"dynamic_hd": 16}')
+    options = ModelOptions(id=str(tmp_path))
+    config["embd_layer"] = {"image_embd_layer": IMAGES}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    model = registry.read(options)
+    preset = registry.read(ModelOptions(id="phi4-multimodal", load_format="dummy"))
+    assert (model.family, model.sizing) == ("phi4mm", PaddedCrops(14, 2, 448, 16))
+    assert (model.vision, model.mean, model.std) == (preset.vision, preset.mean, preset.std)
+    with pytest.raises(CheckpointError, match=r"audio, but the audio encoder .* is a conformer"):
+        registry.read(options.model_copy(update={"tower": "audio"}))
+    config["embd_layer"] = {"image_embd_layer": IMAGES | {"hd_transform_order": "glb_sub"}}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="hd_transform_order of image_embd_layer: only sub"):
+        registry.read(options)
