@@ -57,7 +57,8 @@ def padded(image: Tensor, sides: list[int], fill: list[int]) -> Tensor:
 def processor(family: str, name: str, *, pixels: bool = True) -> Any:
     """An instance of the class, with the settings that it has by default. Without `pixels` it calls
     nothing of torchvision: its images stay as they are."""
-    found = find_spec(f"transformers.models.{family}.image_processing_{family}")
+    kind = "video" if "Video" in name else "image"
+    found = find_spec(f"transformers.models.{family}.{kind}_processing_{family}")
     assert found
     assert found.origin
     body: list[ast.stmt] = []
@@ -79,7 +80,8 @@ def processor(family: str, name: str, *, pixels: bool = True) -> Any:
         ),
         "PILImageResampling": SimpleNamespace(BICUBIC=3, BILINEAR=2),
         **dict.fromkeys(("IMAGENET_STANDARD_MEAN", "IMAGENET_STANDARD_STD"), [0.5] * 3),
-        **dict.fromkeys(("Phi4MultimodalImageProcessorKwargs", "Molmo2ImageProcessorKwargs")),
+        f"{name}Kwargs": None,
+        "VideoMetadata": None,
     }
     exec(compile(module, found.origin, "exec", flags=__future__.annotations.compiler_flag), names)
     return names[name]()
@@ -91,7 +93,8 @@ def public(node: ast.stmt) -> bool:
 
 
 def processed(family: str, name: str, images: list[Tensor], **settings: Any) -> Any:
-    """Of uint8 [3, height, width]: its outputs, with pixels of 0 to 255 as floats."""
+    """Of images, uint8 [3, height, width], or of videos, with frames first: its outputs, whose
+    pixels are floats of 0 to 255."""
     one = processor(family, name)
     size = settings.pop("size", one.size)
     given: dict[str, Any] = {

@@ -25,7 +25,14 @@ from actors.spec.audio import AudioSizing, ChunkSizing
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, Resample, WindowedSizing
 from actors.spec.slices import PaddedCrops, SlicedSizing
-from actors.spec.tiles import AnyresSizing, CentredTile, SplitTiles, TileSizing, with_overview
+from actors.spec.tiles import (
+    AnyresSizing,
+    CentredTile,
+    OverlappingTiles,
+    SplitTiles,
+    TileSizing,
+    with_overview,
+)
 from actors.spec.video import PooledGroups
 from actors.spec.views import CropSizing, WindowSizing
 from actors.types import (
@@ -249,6 +256,24 @@ class SplitPatchifier(AnyresPatchifier):
         return torch.cat([self.frame(tile, Size(side, side)) for tile in tiles])
 
 
+class OverlapPatchifier(TilePatchifier):
+    """The overview, then the tiles of the canvas (Molmo 2)."""
+
+    sizing: OverlappingTiles
+
+    def patches(self, image: Tensor) -> Tensor:
+        sizing, size, side = self.sizing, size_of(image), self.sizing.tile_pixels
+        canvas, step = unsmoothed(image, sizing.resized(size)), sizing.step_patches
+        tiles = canvas.unfold(1, side, step * sizing.patch_size)
+        tiles = tiles.unfold(2, side, step * sizing.patch_size).permute(1, 2, 0, 3, 4).flatten(0, 1)
+        return torch.cat(
+            [self.frame(image, Size(side, side)), *(cut_tiles(t, sizing) for t in tiles)]
+        )
+
+    def frame(self, frame: Tensor, size: Size) -> Tensor:
+        return cut_tiles(unsmoothed(frame, size), self.sizing)
+
+
 class CropPatchifier(Patchifier):
     """The whole image, then its crops in raster order; patches row by row (DeepSeek-OCR)."""
 
@@ -340,6 +365,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
             return SplitPatchifier(spec)
         case CentredTile():
             return CentredPatchifier(spec)
+        case OverlappingTiles():
+            return OverlapPatchifier(spec)
         case TileSizing():
             return TilePatchifier(spec)
         case CropSizing():
@@ -371,6 +398,12 @@ def resize(image: Tensor, size: Size, mode: Resample = "bicubic") -> Tensor:
     # A batch of one in true channels-last strides takes torch's vectorised uint8 kernel.
     batch = image.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
     return F.interpolate(batch, size=(size.height, size.width), mode=mode, antialias=True)[0]
+
+
+def unsmoothed(image: Tensor, size: Size) -> Tensor:
+    """As `resize`, bilinearly and without antialiasing, in floats that are rounded to bytes."""
+    resized = F.interpolate(image[None].float(), (size.height, size.width), mode="bilinear")[0]
+    return resized.round_().clamp_(0, 255).byte()
 
 
 def framed(picture: Tensor, corner: tuple[int, int], side: int, spec: ModelSpec) -> Tensor:

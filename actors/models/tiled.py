@@ -95,8 +95,12 @@ class TileTower(Tower):
         x, tapped = self.blocks(x.flatten(0, 1), cos, sin, values)
         if tapped:
             x = torch.cat([*tapped, x], 1)
-        kept = self.sizing.tile_tokens * self.sizing.merge_size**2
-        return self.end(x.view(-1, rows, x.shape[1])[:, rows - kept :], values)
+        return self.end(x.view(-1, rows, x.shape[1])[:, rows - self.kept :], values)
+
+    @property
+    def kept(self) -> int:
+        """Rows of a tile that give tokens: the last ones."""
+        return self.sizing.tile_tokens * self.sizing.merge_size**2
 
     def end(self, x: Tensor, values: Values) -> Tensor:
         """From the output of the blocks [tiles, patches, width] to [tokens, width of a row]."""

@@ -26,6 +26,7 @@ from actors.spec.sizing import (
     pixels_of,
     smart_resize,
 )
+from actors.spec.tiles import windows
 from actors.types import Clip, ItemPlan, ProcessorKwargs, Size
 
 FRAMES_PER_GROUP = 2
@@ -334,6 +335,37 @@ class AveragedFrames(PooledFrames):
         check_aspect(clip.size)
         plan = PooledFrames.plan(self, clip)  # super() does not work with slots
         return replace(plan, tokens=plan.tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PooledWindows(VideoSizing):
+    """Each frame fills one tile, of whose patches windows are pooled to tokens (Molmo 2)."""
+
+    picture_pixels: int
+    window: int
+    """The side of a window in patches."""
+    tile_tokens: int
+    """What a tile takes of a budget: see OverlappingTiles."""
+
+    @property
+    def side(self) -> int:
+        return self.picture_pixels // self.patch_size
+
+    def resized(self, size: Size, frames: int) -> Size:
+        return Size(self.picture_pixels, self.picture_pixels)
+
+    def longest_side_patches(self) -> int:
+        return self.side
+
+    def plan(self, clip: Clip) -> ItemPlan:
+        frames = len(self.indices(clip))
+        return ItemPlan(
+            grid_thw=(frames, self.side, self.side),
+            patches=frames * self.side**2,
+            tokens=frames * windows(self.side, self.window) ** 2,
+            path_tokens=(frames * self.tile_tokens,),
+            frames=frames,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ PRESETS = (
     *("internvl3-8b", "internvl3-78b", "llama4-scout", "gemma3-4b"),
     *("siglip-so400m", "clip-vit-l-336", "llava15-7b", "llava-onevision-7b", "paligemma2-3b"),
     *("llava-next-7b", "janus-pro-1b", "aya-vision-8b", "command-a-vision", "smolvlm2-2b"),
-    *("dinov2-base", "llava-next-video-7b", "granite-vision-4.1-4b"),
+    *("dinov2-base", "llava-next-video-7b", "granite-vision-4.1-4b", "molmo2-4b"),
 )
 MOST_TOKENS = 4096
 """Of the largest budget: as many as it takes for the long form of every kernel."""
@@ -42,7 +42,7 @@ def test_budgets_equal_the_reference(preset: str) -> None:
     assert worst_error(shallow(preset), cuda()) < 2e-2
 
 
-@pytest.mark.parametrize("preset", ["llava-next-video-7b"])
+@pytest.mark.parametrize("preset", ["llava-next-video-7b", "molmo2-4b"])
 def test_frames_of_a_video_beside_images(preset: str) -> None:
     """In the second graph of a budget, and the same images without a video in the first."""
     assert frames_error(shallow(preset), cuda()) < 2e-2

@@ -60,6 +60,7 @@ FAMILIES = {
     "granite4_vision": "Granite 4 Vision",
     "phi4_multimodal": "Phi-4-multimodal",
     "phi4mm": "Phi-4-multimodal",
+    "molmo2": "Molmo 2",
     "llava_onevision": "LLaVA-OneVision",
     "llava_qwen": "LLaVA-OneVision",
     "paligemma": "PaliGemma 1, 2",

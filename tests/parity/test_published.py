@@ -161,6 +161,12 @@ def phi4(size: Size) -> int:
     return 256 + 16 + 1 + int(down * (across + 1))
 
 
+def molmo2(size: Size) -> int:
+    """Tokens as transformers' image processor of Molmo 2 counts them."""
+    rule = processor("molmo2", "Molmo2ImageProcessor")
+    return int(rule.get_number_of_image_patches(size.height, size.width))
+
+
 def onevision(size: Size) -> int:
     """Tokens as transformers' processor of LLaVA-OneVision counts placeholders."""
     given = {"num_image_tokens": 27**2, "vision_aspect_ratio": "anyres_max_9"}
@@ -239,6 +245,7 @@ PUBLISHED = [
     Published("llava-next-video-7b", "LLaVA-NeXT-Video", 312, llava_next),
     Published("granite-vision-4.1-4b", "Granite 4 Vision", 579, granite4),
     Published("phi4-multimodal", "Phi-4-multimodal", 411, phi4),
+    Published("molmo2-4b", "Molmo 2", 439, molmo2),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
     Published("paligemma2-3b", "PaliGemma 1, 2", 415, lambda size: 16**2),
     Published("janus-pro-1b", "Janus", 310, lambda size: 24**2),

@@ -30,7 +30,7 @@ from actors.models.tensors import INDEX, located
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Folder, Preset
 from actors.spec.model_spec import ModelSpec
-from actors.spec.sampling import Evenly, Middles, Spread, Strided, Thinning, Timed
+from actors.spec.sampling import Evenly, Middles, Spread, Strided, Thinning, Timed, UpToFps
 from actors.spec.settings import PIL_RESAMPLING
 from actors.types import Size
 from encoder_service.config import LlmOptions
@@ -59,6 +59,7 @@ WITHOUT_PROCESSOR = {
     "llama4",
     "step3p7",
     "phi4mm",
+    "molmo2",
 }
 """Families whose fixtures have none that transformers reads without other people's code."""
 
@@ -69,6 +70,7 @@ SAMPLINGS = {
     "Glm46V": Thinning,
     "InternVL": Middles,
     "LlavaOnevision": Evenly,
+    "Molmo2": UpToFps,
 }
 """Our rule for each of transformers' video processors, which need torchvision."""
 
