@@ -58,6 +58,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "molmo2-4b": LAYERS
     | {"intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 16}
     | {"image_default_input_size": [98, 98]},
+    "nemotron-3-nano-omni": LAYERS | {"mlp_ratio": 2.0, "max_img_size": 256},
     "llava-onevision-7b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "paligemma2-3b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "janus-pro-1b": LAYERS | {"mlp_ratio": 2.0, "image_size": 96},
@@ -79,6 +80,7 @@ TOP_LEVEL: dict[str, dict[str, Any]] = {
             **{"text_hidden_size": 96, "vit_layers": [-2, -3]},
         }
     },
+    "nemotron-3-nano-omni": {"vit_hidden_size": 64, "projector_hidden_size": 128},
     "aya-vision-8b": {"alignment_intermediate_size": 128},
     "command-a-vision": {"alignment_intermediate_size": 128},
 }
@@ -127,6 +129,8 @@ def write_small(folder: Path, preset: str) -> Path:
         processor["max_image_size"]["longest_edge"] = config["vision_config"]["image_size"]
     if processor and "longest_edge" in processor.get("size", {}):
         processor["size"]["longest_edge"] = LONGEST.get(preset, 448**2)
+    if processor and "min_num_patches" in processor:
+        processor |= {"min_num_patches": 64, "max_num_patches": 256}
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))

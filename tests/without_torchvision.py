@@ -20,9 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.image_processing_utils import BatchFeature
 from transformers.image_transforms import group_images_by_shape, reorder_images
+from transformers.video_utils import group_videos_by_shape, reorder_videos
 
 MODES = {2: "bilinear", 3: "bicubic"}
 """By PIL.Image.Resampling."""
+
+OWN = (
+    *("patch_size", "dynamic_hd", "max_crops", "overlap_margins", "pooling_size"),
+    *("downsample_ratio", "min_num_patches", "max_num_patches", "max_model_len"),
+)
+"""Settings of the classes themselves."""
 
 
 class Backend:
@@ -74,14 +81,15 @@ def processor(family: str, name: str, *, pixels: bool = True) -> Any:
         **{"torch": torch, "F": F, "math": math, "itertools": itertools, "Backend": Backend},
         **{"BatchFeature": BatchFeature, "SizeDict": SimpleNamespace},
         **{"group_images_by_shape": group_images_by_shape, "reorder_images": reorder_images},
+        **{"group_videos_by_shape": group_videos_by_shape, "reorder_videos": reorder_videos},
         "tvF": SimpleNamespace(
             resize=lambda image, size: resized(image, size) if pixels else image,
             pad=lambda image, sides, fill: padded(image, sides, fill) if pixels else image,
         ),
         "PILImageResampling": SimpleNamespace(BICUBIC=3, BILINEAR=2),
         **dict.fromkeys(("IMAGENET_STANDARD_MEAN", "IMAGENET_STANDARD_STD"), [0.5] * 3),
-        f"{name}Kwargs": None,
-        "VideoMetadata": None,
+        **dict.fromkeys(("OPENAI_CLIP_MEAN", "OPENAI_CLIP_STD"), [0.5] * 3),
+        **dict.fromkeys((f"{name}Kwargs", f"{name}InitKwargs", "VideoMetadata")),
     }
     exec(compile(module, found.origin, "exec", flags=__future__.annotations.compiler_flag), names)
     return names[name]()
@@ -96,16 +104,12 @@ def processed(family: str, name: str, images: list[Tensor], **settings: Any) -> 
     """Of images, uint8 [3, height, width], or of videos, with frames first: its outputs, whose
     pixels are floats of 0 to 255."""
     one = processor(family, name)
-    size = settings.pop("size", one.size)
+    size = settings.pop("size", None) or getattr(one, "size", {})
     given: dict[str, Any] = {
         **{"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255},
         **{"do_normalize": True, "do_convert_rgb": True, "disable_grouping": True},
         **{"resample": one.resample, "image_mean": one.image_mean, "image_std": one.image_std},
         "return_tensors": None,
     }
-    own = {
-        key: getattr(one, key)
-        for key in ("patch_size", "dynamic_hd", "max_crops", "overlap_margins", "pooling_size")
-        if hasattr(one, key)
-    }
+    own = {key: getattr(one, key) for key in OWN if hasattr(one, key)}
     return one._preprocess(images, size=SimpleNamespace(**size), **given | own | settings)

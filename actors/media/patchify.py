@@ -23,7 +23,7 @@ from actors.errors import CheckpointError
 from actors.media.log_mel import cut_positions, log_mel
 from actors.spec.audio import AudioSizing, ChunkSizing
 from actors.spec.model_spec import ModelSpec
-from actors.spec.sizing import BlockSizing, Resample, WindowedSizing
+from actors.spec.sizing import BlockSizing, PatchRange, Resample, WindowedSizing
 from actors.spec.slices import PaddedCrops, SlicedSizing
 from actors.spec.tiles import (
     AnyresSizing,
@@ -149,6 +149,14 @@ class WindowedPatchifier(PairPatchifier):
         return patches.view(len(order), -1)[torch.from_numpy(order)].view(patches.shape)
 
 
+class FloatPatchifier(PairPatchifier):
+    """As PairPatchifier, resized in floats (Nemotron-H Omni)."""
+
+    def frame(self, frame: Tensor, size: Size) -> Tensor:
+        resized = in_floats(frame, size, self.spec.resample, antialias=True)
+        return cut_blocks(resized, self.sizing.patch_size, self.sizing.merge_size)
+
+
 class SlicePatchifier(BlockPatchifier):
     """The whole image, then its slices in raster order (MiniCPM-V)."""
 
@@ -177,13 +185,13 @@ class CropsPatchifier(BlockPatchifier):
         picture = resize(image, self.sizing.resized(size), self.spec.resample)
         canvas = torch.full((3, rows * side, columns * side), 255, dtype=torch.uint8)
         canvas[:, : picture.shape[1], : picture.shape[2]] = picture
-        # transformers resizes it as floats, without antialiasing, and does not round.
-        whole = F.interpolate(canvas[None].float(), (side, side), mode="bicubic")[0]
+        whole = in_floats(canvas, Size(side, side), "bicubic", antialias=False)
         _, down, across = self.sizing.plan(size).grid_thw
         shown = canvas[:, : down * patch, : across * patch]
         crops = [one for row in shown.split(side, 1) for one in row.split(side, 2)]
-        pictures = (whole.round().clamp(0, 255).byte(), *crops)
-        return torch.cat([cut_blocks(one, patch, self.sizing.merge_size) for one in pictures])
+        return torch.cat(
+            [cut_blocks(one, patch, self.sizing.merge_size) for one in (whole, *crops)]
+        )
 
 
 class TilePatchifier(Patchifier):
@@ -356,6 +364,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
             return SlicePatchifier(spec)
         case PaddedCrops():
             return CropsPatchifier(spec)
+        case PatchRange():
+            return FloatPatchifier(spec)
         case BlockSizing():
             pooled = isinstance(spec.video, PooledGroups)
             return BlockPatchifier(spec) if pooled else PairPatchifier(spec)
@@ -401,8 +411,14 @@ def resize(image: Tensor, size: Size, mode: Resample = "bicubic") -> Tensor:
 
 
 def unsmoothed(image: Tensor, size: Size) -> Tensor:
-    """As `resize`, bilinearly and without antialiasing, in floats that are rounded to bytes."""
-    resized = F.interpolate(image[None].float(), (size.height, size.width), mode="bilinear")[0]
+    """As `in_floats`, bilinearly and without antialiasing."""
+    return in_floats(image, size, "bilinear", antialias=False)
+
+
+def in_floats(image: Tensor, size: Size, mode: str, *, antialias: bool) -> Tensor:
+    """As `resize`, but rounds once, at the end, as transformers does not."""
+    shape = size.height, size.width
+    resized = F.interpolate(image[None].float(), shape, mode=mode, antialias=antialias)[0]
     return resized.round_().clamp_(0, 255).byte()
 
 

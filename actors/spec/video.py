@@ -7,6 +7,7 @@ Efficient Video Sampling keeps.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Self
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from actors.errors import InvalidMedia, InvalidOption, TooLarge
 from actors.spec.sampling import Sampling
 from actors.spec.sizing import (
+    MAX_ASPECT,
     BlockSizing,
     Defaults,
     Largest,
@@ -224,6 +226,33 @@ class MeanTimes(TotalPixels):
     def timestamps(self, clip: Clip) -> list[float]:
         """transformers: Qwen3VLProcessor._calculate_timestamps."""
         return [(frames[0] / clip.fps + frames[-1] / clip.fps) / 2 for frames in self.groups(clip)]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPatches(VideoSizing):
+    """Each frame is stretched to about as many patches (Nemotron-H Omni)."""
+
+    patches: int
+    """A sixteenth is fewer than any frame has."""
+
+    @property
+    def least(self) -> int:
+        return 1  # a group is padded
+
+    def resized(self, size: Size, frames: int) -> Size:
+        """transformers: NemotronH_Omni_Reasoning_V3VideoProcessor._compute_target_patches."""
+        check_aspect(size)
+        aspect, block = size.width / size.height, self.merge_size
+        rows = max(round(math.sqrt(self.patches / aspect)), 1)
+        columns = max(round(math.sqrt(self.patches * aspect)), 1)
+        more = Size(columns + -columns % block, rows + -rows % block)
+        if more.width * more.height > self.patches:
+            rows, columns = (max(block, side - side % block) for side in (rows, columns))
+            more = Size(columns, rows)
+        return Size(more.width * self.patch_size, more.height * self.patch_size)
+
+    def longest_side_patches(self) -> int:
+        return math.ceil(math.sqrt(self.patches * MAX_ASPECT)) + self.merge_size
 
 
 @dataclass(frozen=True, slots=True)

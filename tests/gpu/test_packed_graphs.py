@@ -28,6 +28,7 @@ PRESETS = (
         "gemma4-31b",
         "minicpmv-4.6",
         "phi4-multimodal",
+        "nemotron-3-nano-omni",
     ),
 )
 

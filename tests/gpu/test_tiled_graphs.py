@@ -13,6 +13,7 @@ from actors.engine.budgets import Segments, capacity, model_capacity
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet, capture
 from actors.families import registry
+from actors.media.patchify import patchifier_of
 from actors.models.packed import PackedTower
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions
@@ -42,7 +43,7 @@ def test_budgets_equal_the_reference(preset: str) -> None:
     assert worst_error(shallow(preset), cuda()) < 2e-2
 
 
-@pytest.mark.parametrize("preset", ["llava-next-video-7b", "molmo2-4b"])
+@pytest.mark.parametrize("preset", ["llava-next-video-7b", "molmo2-4b", "nemotron-3-nano-omni"])
 def test_frames_of_a_video_beside_images(preset: str) -> None:
     """In the second graph of a budget, and the same images without a video in the first."""
     assert frames_error(shallow(preset), cuda()) < 2e-2
@@ -51,16 +52,16 @@ def test_frames_of_a_video_beside_images(preset: str) -> None:
 def frames_error(model: ModelSpec, device: Device) -> float:
     """Relative, of the rows of a pack, in bfloat16 against float32."""
     tower, reference = towers(model, device)
-    assert isinstance(tower, TileTower)
+    assert isinstance(tower, TileTower | PackedTower)
     assert model.video
-    generator, sizing = np.random.default_rng(0), tower.sizing
-    shape, image = (3 * sizing.patch_size**2,), sizing.plan(SMALLEST)
+    generator, sizing, forms = np.random.default_rng(0), tower.sizing, patchifier_of(model)
+    image = sizing.plan(SMALLEST)
     film = model.video.plan(Clip(Size(640, 360), 5, 1.0, chosen=True))
     items = [
-        Item(plan, generator.integers(0, 256, (plan.patches, *shape), np.uint8))
+        Item(plan, *generator.integers(0, 256, forms.shape(plan), np.uint8))
         for plan in (image, film, image)
     ]
-    budget = sum(item.plan.path_tokens[0] for item in items) + 2 * sizing.tile_tokens
+    budget = sum(item.plan.path_tokens[0] for item in items) + 2 * sizing.token_range()[0]
     limits = model_capacity(GraphOptions(token_budgets=(budget,)), model)
     graphs = capture(tower, limits, device, EncoderMetrics())["default"]
     assert graphs.captured() == 2

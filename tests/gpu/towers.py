@@ -42,6 +42,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "llava-next-video-7b": {"used_layers": 4},
     "granite-vision-4.1-4b": {"used_layers": 4, "taps": [1, 2, 3]},
     "phi4-multimodal": {"used_layers": 4},
+    "nemotron-3-nano-omni": {"num_hidden_layers": 4},
     "molmo2-4b": {"used_layers": 4, "taps": [1]},
     "llava-onevision-7b": {"used_layers": 4},
     "paligemma2-3b": {"used_layers": 4},

@@ -61,6 +61,8 @@ FAMILIES = {
     "phi4_multimodal": "Phi-4-multimodal",
     "phi4mm": "Phi-4-multimodal",
     "molmo2": "Molmo 2",
+    "nemotron_h_omni": "Nemotron-H Omni",
+    "NemotronH_Nano_Omni_Reasoning_V3": "Nemotron-H Omni",
     "llava_onevision": "LLaVA-OneVision",
     "llava_qwen": "LLaVA-OneVision",
     "paligemma": "PaliGemma 1, 2",

@@ -41,6 +41,7 @@ from tests.checkpoints_clip import (
 from tests.checkpoints_dino import write_dinov2
 from tests.checkpoints_minicpm import write_minicpmv
 from tests.checkpoints_molmo import write_molmo2
+from tests.checkpoints_nemotron import write_nemotron
 from tests.checkpoints_ocr import write_deepseek_ocr
 from tests.checkpoints_phi import write_phi4
 from tests.checkpoints_pixtral import write_lighton_ocr, write_mistral3, write_pixtral
@@ -88,6 +89,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "minicpmv4_6": write_minicpmv,
     "phi4_multimodal": write_phi4,
     "molmo2": write_molmo2,
+    "nemotron_h_omni": partial(write_nemotron, predicts=True),
     "deepseek_ocr": write_deepseek_ocr,
     "step3p7": write_step3p7,
     "step3": write_step3,

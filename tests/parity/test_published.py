@@ -167,6 +167,14 @@ def molmo2(size: Size) -> int:
     return int(rule.get_number_of_image_patches(size.height, size.width))
 
 
+def nemotron(size: Size) -> int:
+    """Tokens as transformers' image processor of Nemotron-H Omni counts them."""
+    rule = processor("nemotron_h_omni", "NemotronH_Omni_Reasoning_V3ImageProcessor")
+    grid = rule._preprocess.__globals__["get_patch_grid_size"]
+    rows, columns = grid(size.height, size.width, 16, 2, 1024, 13312)
+    return int(rows * columns // 4)
+
+
 def onevision(size: Size) -> int:
     """Tokens as transformers' processor of LLaVA-OneVision counts placeholders."""
     given = {"num_image_tokens": 27**2, "vision_aspect_ratio": "anyres_max_9"}
@@ -246,6 +254,7 @@ PUBLISHED = [
     Published("granite-vision-4.1-4b", "Granite 4 Vision", 579, granite4),
     Published("phi4-multimodal", "Phi-4-multimodal", 411, phi4),
     Published("molmo2-4b", "Molmo 2", 439, molmo2),
+    Published("nemotron-3-nano-omni", "Nemotron-H Omni", 814, nemotron),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
     Published("paligemma2-3b", "PaliGemma 1, 2", 415, lambda size: 16**2),
     Published("janus-pro-1b", "Janus", 310, lambda size: 24**2),

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actors.errors import CheckpointError
+from actors.errors import CheckpointError, InvalidOption
 from actors.families import registry
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset
+from actors.spec.sampling import Evenly
+from actors.spec.settings import CLIP_PIXELS
 from actors.spec.sizing import (
     CappedSizing,
     EnlargingSizing,
     FillingSizing,
     PackedSizing,
+    PatchRange,
     WindowedSizing,
 )
 from actors.spec.slices import PaddedCrops, SlicedSizing
+from actors.types import ProcessorKwargs
 
 CONFIG, VISION, PROCESSOR = "config.json", "vision_config", "preprocessor_config.json"
 
@@ -49,6 +54,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("kimivl-a3b", "kimi_vl", CappedSizing(14, 2, 4096, 512), 2048),
         ("minicpmv-4.6", "minicpmv4_6", SlicedSizing(14, 4, 448, 9), 1024),
         ("phi4-multimodal", "phi4_multimodal", PaddedCrops(14, 2, 448, 36), 3072),
+        ("nemotron-3-nano-omni", "nemotron_h_omni", PatchRange(16, 2, 1024, 13312), 2688),
     ],
 )
 def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
@@ -97,6 +103,16 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
         ("phi4-multimodal", PROCESSOR, {"patch_size": 16}),
         ("phi4-multimodal", PROCESSOR, {"size": {"height": 336, "width": 336}}),
         ("phi4-multimodal", PROCESSOR, {"resample": 2}),
+        ("nemotron-3-nano-omni", VISION, {"hidden_act": "silu"}),
+        ("nemotron-3-nano-omni", VISION, {"layerscale_value": 0.1}),
+        ("nemotron-3-nano-omni", VISION, {"use_swiglu_ffn": True}),
+        ("nemotron-3-nano-omni", VISION, {"version": "c-radio_v4-so400m"}),
+        ("nemotron-3-nano-omni", CONFIG, {"downsample_ratio": 1.0}),
+        ("nemotron-3-nano-omni", CONFIG, {"vit_hidden_size": 1024}),
+        ("nemotron-3-nano-omni", PROCESSOR, {"patch_size": 14}),
+        ("nemotron-3-nano-omni", PROCESSOR, {"min_num_patches": 13312}),
+        ("nemotron-3-nano-omni", PROCESSOR, {"video_maintain_aspect_ratio": False}),
+        ("nemotron-3-nano-omni", PROCESSOR, {"temporal_patch_size": 4}),
     ],
 )
 def test_what_is_not_computed_is_refused(
@@ -104,6 +120,40 @@ def test_what_is_not_computed_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=f"{next(iter(change))}.*supported"):
         registry.read(changed(tmp_path, preset, file, change))
+
+
+def test_nemotron_under_the_names_of_published_files(tmp_path: Path) -> None:
+    preset = ModelOptions(id="nemotron-3-nano-omni", load_format="dummy")
+    published = registry.read(preset)
+    config = {"llm_config": None, "text_config": {"hidden_size": 2688}, "vit_hidden_size": None}
+    names = {"model_type": "nemotron_h_omni", "vision_hidden_size": 1280}
+    todays = registry.read(changed(tmp_path, preset.id, CONFIG, config | names))
+    assert replace(todays, id=published.id, dummy=True, vision=published.vision) == published
+    assert published.mean == tuple(CLIP_PIXELS["image_mean"])
+    assert published.video
+    assert published.video.sampling == Evenly(256, 2.0, by_fps=True)
+    assert not published.vision["final_norm"]
+    for settings, rule in (
+        ({"num_frames": 8}, Evenly(8)),
+        ({"fps": 1}, Evenly(256, 1.0, by_fps=True)),
+    ):
+        video = registry.read(changed(tmp_path, preset.id, PROCESSOR, settings)).video
+        assert video
+        assert video.sampling == rule
+    predicts = {"llm_config": {"hidden_size": 4096, "num_nextn_predict_layers": 1}}
+    assert registry.read(changed(tmp_path, preset.id, CONFIG, predicts)).vision["final_norm"]
+    still = changed(tmp_path, preset.id, VISION, {"video_temporal_patch_size": 4})
+    assert registry.read(still).kinds == ("image",)
+    with pytest.raises(CheckpointError, match=r"audio, but the audio encoder .* is a conformer"):
+        registry.read(preset.model_copy(update={"tower": "audio"}))
+
+
+def test_nemotrons_range_is_not_empty() -> None:
+    model = registry.read(ModelOptions(id="nemotron-3-nano-omni", load_format="dummy"))
+    asked = model.asked("image", ProcessorKwargs(max_patches=2048))
+    assert asked.sizing == PatchRange(16, 2, 1024, 2048)
+    with pytest.raises(InvalidOption, match="max_patches: 1024 is not over the fewest"):
+        model.asked("image", ProcessorKwargs(max_patches=1024))
 
 
 IMAGES = {
