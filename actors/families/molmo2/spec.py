@@ -89,6 +89,7 @@ def vision_of(source: ModelSource) -> Json:
 
 
 MODEL_TYPES = {"molmo2": molmo2}
+REFUSED = {"molmo": "its files are for code of its own, which transformers does not have"}
 TOWER: Json = {
     **{"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 25},
     **{"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 72, "image_size": 378},

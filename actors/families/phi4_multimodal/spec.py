@@ -60,6 +60,7 @@ def phi4mm(source: ModelSource) -> ModelSpec:
 
 
 MODEL_TYPES = {"phi4_multimodal": phi4_multimodal, "phi4mm": phi4mm}
+REFUSED = {"phi3_v": "its files are for code of its own, which transformers does not have"}
 TOWER: Json = {
     **{"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27},
     **{"num_attention_heads": 16, "image_size": 448, "patch_size": 14, "crop_size": 448},
