@@ -239,6 +239,56 @@ def write_llava_next(folder: Path, tower: str) -> Any:
     return written(folder, model, sizes | {"image_grid_pinpoints": grid})
 
 
+def write_llava_next_video(folder: Path) -> Any:
+    """`write_llava_next` over `clip` with videos."""
+    from transformers import LlavaNextVideoConfig, LlavaNextVideoForConditionalGeneration
+
+    torch.manual_seed(0)
+    grid = [[height * 84 // PICTURE, width * 84 // PICTURE] for height, width in PINPOINTS]
+    config = LlavaNextVideoConfig(
+        vision_config=TOWER | {"model_type": "clip_vision_model", "image_size": 84},
+        text_config=TEXT,
+        image_grid_pinpoints=grid,
+        image_token_index=5,
+        video_token_index=6,
+    )
+    model = LlavaNextVideoForConditionalGeneration(config).eval()
+    scatter(model.model.vision_tower)
+    scatter(model.model.multi_modal_projector)
+    return written(folder, model, CROPPED | {"image_grid_pinpoints": grid})
+
+
+def write_granite4(folder: Path) -> Any:
+    """`write_siglip` for Granite 4 Vision: tiles of 2 x 2 windows of 2 x 2 tokens."""
+    from transformers import Granite4VisionConfig, Granite4VisionForConditionalGeneration
+
+    torch.manual_seed(0)
+    side = 8 * TOWER["patch_size"]
+    grid = [[height * side // PICTURE, width * side // PICTURE] for height, width in PINPOINTS]
+    config = Granite4VisionConfig(
+        vision_config=TOWER
+        | {"model_type": "siglip_vision_model", "image_size": side, "vision_use_head": False},
+        text_config=TEXT | {"model_type": "granite4_vision_text", "pad_token_id": 0},
+        qformer_config={
+            **{"model_type": "blip_2_qformer", "intermediate_size": 80, "num_hidden_layers": 1},
+            **{"cross_attention_frequency": 1, "use_qformer_text_input": False},
+        },
+        downsample_rate="2/4",
+        deepstack_layer_map=[(-3, 1), (-1, 0)],
+        spatial_vision_layer=-2,
+        spatial_target_layers=[2, 3, 4, 5],
+        vision_feature_select_strategy="full",
+        image_grid_pinpoints=grid,
+        image_token_index=5,
+    )
+    model = Granite4VisionForConditionalGeneration(config).eval()
+    scatter(model.model.vision_tower)
+    scatter(model.model.layerwise_projectors)
+    scatter(model.model.spatial_projectors)
+    sizes = {"size": {"height": side, "width": side}, "image_grid_pinpoints": grid}
+    return written(folder, model, sizes)
+
+
 def write_onevision(folder: Path) -> Any:
     """`write_siglip` for LLaVA-OneVision, whose tower ends with the layer that is used."""
     from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration

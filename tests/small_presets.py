@@ -52,6 +52,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "dinov2-base": LAYERS | {"mlp_ratio": 2, "image_size": 84},
     "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-next-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "llava-next-video-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
+    "granite-vision-4.1-4b": LAYERS | {"intermediate_size": 128, "image_size": 128},
+    "phi4-multimodal": LAYERS | {"intermediate_size": 128, "image_size": 56, "crop_size": 56},
+    "molmo2-4b": LAYERS
+    | {"intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 16}
+    | {"image_default_input_size": [98, 98]},
+    "nemotron-3-nano-omni": LAYERS | {"mlp_ratio": 2.0, "max_img_size": 256},
     "llava-onevision-7b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "paligemma2-3b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "janus-pro-1b": LAYERS | {"mlp_ratio": 2.0, "image_size": 96},
@@ -63,16 +70,26 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """Changes to `vision_config`."""
 
-TOP_LEVEL = {
+TOP_LEVEL: dict[str, dict[str, Any]] = {
     "gemma3-4b": {"mm_tokens_per_image": 16},
     "internvl3-78b": {"force_image_size": 84},
+    "granite-vision-4.1-4b": {"deepstack_layer_map": [[-3, 9], [-2, 6], [-1, 0]]},
+    "molmo2-4b": {
+        "adapter_config": {
+            **{"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128},
+            **{"text_hidden_size": 96, "vit_layers": [-2, -3]},
+        }
+    },
+    "nemotron-3-nano-omni": {"vit_hidden_size": 64, "projector_hidden_size": 128},
     "aya-vision-8b": {"alignment_intermediate_size": 128},
     "command-a-vision": {"alignment_intermediate_size": 128},
 }
 SIZES = {
     **{"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224},
     **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84, "llava-next-7b": 84},
-    **{"llava-onevision-7b": 90, "paligemma2-3b": 84, "aya-vision-8b": 84},
+    **{"llava-next-video-7b": 84, "llava-onevision-7b": 90, "paligemma2-3b": 84},
+    **{"aya-vision-8b": 84, "granite-vision-4.1-4b": 128, "phi4-multimodal": 56},
+    "molmo2-4b": 98,
     **{"command-a-vision": 96, "janus-pro-1b": 96},
 }
 LONGEST = dict.fromkeys(("pixtral-12b", "mistral-small31", "lighton-ocr"), 448) | {
@@ -85,18 +102,23 @@ def write_small(folder: Path, preset: str) -> Path:
     """A folder with the JSON files of a preset whose tower is small."""
     files = Preset(preset).files
     config = files["config.json"]
-    vision = config.get("vision_config", config)  # DINO's config.json is that of its tower
+    # DINO's config.json is that of its tower.
+    vision = config.get("vision_config") or config.get("vit_config", config)
+    whole = vision.get("image_size")
     vision |= SMALL[preset]
     config |= TOP_LEVEL.get(preset, {})
     processor: Any = files.get("preprocessor_config.json")
     if side := SIZES.get(preset):
-        processor["size"] = {"height": side, "width": side}
+        for settings in (processor, files.get("video_preprocessor_config.json", {})):
+            settings["size"] = {"height": side, "width": side}
         if "crop_size" in processor:
             processor["crop_size"] = side
-    if preset == "llava-next-7b":
-        for settings in (config, processor):
-            pinpoints = settings["image_grid_pinpoints"]
-            settings["image_grid_pinpoints"] = [[each // 4 for each in one] for one in pinpoints]
+    if "overlap_margins" in (processor or {}):
+        processor["overlap_margins"] = [2, 2]
+    for settings in (config, processor or {}):
+        if pinpoints := settings.get("image_grid_pinpoints"):
+            smaller = [[each * vision["image_size"] // whole for each in one] for one in pinpoints]
+            settings["image_grid_pinpoints"] = smaller
     if processor and "media_proc_cfg" in processor:
         processor["media_proc_cfg"]["in_patch_limit"] = 256
     if processor and "in_token_limit" in processor:
@@ -107,6 +129,8 @@ def write_small(folder: Path, preset: str) -> Path:
         processor["max_image_size"]["longest_edge"] = config["vision_config"]["image_size"]
     if processor and "longest_edge" in processor.get("size", {}):
         processor["size"]["longest_edge"] = LONGEST.get(preset, 448**2)
+    if processor and "min_num_patches" in processor:
+        processor |= {"min_num_patches": 64, "max_num_patches": 256}
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))

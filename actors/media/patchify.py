@@ -23,9 +23,16 @@ from actors.errors import CheckpointError
 from actors.media.log_mel import cut_positions, log_mel
 from actors.spec.audio import AudioSizing, ChunkSizing
 from actors.spec.model_spec import ModelSpec
-from actors.spec.sizing import BlockSizing, Resample, WindowedSizing
-from actors.spec.slices import SlicedSizing
-from actors.spec.tiles import AnyresSizing, CentredTile, SplitTiles, TileSizing, with_overview
+from actors.spec.sizing import BlockSizing, PatchRange, Resample, WindowedSizing
+from actors.spec.slices import PaddedCrops, SlicedSizing
+from actors.spec.tiles import (
+    AnyresSizing,
+    CentredTile,
+    OverlappingTiles,
+    SplitTiles,
+    TileSizing,
+    with_overview,
+)
 from actors.spec.video import PooledGroups
 from actors.spec.views import CropSizing, WindowSizing
 from actors.types import (
@@ -142,6 +149,14 @@ class WindowedPatchifier(PairPatchifier):
         return patches.view(len(order), -1)[torch.from_numpy(order)].view(patches.shape)
 
 
+class FloatPatchifier(PairPatchifier):
+    """As PairPatchifier, resized in floats (Nemotron-H Omni)."""
+
+    def frame(self, frame: Tensor, size: Size) -> Tensor:
+        resized = in_floats(frame, size, self.spec.resample, antialias=True)
+        return cut_blocks(resized, self.sizing.patch_size, self.sizing.merge_size)
+
+
 class SlicePatchifier(BlockPatchifier):
     """The whole image, then its slices in raster order (MiniCPM-V)."""
 
@@ -157,6 +172,26 @@ class SlicePatchifier(BlockPatchifier):
         canvas = Size(columns * slice_size.width, rows * slice_size.height)
         views = squares(resize(image, canvas, self.spec.resample), rows, columns)
         return torch.cat([whole, *(self.frame(view, slice_size) for view in views)])
+
+
+class CropsPatchifier(BlockPatchifier):
+    """The whole canvas, then its crops in raster order (Phi-4-multimodal)."""
+
+    sizing: PaddedCrops
+
+    def patches(self, image: Tensor) -> Tensor:
+        size, side, patch = size_of(image), self.sizing.picture_pixels, self.sizing.patch_size
+        rows, columns = self.sizing.layout(size)
+        picture = resize(image, self.sizing.resized(size), self.spec.resample)
+        canvas = torch.full((3, rows * side, columns * side), 255, dtype=torch.uint8)
+        canvas[:, : picture.shape[1], : picture.shape[2]] = picture
+        whole = in_floats(canvas, Size(side, side), "bicubic", antialias=False)
+        _, down, across = self.sizing.plan(size).grid_thw
+        shown = canvas[:, : down * patch, : across * patch]
+        crops = [one for row in shown.split(side, 1) for one in row.split(side, 2)]
+        return torch.cat(
+            [cut_blocks(one, patch, self.sizing.merge_size) for one in (whole, *crops)]
+        )
 
 
 class TilePatchifier(Patchifier):
@@ -207,9 +242,11 @@ class AnyresPatchifier(Patchifier):
         return torch.cat([self.frame(tile, Size(side, side)) for tile in tiles])
 
     def frame(self, frame: Tensor, size: Size) -> Tensor:
-        whole = self.sizing.tile_pixels
-        tile = resize(frame, size, self.spec.resample)[:, :whole, :whole]
-        return cut_tiles(tile, self.sizing)
+        """The middle of a frame that is resized to more than a picture."""
+        side, whole = self.sizing.picture_pixels, self.sizing.tile_pixels
+        left, above = (size.width - side) // 2, (size.height - side) // 2
+        tile = resize(frame, size, self.spec.resample)[:, above:, left:]
+        return cut_tiles(tile[:, :whole, :whole], self.sizing)
 
 
 class SplitPatchifier(AnyresPatchifier):
@@ -225,6 +262,24 @@ class SplitPatchifier(AnyresPatchifier):
         if with_overview(len(tiles)) > 1:
             tiles.append(canvas)
         return torch.cat([self.frame(tile, Size(side, side)) for tile in tiles])
+
+
+class OverlapPatchifier(TilePatchifier):
+    """The overview, then the tiles of the canvas (Molmo 2)."""
+
+    sizing: OverlappingTiles
+
+    def patches(self, image: Tensor) -> Tensor:
+        sizing, size, side = self.sizing, size_of(image), self.sizing.tile_pixels
+        canvas, step = unsmoothed(image, sizing.resized(size)), sizing.step_patches
+        tiles = canvas.unfold(1, side, step * sizing.patch_size)
+        tiles = tiles.unfold(2, side, step * sizing.patch_size).permute(1, 2, 0, 3, 4).flatten(0, 1)
+        return torch.cat(
+            [self.frame(image, Size(side, side)), *(cut_tiles(t, sizing) for t in tiles)]
+        )
+
+    def frame(self, frame: Tensor, size: Size) -> Tensor:
+        return cut_tiles(unsmoothed(frame, size), self.sizing)
 
 
 class CropPatchifier(Patchifier):
@@ -307,6 +362,10 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
             return WindowedPatchifier(spec)
         case SlicedSizing():
             return SlicePatchifier(spec)
+        case PaddedCrops():
+            return CropsPatchifier(spec)
+        case PatchRange():
+            return FloatPatchifier(spec)
         case BlockSizing():
             pooled = isinstance(spec.video, PooledGroups)
             return BlockPatchifier(spec) if pooled else PairPatchifier(spec)
@@ -316,6 +375,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
             return SplitPatchifier(spec)
         case CentredTile():
             return CentredPatchifier(spec)
+        case OverlappingTiles():
+            return OverlapPatchifier(spec)
         case TileSizing():
             return TilePatchifier(spec)
         case CropSizing():
@@ -347,6 +408,18 @@ def resize(image: Tensor, size: Size, mode: Resample = "bicubic") -> Tensor:
     # A batch of one in true channels-last strides takes torch's vectorised uint8 kernel.
     batch = image.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
     return F.interpolate(batch, size=(size.height, size.width), mode=mode, antialias=True)[0]
+
+
+def unsmoothed(image: Tensor, size: Size) -> Tensor:
+    """As `in_floats`, bilinearly and without antialiasing."""
+    return in_floats(image, size, "bilinear", antialias=False)
+
+
+def in_floats(image: Tensor, size: Size, mode: str, *, antialias: bool) -> Tensor:
+    """As `resize`, but rounds once, at the end, as transformers does not."""
+    shape = size.height, size.width
+    resized = F.interpolate(image[None].float(), shape, mode=mode, antialias=antialias)[0]
+    return resized.round_().clamp_(0, 255).byte()
 
 
 def framed(picture: Tensor, corner: tuple[int, int], side: int, spec: ModelSpec) -> Tensor:

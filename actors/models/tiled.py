@@ -95,9 +95,16 @@ class TileTower(Tower):
         x, tapped = self.blocks(x.flatten(0, 1), cos, sin, values)
         if tapped:
             x = torch.cat([*tapped, x], 1)
-        kept, width = self.sizing.tile_tokens * self.sizing.merge_size**2, x.shape[1]
-        x = x.view(-1, rows, width)[:, rows - kept :]
-        return self.parts.head(x.reshape(-1, width * self.sizing.merge_size**2))
+        return self.end(x.view(-1, rows, x.shape[1])[:, rows - self.kept :], values)
+
+    @property
+    def kept(self) -> int:
+        """Rows of a tile that give tokens: the last ones."""
+        return self.sizing.tile_tokens * self.sizing.merge_size**2
+
+    def end(self, x: Tensor, values: Values) -> Tensor:
+        """From the output of the blocks [tiles, patches, width] to [tokens, width of a row]."""
+        return self.parts.head(x.reshape(-1, x.shape[2] * self.sizing.merge_size**2))
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         return outputs[0][: sum(plan.tokens for plan in plans)]

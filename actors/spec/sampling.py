@@ -228,6 +228,28 @@ class Middles(Counted):
         return rounded((step / 2 + np.arange(count) * step).astype(np.float32))
 
 
+@dataclass(frozen=True, slots=True)
+class UpToFps(Counted):
+    """In equal steps from the first frame on, a number of frames, but no more a second than a limit
+    (Molmo2VideoProcessor)."""
+
+    max_fps: float = field(default=2.0, kw_only=True)
+
+    def count(self, frames: int, fps: float) -> int:
+        if self.by_fps:
+            wanted = int(frames / fps * self.fps)
+        elif fps > self.max_fps:
+            wanted = min(self.most, int(frames / fps * self.max_fps))
+        else:
+            wanted = self.most
+        return max(1, min(wanted, self.most, frames))
+
+    def indices(self, frames: int, fps: float) -> list[int]:
+        count = self.count(frames, fps)
+        # As torch.arange: see Strided.
+        return rounded((np.arange(count) * (frames / count)).astype(np.float32))
+
+
 def fps_or_frames(kwargs: ProcessorKwargs, **by_fps: int) -> dict[str, Any]:
     """What changes in a rule that takes both. `by_fps`: the number of frames where `fps` counts."""
     (name,) = by_fps

@@ -110,10 +110,12 @@ class ModelSource:
             paths=paths,
         )
 
-    def with_video(self, model: ModelSpec, video: VideoSizing) -> ModelSpec:
+    def with_video(
+        self, model: ModelSpec, video: VideoSizing, resample: Resample = "bicubic"
+    ) -> ModelSpec:
         """The spec with videos, as far as the video processor's settings allow."""
         settings = self.video_processor()
-        only(settings, fixed_steps("bicubic"), "the video processor")
+        only(settings, fixed_steps(resample), "the video processor")
         for key, value in (("image_mean", model.mean), ("image_std", model.std)):
             if settings.get(key) is not None and rgb(settings[key]) != value:
                 raise ValueError(

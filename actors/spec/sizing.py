@@ -336,6 +336,58 @@ class ShrinkingSizing(CappedSizing):
         return self.max_side_patches // self.merge_size
 
 
+@dataclass(frozen=True, slots=True)
+class PatchRange(BlockSizing):
+    """Stretches images to whole merge blocks within a range of patches (Nemotron-H Omni)."""
+
+    min_patches: int
+    """Half as many are fewer than any image has."""
+    max_patches: int
+
+    def resized(self, size: Size) -> Size:
+        """transformers.models.nemotron_h_omni: get_patch_grid_size. Raises TooLarge."""
+        check_aspect(size)
+        rows, columns = (round(side / self.patch_size + 0.5) for side in (size.height, size.width))
+        if (scale := math.sqrt(self.max_patches / (rows * columns))) < 1:
+            rows, columns = (max(1, math.floor(scale * side)) for side in (rows, columns))
+        if rows * columns < self.min_patches:
+            scale = math.sqrt(self.min_patches / (rows * columns))
+            rows, columns = math.ceil(scale * rows), math.ceil(scale * columns)
+        rows = whole_within(rows, columns, self.merge_size, self.max_patches)
+        columns = whole_within(columns, rows, self.merge_size, self.max_patches)
+        if rows * columns > self.max_patches:
+            raise TooLarge(
+                f"an image of {size.width} x {size.height} pixels is too thin for "
+                f"{self.max_patches} patches: crop it"
+            )
+        return Size(columns * self.patch_size, rows * self.patch_size)
+
+    def longest_side_patches(self) -> int:
+        return self.max_patches // self.merge_size
+
+    def largest_tokens(self) -> int:
+        return self.max_patches // self.merge_size**2
+
+    def token_range(self) -> tuple[int, int]:
+        return self.min_patches // self.merge_size**2, self.largest_tokens()
+
+    def defaults(self) -> Defaults:
+        return {"max_patches": self.max_patches}
+
+    def largest(self, tokens: int) -> Largest:
+        return {"max_patches": tokens * self.merge_size**2}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        """transformers does not enlarge small images if the range is empty: not supported."""
+        most = kwargs.max_patches or self.max_patches
+        if most <= self.min_patches:
+            raise InvalidOption(
+                f"max_patches: {most} is not over the fewest patches of an image, "
+                f"{self.min_patches}: raise it"
+            )
+        return replace(self, max_patches=most)
+
+
 def pixels_of(kwargs: ProcessorKwargs, smallest: int, largest: int) -> tuple[int, int]:
     """The range of pixels that is asked for, where these are the defaults. Raises InvalidOption."""
     largest = kwargs.max_pixels or largest
@@ -354,6 +406,12 @@ def longest_side(max_pixels: int, patch_size: int, merge_size: int) -> int:
     half = MAX_ASPECT * factor / 2
     side = half + math.sqrt(half**2 + MAX_ASPECT * max_pixels)
     return math.ceil(side / factor + 1) * merge_size
+
+
+def whole_within(side: int, other: int, block: int, most: int) -> int:
+    """A side in whole blocks: more, if the area allows it, else fewer, but at least one."""
+    more = side + -side % block
+    return more if more * other <= most else max(block, side - side % block)
 
 
 def check_aspect(size: Size) -> None:

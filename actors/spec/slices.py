@@ -1,6 +1,5 @@
-"""The sizing of MiniCPM-V: the whole image, then slices of a larger one. Pure: no torch.
-
-All slices of an image have one size, the whole image another: each is one attention segment.
+"""Sizings in pictures: the whole image, then parts of it, each an attention segment of its own size
+(MiniCPM-V, Phi-4-multimodal). Pure: no torch.
 """
 
 from __future__ import annotations
@@ -9,10 +8,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Self
 
+from actors.errors import TooLarge
 from actors.spec.sizing import MAX_ASPECT, BlockSizing, Defaults, Largest, check_aspect
+from actors.spec.tiles import StretchedTiles
 from actors.types import ItemPlan, ProcessorKwargs, Size
 
 Layout = tuple[int, int]  # rows and columns
+
+LEAST_PIXELS = 10
+"""Of a side of an image on Phi-4-multimodal's canvas."""
 
 SQUARISH = 4
 """A bound on the aspect ratio of a slice of an image that is not too long for its slices."""
@@ -20,7 +24,8 @@ SQUARISH = 4
 
 @dataclass(frozen=True, slots=True)
 class SlicedSizing(BlockSizing):
-    """Scales the whole image, and each of its slices, to about as many pixels as a square."""
+    """Scales the whole image, and each of its slices, to about as many pixels as a square. All
+    slices of an image have one size, the whole image another (MiniCPM-V)."""
 
     picture_pixels: int
     """The side of that square."""
@@ -122,6 +127,93 @@ class SlicedSizing(BlockSizing):
 
     def asked(self, kwargs: ProcessorKwargs) -> Self:
         return replace(self, max_slices=kwargs.max_patches or self.max_slices)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedCrops(BlockSizing):
+    """The whole image as a square, then square crops of a canvas, whose padding on the right and
+    below gives no tokens (Phi-4-multimodal)."""
+
+    picture_pixels: int
+    """The side of a crop, and of the whole image: whole merge blocks."""
+    max_crops: int
+
+    @property
+    def side_patches(self) -> int:
+        return self.picture_pixels // self.patch_size
+
+    @property
+    def square_tokens(self) -> int:
+        return (self.side_patches // self.merge_size) ** 2
+
+    @property
+    def least_tokens(self) -> int:
+        """Fewer than any picture has: a crop is padded on one side at most."""
+        return self.side_patches // self.merge_size
+
+    def layout(self, size: Size) -> Layout:
+        """Rows and columns of crops; transformers.models.phi4_multimodal: dynamic_preprocess."""
+        side = self.picture_pixels
+        rows, columns = math.ceil(size.height / side), math.ceil(size.width / side)
+        if rows * columns <= self.max_crops:
+            return rows, columns
+        return StretchedTiles(side, self.patch_size, 1, self.max_crops, min_tiles=1).layout(size)
+
+    def resized(self, size: Size) -> Size:
+        """The size of the image on its canvas. Raises TooLarge if too little is left of a side."""
+        rows, columns = self.layout(size)
+        width, height = columns * self.picture_pixels, rows * self.picture_pixels
+        across, down = width / size.width, height / size.height
+        if across < down:
+            resized = Size(width, int(size.height * across))
+        else:
+            resized = Size(int(size.width * down), height)
+        if min(resized.width, resized.height) < LEAST_PIXELS:
+            raise TooLarge(
+                f"an image of {size.width} x {size.height} pixels is {resized.width} x "
+                f"{resized.height} on its canvas, and {LEAST_PIXELS} is the least: crop it"
+            )
+        return resized
+
+    def shown(self, size: Size) -> Layout:
+        """Rows and columns of patches on the canvas that are not padding alone."""
+        resized, (rows, columns) = self.resized(size), self.layout(size)
+        below = rows * self.picture_pixels - resized.height
+        right = columns * self.picture_pixels - resized.width
+        return (
+            rows * self.side_patches - below // self.patch_size,
+            columns * self.side_patches - right // self.patch_size,
+        )
+
+    def plan(self, size: Size) -> ItemPlan:
+        """`grid_thw` is that of all crops together, in whole merge blocks; tokens are theirs and
+        those of the whole image, a newline after each row, and a separator."""
+        kept, merge = self.shown(size), self.merge_size
+        down, across = (-(-patches // merge) for patches in kept)
+        computed = self.square_tokens + down * across
+        side = self.side_patches // merge
+        return ItemPlan(
+            grid_thw=(1, down * merge, across * merge),
+            patches=computed * merge**2,
+            tokens=computed + side + 1 + down,
+            path_tokens=(computed,),
+            kept=kept,
+        )
+
+    def longest_side_patches(self) -> int:
+        return self.max_crops * self.side_patches
+
+    def largest_tokens(self) -> int:
+        return (1 + self.max_crops) * self.square_tokens
+
+    def defaults(self) -> Defaults:
+        return {"max_patches": self.max_crops}
+
+    def largest(self, tokens: int) -> Largest:
+        return {"max_patches": max(1, tokens // self.square_tokens - 1)}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return replace(self, max_crops=kwargs.max_patches or self.max_crops)
 
 
 def whole(length: float, divisor: int) -> int:

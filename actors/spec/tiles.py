@@ -53,8 +53,13 @@ class TileSizing(ABC):
         return self.tile_pixels // self.patch_size
 
     @property
+    def token_side(self) -> int:
+        """Tokens per side of a tile."""
+        return self.side_patches // self.merge_size
+
+    @property
     def tile_tokens(self) -> int:
-        return (self.side_patches // self.merge_size) ** 2
+        return self.token_side**2
 
     def plan(self, size: Size) -> ItemPlan:
         """`grid_thw` is that of the canvas alone, so that it tells the layout."""
@@ -210,7 +215,7 @@ class OneTile(TileSizing):
     @property
     def tile_tokens(self) -> int:
         """Tokens of its patches, and the class token."""
-        return self.class_tokens + (self.side_patches // self.merge_size) ** 2
+        return self.class_tokens + self.token_side**2
 
     def token_range(self) -> tuple[int, int]:
         """The largest budget holds TILES_PER_BUDGET images, as they are small."""
@@ -288,7 +293,7 @@ class AnyresSizing(TileSizing):
 
     def kept(self, size: Size) -> Layout:
         """Rows and columns of tokens that show the image; transformers: unpad_image."""
-        rows, columns = (tiles * self.side_patches for tiles in self.layout(size))
+        rows, columns = (tiles * self.token_side for tiles in self.layout(size))
         if size.width / size.height > columns / rows:
             shown = int(round(size.height * (columns / size.width), 7))
             return rows - (rows - shown) // 2 * 2, columns
@@ -345,6 +350,70 @@ class SplitTiles(TileSizing):
     def resized(self, size: Size) -> Size:
         rows, columns = self.layout(size)
         return Size(columns * self.picture_pixels, rows * self.picture_pixels)
+
+
+@dataclass(frozen=True, slots=True)
+class OverlappingTiles(CutTiles):
+    """The overview, then overlapping tiles of a canvas that the image is stretched to. Windows of
+    patches are pooled to tokens, each patch of the canvas once (Molmo 2)."""
+
+    window: int
+    """The side of a window in patches."""
+    margins: tuple[int, int]
+    """Rows, and columns, of patches that a tile shares with the one before and the one after."""
+
+    @property
+    def step_patches(self) -> int:
+        """From one tile to the next."""
+        return self.side_patches - sum(self.margins)
+
+    @property
+    def tile_tokens(self) -> int:
+        """As many as the overview gives, and more than a tile."""
+        return windows(self.side_patches, self.window) ** 2
+
+    def layout(self, size: Size) -> Layout:
+        """transformers.models.molmo2: select_tiling, in float32 as there."""
+        margin, step = (count * self.patch_size for count in (sum(self.margins), self.step_patches))
+        found = sorted(layouts(1, self.max_tiles), key=lambda one: (one[0] * one[1], one[0]))
+        shown = np.array([size.height - margin, size.width - margin], dtype=np.float32)
+        with np.errstate(divide="ignore"):
+            scales = ((np.array(found) * step).astype(np.float32) / shown).min(1)
+        if (scales < 1).all():
+            return found[int(scales.argmax())]
+        return found[int(np.where(scales < 1, np.inf, scales).argmin())]
+
+    def canvas(self, size: Size) -> Layout:
+        """Its rows and columns of patches."""
+        rows, columns = (
+            tiles * self.step_patches + sum(self.margins) for tiles in self.layout(size)
+        )
+        return rows, columns
+
+    def resized(self, size: Size) -> Size:
+        rows, columns = self.canvas(size)
+        return Size(columns * self.patch_size, rows * self.patch_size)
+
+    def plan(self, size: Size) -> ItemPlan:
+        """`grid_thw` is the canvas; tokens are the overview's, then those of the canvas."""
+        rows, columns = self.canvas(size)
+        down, across = self.layout(size)
+        tiles = 1 + down * across
+        return ItemPlan(
+            grid_thw=(1, rows, columns),
+            patches=tiles * self.side_patches**2,
+            tokens=self.tile_tokens + windows(rows, self.window) * windows(columns, self.window),
+            path_tokens=(tiles * self.tile_tokens,),
+        )
+
+    def token_range(self) -> tuple[int, int]:
+        """One tile, as for a frame of a video, to the most, with the overview."""
+        return self.tile_tokens, (self.max_tiles + 1) * self.tile_tokens
+
+
+def windows(patches: int, window: int) -> int:
+    """Of a side with so many patches; the first and the last may be smaller."""
+    return -(-patches // window)
 
 
 def even(pixels: float) -> int:

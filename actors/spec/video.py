@@ -7,6 +7,7 @@ Efficient Video Sampling keeps.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Self
@@ -17,21 +18,25 @@ import numpy.typing as npt
 from actors.errors import InvalidMedia, InvalidOption, TooLarge
 from actors.spec.sampling import Sampling
 from actors.spec.sizing import (
+    MAX_ASPECT,
     BlockSizing,
     Defaults,
     Largest,
     at_least,
+    check_aspect,
     longest_side,
     pixels_of,
     smart_resize,
 )
+from actors.spec.tiles import windows
 from actors.types import Clip, ItemPlan, ProcessorKwargs, Size
 
 FRAMES_PER_GROUP = 2
 """Of the Qwen-VL and GLM-V families. A tower with other groups takes images only."""
 
 POOLED = 2
-"""LLaVA-OneVision pools frames to this fraction of their rows and columns, rounded up."""
+"""LLaVA-OneVision pools frames to this fraction of their rows and columns, rounded up;
+LLaVA-NeXT-Video divides them exactly."""
 
 EVS_FIRST = 255.0
 """The dissimilarity of the first group of frames, which has none before it."""
@@ -224,6 +229,33 @@ class MeanTimes(TotalPixels):
 
 
 @dataclass(frozen=True, slots=True)
+class TargetPatches(VideoSizing):
+    """Each frame is stretched to about as many patches (Nemotron-H Omni)."""
+
+    patches: int
+    """A sixteenth is fewer than any frame has."""
+
+    @property
+    def least(self) -> int:
+        return 1  # a group is padded
+
+    def resized(self, size: Size, frames: int) -> Size:
+        """transformers: NemotronH_Omni_Reasoning_V3VideoProcessor._compute_target_patches."""
+        check_aspect(size)
+        aspect, block = size.width / size.height, self.merge_size
+        rows = max(round(math.sqrt(self.patches / aspect)), 1)
+        columns = max(round(math.sqrt(self.patches * aspect)), 1)
+        more = Size(columns + -columns % block, rows + -rows % block)
+        if more.width * more.height > self.patches:
+            rows, columns = (max(block, side - side % block) for side in (rows, columns))
+            more = Size(columns, rows)
+        return Size(more.width * self.patch_size, more.height * self.patch_size)
+
+    def longest_side_patches(self) -> int:
+        return math.ceil(math.sqrt(self.patches * MAX_ASPECT)) + self.merge_size
+
+
+@dataclass(frozen=True, slots=True)
 class FrameTiles(VideoSizing):
     """Each frame fills one tile (InternVL)."""
 
@@ -311,6 +343,56 @@ class PooledFrames(VideoSizing):
             patches=computed,
             tokens=frames * self.frame_side**2 + 1,
             path_tokens=(computed,),
+            frames=frames,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AveragedFrames(PooledFrames):
+    """The middle of each frame fills one tile and is pooled, 2 x 2 patches to one
+    (LLaVA-NeXT-Video)."""
+
+    def resized(self, size: Size, frames: int) -> Size:
+        """The shorter side fills the tile."""
+        side = self.picture_pixels
+        if size.width <= size.height:
+            return Size(side, side * size.height // size.width)
+        return Size(side * size.width // size.height, side)
+
+    def plan(self, clip: Clip) -> ItemPlan:
+        """Without a newline. Raises TooLarge for an aspect ratio over MAX_ASPECT, too."""
+        check_aspect(clip.size)
+        plan = PooledFrames.plan(self, clip)  # super() does not work with slots
+        return replace(plan, tokens=plan.tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PooledWindows(VideoSizing):
+    """Each frame fills one tile, of whose patches windows are pooled to tokens (Molmo 2)."""
+
+    picture_pixels: int
+    window: int
+    """The side of a window in patches."""
+    tile_tokens: int
+    """What a tile takes of a budget: see OverlappingTiles."""
+
+    @property
+    def side(self) -> int:
+        return self.picture_pixels // self.patch_size
+
+    def resized(self, size: Size, frames: int) -> Size:
+        return Size(self.picture_pixels, self.picture_pixels)
+
+    def longest_side_patches(self) -> int:
+        return self.side
+
+    def plan(self, clip: Clip) -> ItemPlan:
+        frames = len(self.indices(clip))
+        return ItemPlan(
+            grid_thw=(frames, self.side, self.side),
+            patches=frames * self.side**2,
+            tokens=frames * windows(self.side, self.window) ** 2,
+            path_tokens=(frames * self.tile_tokens,),
             frames=frames,
         )
 

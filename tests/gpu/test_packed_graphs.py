@@ -27,6 +27,8 @@ PRESETS = (
         "paddleocr-vl",
         "gemma4-31b",
         "minicpmv-4.6",
+        "phi4-multimodal",
+        "nemotron-3-nano-omni",
     ),
 )
 

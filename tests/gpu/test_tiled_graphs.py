@@ -13,13 +13,14 @@ from actors.engine.budgets import Segments, capacity, model_capacity
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet, capture
 from actors.families import registry
+from actors.media.patchify import patchifier_of
 from actors.models.packed import PackedTower
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import MOST_ITEMS_A_BUDGET
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import Item, Size
+from actors.types import Clip, Item, Size
 from tests.gpu.towers import FEWER, cuda, finished, relative_error, shallow, synchronize, towers
 from tests.unit.spec.test_tile_spec import changed
 
@@ -29,7 +30,7 @@ PRESETS = (
     *("internvl3-8b", "internvl3-78b", "llama4-scout", "gemma3-4b"),
     *("siglip-so400m", "clip-vit-l-336", "llava15-7b", "llava-onevision-7b", "paligemma2-3b"),
     *("llava-next-7b", "janus-pro-1b", "aya-vision-8b", "command-a-vision", "smolvlm2-2b"),
-    "dinov2-base",
+    *("dinov2-base", "llava-next-video-7b", "granite-vision-4.1-4b", "molmo2-4b"),
 )
 MOST_TOKENS = 4096
 """Of the largest budget: as many as it takes for the long form of every kernel."""
@@ -40,6 +41,42 @@ SMALLEST = Size(8, 8)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_budgets_equal_the_reference(preset: str) -> None:
     assert worst_error(shallow(preset), cuda()) < 2e-2
+
+
+@pytest.mark.parametrize("preset", ["llava-next-video-7b", "molmo2-4b", "nemotron-3-nano-omni"])
+def test_frames_of_a_video_beside_images(preset: str) -> None:
+    """In the second graph of a budget, and the same images without a video in the first."""
+    assert frames_error(shallow(preset), cuda()) < 2e-2
+
+
+def frames_error(model: ModelSpec, device: Device) -> float:
+    """Relative, of the rows of a pack, in bfloat16 against float32."""
+    tower, reference = towers(model, device)
+    assert isinstance(tower, TileTower | PackedTower)
+    assert model.video
+    generator, sizing, forms = np.random.default_rng(0), tower.sizing, patchifier_of(model)
+    image = sizing.plan(SMALLEST)
+    film = model.video.plan(Clip(Size(640, 360), 5, 1.0, chosen=True))
+    items = [
+        Item(plan, *generator.integers(0, 256, forms.shape(plan), np.uint8))
+        for plan in (image, film, image)
+    ]
+    budget = sum(item.plan.path_tokens[0] for item in items) + 2 * sizing.token_range()[0]
+    limits = model_capacity(GraphOptions(token_budgets=(budget,)), model)
+    graphs = capture(tower, limits, device, EncoderMetrics())["default"]
+    assert graphs.captured() == 2
+    eager, worst = GraphSet(reference, "default", (), Segments(0), device), 0.0
+    for pack in (items, items[:1], items[1:2]):
+        poison(graphs)
+        plans = [item.plan for item in pack]
+        rows, exact = (
+            finished(one.tower.postprocess([one.run(which, pack)], plans))
+            for one, which in ((graphs, budget), (eager, None))
+        )
+        assert bool(rows.isfinite().all())
+        worst = max(worst, relative_error(rows, exact))
+    print(f"{model.id}: worst relative error {worst:.1e}, budget {budget}")
+    return worst
 
 
 @pytest.mark.parametrize("preset", ["siglip-so400m", "clip-vit-l-336"])

@@ -27,10 +27,12 @@ from tests.checkpoints_clip import (
     write_aya,
     write_clip,
     write_clip_texts,
+    write_granite4,
     write_idefics3,
     write_janus,
     write_llava,
     write_llava_next,
+    write_llava_next_video,
     write_onevision,
     write_paligemma,
     write_siglip,
@@ -38,7 +40,10 @@ from tests.checkpoints_clip import (
 )
 from tests.checkpoints_dino import write_dinov2
 from tests.checkpoints_minicpm import write_minicpmv
+from tests.checkpoints_molmo import write_molmo2
+from tests.checkpoints_nemotron import write_nemotron
 from tests.checkpoints_ocr import write_deepseek_ocr
+from tests.checkpoints_phi import write_phi4
 from tests.checkpoints_pixtral import write_lighton_ocr, write_mistral3, write_pixtral
 from tests.checkpoints_step import write_step3, write_step3p7
 from tests.checkpoints_tiles import write_gemma3, write_gemma4, write_internvl, write_llama4
@@ -73,6 +78,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "dinov2-vectors": partial(write_dinov2, registers=3, gated=True),
     "llava": partial(write_llava, tower="clip"),
     "llava_next": partial(write_llava_next, tower="siglip"),
+    "llava_next_video": write_llava_next_video,
+    "granite4_vision": write_granite4,
     "llava_onevision": write_onevision,
     "paligemma": partial(write_paligemma, text="gemma2"),
     "janus": write_janus,
@@ -80,6 +87,9 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "cohere2_vision": partial(write_aya, kind="Cohere2Vision"),
     "idefics3": partial(write_idefics3, kind="SmolVLM"),
     "minicpmv4_6": write_minicpmv,
+    "phi4_multimodal": write_phi4,
+    "molmo2": write_molmo2,
+    "nemotron_h_omni": partial(write_nemotron, predicts=True),
     "deepseek_ocr": write_deepseek_ocr,
     "step3p7": write_step3p7,
     "step3": write_step3,

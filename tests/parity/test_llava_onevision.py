@@ -1,9 +1,10 @@
-"""LLaVA-NeXT and LLaVA-OneVision against transformers: tokens, tiles, rows, both namings."""
+"""LLaVA-NeXT, -Video and -OneVision against transformers: tokens, tiles, rows, both namings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
 )
@@ -38,7 +40,9 @@ from actors.types import Clip, Item, Size
 from tests.checkpoints_clip import (
     PICTURE,
     TOWER,
+    write_granite4,
     write_llava_next,
+    write_llava_next_video,
     write_llava_qwen,
     write_onevision,
 )
@@ -62,6 +66,7 @@ SIZES = [Size(60, 60), Size(300, 200), Size(90, 270), Size(250, 40), Size(700, 6
 CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
     "llava_onevision": write_onevision,
     "llava_qwen": write_llava_qwen,
+    "llava_next_video": write_llava_next_video,
 }
 
 
@@ -109,7 +114,10 @@ def image_rows(pair: Pair, item: Item, size: Size) -> Tensor:
     """transformers', of one image."""
     tiles = pixels(pair.tower, torch.as_tensor(item.patches))[None]
     own = torch.tensor([[size.height, size.width]])
-    (rows,) = pair.model.get_image_features(tiles, own, return_dict=True).pooler_output
+    features = pair.model.get_image_features(tiles, own, return_dict=True)
+    if hasattr(features, "deepstack_features"):
+        return torch.cat([rows for _, (rows,) in features.deepstack_features], 1)
+    (rows,) = features.pooler_output
     return torch.as_tensor(rows)
 
 
@@ -138,16 +146,23 @@ def test_images_and_a_video_in_one_pack(
         check(tower.spec.family, one, other)
 
 
-@pytest.mark.parametrize("over", ["clip", "siglip"])
-def test_images_of_llava_next(over: str, tmp_path: Path) -> None:
-    model = write_llava_next(tmp_path, over)
+@pytest.mark.parametrize(
+    ("family", "write"),
+    [
+        pytest.param("llava_next", partial(write_llava_next, tower="clip"), id="clip"),
+        pytest.param("llava_next", partial(write_llava_next, tower="siglip"), id="siglip"),
+        pytest.param("granite4_vision", write_granite4, id="granite"),
+    ],
+)
+def test_images_without_videos(family: str, write: Callable[[Path], Any], tmp_path: Path) -> None:
+    model = write(tmp_path)
     tower = load(ModelOptions(id=str(tmp_path), dtype="float32"), torch.device("cpu"))
     assert isinstance(tower, OnevisionTower)
     items = [image_of(tower, size) for size in SIZES]
     exact = [image_rows(Pair(model, tower), *one) for one in zip(items, SIZES, strict=True)]
     assert [item.plan.tokens for item in items] == [len(one) for one in exact]
     for spare in (None, 0, 3):
-        check("llava_next", encode(tower, items, spare), torch.cat(exact))
+        check(family, encode(tower, items, spare), torch.cat(exact))
 
 
 def encode(tower: OnevisionTower, items: Sequence[Item], spare: int | None) -> Tensor:
@@ -158,7 +173,7 @@ def encode(tower: OnevisionTower, items: Sequence[Item], spare: int | None) -> T
     if spare is not None:
         budget = sum(plan.path_tokens[0] for plan in plans) + spare * tile
     budgets = () if budget is None else (tile, budget)
-    graphs = GraphSet(tower, "default", budgets, Segments(9), Device())
+    graphs = GraphSet(tower, "default", budgets, Segments(9, frames=9), Device())
     graphs.capture(lambda budget, seconds: None)
     if budget is not None:
         graphs.inputs.tensors["patches"].random_(0, 256)
@@ -167,7 +182,7 @@ def encode(tower: OnevisionTower, items: Sequence[Item], spare: int | None) -> T
 
 
 @pytest.mark.parametrize("tiles", [2, 4, 40])
-def test_a_video_in_runs_ends_in_one_newline(pair: Pair, tiles: int) -> None:
+def test_a_video_in_runs_ends_as_a_whole_one(pair: Pair, tiles: int) -> None:
     tower, most = pair.tower, tiles * pair.tower.sizing.tile_tokens
     room = Capacity(((most,),), (most,), items=4, frames=40, frame_tokens=1)
     device, metrics = Device(), EncoderMetrics()
@@ -200,12 +215,18 @@ def test_a_line_is_refused() -> None:
         PUBLISHED.sizing.plan(Size(10000, 1))
 
 
-@pytest.mark.parametrize("preset", ["llava-onevision-7b", "llava-next-7b"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        *("llava-onevision-7b", "llava-next-7b", "llava-next-video-7b"),
+        "granite-vision-4.1-4b",
+    ],
+)
 @pytest.mark.parametrize("size", [(600, 400), (1920, 1080), (300, 1100), (90, 70), (384, 384)])
 def test_tiles_are_those_of_the_processor(size: tuple[int, int], preset: str) -> None:
     image, sizing = opened().resize(size), read(dummy(preset)).sizing
     assert isinstance(sizing, AnyresSizing)
-    kind = LlavaNextImageProcessorPil if "next" in preset else LlavaOnevisionImageProcessorPil
+    kind = LlavaOnevisionImageProcessorPil if "onevision" in preset else LlavaNextImageProcessorPil
     settings = Preset(preset).files["preprocessor_config.json"] | {"do_normalize": False}
     theirs = kind(**settings)(image, return_tensors="np")
     tiles = torch.from_numpy((theirs["pixel_values"][0] * 255).round().astype(np.uint8))
@@ -219,6 +240,26 @@ def test_tiles_are_those_of_the_processor(size: tuple[int, int], preset: str) ->
     assert difference.max() <= 3
 
 
-def test_frames_by_default() -> None:
-    assert PUBLISHED.video
-    assert PUBLISHED.video.plan(Clip(Size(640, 360), 900, 25.0)).tokens == 32 * 196 + 1
+@pytest.mark.parametrize("size", [(600, 400), (1920, 1080), (300, 1100), (336, 336), (337, 90)])
+def test_frames_are_cropped_as_by_the_processor(size: tuple[int, int]) -> None:
+    """LlavaNextVideoVideoProcessor needs torchvision. Its steps are those of CLIP's processor."""
+    image, model = opened().resize(size), read(dummy("llava-next-video-7b"))
+    settings = Preset("llava-next-video-7b").files["preprocessor_config.json"]
+    processor = CLIPImageProcessorPil(**settings | {"do_normalize": False})
+    (tile,) = processor(image, return_tensors="np")["pixel_values"]
+    assert isinstance(model.sizing, AnyresSizing)
+    expected = cut_tiles(torch.from_numpy((tile * 255).round().astype(np.uint8)), model.sizing)
+    frame = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    item = patchify_video(model, Clip(Size(*size), 1, 1.0, chosen=True), [frame])
+    difference = np.abs(item.patches.astype(np.int64) - expected.numpy().astype(np.int64))
+    assert difference.mean() < 0.2
+    assert difference.max() <= 3
+
+
+@pytest.mark.parametrize(
+    ("preset", "tokens"), [("llava-onevision-7b", 32 * 196 + 1), ("llava-next-video-7b", 32 * 144)]
+)
+def test_frames_by_default(preset: str, tokens: int) -> None:
+    video = read(dummy(preset)).video
+    assert video
+    assert video.plan(Clip(Size(640, 360), 900, 25.0)).tokens == tokens

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from actors.families.registry import read, readers
 from actors.models.load import family_of
 from actors.options import ModelOptions
-from actors.spec.checkpoint import preset_names
+from actors.spec.checkpoint import Preset, preset_names
 from actors.types import Size
 from tests import llama4
 from tests.gpu import test_whole_towers
@@ -31,6 +32,7 @@ from tests.parity.test_deepseek_ocr import closest
 from tests.parity.test_minicpmv import published_sizes
 from tests.small_presets import SMALL
 from tests.step3p7 import Processor
+from tests.without_torchvision import processor
 
 SIZES = (Size(336, 336), Size(1920, 1080), Size(1654, 2339))
 """The last is an A4 page at 200 dpi."""
@@ -135,6 +137,44 @@ def llava_next(size: Size) -> int:
     return placeholders("llava_next", "LlavaNext", size, 336, given) - 1  # of the class token
 
 
+def granite4(size: Size) -> int:
+    """Tokens as transformers' processor of Granite 4 Vision counts placeholders."""
+    settings = Preset("granite-vision-4.1-4b").files
+    given = {"patch_size": 16, "num_additional_image_tokens": 0, "downsample_rate": "4/8"}
+    module = import_module("transformers.models.granite4_vision.processing_granite4_vision")
+    kind = module.Granite4VisionProcessor
+    pinpoints = settings["preprocessor_config.json"]["image_grid_pinpoints"]
+    processor = SimpleNamespace(
+        image_processor=SimpleNamespace(image_grid_pinpoints=pinpoints), **given
+    )
+    processor._get_unpadded_features = partial(kind._get_unpadded_features, processor)
+    tokens: int = kind._get_number_of_features(processor, size.height, size.width, 384, 384)
+    return tokens
+
+
+def phi4(size: Size) -> int:
+    """Tokens as transformers' image processor of Phi-4-multimodal counts them."""
+    rule = processor("phi4_multimodal", "Phi4MultimodalImageProcessor", pixels=False)
+    image = torch.empty(()).expand(3, size.height, size.width)
+    _, mask = rule.dynamic_preprocess(image, 448, 14, 32, max_num=36)
+    down, across = mask[::2, 0].sum(), mask[0, ::2].sum()
+    return 256 + 16 + 1 + int(down * (across + 1))
+
+
+def molmo2(size: Size) -> int:
+    """Tokens as transformers' image processor of Molmo 2 counts them."""
+    rule = processor("molmo2", "Molmo2ImageProcessor")
+    return int(rule.get_number_of_image_patches(size.height, size.width))
+
+
+def nemotron(size: Size) -> int:
+    """Tokens as transformers' image processor of Nemotron-H Omni counts them."""
+    rule = processor("nemotron_h_omni", "NemotronH_Omni_Reasoning_V3ImageProcessor")
+    grid = rule._preprocess.__globals__["get_patch_grid_size"]
+    rows, columns = grid(size.height, size.width, 16, 2, 1024, 13312)
+    return int(rows * columns // 4)
+
+
 def onevision(size: Size) -> int:
     """Tokens as transformers' processor of LLaVA-OneVision counts placeholders."""
     given = {"num_image_tokens": 27**2, "vision_aspect_ratio": "anyres_max_9"}
@@ -210,6 +250,11 @@ PUBLISHED = [
     Published("dinov2-base", "DINOv2", 87, lambda size: 16**2 + 1),
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),
     Published("llava-next-7b", "LLaVA-NeXT", 312, llava_next),
+    Published("llava-next-video-7b", "LLaVA-NeXT-Video", 312, llava_next),
+    Published("granite-vision-4.1-4b", "Granite 4 Vision", 579, granite4),
+    Published("phi4-multimodal", "Phi-4-multimodal", 411, phi4),
+    Published("molmo2-4b", "Molmo 2", 439, molmo2),
+    Published("nemotron-3-nano-omni", "Nemotron-H Omni", 814, nemotron),
     Published("llava-onevision-7b", "LLaVA-OneVision", 415, onevision),
     Published("paligemma2-3b", "PaliGemma 1, 2", 415, lambda size: 16**2),
     Published("janus-pro-1b", "Janus", 310, lambda size: 24**2),

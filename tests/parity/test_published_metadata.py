@@ -30,7 +30,7 @@ from actors.models.tensors import INDEX, located
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Folder, Preset
 from actors.spec.model_spec import ModelSpec
-from actors.spec.sampling import Evenly, Middles, Spread, Strided, Thinning, Timed
+from actors.spec.sampling import Evenly, Middles, Spread, Strided, Thinning, Timed, UpToFps
 from actors.spec.settings import PIL_RESAMPLING
 from actors.types import Size
 from encoder_service.config import LlmOptions
@@ -51,7 +51,16 @@ ACCEPTED = sorted(FACTS.keys() - REFUSED)
 SMALL = (Size(336, 336), Size(97, 640))
 LARGE = (Size(1920, 1080), Size(1654, 2339), Size(4031, 3023))
 
-WITHOUT_PROCESSOR = {"internvl_chat", "kimi_vl", "kimi_k25", "deepseek_ocr", "llama4", "step3p7"}
+WITHOUT_PROCESSOR = {
+    "internvl_chat",
+    "kimi_vl",
+    "kimi_k25",
+    "deepseek_ocr",
+    "llama4",
+    "step3p7",
+    "phi4mm",
+    "molmo2",
+}
 """Families whose fixtures have none that transformers reads without other people's code."""
 
 SAMPLINGS = {
@@ -61,6 +70,7 @@ SAMPLINGS = {
     "Glm46V": Thinning,
     "InternVL": Middles,
     "LlavaOnevision": Evenly,
+    "Molmo2": UpToFps,
 }
 """Our rule for each of transformers' video processors, which need torchvision."""
 
@@ -240,7 +250,9 @@ TOWERS = dict.fromkeys(("gemma3", "llava_onevision", "aya_vision", "cohere2_visi
 
 @pytest.mark.parametrize("kind", sorted(vision_defaults().keys() & CONFIG_MAPPING.keys()))
 def test_what_vision_config_lacks_is_as_transformers_fills_it(kind: str) -> None:
-    given = {"model_type": TOWERS[kind]} if kind in TOWERS else {}
+    given: dict[str, Any] = {"model_type": TOWERS[kind]} if kind in TOWERS else {}
+    if kind == "nemotron_h_omni":  # the default of its parent
+        given = {"video_temporal_patch_size": 2}
     alone = kind.startswith("dino")  # its config.json is that of its tower
     whole = CONFIG_MAPPING[kind](**({} if alone else {"vision_config": given}))
     theirs = whole if alone else getattr(whole, "thinker_config", whole).vision_config

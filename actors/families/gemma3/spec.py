@@ -24,7 +24,3 @@ def gemma3(source: ModelSource) -> ModelSpec:
 
 MODEL_TYPES = {"gemma3": gemma3}
 VISION_DEFAULTS = {"gemma3": TOWERS[SIGLIP_TOWER]}
-
-REFUSED = {
-    "gemma3n": "its tower is a convolutional network",
-}

@@ -26,6 +26,11 @@ def gemma4(source: ModelSource) -> ModelSpec:
 
 
 MODEL_TYPES = {"gemma4": gemma4}
+REFUSED = {
+    "gemma3n": "its vision tower is MobileNetV5, which is convolutions of timm: this service does "
+    "not depend on timm, and has none of its own",
+    "gemma4_unified": "its images are projected without an encoder",
+}
 VISION_DEFAULTS = {
     "gemma4": {
         **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16},

@@ -49,5 +49,4 @@ VISION_DEFAULTS: Mapping[str, Json] = dict.fromkeys(MODEL_TYPES, TOWER)
 
 REFUSED = {
     "granite_docling": "its connector has DeepStack mergers and a second, finer route",
-    "minicpmv": "its patches are resampled by queries",
 }

@@ -80,8 +80,8 @@ class OnevisionTower(TileTower):
 
     def image_rows(self, tokens: Tensor, plan: ItemPlan) -> Tensor:
         """transformers: pack_image_features."""
-        tile, side = self.anyres.tile_tokens, self.anyres.side_patches
-        rows, columns = plan.grid_thw[1:]
+        tile, side = self.anyres.tile_tokens, self.anyres.token_side
+        rows, columns = (patches // self.anyres.merge_size for patches in plan.grid_thw[1:])
         grid = tokens[tile:].view(rows // side, columns // side, side, side, -1)
         grid = grid.transpose(1, 2).reshape(rows, columns, -1)
         down, across = plan.kept

@@ -44,6 +44,7 @@ def minicpmv(source: ModelSource) -> ModelSpec:
 
 
 MODEL_TYPES = {"minicpmv4_6": minicpmv, "minicpmv4_7": minicpmv}
+REFUSED = {"minicpmv": "its patches are resampled by queries"}
 TOWER: Json = {
     **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
     **{"num_attention_heads": 12, "image_size": 224, "patch_size": 16},

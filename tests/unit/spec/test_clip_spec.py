@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from actors.engine.budgets import model_capacity
-from actors.errors import CheckpointError
+from actors.errors import CheckpointError, TooLarge
 from actors.families import registry
 from actors.models.load import family_of
 from actors.options import GraphOptions, ModelOptions
 from actors.spec.checkpoint import Preset
 from actors.spec.sizing import FittedSizing, RoundingSizing, ShrinkingSizing
 from actors.spec.tiles import AnyresSizing, OneTile, SplitTiles
-from actors.types import ItemPlan, Size
+from actors.types import Clip, ItemPlan, Size
 from tests.unit.spec.test_tile_spec import CONFIGS, PROCESSOR, changed
 
 SIGLIP = OneTile(378, 14, 1, 1, picture_pixels=384, cropped=False, class_tokens=0)
@@ -25,6 +25,7 @@ CLIP = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=1)
 LLAVA = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=0)
 DINOV2 = OneTile(*(224, 14, 1, 1, 224), cropped=True, class_tokens=1, shorter_pixels=256)
 SMOLVLM = SplitTiles(378, 14, 3, 16, picture_pixels=384, longest_pixels=1536)
+GRANITE = "granite-vision-4.1-4b"
 LLAVA_NEXT = AnyresSizing(
     *(336, 14, 1, 4, 336), canvases=((1, 2), (2, 1), (2, 2), (3, 1), (1, 3)), most_tiles=4
 )
@@ -41,6 +42,7 @@ PALIGEMMA = OneTile(224, 14, 1, 1, picture_pixels=224, cropped=False, class_toke
         ("paligemma2-3b", "paligemma", PALIGEMMA, 2304),
         ("smolvlm2-2b", "idefics3", SMOLVLM, 2048),
         ("llava-next-7b", "llava_next", LLAVA_NEXT, 4096),
+        ("llava-next-video-7b", "llava_next_video", LLAVA_NEXT, 4096),
         ("pixtral-12b", "pixtral", FittedSizing(16, 1, 1024), 5120),
         ("mistral-small31", "mistral3", FittedSizing(14, 2, 1540), 5120),
         ("lighton-ocr", "lighton_ocr", FittedSizing(14, 2, 1540), 1024),
@@ -52,7 +54,8 @@ def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
     model = registry.read(ModelOptions(id=preset, load_format="dummy"))
     assert (model.family, model.sizing, model.width) == (family, sizing, width)
     assert (model.paths, model.deepstack) == (("default",), 0)
-    assert model.kinds == (("image", "video") if family == "kimi_k25" else ("image",))
+    with_videos = family in ("kimi_k25", "llava_next_video")
+    assert model.kinds == (("image", "video") if with_videos else ("image",))
 
 
 @pytest.mark.parametrize(
@@ -166,6 +169,16 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("llava-next-7b", PROCESSOR, {"crop_size": 224}, "crop_size .* only 336"),
         ("llava-next-7b", PROCESSOR, {"size": {"shortest_edge": 224}}, "tower's 336"),
         ("llava-next-7b", PROCESSOR, {"image_grid_pinpoints": [[336, 336]]}, "differ"),
+        ("llava-next-video-7b", "config.json", {"spatial_pool_mode": "max"}, "spatial_pool_mode"),
+        ("llava-next-video-7b", "config.json", {"spatial_pool_stride": 3}, "spatial_pool_stride"),
+        (GRANITE, "config.json", vision("clip-vit-l-336"), "only siglip_vision_model"),
+        (GRANITE, "config.json", {"vision_feature_select_strategy": "default"}, "only full"),
+        (GRANITE, "config.json", {"spatial_target_layers": [12, 15]}, "only 4 layers"),
+        (GRANITE, "config.json", {"deepstack_layer_map": [[-29, 0]]}, "not of 27 layers"),
+        (GRANITE, "config.json", {"downsample_rate": "3/8"}, "3/8 is not one half"),
+        (GRANITE, "config.json", {"downsample_rate": "5/10"}, "in whole windows"),
+        (GRANITE, "config.json", {"qformer_config": {"num_hidden_layers": 2}}, "qformer_config"),
+        (GRANITE, PROCESSOR, {"crop_size": 224}, "crop_size .* only 384"),
         ("paligemma2-3b", "config.json", vision("clip-vit-l-336"), "only siglip_vision_model"),
         ("paligemma2-3b", "config.json", vision("paligemma2-3b", hidden_act="gelu"), "hidden_act"),
         ("paligemma2-3b", PROCESSOR, {"size": {"height": 448, "width": 448}}, "tower's 224"),
@@ -251,6 +264,42 @@ def test_frames_of_llava_onevision(tmp_path: Path) -> None:
     assert registry.read(options).max_frames_per_video == 8
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fps": 2}, "fps of the video processor"),
+        ({"do_center_crop": False}, "do_center_crop of the video processor"),
+        ({"size": {"shortest_edge": 224}}, "size of the video processor: only the tower's 336"),
+        ({"crop_size": 224}, "crop_size of the video processor: only the tower's 336"),
+    ],
+)
+def test_frames_of_llava_next_video(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    options = changed(tmp_path, "llava-next-video-7b", "config.json", {})
+    (tmp_path / VIDEO_PROCESSOR).write_text(json.dumps({"num_frames": 8}))
+    assert registry.read(options).max_frames_per_video == 8
+    (tmp_path / VIDEO_PROCESSOR).write_text(json.dumps(change))
+    with pytest.raises(CheckpointError, match=message):
+        registry.read(options)
+
+
+def test_features_of_granite4_vision() -> None:
+    """Four layers, and four times one of them; a feature is as wide as the language model."""
+    model = registry.read(ModelOptions(id=GRANITE, load_format="dummy"))
+    sizing = model.sizing
+    assert isinstance(sizing, AnyresSizing)
+    assert (model.width, model.deepstack, model.kinds) == (8 * 2560, 7, ("image",))
+    assert (model.vision["taps"], model.vision["used_layers"]) == ([9, 15, 21], 27)
+    assert model.vision["features"] == [0, 1, 2, 3, 3, 3, 3, 3]
+    assert (sizing.tile_tokens, sizing.max_tiles, len(sizing.canvases)) == (144, 10, 27)
+
+
+def test_a_frame_that_is_too_long_is_refused() -> None:
+    video = registry.read(ModelOptions(id="llava-next-video-7b", load_format="dummy")).video
+    assert video
+    with pytest.raises(TooLarge, match="aspect ratio"):
+        video.plan(Clip(Size(20100, 100), 8, 1.0))
+
+
 def test_a_siglip_tower_in_llava_stops_at_the_layer_that_is_used(tmp_path: Path) -> None:
     tower = vision("siglip-so400m") | {"vision_feature_select_strategy": "full"}
     options = changed(tmp_path, "llava15-7b", "config.json", tower)
@@ -290,7 +339,7 @@ def test_a_pack_holds_many_small_images() -> None:
     "name",
     [
         *("siglip", "clip", "dinov2", "llava", "paligemma", "pixtral", "mistral3", "lighton_ocr"),
-        *("llava_next", "smolvlm", "paddleocr", "kimik25"),
+        *("llava_next", "llava_next_video", "granite4_vision", "smolvlm", "paddleocr", "kimik25"),
     ],
 )
 def test_there_is_a_config(name: str) -> None:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actors.errors import CheckpointError
+from actors.errors import CheckpointError, InvalidOption
 from actors.families import registry
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset
+from actors.spec.sampling import Evenly
+from actors.spec.settings import CLIP_PIXELS
 from actors.spec.sizing import (
     CappedSizing,
     EnlargingSizing,
     FillingSizing,
     PackedSizing,
+    PatchRange,
     WindowedSizing,
 )
-from actors.spec.slices import SlicedSizing
+from actors.spec.slices import PaddedCrops, SlicedSizing
+from actors.types import ProcessorKwargs
 
 CONFIG, VISION, PROCESSOR = "config.json", "vision_config", "preprocessor_config.json"
 
@@ -48,6 +53,8 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("gemma4-31b", "gemma4", FillingSizing(16, 3, 280), 5376),
         ("kimivl-a3b", "kimi_vl", CappedSizing(14, 2, 4096, 512), 2048),
         ("minicpmv-4.6", "minicpmv4_6", SlicedSizing(14, 4, 448, 9), 1024),
+        ("phi4-multimodal", "phi4_multimodal", PaddedCrops(14, 2, 448, 36), 3072),
+        ("nemotron-3-nano-omni", "nemotron_h_omni", PatchRange(16, 2, 1024, 13312), 2688),
     ],
 )
 def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
@@ -89,6 +96,23 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
         ("minicpmv-4.6", VISION, {"hidden_act": "gelu"}),
         ("minicpmv-4.6", PROCESSOR, {"downsample_mode": "4x"}),
         ("minicpmv-4.6", PROCESSOR, {"patch_size": 16}),
+        ("phi4-multimodal", VISION, {"hidden_act": "gelu"}),
+        ("phi4-multimodal", VISION, {"crop_size": 336}),
+        ("phi4-multimodal", VISION, {"patch_size": 64}),
+        ("phi4-multimodal", VISION, {"feature_layer": -28}),
+        ("phi4-multimodal", PROCESSOR, {"patch_size": 16}),
+        ("phi4-multimodal", PROCESSOR, {"size": {"height": 336, "width": 336}}),
+        ("phi4-multimodal", PROCESSOR, {"resample": 2}),
+        ("nemotron-3-nano-omni", VISION, {"hidden_act": "silu"}),
+        ("nemotron-3-nano-omni", VISION, {"layerscale_value": 0.1}),
+        ("nemotron-3-nano-omni", VISION, {"use_swiglu_ffn": True}),
+        ("nemotron-3-nano-omni", VISION, {"version": "c-radio_v4-so400m"}),
+        ("nemotron-3-nano-omni", CONFIG, {"downsample_ratio": 1.0}),
+        ("nemotron-3-nano-omni", CONFIG, {"vit_hidden_size": 1024}),
+        ("nemotron-3-nano-omni", PROCESSOR, {"patch_size": 14}),
+        ("nemotron-3-nano-omni", PROCESSOR, {"min_num_patches": 13312}),
+        ("nemotron-3-nano-omni", PROCESSOR, {"video_maintain_aspect_ratio": False}),
+        ("nemotron-3-nano-omni", PROCESSOR, {"temporal_patch_size": 4}),
     ],
 )
 def test_what_is_not_computed_is_refused(
@@ -96,3 +120,62 @@ def test_what_is_not_computed_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=f"{next(iter(change))}.*supported"):
         registry.read(changed(tmp_path, preset, file, change))
+
+
+def test_nemotron_under_the_names_of_published_files(tmp_path: Path) -> None:
+    preset = ModelOptions(id="nemotron-3-nano-omni", load_format="dummy")
+    published = registry.read(preset)
+    config = {"llm_config": None, "text_config": {"hidden_size": 2688}, "vit_hidden_size": None}
+    names = {"model_type": "nemotron_h_omni", "vision_hidden_size": 1280}
+    todays = registry.read(changed(tmp_path, preset.id, CONFIG, config | names))
+    assert replace(todays, id=published.id, dummy=True, vision=published.vision) == published
+    assert published.mean == tuple(CLIP_PIXELS["image_mean"])
+    assert published.video
+    assert published.video.sampling == Evenly(256, 2.0, by_fps=True)
+    assert not published.vision["final_norm"]
+    for settings, rule in (
+        ({"num_frames": 8}, Evenly(8)),
+        ({"fps": 1}, Evenly(256, 1.0, by_fps=True)),
+    ):
+        video = registry.read(changed(tmp_path, preset.id, PROCESSOR, settings)).video
+        assert video
+        assert video.sampling == rule
+    predicts = {"llm_config": {"hidden_size": 4096, "num_nextn_predict_layers": 1}}
+    assert registry.read(changed(tmp_path, preset.id, CONFIG, predicts)).vision["final_norm"]
+    still = changed(tmp_path, preset.id, VISION, {"video_temporal_patch_size": 4})
+    assert registry.read(still).kinds == ("image",)
+    with pytest.raises(CheckpointError, match=r"audio, but the audio encoder .* is a conformer"):
+        registry.read(preset.model_copy(update={"tower": "audio"}))
+
+
+def test_nemotrons_range_is_not_empty() -> None:
+    model = registry.read(ModelOptions(id="nemotron-3-nano-omni", load_format="dummy"))
+    asked = model.asked("image", ProcessorKwargs(max_patches=2048))
+    assert asked.sizing == PatchRange(16, 2, 1024, 2048)
+    with pytest.raises(InvalidOption, match="max_patches: 1024 is not over the fewest"):
+        model.asked("image", ProcessorKwargs(max_patches=1024))
+
+
+IMAGES = {
+    **{"crop_size": 448, "embedding_cls": "tune_image", "hd_transform_order": "sub_glb"},
+    **{"image_token_compression_cls": "avg_pool_2d", "projection_cls": "mlp"},
+    **{"use_hd_transform": True, "with_learnable_separator": True},
+}
+
+
+def test_phi4_under_the_names_of_its_own_code(tmp_path: Path) -> None:
+    config = {"model_type": "phi4mm", "hidden_size": 3072, "embd_layer": {}}
+    (tmp_path / PROCESSOR).write_text('{"dynamic_hd": 16}')
+    options = ModelOptions(id=str(tmp_path))
+    config["embd_layer"] = {"image_embd_layer": IMAGES}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    model = registry.read(options)
+    preset = registry.read(ModelOptions(id="phi4-multimodal", load_format="dummy"))
+    assert (model.family, model.sizing) == ("phi4mm", PaddedCrops(14, 2, 448, 16))
+    assert (model.vision, model.mean, model.std) == (preset.vision, preset.mean, preset.std)
+    with pytest.raises(CheckpointError, match=r"audio, but the audio encoder .* is a conformer"):
+        registry.read(options.model_copy(update={"tower": "audio"}))
+    config["embd_layer"] = {"image_embd_layer": IMAGES | {"hd_transform_order": "glb_sub"}}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="hd_transform_order of image_embd_layer: only sub"):
+        registry.read(options)

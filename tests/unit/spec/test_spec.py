@@ -85,6 +85,25 @@ def test_a_relative_that_is_not_served_is_refused_by_its_reason(tmp_path: Path, 
     assert kind not in registry.readers()
 
 
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("gemma3n", "its vision tower is MobileNetV5.*timm.*nearest that is served is gemma4$"),
+        ("gemma4_unified", "without an encoder.*nearest that is served is gemma4$"),
+        ("minicpmv", "resampled by queries.*nearest that is served is minicpmv4_6$"),
+        ("molmo", "code of its own.*nearest that is served is molmo2$"),
+        ("phi3_v", "code of its own.*nearest that is served is phi4_multimodal$"),
+        (
+            "NemotronH_Nano_VL_V2",
+            "tiles of a fixed size.*nearest that is served is nemotron_h_omni$",
+        ),
+    ],
+)
+def test_who_is_nearest(tmp_path: Path, kind: str, why: str) -> None:
+    with pytest.raises(CheckpointError, match=why):
+        registry.read(write(tmp_path, {"model_type": kind}))
+
+
 def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="of the architecture 'llama'; supported are") as told:
         registry.read(write(tmp_path, {"model_type": "llama"}))

@@ -12,12 +12,19 @@ from actors.errors import CheckpointError
 from actors.families import registry
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset
-from actors.spec.tiles import CentredTile, CoveringTiles, PaddedTiles, StretchedTiles
+from actors.spec.tiles import (
+    CentredTile,
+    CoveringTiles,
+    OverlappingTiles,
+    PaddedTiles,
+    StretchedTiles,
+)
 from encoder_service import cli
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 STRETCHED = StretchedTiles(tile_pixels=448, patch_size=14, merge_size=2, max_tiles=12, min_tiles=1)
 JANUS = CentredTile(384, 16, 1, 1, 384, cropped=False, class_tokens=0, shortest_pixels=14)
+MOLMO2 = OverlappingTiles(378, 14, 1, 8, window=2, margins=(4, 4))
 PADDED = PaddedTiles(tile_pixels=336, patch_size=14, merge_size=2, max_tiles=16)
 
 
@@ -39,6 +46,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("aya-vision-8b", "aya_vision", StretchedTiles(364, 14, 2, 12, 1), 4096),
         ("command-a-vision", "cohere2_vision", CoveringTiles(512, 16, 2, 12, 1), 12288),
         ("janus-pro-1b", "janus", JANUS, 2048),
+        ("molmo2-4b", "molmo2", MOLMO2, 2560),
         ("gemma3-4b", "gemma3", StretchedTiles(896, 14, 4, 1, 1), 2560),
     ],
 )
@@ -46,7 +54,7 @@ def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
     model = registry.read(ModelOptions(id=preset, load_format="dummy"))
     assert (model.family, model.sizing, model.width) == (family, sizing, width)
     assert (model.paths, model.deepstack) == (("default",), 0)
-    videos = ("video",) if family.startswith("internvl") else ()
+    videos = ("video",) if family.startswith(("internvl", "molmo2")) else ()
     assert model.kinds == ("image", *videos)
 
 
@@ -71,7 +79,12 @@ def test_tiles_are_limited_by_the_processor_or_by_the_chat_models_own_config(
 
 
 CLIP = {"model_type": "clip_vision_model"}
-PROCESSOR = "preprocessor_config.json"
+CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
+FRAMES = "video_preprocessor_config.json"
+
+
+def adapter(**change: Any) -> dict[str, Any]:
+    return {"adapter_config": Preset("molmo2-4b").files[CONFIG]["adapter_config"] | change}
 
 
 @pytest.mark.parametrize(
@@ -102,6 +115,16 @@ PROCESSOR = "preprocessor_config.json"
         ("command-a-vision", PROCESSOR, {"crop_to_patches": False}, "crop_to_patches"),
         ("janus-pro-1b", "config.json", {"vision_config": {"use_qk_norm": True}}, "use_qk_norm"),
         ("llama4-scout", PROCESSOR, {"resample": 3}, "resample of the image processor"),
+        ("molmo2-4b", PROCESSOR, {"patch_size": 16}, "patch_size of the image processor"),
+        ("molmo2-4b", PROCESSOR, {"size": {"height": 336, "width": 336}}, "only the tower's 378"),
+        ("molmo2-4b", PROCESSOR, {"overlap_margins": [14, 13]}, "leave nothing of a crop"),
+        ("molmo2-4b", PROCESSOR, {"pooling_size": [4, 4]}, "pooling_size of the video processor"),
+        ("molmo2-4b", FRAMES, {"resample": 3}, "resample of the video processor"),
+        ("molmo2-4b", FRAMES, {"size": {"height": 336, "width": 336}}, "size of the video proc"),
+        ("molmo2-4b", CONFIG, adapter(hidden_act="gelu"), "hidden_act of adapter_config"),
+        ("molmo2-4b", CONFIG, adapter(hidden_size=2304), "hidden_size of adapter_config"),
+        ("molmo2-4b", CONFIG, adapter(num_key_value_heads=4), "num_key_value_heads of adapter"),
+        ("molmo2-4b", CONFIG, adapter(vit_layers=[-3, -28]), "are not of 27 layers"),
     ],
 )
 def test_what_the_tower_does_not_do_is_refused(
@@ -118,6 +141,7 @@ def test_what_the_tower_does_not_do_is_refused(
         ("llama4.yaml", "llama4-scout", "144 288 432 576 720"),
         ("aya_vision.yaml", "aya-vision-8b", "169 338 507 676 845"),
         ("cohere2_vision.yaml", "command-a-vision", "256 512 768 1024 1280"),
+        ("molmo2.yaml", "molmo2-4b", "196 392 588 784 980"),
         ("janus.yaml", "janus-pro-1b", "576 1152"),
         ("gemma3.yaml", "gemma3-4b", "256"),
     ],
@@ -131,3 +155,17 @@ def test_the_configs_can_be_served(
     (tmp_path / config).write_text(text.replace(model, dummy))
     assert cli.main(["check", str(tmp_path / config)]) == 0
     assert budgets in capsys.readouterr().out
+
+
+def test_layers_of_molmo2(tmp_path: Path) -> None:
+    """Published files count two layers that are not there; transformers' own count those that
+    are."""
+    model = registry.read(ModelOptions(id="molmo2-4b", load_format="dummy"))
+    used = {"used_layers": 25, "num_hidden_layers": 25, "taps": [18], "features": [1, 0]}
+    assert used.items() <= model.vision.items()
+    assert model.max_frames_per_video == 64
+    vision = {"vision_config": {}, "vit_config": None} | adapter(vision_feature_layer=[20, 18])
+    model = registry.read(changed(tmp_path, "molmo2-4b", CONFIG, vision))
+    used = {"used_layers": 21, "num_hidden_layers": 25, "taps": [18], "features": [1, 0]}
+    assert used.items() <= model.vision.items()
+    assert model.sizing == MOLMO2

@@ -1,0 +1,102 @@
+"""Nemotron-H Omni, images and videos: transformers.models.nemotron_h_omni."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from actors.errors import CheckpointError
+from actors.spec.checkpoint import Json
+from actors.spec.model_spec import ModelSpec
+from actors.spec.sampling import Evenly
+from actors.spec.settings import CLIP_PIXELS, ModelSource, only
+from actors.spec.sizing import PatchRange
+from actors.spec.video import FRAMES_PER_GROUP, TargetPatches
+
+MERGE = 2
+"""The side of the pixel shuffle."""
+
+SIZE = "-h"
+"""The end of the names of towers of the usual size."""
+
+FPS, MOST_FRAMES = 2.0, 256
+"""As the model's card serves videos; its processor takes every frame unless it is told to."""
+
+
+def nemotron_h_omni(source: ModelSource) -> ModelSpec:
+    """Under today's names of keys, or those of published files."""
+    if source.options.tower == "audio":
+        raise CheckpointError(
+            f"model.tower is audio, but the audio encoder of {source.options.id!r} is not served: "
+            "it is a conformer with relative positions. The nearest that is served is qwen2_audio"
+        )
+    config, vision = source.config, vision_of(source)
+    text = config.get("text_config") or config["llm_config"]
+    pixels = {"downsample_ratio": 1 / MERGE, "patch_size": vision["patch_size"]}
+    processor = with_pixels(source.image_processor({}))
+    for settings, whose in ((config, "config.json"), (processor, "the image processor")):
+        only(settings, pixels, whose)
+    least, tokens = (
+        int(processor.get(key) or usual)
+        for key, usual in (("min_num_patches", 1024), ("max_model_len", 16384))
+    )
+    most = (tokens - 4) * MERGE**2
+    if capped := int(processor.get("max_num_patches", 13312)):
+        most = min(most, capped)
+    if least >= most:
+        raise ValueError(f"min_num_patches: {least}, where only fewer than {most} are supported")
+    vision |= {
+        "final_norm": int(text.get("num_nextn_predict_layers") or 0) > 0,
+        "projector_hidden_size": int(config.get("projector_hidden_size") or 4096),
+    }
+    sizing = PatchRange(int(vision["patch_size"]), MERGE, min_patches=least, max_patches=most)
+    width = text["hidden_size"]
+    model = source.spec("nemotron_h_omni", processor, vision, sizing, width)
+    if vision["video_temporal_patch_size"] != FRAMES_PER_GROUP:
+        return model
+    settings = with_pixels(source.video_processor())
+    only(settings, pixels | {"video_maintain_aspect_ratio": True}, "the video processor")
+    only(settings, {"temporal_patch_size": FRAMES_PER_GROUP}, "the video processor")
+    rule = Evenly(MOST_FRAMES, float(settings.get("fps") or FPS), by_fps=True)
+    if settings.get("num_frames"):
+        rule = Evenly(int(settings["num_frames"]))
+    target = int(settings.get("video_target_num_patches") or 1024)
+    video = TargetPatches(rule, sizing.patch_size, MERGE, FRAMES_PER_GROUP, patches=target)
+    return source.with_video(model, video)
+
+
+def vision_of(source: ModelSource) -> Json:
+    """`vision_config`; published ones name the tower's size and state little of it."""
+    config, vision = source.config, source.vision
+    if not ("hidden_size" in config["vision_config"] or vision.get("version", SIZE).endswith(SIZE)):
+        raise ValueError(f"version of vision_config: only those that end with {SIZE} are supported")
+    vision["video_temporal_patch_size"] = config.get(
+        "video_temporal_patch_size", vision["video_temporal_patch_size"]
+    )
+    fixed = {"hidden_act": "gelu", "use_swiglu_ffn": False, "qkv_bias": True}
+    only(vision, fixed | {"layerscale_value": 1.0}, "vision_config")
+    for key in ("vision_hidden_size", "vit_hidden_size"):
+        only(config, {key: vision["hidden_size"]}, "config.json")
+    return vision | {"intermediate_size": int(vision["hidden_size"] * vision["mlp_ratio"])}
+
+
+def with_pixels(settings: Json) -> Json:
+    """A processor's settings, under today's names of the mean and standard deviation."""
+    found = dict(settings)
+    for key, usual in CLIP_PIXELS.items():
+        named = settings.get(key.replace("image", "norm"))
+        found[key] = settings.get(key) or named or usual
+    return found
+
+
+MODEL_TYPES = {
+    "nemotron_h_omni": nemotron_h_omni,
+    "NemotronH_Nano_Omni_Reasoning_V3": nemotron_h_omni,
+}
+REFUSED = {"NemotronH_Nano_VL_V2": "its images are in tiles of a fixed size"}
+TOWER: Json = {
+    **{"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "mlp_ratio": 4.0},
+    **{"hidden_act": "gelu", "layer_norm_eps": 1e-6, "use_swiglu_ffn": False, "qkv_bias": True},
+    **{"patch_size": 16, "max_img_size": 2048, "num_cls_tokens": 3, "num_registers": 7},
+    "video_temporal_patch_size": FRAMES_PER_GROUP,
+}
+VISION_DEFAULTS: Mapping[str, Json] = dict.fromkeys(MODEL_TYPES, TOWER)

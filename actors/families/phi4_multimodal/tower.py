@@ -1,0 +1,263 @@
+"""The vision tower of Phi-4-multimodal: SigLIP over the whole image and crops of a padded canvas.
+
+Computes what transformers.models.phi4_multimodal computes in Phi4MultimodalImageEmbedding, for each
+image as if it were alone in its batch. Patches that are padding are no keys of attention, but the
+last of them share a token with patches of the image, and so are computed. Their keys are hidden in
+values that are appended to each head: 1 in queries, a large negative number in such keys, else 0.
+So every attention kernel serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.families.clip.tower import LAST_NORM, NAMES, PATCHES, POOLING, POSITIONS, tower_shapes
+from actors.kernels.attention import Attention, Shapes, Values
+from actors.models.layers.block import Attend, BlocksForm, BlockWeights, Style
+from actors.models.layers.patches import Positions, places
+from actors.models.layers.weights import Dimensions, Weights, affine, expected_blocks
+from actors.models.packed import CACHED_GRIDS, PackedParts, PackedTower
+from actors.models.tower import Family
+from actors.spec.model_spec import ModelSpec
+from actors.spec.slices import PaddedCrops
+from actors.types import Grid, ItemPlan
+
+PREFIXES = (
+    "embed_tokens_extend.image_embed.img_processor.",
+    "embed_tokens_extend.image_embed.",
+)
+
+PUBLISHED = {
+    **{"img_projection_up": "img_projection.0", "img_projection_down": "img_projection.2"},
+    **{"global_img_feature_extensor": "glb_GN", "sub_img_feature_extensor": "sub_GN"},
+}
+"""The names that its own code gives to what transformers calls otherwise."""
+
+APPENDED = 8
+"""Values that are appended to each head: kernels take multiples of this."""
+SHOWN, HIDDEN = 64.0, -2048.0
+"""In the first of them, of queries and of hidden keys: exact in bfloat16 and float16. Their product
+over the root of the head size is below -10000, so that weights are zero."""
+NEWLINE, SEPARATOR = -2, -1  # in an order of rows
+
+KEYS = "hidden_keys"
+"""The input of attention with the latter: [patches, 1], zero for other keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhiParts:
+    """On the tower's device."""
+
+    packed: PackedParts
+    newline: Tensor  # [1, width of a row], after each row of tokens
+    separator: Tensor  # [1, width of a row], between the crops and the whole image
+
+
+class Picture(NamedTuple):
+    """Rows and columns of patches, and how many of them are not padding alone."""
+
+    rows: int
+    columns: int
+    shown_rows: int
+    shown_columns: int
+
+
+def family(spec: ModelSpec) -> Family[PhiParts]:
+    tower, named = Dimensions.read(spec, depth="used_layers"), names(spec)
+    up, down, separator, newline = (named.get(one, one) for one in PUBLISHED)
+    expected = {
+        **tower_shapes(spec, tower),
+        **affine(up, (spec.width, tower.width)),
+        **affine(down, (spec.width, spec.width)),
+        **{separator: (1, 1, tower.width), newline: (1, 1, 1, tower.width)},
+    }
+    layers = int(spec.vision["num_hidden_layers"])
+    later = expected_blocks(NAMES, layers, tower.width, tower.mlp_width).keys()
+    unused = POOLING | {*later, *affine(LAST_NORM, (1,)), "embeddings.position_ids"}
+    return Family(PREFIXES, expected, tower.head_size + APPENDED, parts, PhiTower, unused)
+
+
+def names(spec: ModelSpec) -> dict[str, str]:
+    return PUBLISHED if spec.family == "phi4mm" else {}
+
+
+def parts(spec: ModelSpec, weights: Weights) -> PhiParts:
+    tower, named = Dimensions.read(spec, depth="used_layers"), names(spec)
+    up, down = (
+        weights.affine(named.get(one, one)) for one in ("img_projection_up", "img_projection_down")
+    )
+
+    def projected(x: Tensor) -> Tensor:
+        return down.linear(F.gelu(up.linear(x)))
+
+    separator, newline = (
+        projected(weights.place(weights.tensors[named.get(one, one)]).view(1, -1))
+        for one in ("global_img_feature_extensor", "sub_img_feature_extensor")
+    )
+    packed = PackedParts(
+        embedding=weights.embedding(PATCHES, spec),
+        layers=[widened(layer, tower.heads) for layer in weights.blocks(NAMES, tower.depth)],
+        style=Style(tower.heads, "gelu_tanh", float(spec.vision["layer_norm_eps"])),
+        head=lambda x, tapped: projected(x.unflatten(0, (-1, tower.merge_size**2)).mean(1)),
+        positions=Positions(
+            weights.place(weights.tensors[f"{POSITIONS}.weight"]), bucketed_taps, taps=1
+        ),
+    )
+    return PhiParts(packed, newline, separator)
+
+
+def widened(layer: BlockWeights, heads: int) -> BlockWeights:
+    """With the appended values of each head. Scores keep their scale, which kernels derive from the
+    size of a head."""
+    weight, bias = (
+        each.float().unflatten(0, (3, heads, -1)) for each in (layer.qkv.weight, layer.qkv.bias)
+    )
+    size = bias.shape[2]
+    weight, bias = F.pad(weight, (0, 0, 0, APPENDED)), F.pad(bias, (0, APPENDED))
+    for each in (weight, bias):
+        each[0] *= ((size + APPENDED) / size) ** 0.5
+    bias[0, :, size] = SHOWN
+    dtype, proj = layer.qkv.weight.dtype, layer.proj.weight.unflatten(1, (heads, size))
+    return replace(
+        layer,
+        qkv=replace(
+            layer.qkv, weight=weight.flatten(0, 2).to(dtype), bias=bias.flatten().to(dtype)
+        ),
+        proj=replace(layer.proj, weight=F.pad(proj, (0, APPENDED)).flatten(1)),
+    )
+
+
+class HidingAttention:
+    """An attention whose keys are hidden as the input KEYS says."""
+
+    def __init__(self, attend: Attend, size: int) -> None:
+        """`size`: of a head, without what is appended."""
+        self.attend = attend
+        self.size = size
+
+    def __call__(self, qkv: Tensor, values: Values) -> Tensor:
+        qkv[:, 1, :, self.size] = values[KEYS]
+        return self.attend(qkv, values)
+
+
+class PhiTower(PackedTower):
+    """A packed tower. An image has several pictures, each an attention segment."""
+
+    def __init__(
+        self, spec: ModelSpec, parts: PhiParts, attention: Attention, blocks: BlocksForm
+    ) -> None:
+        size = Dimensions.read(spec).head_size
+        super().__init__(
+            spec,
+            parts.packed,
+            attention,
+            lambda layers, style, attend, taps: blocks(
+                layers, style, HidingAttention(attention, size), taps
+            ),
+        )
+        assert isinstance(spec.sizing, PaddedCrops)
+        self.crops, self.lines = spec.sizing, (parts.newline, parts.separator)
+        self.picture = lru_cache(CACHED_GRIDS)(self.rows_of_picture)
+        self.order = lru_cache(CACHED_GRIDS)(self.rows_of_image)
+
+    def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
+        patches, pictures = tokens * self.sizing.merge_size**2, self.most_pictures(tokens, segments)
+        shapes = dict(super().inputs(path, tokens, pictures))
+        del shapes["places"]  # there is no rotary embedding
+        return shapes | {"padding": ((patches, 1), torch.bool)}
+
+    def metadata(
+        self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
+    ) -> dict[str, Tensor]:
+        patches, pictures = tokens * self.sizing.merge_size**2, self.most_pictures(tokens, segments)
+        shown = list(chain.from_iterable(map(self.pictures_of, plans)))
+        rows = [self.picture(picture) for picture in shown]
+        lengths = [picture.rows * picture.columns for picture in shown]
+        return {
+            **{name: torch.cat([each[name] for each in rows]) for name in rows[0]},
+            **self.attention.metadata(lengths, patches, pictures),
+        }
+
+    def forward(self, path: str, values: Values) -> Tensor:
+        hidden = values["padding"].to(self.dtype) * HIDDEN
+        x, _ = self.blocks(self.begin(values), None, None, {**values, KEYS: hidden})
+        return self.end(x, (), values)
+
+    def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
+        """Of each item the crops, whose rows form one picture, the separator, the whole image."""
+        rows, parts, start = torch.cat([*self.lines, outputs[0]]), [], len(self.lines)
+        for plan in plans:
+            order = self.order(plan.grid_thw)
+            parts.append(torch.where(order < 0, order + len(self.lines), order + start))
+            start += plan.path_tokens[0]
+        places = torch.cat(parts)
+        if rows.is_cuda:  # so that the engine's thread does not wait for the copy
+            places = places.pin_memory().to(rows.device, non_blocking=True)
+        return rows.index_select(0, places)
+
+    def most_pictures(self, tokens: int, segments: int) -> int:
+        """A bound on the attention segments: `segments` counts images, not their crops."""
+        return segments + tokens // self.crops.least_tokens
+
+    def pictures_of(self, plan: ItemPlan) -> list[Picture]:
+        """The whole image, then the crops."""
+        side, (_, rows, columns) = self.crops.side_patches, plan.grid_thw
+        pictures = [Picture(side, side, side, side)]
+        for above in range(0, rows, side):
+            for left in range(0, columns, side):
+                shown = (plan.kept[0] - above, plan.kept[1] - left)
+                pictures.append(
+                    Picture(
+                        *(min(side, rows - above), min(side, columns - left)),
+                        *(min(side, each) for each in shown),
+                    )
+                )
+        return pictures
+
+    def rows_of_picture(self, picture: Picture) -> dict[str, Tensor]:
+        """The inputs with a row per patch, for one picture."""
+        positions = self.parts.positions
+        assert positions
+        on_grid = places(picture.rows, picture.columns, self.sizing.merge_size)
+        shown = torch.tensor([picture.shown_rows, picture.shown_columns])
+        padding = (on_grid >= shown).any(1, keepdim=True)
+        values = positions.inputs_of(on_grid, picture.shown_rows, picture.shown_columns)
+        taps = values["taps"].masked_fill(padding, 0)
+        return values | {"taps": taps, "padding": padding}
+
+    def rows_of_image(self, grid: Grid) -> Tensor:
+        """Where to find each row of an item among its tokens, by the grid of its crops in patches;
+        NEWLINE and SEPARATOR stand for those rows."""
+        rows, columns = (patches // self.sizing.merge_size for patches in grid[1:])
+        side, start = self.crops.least_tokens, self.crops.square_tokens
+        crops = torch.empty(rows, columns, dtype=torch.int64)
+        for above in range(0, rows, side):
+            for left in range(0, columns, side):
+                crop = crops[above : above + side, left : left + side]
+                crop.copy_(torch.arange(start, start + crop.numel()).view(crop.shape))
+                start += crop.numel()
+        whole = torch.arange(side**2).view(side, side)
+        ended = [F.pad(each, (0, 1), value=NEWLINE).flatten() for each in (crops, whole)]
+        return torch.cat([ended[0], torch.tensor([SEPARATOR]), ended[1]])
+
+
+def bucketed_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
+    """As patches.bilinear_taps, one entry for each place: [patches, 1]. Equal to transformers:
+    Phi4MultimodalVisionEmbeddings, which differs from nearest_taps in rounding."""
+    bounds = torch.arange(1 / side, 1.0, 1 / side)
+    row, column = (
+        torch.bucketize(
+            (each * (1.0 / torch.tensor(count))).clamp(max=1 - 1e-6), bounds, right=True
+        )
+        for count, each in zip((rows, columns), places.float().unbind(1), strict=True)
+    )
+    taps = (row * side + column)[:, None]
+    return taps, torch.ones(taps.shape)
