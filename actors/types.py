@@ -57,7 +57,7 @@ class ProcessorKwargs:
     max_pixels: int | None = None
     """Larger images, and frames of videos, are shrunk to it."""
     max_patches: int | None = None
-    """Tile families: tiles of an image. Kimi: patches of an image, or of a frame."""
+    """Tile families: tiles of an image. Kimi, SigLIP 2: patches of an image, or of a frame."""
     fps: float | None = None
     """Frames that are taken per second of a video file."""
     num_frames: int | None = None

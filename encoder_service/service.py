@@ -82,7 +82,7 @@ class Service:
     def __init__(self, options: ServiceOptions, spec: ModelSpec, backend: Backend) -> None:
         self.spec = spec
         self.references = options.references
-        budget = model_capacity(options.graphs, spec).tokens[-1]
+        budget = model_capacity(options.graphs, spec).tokens[spec.image_path]
         self.admission = Admission(spec, options.limits, options.fetch, options.preprocess, budget)
         self.buffered = Buffered(
             options.limits.max_buffered_bytes, "too much is sent here (limits.max_buffered_bytes)"

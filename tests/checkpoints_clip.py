@@ -89,6 +89,40 @@ def write_siglip_texts(folder: Path) -> Any:
     return written(folder, model, {"size": {"height": PICTURE, "width": PICTURE}})
 
 
+FLEXIBLE = {"num_patches": 36}
+"""Positions of SigLIP 2 with NaFlex: fewer than an image has in one direction, or in both."""
+BUDGET = {"max_num_patches": 60, "patch_size": 14, "resample": 2}
+
+
+def write_siglip2(folder: Path) -> Any:
+    """`write_siglip` for SigLIP 2 with NaFlex."""
+    from transformers import Siglip2Config, Siglip2Model
+
+    torch.manual_seed(0)
+    text = TOWER | {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+    config = Siglip2Config(vision_config=TOWER | FLEXIBLE, text_config=text)
+    model = Siglip2Model(config).eval()
+    scatter(model.vision_model)
+    return written(folder, model, BUDGET)
+
+
+def write_siglip2_texts(folder: Path) -> Any:
+    """`write_siglip2` with a text tower that means something, and a tokenizer of letters."""
+    from transformers import Siglip2Config, Siglip2Model, Siglip2Tokenizer
+
+    torch.manual_seed(0)
+    letters = ["▁", *map(chr, range(ord("a"), ord("z") + 1))]
+    names = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *letters]
+    text = TOWER | {"vocab_size": 64, "max_position_embeddings": 32}
+    model = Siglip2Model(Siglip2Config(vision_config=TOWER | FLEXIBLE, text_config=text)).eval()
+    scatter(model)
+    vocabulary = {name: place for place, name in enumerate(names)}
+    # As published: the model sees the padding, without a mask.
+    settings = {"model_input_names": ["input_ids"], "padding_side": "right"}
+    Siglip2Tokenizer(vocab=vocabulary, merges=[], **settings).save_pretrained(folder)
+    return written(folder, model, BUDGET)
+
+
 def write_clip_texts(folder: Path, end: int | None = None) -> Any:
     """`write_clip` with a text tower that means something, and a tokenizer of bytes. `end`: the
     `eos_token_id` of its configuration, if that is not the tokenizer's."""

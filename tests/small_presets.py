@@ -48,6 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
     | {"intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 16}
     | {"position_embedding_size": 1024},
     "siglip-so400m": LAYERS | {"intermediate_size": 128, "image_size": 90},
+    "siglip2-base-naflex": LAYERS | {"intermediate_size": 128},
     "clip-vit-l-336": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "dinov2-base": LAYERS | {"mlp_ratio": 2, "image_size": 84},
     "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},

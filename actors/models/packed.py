@@ -16,7 +16,13 @@ from torch import Tensor
 
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import Affine, BlocksForm, BlockWeights, Style
-from actors.models.layers.patches import Positions, centred, places, rotary_tables
+from actors.models.layers.patches import (
+    AntialiasedPositions,
+    Positions,
+    centred,
+    places,
+    rotary_tables,
+)
 from actors.models.tower import Tower
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing
@@ -40,9 +46,11 @@ class PackedParts:
     temporal group to the second. None: the tower takes no videos."""
     taps: Sequence[int] = ()
     """Layers whose output the head needs, too."""
-    positions: Positions | None = None
+    positions: Positions | AntialiasedPositions | None = None
     stem: Callable[[Tensor], Tensor] | None = None
     """Applied to embedded patches before positions are added."""
+    rotary: bool = True
+    """Whether there is a rotary embedding."""
     theta: float = 10000.0
 
 
@@ -73,13 +81,11 @@ class PackedTower(Tower):
         patches = tokens * self.sizing.merge_size**2
         shapes: Shapes = {
             "patches": ((patches, 3 * self.sizing.patch_size**2), torch.uint8),
-            "places": ((patches, 2), torch.int32),
             **self.attention.inputs(patches, segments),
         }
-        if positions := self.parts.positions:
-            shapes["taps"] = ((patches, positions.taps), torch.int32)
-            shapes["tap_weights"] = ((patches, positions.taps), torch.float32)
-        return shapes
+        if self.parts.rotary:
+            shapes["places"] = ((patches, 2), torch.int32)
+        return shapes | (self.parts.positions.inputs(patches) if self.parts.positions else {})
 
     def video_inputs(self, path: str, tokens: int) -> Shapes:
         if self.parts.later is None or not self.spec.video:
@@ -103,7 +109,9 @@ class PackedTower(Tower):
 
     def forward(self, path: str, values: Values) -> Tensor:
         x = self.begin(values)
-        cos, sin = (F.embedding(values["places"], t).flatten(1) for t in (self.cos, self.sin))
+        cos, sin = None, None
+        if self.parts.rotary:
+            cos, sin = (F.embedding(values["places"], t).flatten(1) for t in (self.cos, self.sin))
         x, tapped = self.blocks(x, cos, sin, values)  # frees the embedding's memory
         return self.end(x, tapped, values)
 
@@ -144,7 +152,7 @@ class PackedTower(Tower):
     def rows_of_grid(self, rows: int, columns: int) -> dict[str, Tensor]:
         """The inputs with a row per patch, for one grid."""
         on_grid = places(rows, columns, self.sizing.merge_size)
-        values = {"places": on_grid.int()}
+        values = {"places": on_grid.int()} if self.parts.rotary else {}
         if positions := self.parts.positions:
             values |= positions.inputs_of(on_grid, rows, columns)
         return values

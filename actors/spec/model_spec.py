@@ -84,6 +84,11 @@ class ModelSpec:
         return ItemPlan((1, 1, tokens), tokens, 1, (0, tokens))
 
     @property
+    def image_path(self) -> int:
+        """The last of its paths that images take: of a model with two views, that of the crops."""
+        return len(self.paths) - (1 if self.text is None else 2)
+
+    @property
     def max_frames_per_video(self) -> int:
         """The most attention segments of one video, or sound; 0: none has several."""
         if self.audio:

@@ -31,6 +31,9 @@ SMALLEST_BUDGET_TOKENS = 64  # as in vLLM, unless the largest image has fewer to
 MOST_ITEMS_A_BUDGET = 4
 """Largest items that a budget may hold: more would save no launches, and cost memory and time."""
 
+NAFLEX_STEP, NAFLEX_MOST_SCALE = 1e-5, 100.0
+"""How exact the scale of an image is found, and the largest one that is tried."""
+NAFLEX_IMAGES_PER_BUDGET = 16
 
 Defaults = Mapping[str, float | None]
 """Names of ProcessorKwargs that a sizing takes, and their defaults; None: no fixed value."""
@@ -256,6 +259,61 @@ class FillingSizing(BlockSizing):
 
     def largest_tokens(self) -> int:
         return self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class NaflexSizing(BlockSizing):
+    """Scales every image to about as many patches, both sides up to whole patches (SigLIP 2)."""
+
+    max_patches: int
+    pooled: bool = False
+    """An image gives one vector in place of the rows of its patches."""
+    paths: int = 1
+    """Of the model; images take the first."""
+
+    def resized(self, size: Size) -> Size:
+        """transformers.models.siglip2: get_image_size_for_max_num_patches."""
+        patch, least, most = self.patch_size, NAFLEX_STEP / 10, NAFLEX_MOST_SCALE
+
+        def scaled(scale: float) -> tuple[int, int]:
+            width, height = (
+                max(1, math.ceil(side * scale / patch)) for side in (size.width, size.height)
+            )
+            return width, height
+
+        while most - least >= NAFLEX_STEP:
+            middle = (least + most) / 2
+            if math.prod(scaled(middle)) <= self.max_patches:
+                least = middle
+            else:
+                most = middle
+        across, down = scaled(least)
+        return Size(across * patch, down * patch)
+
+    def plan(self, size: Size) -> ItemPlan:
+        plan = BlockSizing.plan(self, size)  # super() does not work with slots
+        tokens = (plan.tokens, *[0] * (self.paths - 1))
+        return replace(plan, tokens=1 if self.pooled else plan.tokens, path_tokens=tokens)
+
+    def longest_side_patches(self) -> int:
+        return MOST_ITEMS_A_BUDGET * self.token_range()[1]
+
+    def largest_tokens(self) -> int:
+        return self.max_patches
+
+    def token_range(self) -> tuple[int, int]:
+        """Nearly all images have as many patches; they are small, so that the largest budget holds
+        several."""
+        return self.max_patches, NAFLEX_IMAGES_PER_BUDGET * self.max_patches
+
+    def defaults(self) -> Defaults:
+        return {"max_patches": self.max_patches}
+
+    def largest(self, tokens: int) -> Largest:
+        return {"max_patches": tokens}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return replace(self, max_patches=kwargs.max_patches or self.max_patches)
 
 
 @dataclass(frozen=True, slots=True)

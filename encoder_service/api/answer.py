@@ -194,7 +194,7 @@ def model_card(options: ServiceOptions, spec: ModelSpec) -> Document:
 
 def kwargs_card(options: ServiceOptions, spec: ModelSpec, room: Capacity) -> Document:
     """What a request may say of items of each kind: defaults (None: not set), largest values."""
-    tokens = largest_tokens(spec, options.limits, room.tokens[-1])
+    tokens = largest_tokens(spec, options.limits, room.tokens[spec.image_path])
     return {
         kind: {
             name: {"default": default, "largest": spec.largest(kind, tokens)[name]}

@@ -53,8 +53,8 @@ class KwargsFields(BaseModel):
         gt=0,
         lt=MOST_COUNT,
         strict=True,
-        description="Of models that cut tiles: the most tiles of an image. Of Kimi: the most "
-        "patches of an image or a frame.",
+        description="Of models that cut tiles: the most tiles of an image. Of Kimi and SigLIP 2: "
+        "the most patches of an image or a frame.",
     )
     fps: float | None = Field(
         None, gt=0, lt=MOST_COUNT, strict=True, description=OF_A_FILE + "frames to take per second."

@@ -21,7 +21,7 @@ from encoder_service.commands import above_zero, add_command, fail, positive
 PROCESSOR = {
     "min_pixels": "enlarge smaller images and frames of videos to so many pixels",
     "max_pixels": "shrink larger images and frames of videos to so many pixels",
-    "max_patches": "most tiles of an image (Kimi: patches of an image or a frame)",
+    "max_patches": "most tiles of an image (Kimi, SigLIP 2: patches of an image or a frame)",
     "fps": "frames to take per second of a video",
     "num_frames": "frames to take of a video, instead of --fps",
 }

@@ -29,6 +29,7 @@ PRESETS = (
         "minicpmv-4.6",
         "phi4-multimodal",
         "nemotron-3-nano-omni",
+        "siglip2-base-naflex",
     ),
 )
 

@@ -79,9 +79,12 @@ def frames_error(model: ModelSpec, device: Device) -> float:
     return worst
 
 
-@pytest.mark.parametrize("preset", ["siglip-so400m", "clip-vit-l-336"])
-def test_vectors_of_images_and_texts(preset: str, tmp_path: Path) -> None:
-    text = {"num_hidden_layers": 4, "projection_size": 1152}
+@pytest.mark.parametrize(
+    ("preset", "width"),
+    [("siglip-so400m", 1152), ("clip-vit-l-336", 1152), ("siglip2-base-naflex", 768)],
+)
+def test_vectors_of_images_and_texts(preset: str, width: int, tmp_path: Path) -> None:
+    text = {"num_hidden_layers": 4, "projection_size": width}
     options = changed(tmp_path, preset, "config.json", {"text_config": text})
     chosen = {"load_format": "dummy", "output": "vector"}
     model = registry.read(options.model_copy(update=chosen))

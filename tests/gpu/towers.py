@@ -36,6 +36,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "gemma4-31b": {"num_hidden_layers": 4},
     "siglip-so400m": {"used_layers": 4},
     "clip-vit-l-336": {"used_layers": 4},
+    "siglip2-base-naflex": {"used_layers": 4},
     "dinov2-base": {"num_hidden_layers": 4},
     "llava15-7b": {"used_layers": 4},
     "llava-next-7b": {"used_layers": 4},

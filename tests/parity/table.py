@@ -51,6 +51,7 @@ FAMILIES = {
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4",
     "siglip": "SigLIP",
+    "siglip2": "SigLIP 2 NaFlex",
     "clip": "CLIP",
     "dinov2": "DINOv2",
     "dinov2_with_registers": "DINOv2",

@@ -36,6 +36,8 @@ from tests.checkpoints_clip import (
     write_onevision,
     write_paligemma,
     write_siglip,
+    write_siglip2,
+    write_siglip2_texts,
     write_siglip_texts,
 )
 from tests.checkpoints_dino import write_dinov2
@@ -74,6 +76,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "clip": write_clip,
     "siglip-vectors": write_siglip_texts,
     "clip-vectors": write_clip_texts,
+    "siglip2": write_siglip2,
+    "siglip2-vectors": write_siglip2_texts,
     "dinov2": write_dinov2,
     "dinov2-vectors": partial(write_dinov2, registers=3, gated=True),
     "llava": partial(write_llava, tower="clip"),

@@ -112,7 +112,7 @@ def video_of(tower: OnevisionTower, frames: int) -> Item:
 @torch.no_grad()
 def image_rows(pair: Pair, item: Item, size: Size) -> Tensor:
     """transformers', of one image."""
-    tiles = pixels(pair.tower, torch.as_tensor(item.patches))[None]
+    tiles = pixels(pair.tower.spec, torch.as_tensor(item.patches))[None]
     own = torch.tensor([[size.height, size.width]])
     features = pair.model.get_image_features(tiles, own, return_dict=True)
     if hasattr(features, "deepstack_features"):
@@ -124,7 +124,7 @@ def image_rows(pair: Pair, item: Item, size: Size) -> Tensor:
 @torch.no_grad()
 def video_rows(pair: Pair, item: Item) -> Tensor:
     """transformers', of one video."""
-    frames = pixels(pair.tower, torch.as_tensor(item.patches))[None]
+    frames = pixels(pair.tower.spec, torch.as_tensor(item.patches))[None]
     (rows,) = pair.model.model.get_video_features(frames, return_dict=True).pooler_output
     return torch.as_tensor(rows)
 

@@ -91,6 +91,13 @@ def paddleocr(size: Size) -> int:
     return int(prod(module.smart_resize(size.height, size.width, 28, 147384, 2822400))) // 28**2
 
 
+def siglip2(size: Size) -> int:
+    """Tokens as transformers' image processor of SigLIP 2 resizes, as it is published."""
+    module = import_module("transformers.models.siglip2.image_processing_pil_siglip2")
+    sides = module.get_image_size_for_max_num_patches(size.height, size.width, 16, 256)
+    return int(prod(sides)) // 16**2
+
+
 def minicpmv(size: Size) -> int:
     """Tokens as transformers' image processor of MiniCPM-V cuts slices, as it is published."""
     return sum(height * width // 56**2 for height, width in published_sizes(size, 448, 9))
@@ -246,6 +253,7 @@ PUBLISHED = [
     Published("gemma3-4b", "Gemma 3", 420, lambda size: 256),
     Published("gemma4-31b", "Gemma 4", 576, gemma4),
     Published("siglip-so400m", "SigLIP", 413, lambda size: 27**2),
+    Published("siglip2-base-naflex", "SigLIP 2 NaFlex", 86, siglip2),
     Published("clip-vit-l-336", "CLIP", 304, lambda size: 24**2 + 1),
     Published("dinov2-base", "DINOv2", 87, lambda size: 16**2 + 1),
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),

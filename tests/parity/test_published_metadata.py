@@ -166,6 +166,8 @@ def processed(processor: Any, model: ModelSpec, size: Size) -> tuple[int, ...]:
     out = processor(images=image, return_tensors="np", **options)
     if "image_grid_thw" in out:
         return tuple(int(count) for count in np.asarray(out["image_grid_thw"])[0])
+    if "spatial_shapes" in out:
+        return 1, *(int(count) for count in np.asarray(out["spatial_shapes"])[0])
     if model.family in ("pixtral", "mistral3"):
         return tuple(int(pixels) for pixels in np.asarray(out["image_sizes"])[0])
     shape = np.asarray(out["pixel_values"]).shape

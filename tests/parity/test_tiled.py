@@ -25,6 +25,8 @@ from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.models.tiled import TileTower
 from actors.options import GraphOptions, ModelOptions
+from actors.spec.model_spec import ModelSpec
+from actors.spec.tiles import TileSizing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, ItemPlan, Size
 from tests.checkpoints_clip import (
@@ -184,7 +186,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
     exact = theirs(pair, patches)
     ours = encode(loaded(pair.folder, "bfloat16"), [plan], [patches], None)
     model = deepcopy(pair.model).bfloat16()
-    rounded = pair.features(model, pixels(pair.tower, patches).bfloat16()).detach()
+    rounded = pair.features(model, pixels(pair.tower.spec, patches).bfloat16()).detach()
     assert (ours.float() - exact).norm() <= 1.1 * (rounded.float() - exact).norm()
 
 
@@ -290,19 +292,20 @@ def random_patches(tower: TileTower, plan: ItemPlan) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
-def pixels(tower: TileTower, patches: Tensor) -> Tensor:
+def pixels(spec: ModelSpec, patches: Tensor) -> Tensor:
     """Patches of whole tiles as normalised pixels: float32 [tiles, 3, side, side]."""
-    sizing = tower.sizing
+    sizing = spec.sizing
+    assert isinstance(sizing, TileSizing)
     merge, patch = sizing.merge_size, sizing.patch_size
     blocks = sizing.side_patches // merge
     parts = patches.view(-1, blocks, blocks, merge, merge, 3, patch, patch)
     side = sizing.tile_pixels
     tiles = parts.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(-1, 3, side, side)
-    mean, std = (torch.tensor(v)[:, None, None] for v in (tower.spec.mean, tower.spec.std))
+    mean, std = (torch.tensor(v)[:, None, None] for v in (spec.mean, spec.std))
     return (tiles / 255 - mean) / std
 
 
 @torch.no_grad()
 def theirs(pair: Pair, patches: Tensor) -> Tensor:
     """Rows of all tiles."""
-    return pair.features(pair.model, pixels(pair.tower, patches))
+    return pair.features(pair.model, pixels(pair.tower.spec, patches))

@@ -35,13 +35,13 @@ from actors.errors import CheckpointError, InvalidRequest, Overloaded, TooLarge
 from actors.families.registry import read
 from actors.media.text import Texts
 from actors.models.load import load, weights_digest
-from actors.models.tiled import TileTower
+from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions
 from actors.pipeline import open_pipeline
 from actors.spec.model_spec import ModelSpec
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
-from actors.types import Answer, Dtype, Item, Media, Size
+from actors.types import Answer, Dtype, Item, ItemPlan, Media, Size
 from encoder_service import Client, ServiceError, Text, Video
 from encoder_service.api import http as front
 from encoder_service.api.http import build
@@ -49,11 +49,18 @@ from encoder_service.config import ServiceOptions
 from encoder_service.llm import embeddings
 from encoder_service.llm.embeddings import Vector
 from encoder_service.service import Service
-from tests.checkpoints_clip import CAPTIONS, units_of, write_clip_texts, write_siglip_texts
+from tests.checkpoints_clip import (
+    CAPTIONS,
+    units_of,
+    write_clip_texts,
+    write_siglip2_texts,
+    write_siglip_texts,
+)
 from tests.checkpoints_dino import write_dinov2
 from tests.images import PHOTOGRAPHS, photograph
 from tests.parity.table import check
-from tests.parity.test_tiled import pixels, random_patches
+from tests.parity.test_naflex import naflex_inputs
+from tests.parity.test_tiled import pixels
 from tests.unit.front_door import Fleet, zeros
 from tests.unit.proxied import in_a_thread
 
@@ -61,6 +68,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
     "clip": write_clip_texts,
     "clip-first-end": lambda folder: write_clip_texts(folder, end=2),
     "siglip": write_siglip_texts,
+    "siglip2": write_siglip2_texts,
 }
 TOKENIZERS = ("tokenizer.json", "spiece.model")
 DUMMY = {"id": "clip-vit-l-336", "load_format": "dummy", "output": "vector"}
@@ -71,16 +79,20 @@ class Pair:
     """The same weights in transformers' model and in our tower, in float32."""
 
     model: Any
-    tower: TileTower
+    tower: Tower
     folder: Path
 
     @property
     def spec(self) -> ModelSpec:
         return self.tower.spec
 
-    def images(self, patches: Tensor) -> Tensor:
+    def images(self, plans: Sequence[ItemPlan], patches: Sequence[Tensor]) -> Tensor:
+        if self.spec.family == "siglip2":
+            given = naflex_inputs(self.spec, [plan.grid_thw[1:] for plan in plans], patches)
+        else:
+            given = {"pixel_values": pixels(self.spec, torch.cat(list(patches)))}
         with torch.no_grad():
-            found = self.model.get_image_features(pixels(self.tower, patches), return_dict=True)
+            found = self.model.get_image_features(**given, return_dict=True)
         return torch.as_tensor(found.pooler_output)
 
     def texts(self, texts: Sequence[str], **padding: Any) -> Tensor:
@@ -101,9 +113,7 @@ def options(folder: Path) -> ModelOptions:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("vectors")
     model = CHECKPOINTS[request.param](folder)
-    tower = load(options(folder), torch.device("cpu"))
-    assert isinstance(tower, TileTower)
-    return Pair(model, tower, folder)
+    return Pair(model, load(options(folder), torch.device("cpu")), folder)
 
 
 def padding_of(spec: ModelSpec) -> dict[str, Any]:
@@ -125,13 +135,14 @@ def test_images_and_texts_share_packs(pair: Pair, mode: str) -> None:
     room = model_capacity(GraphOptions.model_validate({"mode": mode}), spec)
     graphs = capture(tower, room, Device(), metrics)
     engine = Engine(tower, graphs, room, Device(), metrics)
-    plan = spec.sizing.plan(Size(120, 90))
-    patches = [random_patches(tower, plan) for _ in CAPTIONS]
+    plans = [spec.sizing.plan(Size(120, 50 + 40 * place)) for place, _ in enumerate(CAPTIONS)]
+    shapes = [(plan.patches, 3 * spec.sizing.patch_size**2) for plan in plans]
+    patches = [torch.randint(0, 256, shape, dtype=torch.uint8) for shape in shapes]
     texts = Texts(spec)
     for _ in range(3):  # an exact layout is captured when it is seen again
         items = [
             one
-            for caption, image in zip(CAPTIONS, patches, strict=True)
+            for caption, plan, image in zip(CAPTIONS, plans, patches, strict=True)
             for one in (texts.item(text(spec, caption)), Item(plan, image.numpy()))
         ]
         answers = [one.result(60) for one in engine.submit_together(items)]
@@ -144,7 +155,7 @@ def test_images_and_texts_share_packs(pair: Pair, mode: str) -> None:
     assert ours.shape == (2 * len(CAPTIONS), spec.width)
     for kind, exact in (
         (ours[::2], pair.texts(CAPTIONS, **padding_of(spec))),
-        (ours[1::2], pair.images(torch.cat(patches))),
+        (ours[1::2], pair.images(plans, patches)),
     ):
         scale = exact.abs().max()
         check(spec.family, kind / scale, exact / scale)
@@ -154,7 +165,6 @@ def test_images_and_texts_share_packs(pair: Pair, mode: str) -> None:
 def test_images_of_dino(registers: int, tmp_path: Path) -> None:
     model = write_dinov2(tmp_path, registers)
     tower, metrics = load(options(tmp_path), torch.device("cpu")), EncoderMetrics()
-    assert isinstance(tower, TileTower)
     room = model_capacity(GraphOptions(), tower.spec)
     engine = Engine(tower, capture(tower, room, Device(), metrics), room, Device(), metrics)
     plan = tower.spec.sizing.plan(Size(120, 90))
@@ -163,8 +173,16 @@ def test_images_of_dino(registers: int, tmp_path: Path) -> None:
     ours = torch.cat([one.result(60).rows for one in answers])
     engine.close()
     with torch.no_grad():
-        exact = model(pixels(tower, torch.cat(patches)), return_dict=True).pooler_output
+        exact = model(pixels(tower.spec, torch.cat(patches)), return_dict=True).pooler_output
     check(tower.spec.family, ours, exact)
+
+
+def test_texts_do_not_bound_what_an_image_may_ask_for(tmp_path: Path) -> None:
+    write_siglip2_texts(tmp_path)
+    chosen = {"id": str(tmp_path), "output": "vector"}
+    client = TestClient(app(ServiceOptions.model_validate({"model": chosen}), Fleet()))
+    bounds = client.get("/v1/model").json()["processor_kwargs"]["image"]
+    assert bounds == {"max_patches": {"default": 60, "largest": 16 * 60}}
 
 
 def test_a_text_that_is_too_long(pair: Pair) -> None:

@@ -1,6 +1,6 @@
 """CLIP and SigLIP on their own, every image as one tile: transformers.models.clip, siglip.
 
-SigLIP 2 of a fixed size (not NaFlex) is a SigLIP to transformers, and here.
+SigLIP 2 of a fixed size is a SigLIP to transformers, and here; with NaFlex it is in siglip2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from actors.spec.settings import (
     side,
     tower_pixels,
 )
-from actors.spec.sizing import Resample
+from actors.spec.sizing import NaflexSizing, Resample
 from actors.spec.tiles import OneTile
 
 SIGLIP_TOWER, CLIP_TOWER = "siglip_vision_model", "clip_vision_model"
@@ -76,8 +76,15 @@ def alone(family: str, kind: str, source: ModelSource, class_tokens: int) -> Mod
         return spec
     if kind == CLIP_TOWER:
         spec = replace(spec, width=int(source.config.get("projection_dim", PROJECTION)))
-    else:
-        only(vision, {"vision_use_head": True}, "vision_config, for model.output vector")
+    return with_vectors(spec, kind, source)
+
+
+def with_vectors(spec: ModelSpec, kind: str, source: ModelSource) -> ModelSpec:
+    """The spec of vectors of `spec.width` values, of texts too if there is a text tower. `kind`:
+    whose texts."""
+    assert isinstance(spec.sizing, OneTile | NaflexSizing)
+    if kind == SIGLIP_TOWER:
+        only(source.vision, {"vision_use_head": True}, "vision_config, for model.output vector")
     if text := source.config.get("text_config"):
         text = TEXTS[kind] | text
         values = text.get("projection_size") or text["hidden_size"]
@@ -86,7 +93,6 @@ def alone(family: str, kind: str, source: ModelSource, class_tokens: int) -> Mod
                 f"projection_size of text_config: {values}, where images give {spec.width} values"
             )
     paths = ("default", "text") if text else ("default",)
-    assert isinstance(spec.sizing, OneTile)
     sizing = replace(spec.sizing, pooled=True, paths=len(paths))
     return replace(spec, sizing=sizing, vector=True, text=text, paths=paths)
 
@@ -131,6 +137,5 @@ MODEL_TYPES = {"siglip": siglip, "clip": clip}
 VISION_DEFAULTS = {"siglip": TOWERS[SIGLIP_TOWER], "clip": TOWERS[CLIP_TOWER]}
 
 REFUSED = {
-    "siglip2": "its positions are resampled with antialiasing to the size of each image (NaFlex)",
     "lfm2_vl": "its tiles and its overview differ in size, over SigLIP 2 with NaFlex",
 }

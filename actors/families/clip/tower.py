@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from actors.models.layers.weights import (
     table_side,
 )
 from actors.models.tiled import TileParts, TileTower, merge_order
-from actors.models.tower import Family
+from actors.models.tower import Family, Tower
 from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan
 
@@ -101,14 +101,8 @@ def family(spec: ModelSpec) -> Family[Any]:
         expected |= affine(PROJECTION, (spec.width, tower.width), bias=False)
     else:
         expected |= pooling_shapes(tower.width, tower.mlp_width)
-    prefixes = (*PREFIXES, "")  # text towers and projections are expected by their whole names
-    left = (unused(spec) - expected.keys()) | {
-        *("logit_scale", "logit_bias", f"{TEXT}.embeddings.position_ids")
-    }
-    if spec.text is None:
-        return Family(prefixes, expected, tower.head_size, vector_parts, TileTower, left)
-    expected |= text_shapes(spec, spec.text)
-    return Family(prefixes, expected, tower.head_size, both_parts, ImageTextTower, left)
+    vectors = Family(PREFIXES, expected, tower.head_size, vector_parts, TileTower, unused(spec))
+    return with_texts(vectors, spec)
 
 
 def dimensions(spec: ModelSpec) -> Dimensions:
@@ -210,8 +204,8 @@ def vector_parts(spec: ModelSpec, weights: Weights) -> TileParts:
     return parts(spec, weights, head)
 
 
-def pooling(spec: ModelSpec, weights: Weights) -> Callable[[Tensor], Tensor]:
-    """SigLIP's: [tiles, rows, width] to [tiles, width], by attention to all rows of a tile."""
+def pooling(spec: ModelSpec, weights: Weights) -> Pooling:
+    """SigLIP's."""
     tower, epsilon = dimensions(spec), float(spec.vision["layer_norm_eps"])
     probe, weight, bias = (
         weights.place(weights.tensors[f"head.{name}"])
@@ -226,13 +220,22 @@ def pooling(spec: ModelSpec, weights: Weights) -> Callable[[Tensor], Tensor]:
     )
     activation = FUNCTIONS[ACTIVATIONS[spec.vision["hidden_act"]]]
 
-    def pool(x: Tensor) -> Tensor:
+    def pool(x: Tensor, mask: Tensor | None = None) -> Tensor:
         key, value = inner.linear(x).unflatten(-1, (2, tower.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(query.expand(len(x), -1, -1, -1), key, value)
-        x = outer.linear(seen.flatten(1))
+        asked = query.expand(len(x), -1, 1 if mask is None else len(mask), -1)
+        seen = F.scaled_dot_product_attention(asked, key, value, attn_mask=mask)
+        x = outer.linear(seen.transpose(1, 2).flatten(2).flatten(0, 1))
         return x + down.linear(activation(up.linear(layer_norm(x, norm, epsilon))))
 
     return pool
+
+
+class Pooling(Protocol):
+    """One vector of many rows, by attention to them."""
+
+    def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[tiles, rows, width] to [tiles, width]. `mask`: bool [images, rows]: which of the rows of
+        a single tile are each image's: to [images, width]."""
 
 
 class TextAttention(SegmentAttention):
@@ -286,42 +289,56 @@ class TextTower:
         return self.projection.linear(layer_norm(x, self.last, self.epsilon))
 
 
-def both_parts(spec: ModelSpec, weights: Weights) -> tuple[TileParts, TextTower]:
-    assert spec.text is not None
-    return vector_parts(spec, weights), TextTower(spec, spec.text, weights)
-
-
-class ImageTextTower(TileTower):
+class ImageTextTower(Tower):
     """Images on the first path, texts on the second, vectors of one space."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        parts: tuple[TileParts, TextTower],
-        attention: Attention,
-        blocks: BlocksForm,
-    ) -> None:
-        super().__init__(spec, parts[0], attention, blocks)
-        self.texts = parts[1]
+    def __init__(self, images: Tower, texts: TextTower) -> None:
+        self.spec = images.spec
+        self.images = images
+        self.texts = texts
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         if path == "default":
-            return super().inputs(path, tokens, segments)
+            return self.images.inputs(path, tokens, segments)
         return {"patches": ((tokens // self.texts.length * self.texts.length, 4), torch.uint8)}
 
     def metadata(
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
     ) -> dict[str, Tensor]:
-        return super().metadata(path, plans, tokens, segments) if path == "default" else {}
+        if path == "default":
+            return self.images.metadata(path, plans, tokens, segments)
+        return {}
 
     def forward(self, path: str, values: Values) -> Tensor:
         if path == "default":
-            return super().forward(path, values)
+            return self.images.forward(path, values)
         return self.texts.forward(values["patches"])
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         images, texts = map(iter, outputs)
         return torch.stack([next(texts if plan.path_tokens[1] else images) for plan in plans])
+
+
+def with_texts(images: Family[Any], spec: ModelSpec) -> Family[Any]:
+    """The family of a tower that gives vectors, with its text tower if there is one."""
+    prefixes = (*images.prefixes, "")  # text towers and projections are expected by whole names
+    left = {"logit_scale", "logit_bias", f"{TEXT}.embeddings.position_ids"}
+    vectors = replace(
+        images, prefixes=prefixes, unused=(images.unused - images.expected.keys()) | left
+    )
+    if (text := spec.text) is None:
+        return vectors
+
+    def parts(spec: ModelSpec, weights: Weights) -> tuple[Any, TextTower]:
+        return images.parts(spec, weights), TextTower(spec, text, weights)
+
+    def tower(
+        spec: ModelSpec, parts: tuple[Any, TextTower], attention: Attention, blocks: BlocksForm
+    ) -> ImageTextTower:
+        return ImageTextTower(images.tower(spec, parts[0], attention, blocks), parts[1])
+
+    expected = images.expected | text_shapes(spec, text)
+    return replace(vectors, expected=expected, parts=parts, tower=tower)
 
 
 def is_clip(spec: ModelSpec) -> bool:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.models.layers.block import Affine, BlockWeights, Style
-from actors.models.layers.patches import Positions, folded_embedding
+from actors.models.layers.patches import Positions
 from actors.models.layers.weights import (
     BlockNames,
     Dimensions,
@@ -42,7 +42,7 @@ NAMES = BlockNames(
     qk_norm=("self_attn.q_norm", "self_attn.k_norm"),
     after=("post_attention_layernorm", "post_feedforward_layernorm"),
 )
-PATCHES = "patch_embedder.input_proj.weight"
+PATCHES = "patch_embedder.input_proj"
 POSITIONS = "patch_embedder.position_embedding_table"
 PROJECTOR = "embedding_projection"
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
@@ -56,7 +56,7 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
     tower, heads = Dimensions.read(spec), int(spec.vision["head_dim"])
     positions = int(spec.vision["position_embedding_size"])
     expected = {
-        PATCHES: (tower.width, 3 * tower.patch_size**2),
+        **affine(PATCHES, (tower.width, 3 * tower.patch_size**2), bias=False),
         POSITIONS: (2, positions, tower.width),
         **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width, qk_size=heads),
         **affine(PROJECTOR, (spec.width, tower.width), bias=False),
@@ -77,11 +77,7 @@ def bounds_of(layer: int, linear: str) -> list[str]:
 
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
     tower, epsilon = Dimensions.read(spec), float(spec.vision["rms_norm_eps"])
-    patch, width = tower.patch_size, tower.width
-    # Published: all channels of a pixel are adjacent. Here: all pixels of a channel.
-    pixels = weights.tensors[PATCHES].view(width, patch, patch, 3, 1).permute(0, 3, 4, 1, 2)
-    none = torch.zeros(width, device=pixels.device)
-    folded = folded_embedding(pixels, none, spec.mean, spec.std)
+    width = tower.width
     table = weights.place(weights.tensors[POSITIONS].flatten(0, 1))
     projector = weights.affine(PROJECTOR).weight
     scale = math.sqrt(width)
@@ -108,7 +104,7 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
         layers = [clipped(layer, index, weights) for index, layer in enumerate(layers)]
     today = spec.vision.get("rope_parameters") or {}
     return PackedParts(
-        embedding=Affine(weights.place(folded.weight), weights.place(folded.bias)),
+        embedding=weights.embedding(PATCHES, spec, channels_last=True),
         layers=layers,
         style=Style(tower.heads, "geglu_tanh", epsilon, norm="rms", both_norms=True),
         head=head,

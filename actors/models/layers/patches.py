@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.kernels.attention import Values
+from actors.kernels.attention import Shapes, Values
 from actors.kernels.gemm.fp8 import Matrix
 from actors.kernels.gemm.gemm import Gemm
 from actors.models.layers.block import NORMS, Affine, Norm
@@ -106,6 +106,12 @@ class Positions:
     resample: PositionTaps
     taps: int  # entries of the table per position
 
+    def inputs(self, patches: int) -> Shapes:
+        return {
+            "taps": ((patches, self.taps), torch.int32),
+            "tap_weights": ((patches, self.taps), torch.float32),
+        }
+
     def inputs_of(self, places: Tensor, rows: int, columns: int) -> dict[str, Tensor]:
         """The inputs of `add_to` for the patches of one grid."""
         side = int(len(self.table) ** 0.5)
@@ -121,6 +127,33 @@ class Positions:
             add_positions_(x, self.table, taps, weights)
             return x
         return x + weighted(self.table, taps, weights).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class AntialiasedPositions:
+    """As Positions, bilinear with antialiasing: every entry of the table may have a weight, the
+    product of one for its row and one for its column."""
+
+    table: Tensor  # float32 [side x side, width]
+
+    @property
+    def side(self) -> int:
+        return math.isqrt(len(self.table))
+
+    def inputs(self, patches: int) -> Shapes:
+        shape = (patches, self.side), torch.float32
+        return {"row_weights": shape, "column_weights": shape}
+
+    def inputs_of(self, places: Tensor, rows: int, columns: int) -> dict[str, Tensor]:
+        row, column = places.unbind(1)
+        return {
+            "row_weights": antialiased_weights(rows, self.side)[row],
+            "column_weights": antialiased_weights(columns, self.side)[column],
+        }
+
+    def add_to(self, x: Tensor, values: Values) -> Tensor:
+        row, column = values["row_weights"], values["column_weights"]
+        return x + ((row[:, :, None] * column[:, None]).flatten(1) @ self.table).to(x.dtype)
 
 
 def places(rows: int, columns: int, merge: int) -> Tensor:
@@ -178,6 +211,15 @@ def linear_taps(source: Tensor, side: int) -> tuple[Tensor, Tensor]:
     taps = index[:, 0, :, None] * side + index[:, 1, None, :]
     weights = weight[:, 0, :, None] * weight[:, 1, None, :]
     return taps.flatten(1), weights.flatten(1)
+
+
+def antialiased_weights(size: int, side: int) -> Tensor:
+    """How much each of `side` entries is worth for each of `size`: float32 [size, side]. Equal to
+    torch's bilinear interpolate with antialias=True along one axis."""
+    scale = side / size
+    centres = (torch.arange(size, dtype=torch.float32)[:, None] + 0.5) * scale - 0.5
+    weights = (1 - (torch.arange(side) - centres).abs() / max(scale, 1.0)).clamp(min=0)
+    return weights / weights.sum(1, keepdim=True)
 
 
 def bicubic_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:

@@ -153,14 +153,17 @@ class Weights:
             bias=self.place(bias * scales),
         )
 
-    def embedding(self, name: str, spec: ModelSpec) -> Affine:
-        """For `uint8 - 128`: see patches.folded_embedding."""
-        folded = self.folded(name, spec)
+    def embedding(self, name: str, spec: ModelSpec, *, channels_last: bool = False) -> Affine:
+        """For `uint8 - 128`: see patches.folded_embedding. `channels_last`: all channels of a pixel
+        are adjacent in the checkpoint, where here all pixels of a channel are."""
+        folded = self.folded(name, spec, channels_last=channels_last)
         return Affine(self.place(folded.weight), self.place(folded.bias))
 
-    def folded(self, name: str, spec: ModelSpec) -> Affine:
+    def folded(self, name: str, spec: ModelSpec, *, channels_last: bool = False) -> Affine:
         """As `embedding`, in float32 where the checkpoint's tensors are."""
         weight, patch = self.tensors[f"{name}.weight"], spec.sizing.patch_size
+        if channels_last:
+            weight = weight.view(len(weight), patch, patch, 3).permute(0, 3, 1, 2)
         frames = weight.reshape(len(weight), 3, -1, patch, patch)
         return folded_embedding(frames, self.bias(name, weight), spec.mean, spec.std)
 

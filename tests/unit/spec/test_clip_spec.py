@@ -59,12 +59,18 @@ def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "width"), [("siglip-so400m", 1152), ("clip-vit-l-336", 768), ("dinov2-base", 768)]
+    ("preset", "width"),
+    [
+        ("siglip-so400m", 1152),
+        ("clip-vit-l-336", 768),
+        ("siglip2-base-naflex", 768),
+        ("dinov2-base", 768),
+    ],
 )
 def test_vectors(preset: str, width: int) -> None:
     """Presets have no text tower."""
     model = registry.read(ModelOptions(id=preset, load_format="dummy", output="vector"))
-    plan, tokens = model.sizing.plan(Size(640, 480)), model.sizing.token_range()[0]
+    plan, tokens = model.sizing.plan(Size(512, 512)), model.sizing.token_range()[0]
     assert (model.vector, model.width, model.text_plan) == (True, width, None)
     assert (plan.tokens, plan.path_tokens, model.paths) == (1, (tokens,), ("default",))
 
@@ -74,14 +80,19 @@ TEXTS = {"hidden_size": 768, "num_hidden_layers": 12}
 
 @pytest.mark.parametrize(
     ("preset", "tokens", "budgets"),
-    [("siglip-so400m", 64, (64, 128, 256, 512, 1024)), ("clip-vit-l-336", 77, (77, 154, 308))],
+    [
+        ("siglip-so400m", 64, (64, 128, 256, 512, 1024)),
+        ("siglip2-base-naflex", 64, (64, 128, 256, 512, 1024)),
+        ("clip-vit-l-336", 77, (77, 154, 308)),
+    ],
 )
 def test_texts(tmp_path: Path, preset: str, tokens: int, budgets: tuple[int, ...]) -> None:
     """Each is padded to the longest, on a path of its own."""
-    options = changed(tmp_path, preset, "config.json", {"text_config": TEXTS | PROJECTED})
+    width = {} if preset.startswith("siglip2") else PROJECTED
+    options = changed(tmp_path, preset, "config.json", {"text_config": TEXTS | width})
     model = registry.read(options.model_copy(update={"output": "vector"}))
     assert model.text_plan == ItemPlan((1, 1, tokens), tokens, 1, (0, tokens))
-    assert model.sizing.plan(Size(64, 64)).path_tokens == (model.sizing.token_range()[0], 0)
+    assert model.sizing.plan(Size(512, 512)).path_tokens == (model.sizing.token_range()[0], 0)
     room = model_capacity(GraphOptions(), model)
     images, texts = room.budgets
     assert (images[:2], texts[: len(budgets) + 1]) == (
@@ -340,6 +351,7 @@ def test_a_pack_holds_many_small_images() -> None:
     [
         *("siglip", "clip", "dinov2", "llava", "paligemma", "pixtral", "mistral3", "lighton_ocr"),
         *("llava_next", "llava_next_video", "granite4_vision", "smolvlm", "paddleocr", "kimik25"),
+        "siglip2",
     ],
 )
 def test_there_is_a_config(name: str) -> None:

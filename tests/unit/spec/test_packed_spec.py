@@ -19,6 +19,7 @@ from actors.spec.sizing import (
     CappedSizing,
     EnlargingSizing,
     FillingSizing,
+    NaflexSizing,
     PackedSizing,
     PatchRange,
     WindowedSizing,
@@ -55,6 +56,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("minicpmv-4.6", "minicpmv4_6", SlicedSizing(14, 4, 448, 9), 1024),
         ("phi4-multimodal", "phi4_multimodal", PaddedCrops(14, 2, 448, 36), 3072),
         ("nemotron-3-nano-omni", "nemotron_h_omni", PatchRange(16, 2, 1024, 13312), 2688),
+        ("siglip2-base-naflex", "siglip2", NaflexSizing(16, 1, 256), 768),
     ],
 )
 def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
@@ -113,6 +115,7 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
         ("nemotron-3-nano-omni", PROCESSOR, {"min_num_patches": 13312}),
         ("nemotron-3-nano-omni", PROCESSOR, {"video_maintain_aspect_ratio": False}),
         ("nemotron-3-nano-omni", PROCESSOR, {"temporal_patch_size": 4}),
+        ("siglip2-base-naflex", PROCESSOR, {"patch_size": 14}),
     ],
 )
 def test_what_is_not_computed_is_refused(
@@ -179,3 +182,16 @@ def test_phi4_under_the_names_of_its_own_code(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="hd_transform_order of image_embd_layer: only sub"):
         registry.read(options)
+
+
+def test_positions_of_siglip2_are_a_square(tmp_path: Path) -> None:
+    options = changed(tmp_path, "siglip2-base-naflex", VISION, {"num_patches": 250})
+    with pytest.raises(CheckpointError, match="num_patches of vision_config: 250 is no square"):
+        registry.read(options)
+
+
+def test_siglip2_resizes_as_its_processor_says(tmp_path: Path) -> None:
+    options = changed(tmp_path, "siglip2-base-naflex", PROCESSOR, {"resample": 3})
+    assert registry.read(options).resample == "bicubic"
+    (tmp_path / PROCESSOR).write_text("{}")
+    assert registry.read(options).resample == "bilinear"
