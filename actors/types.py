@@ -112,9 +112,9 @@ class ItemPlan:
     """Patches of each path, one path after the other. Empty: the model has one path."""
     kept: tuple[int, ...] = ()
     """Rows and columns of tokens that show the image, where the rest of the canvas is padding and
-    gives no rows of the embedding. Empty: all of them. MiniCPM-V: rows and columns, in patches, of
-    the whole image, then of a slice. Empty: there are no slices. Phi-4-multimodal: those of the
-    canvas, in patches, that are not padding alone."""
+    gives no rows of the embedding. Empty: all of them. Of an image in slices (spec/slices.py): rows
+    and columns, in patches, of the whole image, zeros if it is not shown, then of a slice.
+    Phi-4-multimodal: those of the canvas, in patches, that are not padding alone."""
     group_pictures: int = 1  # per temporal group, each a grid; the last group may have fewer
     blocks: bytes = b""
     """Which merge blocks of the grid are encoded, a bit each (numpy.packbits), if an image was

@@ -123,6 +123,33 @@ def write_siglip2_texts(folder: Path) -> Any:
     return written(folder, model, BUDGET)
 
 
+TILED = {
+    **{"encoder_patch_size": 14, "tile_size": 84, "max_tiles": 4, "resample": 2},
+    **{"min_image_tokens": 4, "max_image_tokens": 9},
+}
+"""LFM2-VL's image processor: a tile has nine tokens."""
+
+
+def write_lfm2(folder: Path, *, plain: bool = False) -> Any:
+    """`write_siglip2` for LFM2-VL. `plain`: no thumbnail, norm and biases of the projector."""
+    from transformers import Lfm2VlConfig, Lfm2VlForConditionalGeneration
+
+    torch.manual_seed(0)
+    vision = TOWER | FLEXIBLE | {"model_type": "siglip2_vision_model", "vision_use_head": False}
+    settings = {"projector_use_layernorm": not plain, "projector_bias": not plain}
+    config = Lfm2VlConfig(
+        vision_config=vision,
+        text_config=TEXT,
+        projector_hidden_size=80,
+        image_token_id=5,
+        **settings,
+    )
+    model = Lfm2VlForConditionalGeneration(config).eval()
+    scatter(model.model.vision_tower)
+    scatter(model.model.multi_modal_projector)
+    return written(folder, model, TILED | {"use_thumbnail": not plain})
+
+
 def write_clip_texts(folder: Path, end: int | None = None) -> Any:
     """`write_clip` with a text tower that means something, and a tokenizer of bytes. `end`: the
     `eos_token_id` of its configuration, if that is not the tokenizer's."""

@@ -1,11 +1,14 @@
-"""Functions of transformers' image processors whose modules need torchvision, such as Llama 4's."""
+"""transformers' image processors whose modules need torchvision, such as Llama 4's: functions, and
+classes that resize with torch, which torchvision does, too."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 
 @lru_cache
@@ -27,6 +32,50 @@ def functions(family: str) -> Mapping[str, Any]:
     names |= {"defaultdict": defaultdict, "lru_cache": lru_cache}
     exec(compile(tree, module.origin, "exec"), names)
     return names
+
+
+class Backend:
+    """In place of TorchvisionBackend."""
+
+    def __init__(self, **settings: Any) -> None:
+        vars(self).update(settings)
+
+    def __call__(self, image: Tensor, **settings: Any) -> Any:
+        """The batch of one image, uint8 [3, height, width], not normalised."""
+        names = inspect.signature(self._preprocess).parameters.keys() - {"images", "kwargs"}
+        given = {name: getattr(self, name, None) for name in names} | settings
+        given |= {"do_normalize": False, "rescale_factor": 1 / 255, "disable_grouping": True}
+        return self._preprocess([image], **given)
+
+    def _preprocess(self, images: list[Tensor], **settings: Any) -> Any:
+        raise NotImplementedError
+
+    def resize(self, image: Tensor, size: Any, resample: int, **how: Any) -> Tensor:
+        mode = {2: "bilinear", 3: "bicubic"}[int(resample)]
+        return F.interpolate(image, (size.height, size.width), mode=mode, antialias=True)
+
+    def rescale(self, image: Tensor, factor: float) -> Tensor:
+        return image * factor
+
+    def rescale_and_normalize(
+        self, images: Tensor, do_rescale: bool, factor: float, *normalization: Any
+    ) -> Tensor:
+        return images * factor
+
+
+@lru_cache
+def processor(family: str, name: str) -> Any:
+    """The class of an image processor, over Backend."""
+    module = find_spec(f"transformers.models.{family}.image_processing_{family}")
+    assert module
+    assert module.origin
+    names: dict[str, Any] = {"__package__": f"transformers.models.{family}", "__name__": family}
+    for node in ast.parse(Path(module.origin).read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            names["TorchvisionBackend"], node.decorator_list = Backend, []
+        with suppress(ImportError):
+            exec(compile(ast.Module([node], []), module.origin, "exec"), names)
+    return names[name]
 
 
 def canvas(width: int, height: int, most: int) -> tuple[int, int]:

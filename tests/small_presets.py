@@ -43,6 +43,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "mistral-small31": LAYERS | {"intermediate_size": 128},
     "lighton-ocr": LAYERS | {"intermediate_size": 128},
     "minicpmv-4.6": LAYERS | {"num_hidden_layers": 9, "intermediate_size": 128},
+    "lfm25vl-1.6b": LAYERS | {"intermediate_size": 128},
     "paddleocr-vl": LAYERS | {"intermediate_size": 128},
     "gemma4-31b": LAYERS
     | {"intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 16}
@@ -83,6 +84,7 @@ TOP_LEVEL: dict[str, dict[str, Any]] = {
     },
     "nemotron-3-nano-omni": {"vit_hidden_size": 64, "projector_hidden_size": 128},
     "aya-vision-8b": {"alignment_intermediate_size": 128},
+    "lfm25vl-1.6b": {"projector_hidden_size": 128},
     "command-a-vision": {"alignment_intermediate_size": 128},
 }
 SIZES = {

@@ -158,20 +158,22 @@ class FloatPatchifier(PairPatchifier):
 
 
 class SlicePatchifier(BlockPatchifier):
-    """The whole image, then its slices in raster order (MiniCPM-V)."""
+    """The whole image, and its slices in raster order (MiniCPM-V, LFM2-VL)."""
 
     sizing: SlicedSizing
 
     def patches(self, image: Tensor) -> Tensor:
-        whole, size = super().patches(image), size_of(image)
+        size = size_of(image)
         layout = self.sizing.slices(size)
         if layout is None:
-            return whole
+            return super().patches(image)
         rows, columns = layout
         slice_size = self.sizing.sliced(size, layout)
         canvas = Size(columns * slice_size.width, rows * slice_size.height)
         views = squares(resize(image, canvas, self.spec.resample), rows, columns)
-        return torch.cat([whole, *(self.frame(view, slice_size) for view in views)])
+        slices = [self.frame(view, slice_size) for view in views]
+        whole = [super().patches(image)] if self.sizing.with_whole else []
+        return torch.cat(whole + slices if self.sizing.whole_first else slices + whole)
 
 
 class CropsPatchifier(BlockPatchifier):

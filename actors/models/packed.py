@@ -26,6 +26,7 @@ from actors.models.layers.patches import (
 from actors.models.tower import Tower
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing
+from actors.spec.slices import SlicedSizing
 from actors.types import ItemPlan
 
 CACHED_GRIDS = 256
@@ -156,6 +157,40 @@ class PackedTower(Tower):
         if positions := self.parts.positions:
             values |= positions.inputs_of(on_grid, rows, columns)
         return values
+
+
+class SlicedTower(PackedTower):
+    """A packed tower whose images have several grids, each an attention segment."""
+
+    def __init__(
+        self, spec: ModelSpec, parts: PackedParts, attention: Attention, blocks: BlocksForm
+    ) -> None:
+        super().__init__(spec, parts, attention, blocks)
+        assert isinstance(spec.sizing, SlicedSizing)
+        self.slices = spec.sizing
+
+    def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
+        return super().inputs(path, tokens, self.most_pictures(tokens, segments))
+
+    def metadata(
+        self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
+    ) -> dict[str, Tensor]:
+        pictures, patches = self.most_pictures(tokens, segments), tokens * self.sizing.merge_size**2
+        shown = self.pictures(plans)
+        grids = [self.grid(rows, columns) for rows, columns in shown]
+        lengths = [rows * columns for rows, columns in shown]
+        return {
+            **{name: torch.cat([grid[name] for grid in grids]) for name in grids[0]},
+            **self.attention.metadata(lengths, patches, pictures),
+        }
+
+    def pictures(self, plans: Sequence[ItemPlan]) -> list[tuple[int, int]]:
+        """Rows and columns of each picture of each item, in patches."""
+        return list(chain.from_iterable(map(self.slices.pictures, plans)))
+
+    def most_pictures(self, tokens: int, segments: int) -> int:
+        """A bound on the attention segments: `segments` counts images, not their slices."""
+        return segments + tokens // self.slices.least_tokens
 
 
 def grids_of(plans: Sequence[ItemPlan]) -> list[tuple[int, int]]:

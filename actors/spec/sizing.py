@@ -490,17 +490,25 @@ def at_least(size: Size, side: int) -> Size:
 
 
 def smart_resize(
-    size: Size, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, group: int = 1
+    size: Size,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    frames: int = 1,
+    group: int = 1,
+    *,
+    least: int = 0,
 ) -> Size:
     """Sides as multiples of `factor`, the area within the range, the aspect ratio nearly kept.
 
     Equal to transformers.models.qwen2_vl.image_processing_qwen2_vl.smart_resize; with `frames` in
     groups of `group`, equal to video_processing_qwen3_vl.smart_resize, where the range is that of
-    all frames together. Raises TooLarge for an aspect ratio over MAX_ASPECT.
+    all frames together. With a factor as `least`, to which rounded sides are enlarged, equal to
+    Lfm2VlImageProcessor.smart_resize. Raises TooLarge for an aspect ratio over MAX_ASPECT.
     """
     check_aspect(size)
     width, height = size.width, size.height
-    new_width, new_height = round(width / factor) * factor, round(height / factor) * factor
+    new_width, new_height = (max(least, round(one / factor) * factor) for one in (width, height))
     whole = round(frames / group) * group
     if whole * new_width * new_height > max_pixels:
         beta = math.sqrt(frames * width * height / max_pixels)

@@ -1,16 +1,24 @@
 """Sizings in pictures: the whole image, then parts of it, each an attention segment of its own size
-(MiniCPM-V, Phi-4-multimodal). Pure: no torch.
+(MiniCPM-V, LFM2-VL, Phi-4-multimodal). Pure: no torch.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 from actors.errors import TooLarge
-from actors.spec.sizing import MAX_ASPECT, BlockSizing, Defaults, Largest, check_aspect
-from actors.spec.tiles import StretchedTiles
+from actors.spec.sizing import (
+    MAX_ASPECT,
+    BlockSizing,
+    Defaults,
+    Largest,
+    check_aspect,
+    smart_resize,
+)
+from actors.spec.tiles import StretchedTiles, nearest_canvas
 from actors.types import ItemPlan, ProcessorKwargs, Size
 
 Layout = tuple[int, int]  # rows and columns
@@ -24,17 +32,90 @@ SQUARISH = 4
 
 @dataclass(frozen=True, slots=True)
 class SlicedSizing(BlockSizing):
-    """Scales the whole image, and each of its slices, to about as many pixels as a square. All
-    slices of an image have one size, the whole image another (MiniCPM-V)."""
+    """What the rules share: all slices of an image have one size, the whole image another."""
 
-    picture_pixels: int
-    """The side of that square."""
     max_slices: int
     """Without the whole image. 1: there are no slices."""
 
+    whole_first: ClassVar[bool] = True
+    """The whole image precedes its slices."""
+
+    @property
+    def with_whole(self) -> bool:
+        """An image in slices is shown as a whole, too."""
+        return True
+
+    @abstractmethod
     def slices(self, size: Size) -> Layout | None:
-        """Rows and columns of slices; None: the whole image is enough. transformers:
-        MiniCPMV4_6ImageProcessor.get_sliced_grid."""
+        """Rows and columns of slices; None: the whole image is enough."""
+
+    @abstractmethod
+    def sliced(self, size: Size, layout: Layout) -> Size:
+        """The size of a slice."""
+
+    @property
+    @abstractmethod
+    def least_tokens(self) -> int:
+        """No picture has fewer."""
+
+    @abstractmethod
+    def most_tokens(self, slices: int) -> int:
+        """A bound for images of up to so many slices."""
+
+    def grid(self, size: Size) -> Layout:
+        """Of a picture that has been resized, in patches."""
+        return size.height // self.patch_size, size.width // self.patch_size
+
+    def plan(self, size: Size) -> ItemPlan:
+        """`grid_thw` is that of all slices together, or of the whole image if there are none."""
+        first = self.grid(self.resized(size))
+        layout = self.slices(size)
+        if layout is None:
+            return self.plan_of_grid((1, *first))
+        if not self.with_whole:
+            first = 0, 0
+        rows, columns = self.grid(self.sliced(size, layout))
+        grid = (1, layout[0] * rows, layout[1] * columns)
+        patches = first[0] * first[1] + grid[1] * grid[2]
+        tokens = patches // self.merge_size**2
+        return ItemPlan(grid, patches, tokens, (tokens,), kept=(*first, rows, columns))
+
+    def pictures(self, plan: ItemPlan) -> list[Layout]:
+        """Rows and columns of each in patches, in the order of the patches."""
+        _, rows, columns = plan.grid_thw
+        if not plan.kept:
+            return [(rows, columns)]
+        above, across, down, right = plan.kept
+        whole = [(above, across)] if above else []
+        slices = [(down, right)] * (rows // down * (columns // right))
+        return whole + slices if self.whole_first else slices + whole
+
+    def largest_tokens(self) -> int:
+        return self.most_tokens(self.max_slices)
+
+    def defaults(self) -> Defaults:
+        return {"max_patches": self.max_slices}
+
+    def largest(self, tokens: int) -> Largest:
+        most = 1
+        while self.most_tokens(most + 1) <= tokens:
+            most += 1
+        return {"max_patches": most}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return replace(self, max_slices=kwargs.max_patches or self.max_slices)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledSlices(SlicedSizing):
+    """Scales the whole image, and each of its slices, to about as many pixels as a square
+    (MiniCPM-V)."""
+
+    picture_pixels: int
+    """The side of that square."""
+
+    def slices(self, size: Size) -> Layout | None:
+        """transformers: MiniCPMV4_6ImageProcessor.get_sliced_grid."""
         ratio = size.width * size.height / self.picture_pixels**2
         count = min(math.ceil(ratio), self.max_slices)
         if count <= 1:
@@ -66,29 +147,12 @@ class SlicedSizing(BlockSizing):
         return self.fitted(size.width, size.height)
 
     def sliced(self, size: Size, layout: Layout) -> Size:
-        """The size of a slice; transformers: MiniCPMV4_6ImageProcessor.get_refine_size."""
+        """transformers: MiniCPMV4_6ImageProcessor.get_refine_size."""
         rows, columns = layout
         return self.fitted(whole(size.width, columns) / columns, whole(size.height, rows) / rows)
 
-    def grid(self, size: Size) -> Layout:
-        """Of a picture that has been resized, in patches."""
-        return size.height // self.patch_size, size.width // self.patch_size
-
-    def plan(self, size: Size) -> ItemPlan:
-        """`grid_thw` is that of all slices together, or of the whole image if there are none."""
-        first = self.grid(self.resized(size))
-        layout = self.slices(size)
-        if layout is None:
-            return self.plan_of_grid((1, *first))
-        rows, columns = self.grid(self.sliced(size, layout))
-        grid = (1, layout[0] * rows, layout[1] * columns)
-        patches = first[0] * first[1] + grid[1] * grid[2]
-        tokens = patches // self.merge_size**2
-        return ItemPlan(grid, patches, tokens, (tokens,), kept=(*first, rows, columns))
-
     @property
     def least_tokens(self) -> int:
-        """Fewer than any picture has."""
         return max(1, self.square_tokens // 2)
 
     @property
@@ -99,11 +163,8 @@ class SlicedSizing(BlockSizing):
         blocks = self.picture_pixels / (self.patch_size * self.merge_size)
         return math.ceil(blocks * math.sqrt(MAX_ASPECT) + 1) * self.merge_size
 
-    def largest_tokens(self) -> int:
-        return self.most_tokens(self.max_slices)
-
     def most_tokens(self, slices: int) -> int:
-        """A bound for images of up to so many slices: of the longest image, and of its slices."""
+        """Of the longest image, and of its slices."""
         counts = range(2, slices + 1)
         return self.longest_tokens(MAX_ASPECT) + max(
             (n * self.longest_tokens(max(SQUARISH, MAX_ASPECT / n)) for n in counts), default=0
@@ -116,17 +177,76 @@ class SlicedSizing(BlockSizing):
         square = math.ceil((blocks + 0.5) ** 2)
         return max(square, math.ceil(shorter * (blocks * math.sqrt(aspect) + 0.5)))
 
-    def defaults(self) -> Defaults:
-        return {"max_patches": self.max_slices}
 
-    def largest(self, tokens: int) -> Largest:
-        most = 1
-        while self.most_tokens(most + 1) <= tokens:
-            most += 1
-        return {"max_patches": most}
+@dataclass(frozen=True, slots=True)
+class SquareSlices(SlicedSizing):
+    """Keeps an image at about its own size, or, if it is large, stretches it to a canvas of square
+    slices, which precede the whole (LFM2-VL)."""
 
-    def asked(self, kwargs: ProcessorKwargs) -> Self:
-        return replace(self, max_slices=kwargs.max_patches or self.max_slices)
+    min_slices: int
+    slice_pixels: int
+    """The side of a slice: whole merge blocks."""
+    min_tokens: int
+    max_tokens: int
+    """Of the whole image."""
+    tolerance: float
+    """Only images of so many times `max_tokens` have slices."""
+    thumbnail: bool
+    """An image in slices is shown as a whole, too."""
+
+    whole_first: ClassVar[bool] = False
+
+    @property
+    def with_whole(self) -> bool:
+        return self.thumbnail
+
+    @property
+    def block(self) -> int:
+        """Pixels per side of a token."""
+        return self.patch_size * self.merge_size
+
+    def slices(self, size: Size) -> Layout | None:
+        """transformers: Lfm2VlImageProcessor.resize_and_split. A single slice is none: its
+        processor counts the tokens of the whole image then."""
+        width, height = (
+            max(self.patch_size, round(side / self.block) * self.block)
+            for side in (size.width, size.height)
+        )
+        if width * height <= self.max_tokens * self.block**2 * self.tolerance:
+            return None
+        layout = nearest_canvas(size, self.slice_pixels, self.min_slices, self.max_slices)
+        return layout if layout != (1, 1) else None
+
+    def resized(self, size: Size) -> Size:
+        """The size of the whole image. Raises TooLarge for an aspect ratio over MAX_ASPECT."""
+        least, most = (tokens * self.block**2 for tokens in (self.min_tokens, self.max_tokens))
+        return smart_resize(size, self.block, least, most, least=self.block)
+
+    def sliced(self, size: Size, layout: Layout) -> Size:
+        return Size(self.slice_pixels, self.slice_pixels)
+
+    @property
+    def slice_tokens(self) -> int:
+        return (self.slice_pixels // self.block) ** 2
+
+    @property
+    def least_tokens(self) -> int:
+        """Shrinking rounds both sides down: to a half at most."""
+        return max(1, min(self.min_tokens, self.max_tokens // 4, self.slice_tokens))
+
+    def longest_side_patches(self) -> int:
+        longest = math.sqrt(MAX_ASPECT * max(self.min_tokens, self.max_tokens)) + 1
+        sides = self.slice_pixels // self.block, self.max_tokens, math.ceil(longest)
+        return max(sides) * self.merge_size
+
+    def most_tokens(self, slices: int) -> int:
+        """A side of a long image is at least one token, and enlarging rounds both sides up."""
+        least, most = self.min_tokens, self.max_tokens
+        longest = math.floor(math.sqrt(MAX_ASPECT * most))
+        enlarged = math.floor(least + math.sqrt(MAX_ASPECT * least) + math.sqrt(least) + 1)
+        alone = max(most, longest, enlarged)
+        in_slices = slices * self.slice_tokens + (alone if self.thumbnail else 0)
+        return max(alone, in_slices) if slices > 1 else alone
 
 
 @dataclass(frozen=True, slots=True)

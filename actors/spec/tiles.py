@@ -104,16 +104,7 @@ class StretchedTiles(CutTiles):
     min_tiles: int
 
     def layout(self, size: Size) -> Layout:
-        """transformers.models.got_ocr2: get_optimal_tiled_canvas."""
-        aspect, area = size.width / size.height, size.width * size.height
-        best, best_distance = (1, 1), math.inf
-        for rows, columns in layouts(self.min_tiles, self.max_tiles):
-            distance = abs(aspect - columns / rows)
-            # Of two with the same aspect ratio the larger, unless it is over twice the image.
-            ample = area > 0.5 * self.tile_pixels**2 * rows * columns
-            if distance < best_distance or (distance == best_distance and ample):
-                best, best_distance = (rows, columns), distance
-        return best
+        return nearest_canvas(size, self.tile_pixels, self.min_tiles, self.max_tiles)
 
     def resized(self, size: Size) -> Size:
         rows, columns = self.layout(size)
@@ -414,6 +405,20 @@ class OverlappingTiles(CutTiles):
 def windows(patches: int, window: int) -> int:
     """Of a side with so many patches; the first and the last may be smaller."""
     return -(-patches // window)
+
+
+def nearest_canvas(size: Size, tile_pixels: int, least: int, most: int) -> Layout:
+    """That of `least` to `most` tiles whose aspect ratio is nearest to the image's.
+    transformers.models.got_ocr2: get_optimal_tiled_canvas."""
+    aspect, area = size.width / size.height, size.width * size.height
+    best, best_distance = (1, 1), math.inf
+    for rows, columns in layouts(least, most):
+        distance = abs(aspect - columns / rows)
+        # Of two with the same aspect ratio the larger, unless it is over twice the image.
+        ample = area > 0.5 * tile_pixels**2 * rows * columns
+        if distance < best_distance or (distance == best_distance and ample):
+            best, best_distance = (rows, columns), distance
+    return best
 
 
 def even(pixels: float) -> int:

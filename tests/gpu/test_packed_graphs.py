@@ -30,6 +30,7 @@ PRESETS = (
         "phi4-multimodal",
         "nemotron-3-nano-omni",
         "siglip2-base-naflex",
+        "lfm25vl-1.6b",
     ),
 )
 

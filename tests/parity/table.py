@@ -55,6 +55,7 @@ FAMILIES = {
     "clip": "CLIP",
     "dinov2": "DINOv2",
     "dinov2_with_registers": "DINOv2",
+    "lfm2_vl": "LFM2-VL, LFM2.5-VL",
     "llava": "LLaVA 1.5",
     "llava_next": "LLaVA-NeXT",
     "llava_next_video": "LLaVA-NeXT-Video",

@@ -22,13 +22,13 @@ from actors.engine.budgets import Segments
 from actors.engine.device import Device
 from actors.engine.graphs import GraphSet
 from actors.errors import TooLarge
-from actors.families.minicpmv.tower import MiniCpmTower, nearest_taps, pictures_of
+from actors.families.minicpmv.tower import MiniCpmTower, nearest_taps
 from actors.media.image import decode
 from actors.media.patchify import patchifier_of
 from actors.models.layers.patches import places
 from actors.models.load import load
 from actors.options import ModelOptions
-from actors.spec.slices import SlicedSizing
+from actors.spec.slices import ScaledSlices
 from actors.types import ItemPlan, ProcessorKwargs, Size
 from tests.checkpoints_minicpm import SIZES, write_minicpmv
 from tests.images import PHOTOGRAPHS, photograph
@@ -88,8 +88,8 @@ def test_patches_of_photographs(pair: Pair, name: str, most: int | None) -> None
     settings = SIZES | ({"max_slice_nums": most} if most else {})
     processor = MiniCPMV4_6ImageProcessorPil(do_normalize=False, **settings)
     found = processor(Image.open(BytesIO(photograph(name))), return_tensors="pt")
-    assert found["target_sizes"].tolist() == [list(each) for each in pictures_of(plan)]
-    ours = raster(plan, patches).numpy().astype(np.int64)
+    assert found["target_sizes"].tolist() == [list(each) for each in pair.tower.pictures([plan])]
+    ours = raster(pair.tower, plan, patches).numpy().astype(np.int64)
     values = found["pixel_values"][0].unflatten(2, (-1, 14)).permute(2, 0, 1, 3)
     published = (values * 255).round().numpy().astype(np.int64)
     assert np.abs(ours - published).mean() < 0.2
@@ -99,7 +99,7 @@ def test_patches_of_photographs(pair: Pair, name: str, most: int | None) -> None
 
 @given(sides, sides, st.sampled_from([168, 448]), st.integers(1, 12))
 def test_sizes_are_as_minicpmv_gives_them(width: int, height: int, scale: int, most: int) -> None:
-    sizing = SlicedSizing(14, 4, picture_pixels=scale, max_slices=most)
+    sizing = ScaledSlices(14, 4, picture_pixels=scale, max_slices=most)
     size = Size(width, height)
     if max(width, height) > 200 * min(width, height):
         with pytest.raises(TooLarge, match="crop it"):
@@ -107,7 +107,7 @@ def test_sizes_are_as_minicpmv_gives_them(width: int, height: int, scale: int, m
         return
     expected = published_sizes(size, scale, most)
     plan = sizing.plan(size)
-    pictures = pictures_of(plan)
+    pictures = sizing.pictures(plan)
     assert [(14 * rows, 14 * columns) for rows, columns in pictures] == expected
     assert plan.patches == sum(rows * columns for rows, columns in pictures)
     assert sizing.least_tokens <= min(rows * columns for rows, columns in pictures) // 16
@@ -116,7 +116,7 @@ def test_sizes_are_as_minicpmv_gives_them(width: int, height: int, scale: int, m
 
 
 def test_a_budget_tells_the_most_slices() -> None:
-    sizing = SlicedSizing(14, 4, picture_pixels=448, max_slices=9)
+    sizing = ScaledSlices(14, 4, picture_pixels=448, max_slices=9)
     assert sizing.defaults() == {"max_patches": 9}
     assert sizing.largest(sizing.largest_tokens()) == {"max_patches": 9}
     assert sizing.largest(1) == {"max_patches": 1}
@@ -151,10 +151,10 @@ def random_patches(plan: ItemPlan) -> Tensor:
     return torch.randint(0, 256, (plan.patches, 588), dtype=torch.uint8, generator=generator)
 
 
-def raster(plan: ItemPlan, patches: Tensor) -> Tensor:
+def raster(tower: MiniCpmTower, plan: ItemPlan, patches: Tensor) -> Tensor:
     """The patches of each picture row by row: [patches, 3, 14, 14]."""
     parts, start = [], 0
-    for rows, columns in pictures_of(plan):
+    for rows, columns in tower.pictures([plan]):
         row, column = places(rows, columns, 4).unbind(1)
         order = (row * columns + column).argsort()
         parts.append(patches[start : start + rows * columns][order])
@@ -167,8 +167,9 @@ def theirs(pair: Pair, plans: Sequence[ItemPlan], patches: Sequence[Tensor]) -> 
     """get_image_features of all pictures in one batch, as the processor lays them side by side."""
     spec = pair.tower.spec
     mean, std = (torch.tensor(values)[:, None, None] for values in (spec.mean, spec.std))
-    pixels = torch.cat([raster(p, each) for p, each in zip(plans, patches, strict=True)])
+    each = zip(plans, patches, strict=True)
+    pixels = torch.cat([raster(pair.tower, plan, rows) for plan, rows in each])
     beside = ((pixels / 255 - mean) / std).permute(1, 2, 0, 3).flatten(2)[None]
-    sizes = torch.tensor([each for plan in plans for each in pictures_of(plan)])
+    sizes = torch.tensor(pair.tower.pictures(plans))
     features = pair.model.model.get_image_features(beside, target_sizes=sizes, return_dict=True)
     return torch.cat(list(features.pooler_output))

@@ -30,6 +30,7 @@ from tests.parity.table import TOLERANCE, rows
 from tests.parity.test_audio import PUBLISHED as HEARD
 from tests.parity.test_deepseek_ocr import closest
 from tests.parity.test_minicpmv import published_sizes
+from tests.parity.test_naflex import LFM2, lfm2_tokens
 from tests.small_presets import SMALL
 from tests.step3p7 import Processor
 from tests.without_torchvision import processor
@@ -96,6 +97,11 @@ def siglip2(size: Size) -> int:
     module = import_module("transformers.models.siglip2.image_processing_pil_siglip2")
     sides = module.get_image_size_for_max_num_patches(size.height, size.width, 16, 256)
     return int(prod(sides)) // 16**2
+
+
+def lfm2_vl(size: Size) -> int:
+    """Tokens as transformers' processor of LFM2-VL counts placeholders, as it is published."""
+    return lfm2_tokens(size, LFM2)
 
 
 def minicpmv(size: Size) -> int:
@@ -247,6 +253,7 @@ PUBLISHED = [
     Published("lighton-ocr", "LightOnOCR", 410, pixtral(1540, 28)),
     Published("paddleocr-vl", "PaddleOCR-VL", 439, paddleocr),
     Published("minicpmv-4.6", "MiniCPM-V 4.6, 4.7", 548, minicpmv),
+    Published("lfm25vl-1.6b", "LFM2-VL, LFM2.5-VL", 426, lfm2_vl),
     Published("internvl3-8b", "InternVL 2, 2.5, 3, 3.5", 332, got_ocr2(448, 256)),
     Published("internvl3-78b", "InternVL 2, 2.5, 3, 3.5", 5709, got_ocr2(448, 256)),
     Published("llama4-scout", "Llama 4", 872, llama_4),

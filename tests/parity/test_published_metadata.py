@@ -42,6 +42,7 @@ FACTS: dict[str, dict[str, Any]] = {
     path.stem: json.loads(path.read_text()) for path in sorted(PUBLISHED.glob("*.json"))
 }
 REFUSED = {
+    "LiquidAI--LFM2-VL-450M": "of the architecture 'lfm2-vl', .* first release",
     "deepseek-ai--DeepSeek-OCR-2": "model_name of vision_config: only deeplip_b_l is supported",
     "lmms-lab--LLaVA-OneVision-1.5-8B": "of the architecture .*LLaVAOneVision1_5_",
     "nvidia--LocateAnything-3B": "of the architecture 'locateanything'",
@@ -52,16 +53,11 @@ SMALL = (Size(336, 336), Size(97, 640))
 LARGE = (Size(1920, 1080), Size(1654, 2339), Size(4031, 3023))
 
 WITHOUT_PROCESSOR = {
-    "internvl_chat",
-    "kimi_vl",
-    "kimi_k25",
-    "deepseek_ocr",
-    "llama4",
-    "step3p7",
-    "phi4mm",
-    "molmo2",
+    *("internvl_chat", "kimi_vl", "kimi_k25", "deepseek_ocr", "llama4", "step3p7", "lfm2_vl"),
+    *("phi4mm", "molmo2"),
 }
-"""Families whose fixtures have none that transformers reads without other people's code."""
+"""Families whose fixtures have none that transformers reads without other people's code, or without
+torchvision."""
 
 SAMPLINGS = {
     "Qwen3VL": Spread,

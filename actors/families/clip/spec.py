@@ -135,7 +135,3 @@ def one_tile(
 
 MODEL_TYPES = {"siglip": siglip, "clip": clip}
 VISION_DEFAULTS = {"siglip": TOWERS[SIGLIP_TOWER], "clip": TOWERS[CLIP_TOWER]}
-
-REFUSED = {
-    "lfm2_vl": "its tiles and its overview differ in size, over SigLIP 2 with NaFlex",
-}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import HALVES, ModelSource, only, side
-from actors.spec.slices import SlicedSizing
+from actors.spec.slices import ScaledSlices
 
 MERGE = 4
 """Two mergers, one between layers, take 2 x 2 patches each."""
@@ -32,7 +32,7 @@ def minicpmv(source: ModelSource) -> ModelSpec:
     if not 0 <= inserted < layers - 1:
         raise ValueError(f"insert_layer_id: only 0 to {layers - 2} are supported")
     sliced = processor.get("slice_mode", True)
-    sizing = SlicedSizing(
+    sizing = ScaledSlices(
         patch_size=patch,
         merge_size=MERGE,
         picture_pixels=int(processor.get("scale_resolution") or 448),

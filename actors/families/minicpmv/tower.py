@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +18,9 @@ from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import BlocksForm, BlockWeights, Style, layer_norm
 from actors.models.layers.patches import Merger, Positions
 from actors.models.layers.weights import Dimensions, Weights, affine
-from actors.models.packed import PackedParts, PackedTower
+from actors.models.packed import PackedParts, SlicedTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
-from actors.spec.slices import SlicedSizing
 from actors.types import ItemPlan
 
 PREFIXES = ("vision_tower.", "merger.")
@@ -110,38 +108,30 @@ def window_merger(spec: ModelSpec, weights: Weights) -> Callable[[Tensor], Tenso
     return merge
 
 
-class MiniCpmTower(PackedTower):
-    """A packed tower, whose second layers see a quarter of the rows. An image may have several
-    grids, each an attention segment."""
+class MiniCpmTower(SlicedTower):
+    """Its second layers see a quarter of the rows."""
 
     def __init__(
         self, spec: ModelSpec, parts: MiniCpmParts, attention: Attention, blocks: BlocksForm
     ) -> None:
         super().__init__(spec, parts.packed, attention, blocks)
-        assert isinstance(spec.sizing, SlicedSizing)
-        self.least_tokens, self.merger = spec.sizing.least_tokens, parts.merger
+        self.merger = parts.merger
         self.later_blocks = blocks(parts.layers, parts.packed.style, attention, ())
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
-        pictures = self.most_pictures(tokens, segments)
-        patches = tokens * self.sizing.merge_size**2
-        shapes = super().inputs(path, tokens, pictures)
+        pictures, patches = self.most_pictures(tokens, segments), tokens * self.sizing.merge_size**2
         merged = self.attention.inputs(patches // 4, pictures)
+        shapes = super().inputs(path, tokens, segments)
         return shapes | {MERGED + name: shape for name, shape in merged.items()}
 
     def metadata(
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
     ) -> dict[str, Tensor]:
         pictures, patches = self.most_pictures(tokens, segments), tokens * self.sizing.merge_size**2
-        shown = list(chain.from_iterable(map(pictures_of, plans)))
-        grids = [self.grid(rows, columns) for rows, columns in shown]
-        lengths = [rows * columns for rows, columns in shown]
-        merged = self.attention.metadata([each // 4 for each in lengths], patches // 4, pictures)
-        return {
-            **{name: torch.cat([grid[name] for grid in grids]) for name in grids[0]},
-            **self.attention.metadata(lengths, patches, pictures),
-            **{MERGED + name: value for name, value in merged.items()},
-        }
+        lengths = [rows * columns // 4 for rows, columns in self.pictures(plans)]
+        merged = self.attention.metadata(lengths, patches // 4, pictures)
+        values = super().metadata(path, plans, tokens, segments)
+        return values | {MERGED + name: value for name, value in merged.items()}
 
     def forward(self, path: str, values: Values) -> Tensor:
         x, _ = self.blocks(self.begin(values), None, None, values)
@@ -152,19 +142,6 @@ class MiniCpmTower(PackedTower):
         }
         x, _ = self.later_blocks(self.merger(x), None, None, merged)
         return self.end(x, (), values)
-
-    def most_pictures(self, tokens: int, segments: int) -> int:
-        """A bound on the attention segments: `segments` counts images, not their slices."""
-        return segments + tokens // self.least_tokens
-
-
-def pictures_of(plan: ItemPlan) -> list[tuple[int, int]]:
-    """Rows and columns of the whole image, then of each slice, in patches."""
-    _, rows, columns = plan.grid_thw
-    if not plan.kept:
-        return [(rows, columns)]
-    above, across, down, right = plan.kept
-    return [(above, across)] + [(down, right)] * (rows // down * (columns // right))
 
 
 def nearest_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:

@@ -351,7 +351,7 @@ def test_a_pack_holds_many_small_images() -> None:
     [
         *("siglip", "clip", "dinov2", "llava", "paligemma", "pixtral", "mistral3", "lighton_ocr"),
         *("llava_next", "llava_next_video", "granite4_vision", "smolvlm", "paddleocr", "kimik25"),
-        "siglip2",
+        *("siglip2", "lfm2_vl"),
     ],
 )
 def test_there_is_a_config(name: str) -> None:

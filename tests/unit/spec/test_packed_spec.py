@@ -24,10 +24,11 @@ from actors.spec.sizing import (
     PatchRange,
     WindowedSizing,
 )
-from actors.spec.slices import PaddedCrops, SlicedSizing
+from actors.spec.slices import PaddedCrops, ScaledSlices, SquareSlices
 from actors.types import ProcessorKwargs
 
 CONFIG, VISION, PROCESSOR = "config.json", "vision_config", "preprocessor_config.json"
+LFM2 = SquareSlices(16, 2, 10, 2, 512, 64, 256, 2.0, thumbnail=True)
 
 
 def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> ModelOptions:
@@ -53,10 +54,11 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("ernie45vl-28b", "ernie4_5_vl_moe", PackedSizing(14, 2, 3136, 4816896), 2560),
         ("gemma4-31b", "gemma4", FillingSizing(16, 3, 280), 5376),
         ("kimivl-a3b", "kimi_vl", CappedSizing(14, 2, 4096, 512), 2048),
-        ("minicpmv-4.6", "minicpmv4_6", SlicedSizing(14, 4, 448, 9), 1024),
+        ("minicpmv-4.6", "minicpmv4_6", ScaledSlices(14, 4, 9, 448), 1024),
         ("phi4-multimodal", "phi4_multimodal", PaddedCrops(14, 2, 448, 36), 3072),
         ("nemotron-3-nano-omni", "nemotron_h_omni", PatchRange(16, 2, 1024, 13312), 2688),
         ("siglip2-base-naflex", "siglip2", NaflexSizing(16, 1, 256), 768),
+        ("lfm25vl-1.6b", "lfm2_vl", LFM2, 2048),
     ],
 )
 def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
@@ -116,6 +118,9 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
         ("nemotron-3-nano-omni", PROCESSOR, {"video_maintain_aspect_ratio": False}),
         ("nemotron-3-nano-omni", PROCESSOR, {"temporal_patch_size": 4}),
         ("siglip2-base-naflex", PROCESSOR, {"patch_size": 14}),
+        ("lfm25vl-1.6b", CONFIG, {"projector_hidden_act": "relu"}),
+        ("lfm25vl-1.6b", CONFIG, {"downsample_factor": 4}),
+        ("lfm25vl-1.6b", VISION, {"patch_size": 14}),
     ],
 )
 def test_what_is_not_computed_is_refused(
@@ -195,3 +200,32 @@ def test_siglip2_resizes_as_its_processor_says(tmp_path: Path) -> None:
     assert registry.read(options).resample == "bicubic"
     (tmp_path / PROCESSOR).write_text("{}")
     assert registry.read(options).resample == "bilinear"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizing"),
+    [
+        ({}, LFM2),
+        ({"do_image_splitting": False}, replace(LFM2, max_slices=1)),
+        ({"use_thumbnail": False, "max_tiles": 4}, replace(LFM2, thumbnail=False, max_slices=4)),
+        ({"tile_size": 256, "min_tiles": 1}, replace(LFM2, slice_pixels=256, min_slices=1)),
+    ],
+)
+def test_tiles_of_lfm2_vl(settings: dict[str, Any], sizing: SquareSlices, tmp_path: Path) -> None:
+    change = {"image_processor": settings}
+    options = changed(tmp_path, "lfm25vl-1.6b", "processor_config.json", change)
+    assert registry.read(options).sizing == sizing
+
+
+def test_tiles_of_lfm2_vl_are_whole_blocks(tmp_path: Path) -> None:
+    change = {"image_processor": {"tile_size": 500}}
+    options = changed(tmp_path, "lfm25vl-1.6b", "processor_config.json", change)
+    with pytest.raises(CheckpointError, match=r"tile_size .*: 500, only multiples of 32"):
+        registry.read(options)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("lfm2-vl", "first release"), ("lfm3_vl", "conv")])
+def test_relatives_of_lfm2_vl_are_refused(kind: str, reason: str, tmp_path: Path) -> None:
+    options = changed(tmp_path, "lfm25vl-1.6b", CONFIG, {"model_type": kind})
+    with pytest.raises(CheckpointError, match=f"{reason}.* The nearest that is served is lfm2_vl"):
+        registry.read(options)
