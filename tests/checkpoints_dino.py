@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.checkpoints_clip import CROPPED, TOWER, written
+from tests.checkpoints_clip import CROPPED, PICTURE, TOWER, written
 from tests.checkpoints_tiles import scatter
 
 WIDER = CROPPED | {"size": {"shortest_edge": 96}}
@@ -34,3 +34,20 @@ def write_dinov2(
     model = getattr(module, name + kind)(getattr(module, f"{name}Config")(**sizes)).eval()
     scatter(model)
     return written(folder, model, WIDER)
+
+
+def write_dinov3(folder: Path, *, gated: bool = False) -> Any:
+    """`write_dinov2` for DINOv3. Pictures have 90 pixels, of which the patches cover 84. `gated`:
+    with SwiGLU, and without biases of linear layers, of which otherwise only the keys have none."""
+    from transformers import DINOv3ViTConfig, DINOv3ViTModel
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = TOWER | {"num_register_tokens": 3}
+    if gated:
+        sizes |= {f"{part}_bias": False for part in ("query", "key", "value", "proj", "mlp")}
+        sizes |= {"use_gated_mlp": True, "hidden_act": "silu"}
+    config = DINOv3ViTConfig(**sizes)
+    model = DINOv3ViTModel(config).eval()
+    scatter(model)
+    square = {"size": {"height": PICTURE, "width": PICTURE}, "resample": 2}
+    return written(folder, model, square)

@@ -52,6 +52,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "siglip2-base-naflex": LAYERS | {"intermediate_size": 128},
     "clip-vit-l-336": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "dinov2-base": LAYERS | {"mlp_ratio": 2, "image_size": 84},
+    "dinov3-vitb16": LAYERS | {"intermediate_size": 128},
     "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-next-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-next-video-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
@@ -93,7 +94,7 @@ SIZES = {
     **{"llava-next-video-7b": 84, "llava-onevision-7b": 90, "paligemma2-3b": 84},
     **{"aya-vision-8b": 84, "granite-vision-4.1-4b": 128, "phi4-multimodal": 56},
     "molmo2-4b": 98,
-    **{"command-a-vision": 96, "janus-pro-1b": 96},
+    **{"command-a-vision": 96, "janus-pro-1b": 96, "dinov3-vitb16": 96},
 }
 LONGEST = dict.fromkeys(("pixtral-12b", "mistral-small31", "lighton-ocr"), 448) | {
     "smolvlm2-2b": 180

@@ -41,7 +41,7 @@ from tests.checkpoints_clip import (
     write_siglip2_texts,
     write_siglip_texts,
 )
-from tests.checkpoints_dino import write_dinov2
+from tests.checkpoints_dino import write_dinov2, write_dinov3
 from tests.checkpoints_minicpm import write_minicpmv
 from tests.checkpoints_molmo import write_molmo2
 from tests.checkpoints_nemotron import write_nemotron
@@ -83,6 +83,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "dinov2-vectors": partial(write_dinov2, registers=3, gated=True),
     "lfm2_vl": write_lfm2,
     "lfm2_vl-plain": partial(write_lfm2, plain=True),
+    "dinov3": write_dinov3,
+    "dinov3-vectors": partial(write_dinov3, gated=True),
     "llava": partial(write_llava, tower="clip"),
     "llava_next": partial(write_llava_next, tower="siglip"),
     "llava_next_video": write_llava_next_video,

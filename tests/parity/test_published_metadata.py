@@ -53,8 +53,17 @@ SMALL = (Size(336, 336), Size(97, 640))
 LARGE = (Size(1920, 1080), Size(1654, 2339), Size(4031, 3023))
 
 WITHOUT_PROCESSOR = {
-    *("internvl_chat", "kimi_vl", "kimi_k25", "deepseek_ocr", "llama4", "step3p7", "lfm2_vl"),
-    *("phi4mm", "molmo2"),
+    *(
+        "internvl_chat",
+        "kimi_vl",
+        "kimi_k25",
+        "deepseek_ocr",
+        "llama4",
+        "step3p7",
+        "phi4mm",
+        "molmo2",
+    ),
+    *("lfm2_vl", "dinov3_vit"),
 }
 """Families whose fixtures have none that transformers reads without other people's code, or without
 torchvision."""

@@ -38,7 +38,7 @@ from tests.checkpoints_clip import (
     write_paligemma,
     write_siglip,
 )
-from tests.checkpoints_dino import write_dinov2
+from tests.checkpoints_dino import write_dinov2, write_dinov3
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_internvl_chat, write_llama4
 from tests.images import PHOTOGRAPHS, item_of, photograph
 from tests.parity.table import check
@@ -80,7 +80,8 @@ def hidden(model: Any, pixels: Tensor) -> Tensor:
 
 def alone(model: Any, pixels: Tensor) -> Tensor:
     """A model that is a tower, with or without a classifier."""
-    rows: Tensor = model.base_model(pixels, return_dict=True).last_hidden_state
+    tower = getattr(model, "dinov2", getattr(model, "dinov2_with_registers", model))
+    rows: Tensor = tower(pixels, return_dict=True).last_hidden_state
     return rows.flatten(0, 1)
 
 
@@ -114,6 +115,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tens
         lambda folder: write_dinov2(folder, kind="ForImageClassification"),
         alone,
     ),
+    "dinov3": (write_dinov3, alone),
+    "dinov3-gated": (lambda folder: write_dinov3(folder, gated=True), alone),
     "llava-clip": (lambda folder: write_llava(folder, "clip"), llava),
     "llava-class": (
         lambda folder: write_llava(

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
+from transformers.image_utils import SizeDict
 
 from actors.families.registry import read
 from actors.media.patchify import cut_tiles, patchifier_of
@@ -168,6 +169,19 @@ def test_dinov2_gives_the_middle_of_the_picture(size: tuple[int, int]) -> None:
     theirs = BitImageProcessorPil(**settings)(image, return_tensors="np")
     assert isinstance(model.sizing, OneTile)
     compare(image, model.sizing, bytes_of(theirs["pixel_values"]), model.resample)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_dinov3_gives_the_picture_of_the_processor(size: tuple[int, int]) -> None:
+    """Its processor resizes floats."""
+    image, preset = opened().resize(size), "dinov3-vitb16"
+    settings = Preset(preset).files[PROCESSOR] | {"size": SizeDict(height=224, width=224)}
+    processor = llama4.processor("dinov3_vit", "DINOv3ViTImageProcessor")(**settings)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    theirs = processor(pixels, do_rescale=True, do_resize=True)["pixel_values"]
+    model = read(ModelOptions(id=preset, load_format="dummy"))
+    assert isinstance(model.sizing, OneTile)
+    compare(image, model.sizing, bytes_of(torch.stack(theirs).numpy()), model.resample)
 
 
 def bytes_of(pixels: npt.NDArray[np.float32]) -> list[Pixels]:

@@ -56,7 +56,7 @@ from tests.checkpoints_clip import (
     write_siglip2_texts,
     write_siglip_texts,
 )
-from tests.checkpoints_dino import write_dinov2
+from tests.checkpoints_dino import write_dinov2, write_dinov3
 from tests.images import PHOTOGRAPHS, photograph
 from tests.parity.table import check
 from tests.parity.test_naflex import naflex_inputs
@@ -161,9 +161,9 @@ def test_images_and_texts_share_packs(pair: Pair, mode: str) -> None:
         check(spec.family, kind / scale, exact / scale)
 
 
-@pytest.mark.parametrize("registers", [0, 3])
-def test_images_of_dino(registers: int, tmp_path: Path) -> None:
-    model = write_dinov2(tmp_path, registers)
+@pytest.mark.parametrize("write", [write_dinov2, partial(write_dinov2, registers=3), write_dinov3])
+def test_images_of_dino(write: Callable[[Path], Any], tmp_path: Path) -> None:
+    model = write(tmp_path)
     tower, metrics = load(options(tmp_path), torch.device("cpu")), EncoderMetrics()
     room = model_capacity(GraphOptions(), tower.spec)
     engine = Engine(tower, capture(tower, room, Device(), metrics), room, Device(), metrics)

@@ -146,7 +146,8 @@ class Weights:
         if scale is None:
             return self.affine(linear)
         scales = self.tensors[scale].float()
-        weight, bias = (self.tensors[f"{linear}.{part}"] for part in ("weight", "bias"))
+        weight = self.tensors[f"{linear}.weight"]
+        bias = self.bias(linear, weight)
         return replace(
             self.affine(linear),
             weight=self.place(weight * scales[:, None]),

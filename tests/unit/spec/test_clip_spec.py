@@ -24,6 +24,7 @@ SIGLIP = OneTile(378, 14, 1, 1, picture_pixels=384, cropped=False, class_tokens=
 CLIP = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=1)
 LLAVA = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=0)
 DINOV2 = OneTile(*(224, 14, 1, 1, 224), cropped=True, class_tokens=1, shorter_pixels=256)
+DINOV3 = OneTile(*(224, 16, 1, 1, 224), cropped=False, class_tokens=5)
 SMOLVLM = SplitTiles(378, 14, 3, 16, picture_pixels=384, longest_pixels=1536)
 GRANITE = "granite-vision-4.1-4b"
 LLAVA_NEXT = AnyresSizing(
@@ -38,6 +39,7 @@ PALIGEMMA = OneTile(224, 14, 1, 1, picture_pixels=224, cropped=False, class_toke
         ("siglip-so400m", "siglip", SIGLIP, 1152),
         ("clip-vit-l-336", "clip", CLIP, 1024),
         ("dinov2-base", "dinov2", DINOV2, 768),
+        ("dinov3-vitb16", "dinov3_vit", DINOV3, 768),
         ("llava15-7b", "llava", LLAVA, 4096),
         ("paligemma2-3b", "paligemma", PALIGEMMA, 2304),
         ("smolvlm2-2b", "idefics3", SMOLVLM, 2048),
@@ -65,6 +67,7 @@ def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
         ("clip-vit-l-336", 768),
         ("siglip2-base-naflex", 768),
         ("dinov2-base", 768),
+        ("dinov3-vitb16", 768),
     ],
 )
 def test_vectors(preset: str, width: int) -> None:
@@ -122,6 +125,12 @@ def test_a_model_has_all_the_parameters_of_its_checkpoint(
     assert published - sum(map(math.prod, expected)) == (1 if preset.startswith("clip") else 2)
 
 
+def test_dinov3_has_all_the_parameters_of_its_checkpoint() -> None:
+    """Of facebook/dinov3-vitb16-pretrain-lvd1689m, besides the token for what is masked."""
+    expected = family_of(registry.read(ModelOptions(id="dinov3-vitb16", load_format="dummy")))
+    assert sum(map(math.prod, expected.expected.values())) == 85_660_416 - 768
+
+
 def changed_again(folder: Path, change: dict[str, Any]) -> ModelOptions:
     """Of the folder's config.json, for vectors."""
     file = folder / "config.json"
@@ -171,6 +180,12 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("dinov2-base", PROCESSOR, {"crop_size": 288}, "256, where only a shortest_edge .* 288"),
         ("dinov2-base", PROCESSOR, {"size": {"height": 9, "width": 9}}, "only a shortest_edge"),
         ("dinov2-base", PROCESSOR, {"resample": 2}, "resample"),
+        ("dinov3-vitb16", "config.json", {"hidden_act": "silu"}, "hidden_act"),
+        ("dinov3-vitb16", "config.json", {"use_gated_mlp": True}, "hidden_act .* only silu"),
+        ("dinov3-vitb16", "config.json", {"model_type": "dinov3_convnext"}, "without attention"),
+        ("dinov3-vitb16", PROCESSOR, {"do_center_crop": True}, "do_center_crop"),
+        ("dinov3-vitb16", PROCESSOR, {"size": {"height": 9, "width": 8}}, "only squares"),
+        ("dinov3-vitb16", PROCESSOR, {"resample": 4}, "4 is none of"),
         ("llava15-7b", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act"),
         ("llava15-7b", "config.json", vision("llava15-7b", model_type="vit"), "'vit' is none of"),
         ("llava15-7b", "config.json", vision("siglip-so400m"), "SigLIP has no class"),
@@ -351,7 +366,7 @@ def test_a_pack_holds_many_small_images() -> None:
     [
         *("siglip", "clip", "dinov2", "llava", "paligemma", "pixtral", "mistral3", "lighton_ocr"),
         *("llava_next", "llava_next_video", "granite4_vision", "smolvlm", "paddleocr", "kimik25"),
-        *("siglip2", "lfm2_vl"),
+        *("siglip2", "lfm2_vl", "dinov3"),
     ],
 )
 def test_there_is_a_config(name: str) -> None:
