@@ -50,17 +50,24 @@ class ModelSource:
         return int(self.config["text_config"]["hidden_size"])
 
     def image_processor(
-        self, defaults: Json, resample: Resample | None = "bicubic", *, normalized: bool = True
+        self,
+        defaults: Json,
+        resample: Resample | None = "bicubic",
+        *,
+        normalized: bool = True,
+        always_resized: bool = False,
     ) -> Json:
         """The image processor's settings; transformers 5 saves them in processor_config.json.
 
-        `resample`: None: any of PIL_RESAMPLING.
+        `resample`: None: any of PIL_RESAMPLING. `always_resized`: it does not heed `do_resize`.
         """
         settings = self.files.read_json("preprocessor_config.json")
         if settings is None:
             together = self.files.read_json("processor_config.json") or {}
             settings = together.get("image_processor", {})
         fixed = fixed_steps(resample) | {"do_normalize": normalized}
+        if always_resized:
+            del fixed["do_resize"]
         only(settings, fixed, "the image processor")
         if abs((settings.get("rescale_factor") or 1 / 255) * 255 - 1) > 1e-6:
             raise ValueError("rescale_factor of the image processor: only 1/255 is supported")

@@ -12,7 +12,8 @@ FACTOR = 2
 
 
 def lfm2_vl(source: ModelSource) -> ModelSpec:
-    config, processor = source.config, source.image_processor(siglip2.PIXELS, None)
+    config = source.config
+    processor = source.image_processor(siglip2.PIXELS, None, always_resized=True)
     factor = int(config.get("downsample_factor") or FACTOR)
     fixed = {"projector_hidden_act": "gelu", "vision_feature_layer": -1}
     only(config, fixed, "config.json")
