@@ -272,6 +272,28 @@ def write_idefics3(folder: Path, kind: str) -> Any:
     return written(folder, model, sizes | {"resample": 1})
 
 
+def write_ovis2(folder: Path, *, biased: bool = False) -> Any:
+    """`write_siglip` for Ovis 2: nine tokens a tile, up to six tiles."""
+    from transformers import Ovis2Config, Ovis2ForConditionalGeneration
+
+    torch.manual_seed(0)
+    words = {"vocab_size": 72, "num_visual_indicator_tokens": 5, "hidden_stride": 2}
+    biases = {"qkv_bias": biased, "mlp_bias": biased}
+    config = Ovis2Config(
+        vision_config=TOWER | {"image_size": 84} | words | biases,
+        text_config=TEXT,
+        hidden_size=TEXT["hidden_size"],
+        vocab_size=TEXT["vocab_size"],
+        image_token_id=5,
+        visual_indicator_token_ids=[6, 7, 8, 9, 10],
+    )
+    model = Ovis2ForConditionalGeneration(config).eval()
+    scatter(model.model.vision_tower)
+    scatter(model.model.visual_embeddings_table)
+    tiles = {"size": {"height": 84, "width": 84}, "crop_to_patches": True, "max_patches": 6}
+    return written(folder, model, tiles)
+
+
 PINPOINTS = [[PICTURE * rows, PICTURE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 ASPECT = "anyres_max_4"
 """Of nine tiles, about four are left."""

@@ -67,6 +67,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "janus-pro-1b": LAYERS | {"mlp_ratio": 2.0, "image_size": 96},
     "aya-vision-8b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "command-a-vision": LAYERS | {"intermediate_size": 128, "image_size": 96},
+    "ovis2-2b": LAYERS | {"intermediate_size": 128, "image_size": 84, "vocab_size": 128},
     "smolvlm2-2b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "step3vl-10b": {"width": 64, "heads": 4, "layers": 3, "mlp_ratio": 2, "image_size": 224},
     "step3-321b": LAYERS | {"intermediate_size": 128, "output_hidden_size": 72, "image_size": 224},
@@ -95,6 +96,7 @@ SIZES = {
     **{"aya-vision-8b": 84, "granite-vision-4.1-4b": 128, "phi4-multimodal": 56},
     "molmo2-4b": 98,
     **{"command-a-vision": 96, "janus-pro-1b": 96, "dinov3-vitb16": 96},
+    "ovis2-2b": 84,
 }
 LONGEST = dict.fromkeys(("pixtral-12b", "mistral-small31", "lighton-ocr"), 448) | {
     "smolvlm2-2b": 180

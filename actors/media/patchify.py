@@ -197,7 +197,7 @@ class CropsPatchifier(BlockPatchifier):
 
 
 class TilePatchifier(Patchifier):
-    """Tiles in raster order, then the overview; of a video one tile per frame."""
+    """Tiles in raster order, after or before the overview; of a video one tile per frame."""
 
     sizing: TileSizing
 
@@ -211,7 +211,8 @@ class TilePatchifier(Patchifier):
         patches = cut_tiles(padded(picture, right, below), sizing)
         if with_overview(rows * columns) > 1:
             overview = self.frame(image, Size(sizing.tile_pixels, sizing.tile_pixels))
-            patches = torch.cat([patches, overview])
+            first = sizing.overview_first
+            patches = torch.cat([overview, patches] if first else [patches, overview])
         return patches
 
     def frame(self, frame: Tensor, size: Size) -> Tensor:

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -24,6 +24,10 @@ TILES_PER_BUDGET = 16
 SCALED_OVER = 1.1
 """LLaVA-OneVision scales rows and columns down only where they are too long by this factor."""
 
+COVERED_OVER = 0.9
+"""Ovis 2 takes the fewest tiles that keep a larger share of the image's area."""
+CACHED_PARTITIONS = 256
+
 Layout = tuple[int, int]  # rows and columns of tiles
 
 
@@ -35,6 +39,9 @@ class TileSizing(ABC):
     patch_size: int
     merge_size: int  # merge_size ** 2 patches give one token (pixel shuffle)
     max_tiles: int  # without the overview
+
+    overview_first: ClassVar[bool] = False
+    """The overview precedes the tiles."""
 
     @abstractmethod
     def layout(self, size: Size) -> Layout:
@@ -128,6 +135,23 @@ class CoveringTiles(StretchedTiles):
         if enlarging:
             return min(enlarging, key=scales.__getitem__)
         return max(scales, key=scales.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionedTiles(CutTiles):
+    """Stretches the image to the canvas of the fewest tiles that nearly keep its size (Ovis 2)."""
+
+    overview_first: ClassVar[bool] = True
+
+    def layout(self, size: Size) -> Layout:
+        """Its processor takes the rows of the best partition for columns, and the reverse: a wide
+        image has a canvas that is as high as the partition is wide."""
+        down, across = partition(size, self.tile_pixels, self.max_tiles)
+        return across, down
+
+    def resized(self, size: Size) -> Size:
+        rows, columns = self.layout(size)
+        return Size(columns * self.tile_pixels, rows * self.tile_pixels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +443,35 @@ def nearest_canvas(size: Size, tile_pixels: int, least: int, most: int) -> Layou
         if distance < best_distance or (distance == best_distance and ample):
             best, best_distance = (rows, columns), distance
     return best
+
+
+@lru_cache(CACHED_PARTITIONS)
+def partition(size: Size, tile_pixels: int, most: int) -> Layout:
+    """Rows and columns of the fewest parts, up to `most`, of an image that nearly keep their size
+    as tiles. transformers.models.ovis2: get_min_tile_covering_grid."""
+    kept = {
+        (down, across): kept_area(size, down, across, tile_pixels) / (size.width * size.height)
+        for across, down in layouts(1, most)
+    }
+    enough = [one for one, share in kept.items() if share > COVERED_OVER]
+    if enough:
+        return min(enough, key=lambda one: (one[0] * one[1], -kept[one]))
+    return min(kept, key=lambda one: (-kept[one], one[0] * one[1]))
+
+
+def kept_area(size: Size, down: int, across: int, tile_pixels: int) -> float:
+    """What is left of the image's area if each of down x across parts is shrunk until no side is
+    longer than a tile."""
+
+    def sides(pixels: int, parts: int) -> list[int]:
+        return [pixels // parts] * (parts - 1) + [pixels - pixels // parts * (parts - 1)]
+
+    def left(width: int, height: int) -> float:
+        long, short = max(width, height), min(width, height)
+        return long * short if long <= tile_pixels else tile_pixels * (short / long * tile_pixels)
+
+    columns = sides(size.width, across)
+    return sum(left(width, height) for height in sides(size.height, down) for width in columns)
 
 
 def even(pixels: float) -> int:

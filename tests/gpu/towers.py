@@ -51,6 +51,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "janus-pro-1b": {"num_hidden_layers": 4},
     "aya-vision-8b": {"used_layers": 4},
     "command-a-vision": {"used_layers": 4},
+    "ovis2-2b": {"num_hidden_layers": 4},
     "smolvlm2-2b": {"used_layers": 4},
     "pixtral-12b": {"num_hidden_layers": 4},
     "mistral-small31": {"num_hidden_layers": 4},

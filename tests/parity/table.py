@@ -72,6 +72,7 @@ FAMILIES = {
     "janus": "Janus",
     "aya_vision": "Aya Vision",
     "cohere2_vision": "Cohere 2 Vision",
+    "ovis2": "Ovis 2",
     "idefics3": "Idefics3, SmolVLM 1, 2",
     "smolvlm": "Idefics3, SmolVLM 1, 2",
     "deepseek_vl_v2": "DeepSeek-OCR",

@@ -138,6 +138,13 @@ def cohere2(size: Size) -> int:
     return 256 * (tiles + 1 if tiles > 1 else 1)
 
 
+def ovis2(size: Size) -> int:
+    """Tokens as transformers' image processor of Ovis 2 cuts tiles, as it is published."""
+    module = import_module("transformers.models.ovis2.image_processing_pil_ovis2")
+    tiles = prod(module.get_min_tile_covering_grid((size.height, size.width), 448, 12))
+    return 256 * (tiles + 1 if tiles > 1 else 1)
+
+
 def llama_4(size: Size) -> int:
     """Tokens as transformers' image processor of Llama 4 cuts tiles."""
     tiles = prod(llama4.canvas(size.width, size.height, 16)) // 336**2
@@ -276,6 +283,7 @@ PUBLISHED = [
     Published("janus-pro-1b", "Janus", 310, lambda size: 24**2),
     Published("aya-vision-8b", "Aya Vision", 604, got_ocr2(364, 169)),
     Published("command-a-vision", "Cohere 2 Vision", 810, cohere2),
+    Published("ovis2-2b", "Ovis 2", 679, ovis2),
     Published("smolvlm2-2b", "Idefics3, SmolVLM 1, 2", 434, idefics3),
     Published("deepseek-ocr", "DeepSeek-OCR", 401, deepseek),
     Published("step3vl-10b", "Step3-VL-10B, Step-3.7", 1981, step3),

@@ -35,6 +35,7 @@ from tests.checkpoints_clip import (
     write_idefics3,
     write_janus,
     write_llava,
+    write_ovis2,
     write_paligemma,
     write_siglip,
 )
@@ -142,6 +143,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tens
     "janus": (write_janus, internvl),
     "aya": (lambda folder: write_aya(folder, "AyaVision"), internvl),
     "cohere2": (lambda folder: write_aya(folder, "Cohere2Vision"), internvl),
+    "ovis2": (write_ovis2, internvl),
+    "ovis2-biased": (lambda folder: write_ovis2(folder, biased=True), internvl),
     "idefics3": (lambda folder: write_idefics3(folder, "Idefics3"), idefics3),
     "smolvlm": (lambda folder: write_idefics3(folder, "SmolVLM"), idefics3),
 }

@@ -29,6 +29,7 @@ from actors.spec.tiles import (
     CoveringTiles,
     OneTile,
     PaddedTiles,
+    PartitionedTiles,
     SplitTiles,
     StretchedTiles,
     TileSizing,
@@ -61,6 +62,17 @@ def test_tiles_of_the_processor_of_internvl_and_aya_vision(
     processor = GotOcr2ImageProcessorPil(**settings, crop_to_patches=True)
     theirs = processor(image, return_tensors="np")
     compare(image, sizing, bytes_of(theirs["pixel_values"]), "bicubic")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_ovis2_gives_the_whole_then_tiles(size: tuple[int, int]) -> None:
+    from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
+
+    image, model = opened().resize(size), read(ModelOptions(id="ovis2-2b", load_format="dummy"))
+    settings = Preset("ovis2-2b").files[PROCESSOR] | {"do_normalize": False}
+    theirs = Ovis2ImageProcessorPil(**settings)(image, return_tensors="np")
+    assert isinstance(model.sizing, PartitionedTiles)
+    compare(image, model.sizing, bytes_of(theirs["pixel_values"]), "bicubic")
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

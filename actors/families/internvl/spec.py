@@ -76,6 +76,3 @@ VISION_DEFAULTS: Mapping[str, Json] = {
     },
 }
 """The latter: of the configuration class in OpenGVLab's own code."""
-
-MIXED = "its rows are mixtures from a table of visual words, over AIMv2"
-REFUSED = {"ovis2": MIXED, "ovis": MIXED}

@@ -17,6 +17,7 @@ from actors.spec.tiles import (
     CoveringTiles,
     OverlappingTiles,
     PaddedTiles,
+    PartitionedTiles,
     StretchedTiles,
 )
 from encoder_service import cli
@@ -47,6 +48,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("command-a-vision", "cohere2_vision", CoveringTiles(512, 16, 2, 12, 1), 12288),
         ("janus-pro-1b", "janus", JANUS, 2048),
         ("molmo2-4b", "molmo2", MOLMO2, 2560),
+        ("ovis2-2b", "ovis2", PartitionedTiles(448, 14, 2, 12), 1536),
         ("gemma3-4b", "gemma3", StretchedTiles(896, 14, 4, 1, 1), 2560),
     ],
 )
@@ -66,6 +68,11 @@ def test_without_a_processor_the_means_are_those_of_imagenet(tmp_path: Path) -> 
     assert model.sizing == STRETCHED
 
 
+def test_ovis2_may_have_one_tile(tmp_path: Path) -> None:
+    options = changed(tmp_path, "ovis2-2b", PROCESSOR, {"crop_to_patches": None})
+    assert registry.read(options).sizing == PartitionedTiles(448, 14, 2, 1)
+
+
 def test_tiles_are_limited_by_the_processor_or_by_the_chat_models_own_config(
     tmp_path: Path,
 ) -> None:
@@ -79,6 +86,7 @@ def test_tiles_are_limited_by_the_processor_or_by_the_chat_models_own_config(
 
 
 CLIP = {"model_type": "clip_vision_model"}
+STRIDE = {"hidden_stride": 3, "image_size": 448}
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 FRAMES = "video_preprocessor_config.json"
 
@@ -114,6 +122,17 @@ def adapter(**change: Any) -> dict[str, Any]:
         ("aya-vision-8b", "config.json", {"vision_config": CLIP}, "only siglip_vision_model"),
         ("command-a-vision", PROCESSOR, {"crop_to_patches": False}, "crop_to_patches"),
         ("janus-pro-1b", "config.json", {"vision_config": {"use_qk_norm": True}}, "use_qk_norm"),
+        (
+            "ovis2-2b",
+            "config.json",
+            {"vision_config": {"tokenize_function": "st_argmax"}},
+            "softmax",
+        ),
+        ("ovis2-2b", "config.json", {"vision_config": {"hidden_act": "gelu"}}, "hidden_act"),
+        ("ovis2-2b", "config.json", {"vision_config": STRIDE}, "hidden_stride .* divide the 32"),
+        ("ovis2-2b", "config.json", {"model_type": "ovis"}, "code of its own"),
+        ("ovis2-2b", "config.json", {"model_type": "ovis2_5"}, "its tower is another"),
+        ("ovis2-2b", PROCESSOR, {"use_covering_area_grid": False}, "use_covering_area_grid"),
         ("llama4-scout", PROCESSOR, {"resample": 3}, "resample of the image processor"),
         ("molmo2-4b", PROCESSOR, {"patch_size": 16}, "patch_size of the image processor"),
         ("molmo2-4b", PROCESSOR, {"size": {"height": 336, "width": 336}}, "only the tower's 378"),
@@ -143,6 +162,7 @@ def test_what_the_tower_does_not_do_is_refused(
         ("cohere2_vision.yaml", "command-a-vision", "256 512 768 1024 1280"),
         ("molmo2.yaml", "molmo2-4b", "196 392 588 784 980"),
         ("janus.yaml", "janus-pro-1b", "576 1152"),
+        ("ovis2.yaml", "ovis2-2b", "256 512 768 1024 1280"),
         ("gemma3.yaml", "gemma3-4b", "256"),
     ],
 )

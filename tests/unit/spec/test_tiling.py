@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from actors.engine.budgets import graduated
 from actors.spec.sizing import Sizing
-from actors.spec.tiles import PaddedTiles, StretchedTiles
+from actors.spec.tiles import PaddedTiles, PartitionedTiles, StretchedTiles
 from actors.types import Size
 from tests import llama4
 
@@ -47,6 +47,15 @@ def test_stretched_canvases_are_those_of_transformers(
     columns, rows = get_optimal_tiled_canvas((height, width), (448, 448), least, most)
     assert sizing.layout(Size(width, height)) == (rows, columns)
     assert sizing.resized(Size(width, height)) == Size(448 * columns, 448 * rows)
+
+
+@given(width=sides, height=sides, most=st.integers(1, 16))
+def test_partitions_are_those_of_ovis2(width: int, height: int, most: int) -> None:
+    from transformers.models.ovis2.image_processing_pil_ovis2 import get_min_tile_covering_grid
+
+    columns, rows = get_min_tile_covering_grid((height, width), 448, most)
+    sizing = PartitionedTiles(448, 14, 2, most)
+    assert sizing.layout(Size(width, height)) == (rows, columns)
 
 
 @given(width=sides, height=sides, most=st.integers(1, 20))
