@@ -95,6 +95,7 @@ GLM_PROCESSOR = PROCESSOR | {
     "size": {"shortest_edge": 12544, "longest_edge": 2000000},
 }
 PADDLE = "paddleocr_vl"
+VIDEO_LLAMA = "video_llama_3"
 DEEPSTACK = VISION | {"deepstack_visual_indexes": [1, 2, 3]}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 
@@ -141,6 +142,16 @@ CHECKPOINTS = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
         CLIP | {"temporal_patch_size": 1},
         "paddleocr_vl.PaddleOCRVL",
+    ),
+    VIDEO_LLAMA: Checkpoint(
+        "VideoLlama3",
+        {
+            **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
+            **{"num_attention_heads": 4, "patch_size": 14},
+        },
+        {"model_type": "qwen2"},
+        CLIP | {"temporal_patch_size": 1, "merge_size": 1},
+        "video_llama_3.VideoLlama3",
     ),
 }
 

@@ -45,6 +45,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "minicpmv-4.6": LAYERS | {"num_hidden_layers": 9, "intermediate_size": 128},
     "lfm25vl-1.6b": LAYERS | {"intermediate_size": 128},
     "paddleocr-vl": LAYERS | {"intermediate_size": 128},
+    "videollama3-7b": LAYERS | {"intermediate_size": 128},
     "gemma4-31b": LAYERS
     | {"intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 16}
     | {"position_embedding_size": 1024},

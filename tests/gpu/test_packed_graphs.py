@@ -25,6 +25,7 @@ PRESETS = (
         "mistral-small31",
         "lighton-ocr",
         "paddleocr-vl",
+        "videollama3-7b",
         "gemma4-31b",
         "minicpmv-4.6",
         "phi4-multimodal",

@@ -59,6 +59,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "minicpmv-4.6": {"num_hidden_layers": 4, "insert_layer_id": 1},
     "lfm25vl-1.6b": {"used_layers": 4},
     "paddleocr-vl": {"num_hidden_layers": 4},
+    "videollama3-7b": {"num_hidden_layers": 4},
     "step3vl-10b": {"num_hidden_layers": 4},
     "step3-321b": {"num_hidden_layers": 4},
 }

@@ -43,6 +43,7 @@ FAMILIES = {
     "mistral3": "Mistral Small 3.1, 3.2",
     "lighton_ocr": "LightOnOCR",
     "paddleocr_vl": "PaddleOCR-VL",
+    "video_llama_3": "VideoLLaMA 3",
     "minicpmv4_6": "MiniCPM-V 4.6, 4.7",
     "minicpmv4_7": "MiniCPM-V 4.6, 4.7",
     "internvl": "InternVL 2, 2.5, 3, 3.5",

@@ -64,6 +64,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
             *("glm4v", "glm_ocr", "ernie4_5_vl_moe"),
             checkpoints.KIMI,
             checkpoints.PADDLE,
+            checkpoints.VIDEO_LLAMA,
         )
     },
     "internvl-300M": partial(write_internvl, tower="300M"),

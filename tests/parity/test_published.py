@@ -259,6 +259,7 @@ PUBLISHED = [
     Published("mistral-small31", "Mistral Small 3.1, 3.2", 439, pixtral(1540, 28)),
     Published("lighton-ocr", "LightOnOCR", 410, pixtral(1540, 28)),
     Published("paddleocr-vl", "PaddleOCR-VL", 439, paddleocr),
+    Published("videollama3-7b", "VideoLLaMA 3", 429, qwen(14, 3136, 3211264)),
     Published("minicpmv-4.6", "MiniCPM-V 4.6, 4.7", 548, minicpmv),
     Published("lfm25vl-1.6b", "LFM2-VL, LFM2.5-VL", 426, lfm2_vl),
     Published("internvl3-8b", "InternVL 2, 2.5, 3, 3.5", 332, got_ocr2(448, 256)),

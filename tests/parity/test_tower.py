@@ -17,7 +17,7 @@ from actors.models.load import load
 from actors.models.tower import Tower
 from actors.options import ModelOptions
 from actors.types import ItemPlan, Size
-from tests.checkpoints import KIMI, KIMI_K25, PADDLE
+from tests.checkpoints import KIMI, KIMI_K25, PADDLE, VIDEO_LLAMA
 from tests.checkpoints_audio import write_qwen3_omni, write_qwen25_omni
 from tests.parity.conftest import Pair
 from tests.parity.table import check
@@ -71,7 +71,7 @@ def test_temporal_groups_are_segments_of_their_own(pair: Pair) -> None:
 
 def test_a_buffer_full_of_an_earlier_pack_changes_nothing(pair: Pair) -> None:
     big, small = (pair.tower.spec.sizing.plan(Size(side, side)) for side in (320, 96))
-    buffers = static(pair.tower, 160, 8)
+    buffers = static(pair.tower, big.tokens + 30, 8)
     stage(pair.tower, buffers, [big], random_patches(pair.tower, [big]), 8)
     pair.tower.forward("default", buffers)
     shapes = pair.tower.inputs("default", small.tokens + 3, 8)
@@ -124,7 +124,7 @@ def stage(
     segments: int,
 ) -> None:
     """Writes a pack into the first rows of the inputs."""
-    budget = len(buffers["patches"]) // 4
+    budget = len(buffers["patches"]) // tower.spec.sizing.merge_size**2
     values = tower.metadata("default", plans, budget, segments) | {"patches": patches}
     assert values.keys() == buffers.keys()
     for name, value in values.items():
@@ -150,7 +150,10 @@ def theirs(pair: Pair, plans: Sequence[ItemPlan], patches: Tensor) -> Tensor:
         pixels = pixel_values(pair, plans, patches)
         if pair.model_type == KIMI_K25:  # its tower does not do it
             pixels = pixels.to(pair.reference.model.vision_tower.patch_embed.proj.weight.dtype)
-        features = pair.reference.model.get_image_features(pixels, grid, return_dict=True)
+        merges = (
+            [torch.ones(len(plans), dtype=torch.long)] if pair.model_type == VIDEO_LLAMA else []
+        )
+        features = pair.reference.model.get_image_features(pixels, grid, *merges, return_dict=True)
     return rows_of(features)
 
 

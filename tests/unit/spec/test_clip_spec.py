@@ -15,7 +15,7 @@ from actors.families import registry
 from actors.models.load import family_of
 from actors.options import GraphOptions, ModelOptions
 from actors.spec.checkpoint import Preset
-from actors.spec.sizing import FittedSizing, RoundingSizing, ShrinkingSizing
+from actors.spec.sizing import FittedSizing, PackedSizing, RoundingSizing, ShrinkingSizing
 from actors.spec.tiles import AnyresSizing, OneTile, SplitTiles
 from actors.types import Clip, ItemPlan, Size
 from tests.unit.spec.test_tile_spec import CONFIGS, PROCESSOR, changed
@@ -50,6 +50,7 @@ PALIGEMMA = OneTile(224, 14, 1, 1, picture_pixels=224, cropped=False, class_toke
         ("lighton-ocr", "lighton_ocr", FittedSizing(14, 2, 1540), 1024),
         ("kimik25", "kimi_k25", ShrinkingSizing(14, 2, 16384, 512), 7168),
         ("paddleocr-vl", "paddleocr_vl", RoundingSizing(14, 2, 147384, 2822400), 1024),
+        ("videollama3-7b", "video_llama_3", PackedSizing(14, 1, 3136, 3211264), 3584),
     ],
 )
 def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
@@ -224,6 +225,8 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("kimik25", PROCESSOR, {"media_proc_cfg": {"in_patch_limit_video": 9}}, "limit_video"),
         ("kimik25", PROCESSOR, {"media_proc_cfg": {"temporal_merge_kernel_size": 5}}, "pos_emb"),
         ("paddleocr-vl", "config.json", vision("paddleocr-vl", hidden_act="relu"), "hidden_act"),
+        ("videollama3-7b", PROCESSOR, {"merge_size": 2}, "merge_size"),
+        ("videollama3-7b", "config.json", {"model_type": "videollama3_qwen2"}, "-HF"),
     ],
 )
 def test_what_is_not_supported_is_named(
@@ -366,7 +369,7 @@ def test_a_pack_holds_many_small_images() -> None:
     [
         *("siglip", "clip", "dinov2", "llava", "paligemma", "pixtral", "mistral3", "lighton_ocr"),
         *("llava_next", "llava_next_video", "granite4_vision", "smolvlm", "paddleocr", "kimik25"),
-        *("siglip2", "lfm2_vl", "dinov3"),
+        *("siglip2", "lfm2_vl", "dinov3", "video_llama_3"),
     ],
 )
 def test_there_is_a_config(name: str) -> None:
