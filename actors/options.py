@@ -145,7 +145,7 @@ class ModelOptions(Options):
     dtype: Dtype = "bfloat16"
     output: Literal["rows", "vector"] = "rows"
     """`vector`: one vector for each image, and for texts where the checkpoint has a text tower, in
-    place of the rows of an image. For CLIP, SigLIP, SigLIP 2, DINOv2 and DINOv3."""
+    place of the rows of an image. For CLIP, SigLIP, SigLIP 2, DINOv2, DINOv3 and MLCD."""
     tower: Literal["vision", "audio"] | None = None
     """Which tower of a checkpoint that has both, such as Qwen3-Omni's: a service serves one."""
     trust: Literal["never"] = "never"

@@ -272,6 +272,16 @@ def write_idefics3(folder: Path, kind: str) -> Any:
     return written(folder, model, sizes | {"resample": 1})
 
 
+def write_mlcd(folder: Path) -> Any:
+    """`write_clip` for MLCD: the keys of the tower are those of config.json itself."""
+    from transformers import MLCDVisionConfig, MLCDVisionModel
+
+    torch.manual_seed(0)
+    model = MLCDVisionModel(MLCDVisionConfig(**TOWER, image_size=84)).eval()
+    scatter(model)
+    return written(folder, model, CROPPED)
+
+
 def write_ovis2(folder: Path, *, biased: bool = False) -> Any:
     """`write_siglip` for Ovis 2: nine tokens a tile, up to six tiles."""
     from transformers import Ovis2Config, Ovis2ForConditionalGeneration

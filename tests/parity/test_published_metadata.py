@@ -260,7 +260,7 @@ def test_what_vision_config_lacks_is_as_transformers_fills_it(kind: str) -> None
     given: dict[str, Any] = {"model_type": TOWERS[kind]} if kind in TOWERS else {}
     if kind == "nemotron_h_omni":  # the default of its parent
         given = {"video_temporal_patch_size": 2}
-    alone = kind.startswith("dino")  # its config.json is that of its tower
+    alone = kind.startswith(("dino", "mlcd"))  # its config.json is that of its tower
     whole = CONFIG_MAPPING[kind](**({} if alone else {"vision_config": given}))
     theirs = whole if alone else getattr(whole, "thinker_config", whole).vision_config
     for key, value in vision_defaults()[kind].items():

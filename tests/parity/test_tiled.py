@@ -35,6 +35,7 @@ from tests.checkpoints_clip import (
     write_idefics3,
     write_janus,
     write_llava,
+    write_mlcd,
     write_ovis2,
     write_paligemma,
     write_siglip,
@@ -117,6 +118,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tens
         alone,
     ),
     "dinov3": (write_dinov3, alone),
+    "mlcd": (write_mlcd, alone),
     "dinov3-gated": (lambda folder: write_dinov3(folder, gated=True), alone),
     "llava-clip": (lambda folder: write_llava(folder, "clip"), llava),
     "llava-class": (

@@ -53,6 +53,7 @@ from tests.checkpoints_clip import (
     CAPTIONS,
     units_of,
     write_clip_texts,
+    write_mlcd,
     write_siglip2_texts,
     write_siglip_texts,
 )
@@ -161,8 +162,10 @@ def test_images_and_texts_share_packs(pair: Pair, mode: str) -> None:
         check(spec.family, kind / scale, exact / scale)
 
 
-@pytest.mark.parametrize("write", [write_dinov2, partial(write_dinov2, registers=3), write_dinov3])
-def test_images_of_dino(write: Callable[[Path], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "write", [write_dinov2, partial(write_dinov2, registers=3), write_dinov3, write_mlcd]
+)
+def test_images_without_texts(write: Callable[[Path], Any], tmp_path: Path) -> None:
     model = write(tmp_path)
     tower, metrics = load(options(tmp_path), torch.device("cpu")), EncoderMetrics()
     room = model_capacity(GraphOptions(), tower.spec)
