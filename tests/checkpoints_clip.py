@@ -282,6 +282,17 @@ def write_mlcd(folder: Path) -> Any:
     return written(folder, model, CROPPED)
 
 
+def write_aimv2(folder: Path, *, plain: bool = True) -> Any:
+    """`write_siglip` for AIMv2, cropped. `plain`: no biases, and no pooling beside the tower."""
+    from transformers import Aimv2VisionConfig, Aimv2VisionModel
+
+    torch.manual_seed(0)
+    settings = {"use_head": not plain, "qkv_bias": not plain, "mlp_bias": not plain}
+    model = Aimv2VisionModel(Aimv2VisionConfig(**TOWER, image_size=84, **settings)).eval()
+    scatter(model)
+    return written(folder, model, CROPPED)
+
+
 def write_ovis2(folder: Path, *, biased: bool = False) -> Any:
     """`write_siglip` for Ovis 2: nine tokens a tile, up to six tiles."""
     from transformers import Ovis2Config, Ovis2ForConditionalGeneration

@@ -54,6 +54,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "clip-vit-l-336": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "dinov2-base": LAYERS | {"mlp_ratio": 2, "image_size": 84},
     "dinov3-vitb16": LAYERS | {"intermediate_size": 128},
+    "aimv2-large-224": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "mlcd-bigg-448": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava15-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "llava-next-7b": LAYERS | {"intermediate_size": 128, "image_size": 84},
@@ -98,7 +99,7 @@ SIZES = {
     **{"aya-vision-8b": 84, "granite-vision-4.1-4b": 128, "phi4-multimodal": 56},
     "molmo2-4b": 98,
     **{"command-a-vision": 96, "janus-pro-1b": 96, "dinov3-vitb16": 96},
-    **{"ovis2-2b": 84, "mlcd-bigg-448": 84},
+    **{"ovis2-2b": 84, "mlcd-bigg-448": 84, "aimv2-large-224": 84},
 }
 LONGEST = dict.fromkeys(("pixtral-12b", "mistral-small31", "lighton-ocr"), 448) | {
     "smolvlm2-2b": 180

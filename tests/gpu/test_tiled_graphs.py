@@ -31,7 +31,7 @@ PRESETS = (
     *("siglip-so400m", "clip-vit-l-336", "llava15-7b", "llava-onevision-7b", "paligemma2-3b"),
     *("llava-next-7b", "janus-pro-1b", "aya-vision-8b", "command-a-vision", "smolvlm2-2b"),
     *("dinov2-base", "llava-next-video-7b", "granite-vision-4.1-4b", "molmo2-4b"),
-    *("dinov3-vitb16", "ovis2-2b", "mlcd-bigg-448"),
+    *("dinov3-vitb16", "ovis2-2b", "mlcd-bigg-448", "aimv2-large-224"),
 )
 MOST_TOKENS = 4096
 """Of the largest budget: as many as it takes for the long form of every kernel."""

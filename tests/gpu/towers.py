@@ -39,6 +39,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "siglip2-base-naflex": {"used_layers": 4},
     "dinov2-base": {"num_hidden_layers": 4},
     "dinov3-vitb16": {"num_hidden_layers": 4},
+    "aimv2-large-224": {"num_hidden_layers": 4},
     "mlcd-bigg-448": {"num_hidden_layers": 4},
     "llava15-7b": {"used_layers": 4},
     "llava-next-7b": {"used_layers": 4},

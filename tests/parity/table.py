@@ -57,6 +57,7 @@ FAMILIES = {
     "dinov2": "DINOv2",
     "dinov2_with_registers": "DINOv2",
     "dinov3_vit": "DINOv3",
+    "aimv2_vision_model": "AIMv2",
     "mlcd": "MLCD",
     "mlcd_vision_model": "MLCD",
     "lfm2_vl": "LFM2-VL, LFM2.5-VL",

@@ -24,6 +24,7 @@ from actors.models.layers.weights import Weights
 from actors.options import ModelOptions
 from tests import checkpoints, checkpoints_audio
 from tests.checkpoints_clip import (
+    write_aimv2,
     write_aya,
     write_clip,
     write_clip_texts,
@@ -86,6 +87,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "dinov2-vectors": partial(write_dinov2, registers=3, gated=True),
     "lfm2_vl": write_lfm2,
     "lfm2_vl-plain": partial(write_lfm2, plain=True),
+    "aimv2": write_aimv2,
     "mlcd": write_mlcd,
     "mlcd-vectors": write_mlcd,
     "dinov3": write_dinov3,

@@ -272,6 +272,7 @@ PUBLISHED = [
     Published("clip-vit-l-336", "CLIP", 304, lambda size: 24**2 + 1),
     Published("dinov2-base", "DINOv2", 87, lambda size: 16**2 + 1),
     Published("dinov3-vitb16", "DINOv3", 86, lambda size: 14**2 + 5),
+    Published("aimv2-large-224", "AIMv2", 309, lambda size: 16**2),
     Published("mlcd-bigg-448", "MLCD", 1842, lambda size: 32**2 + 1),
     Published("llava15-7b", "LLaVA 1.5", 312, lambda size: 24**2),
     Published("llava-next-7b", "LLaVA-NeXT", 312, llava_next),

@@ -53,17 +53,8 @@ SMALL = (Size(336, 336), Size(97, 640))
 LARGE = (Size(1920, 1080), Size(1654, 2339), Size(4031, 3023))
 
 WITHOUT_PROCESSOR = {
-    *(
-        "internvl_chat",
-        "kimi_vl",
-        "kimi_k25",
-        "deepseek_ocr",
-        "llama4",
-        "step3p7",
-        "phi4mm",
-        "molmo2",
-    ),
-    *("lfm2_vl", "dinov3_vit"),
+    *("internvl_chat", "kimi_vl", "kimi_k25", "deepseek_ocr", "llama4", "step3p7", "phi4mm"),
+    *("molmo2", "lfm2_vl", "dinov3_vit"),
 }
 """Families whose fixtures have none that transformers reads without other people's code, or without
 torchvision."""
@@ -260,7 +251,7 @@ def test_what_vision_config_lacks_is_as_transformers_fills_it(kind: str) -> None
     given: dict[str, Any] = {"model_type": TOWERS[kind]} if kind in TOWERS else {}
     if kind == "nemotron_h_omni":  # the default of its parent
         given = {"video_temporal_patch_size": 2}
-    alone = kind.startswith(("dino", "mlcd"))  # its config.json is that of its tower
+    alone = kind.startswith(("aimv2", "dino", "mlcd"))  # its config.json is that of its tower
     whole = CONFIG_MAPPING[kind](**({} if alone else {"vision_config": given}))
     theirs = whole if alone else getattr(whole, "thinker_config", whole).vision_config
     for key, value in vision_defaults()[kind].items():

@@ -30,6 +30,7 @@ from actors.spec.tiles import TileSizing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, ItemPlan, Size
 from tests.checkpoints_clip import (
+    write_aimv2,
     write_aya,
     write_clip,
     write_idefics3,
@@ -118,6 +119,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tens
         alone,
     ),
     "dinov3": (write_dinov3, alone),
+    "aimv2": (write_aimv2, alone),
+    "aimv2-biased": (lambda folder: write_aimv2(folder, plain=False), alone),
     "mlcd": (write_mlcd, alone),
     "dinov3-gated": (lambda folder: write_dinov3(folder, gated=True), alone),
     "llava-clip": (lambda folder: write_llava(folder, "clip"), llava),

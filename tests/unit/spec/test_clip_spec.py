@@ -24,6 +24,7 @@ SIGLIP = OneTile(378, 14, 1, 1, picture_pixels=384, cropped=False, class_tokens=
 CLIP = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=1)
 LLAVA = OneTile(336, 14, 1, 1, picture_pixels=336, cropped=True, class_tokens=0)
 DINOV2 = OneTile(*(224, 14, 1, 1, 224), cropped=True, class_tokens=1, shorter_pixels=256)
+AIMV2 = OneTile(*(224, 14, 1, 1, 224), cropped=True, class_tokens=0)
 MLCD = OneTile(*(448, 14, 1, 1, 448), cropped=True, class_tokens=1)
 DINOV3 = OneTile(*(224, 16, 1, 1, 224), cropped=False, class_tokens=5)
 SMOLVLM = SplitTiles(378, 14, 3, 16, picture_pixels=384, longest_pixels=1536)
@@ -41,6 +42,7 @@ PALIGEMMA = OneTile(224, 14, 1, 1, picture_pixels=224, cropped=False, class_toke
         ("clip-vit-l-336", "clip", CLIP, 1024),
         ("dinov2-base", "dinov2", DINOV2, 768),
         ("dinov3-vitb16", "dinov3_vit", DINOV3, 768),
+        ("aimv2-large-224", "aimv2_vision_model", AIMV2, 1024),
         ("mlcd-bigg-448", "mlcd", MLCD, 1664),
         ("llava15-7b", "llava", LLAVA, 4096),
         ("paligemma2-3b", "paligemma", PALIGEMMA, 2304),
@@ -135,6 +137,12 @@ def test_dinov3_has_all_the_parameters_of_its_checkpoint() -> None:
     assert sum(map(math.prod, expected.expected.values())) == 85_660_416 - 768
 
 
+def test_aimv2_has_all_the_parameters_of_its_checkpoint() -> None:
+    """Of apple/aimv2-large-patch14-224."""
+    expected = family_of(registry.read(ModelOptions(id="aimv2-large-224", load_format="dummy")))
+    assert sum(map(math.prod, expected.expected.values())) == 309_197_824
+
+
 def test_mlcd_has_all_the_parameters_of_its_checkpoint() -> None:
     """Of DeepGlint-AI/mlcd-vit-bigG-patch14-448: 7369398992 bytes of float32."""
     options = ModelOptions(id="mlcd-bigg-448", load_format="dummy", output="vector")
@@ -191,6 +199,9 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("dinov2-base", PROCESSOR, {"crop_size": 288}, "256, where only a shortest_edge .* 288"),
         ("dinov2-base", PROCESSOR, {"size": {"height": 9, "width": 9}}, "only a shortest_edge"),
         ("dinov2-base", PROCESSOR, {"resample": 2}, "resample"),
+        ("aimv2-large-224", "config.json", {"is_native": True}, "is_native"),
+        ("aimv2-large-224", "config.json", {"hidden_act": "gelu"}, "only silu"),
+        ("aimv2-large-224", "config.json", {"model_type": "aimv2"}, "pooling"),
         ("mlcd-bigg-448", "config.json", {"num_key_value_groups": 2}, "num_key_value_groups"),
         ("dinov3-vitb16", "config.json", {"hidden_act": "silu"}, "hidden_act"),
         ("dinov3-vitb16", "config.json", {"use_gated_mlp": True}, "hidden_act .* only silu"),
@@ -380,7 +391,7 @@ def test_a_pack_holds_many_small_images() -> None:
     [
         *("siglip", "clip", "dinov2", "llava", "paligemma", "pixtral", "mistral3", "lighton_ocr"),
         *("llava_next", "llava_next_video", "granite4_vision", "smolvlm", "paddleocr", "kimik25"),
-        *("siglip2", "lfm2_vl", "dinov3", "video_llama_3", "mlcd"),
+        *("siglip2", "lfm2_vl", "dinov3", "video_llama_3", "mlcd", "aimv2"),
     ],
 )
 def test_there_is_a_config(name: str) -> None:
