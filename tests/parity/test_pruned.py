@@ -19,7 +19,14 @@ from actors.errors import ConfigError
 from actors.types import Clip, Item, ItemPlan, Size
 from tests.parity.conftest import Pair
 from tests.parity.table import TOLERANCE, check
-from tests.parity.test_tower import as_published, encode, pixel_values, random_patches, rows_of
+from tests.parity.test_tower import (
+    as_published,
+    encode,
+    features,
+    pixel_values,
+    random_patches,
+    rows_of,
+)
 from tests.parity.test_video import cut
 
 SIZES = [Size(320, 200), Size(64, 96), Size(480, 320), Size(96, 96), Size(640, 224)]
@@ -51,8 +58,8 @@ def masks(plans: Sequence[ItemPlan]) -> list[Tensor]:
     return found
 
 
-def of_patches(mask: Tensor) -> Tensor:
-    return mask.repeat_interleave(4)
+def of_patches(pair: Pair, mask: Tensor) -> Tensor:
+    return mask.repeat_interleave(pair.tower.spec.sizing.merge_size**2)
 
 
 @pytest.mark.parametrize("spare", [0, 1, 300], ids=["exact", "spare-1", "spare-300"])
@@ -66,7 +73,7 @@ def test_equals_transformers_on_what_is_kept(pair: Pair, spare: int) -> None:
     ]
     assert [plan.tokens for plan in pruned] == [int(mask.sum()) for mask in kept]
     assert pruned[1] == plans[1], "all of it is kept"
-    packed = [each[of_patches(mask)] for each, mask in zip(patches, kept, strict=True)]
+    packed = [each[of_patches(pair, mask)] for each, mask in zip(patches, kept, strict=True)]
     budget = sum(plan.tokens for plan in pruned) + spare
     ours = encode(pair.tower, pruned, torch.cat(packed), budget, segments=8)
     theirs = [theirs_of(pair, *one) for one in zip(plans, patches, kept, strict=True)]
@@ -79,7 +86,7 @@ def test_beside_a_video_in_a_graph_for_videos(pair: Pair) -> None:
     film, _ = cut(pair, Clip(Size(130, 200), frames=5, fps=1, chosen=True))
     whole = wholes(pair)[0]
     (kept, *_) = masks(wholes(pair))
-    patches = random_patches(pair.tower, [whole])[of_patches(kept)]
+    patches = random_patches(pair.tower, [whole])[of_patches(pair, kept)]
     image = Item(whole.pruned(np.packbits(kept.numpy()).tobytes()), patches.numpy())
     graphs = GraphSet(pair.tower, "default", (512,), Segments(4, 64, 4), Device())
     graphs.capture(lambda budget, seconds: None)
@@ -96,7 +103,7 @@ def theirs_of(pair: Pair, plan: ItemPlan, patches: Tensor, kept: Tensor) -> Tens
     """The rows of the merge blocks that are kept, where the tower sees no others."""
     model, grid = pair.reference.model, torch.tensor([plan.grid_thw])
     pixels = pixel_values(pair, [plan], patches)
-    left = of_patches(kept)
+    left = of_patches(pair, kept)
     if hasattr(model, "visual") and hasattr(model.visual, "merger"):
         with torch.no_grad(), fed_with(model.visual.blocks, left):
             found = model.visual(pixels, grid, return_dict=True)
@@ -106,7 +113,7 @@ def theirs_of(pair: Pair, plan: ItemPlan, patches: Tensor, kept: Tensor) -> Tens
     # kept attend to each other alone.
     left = as_published(pair, [plan], left[:, None])[:, 0]
     with torch.no_grad(), attending_to(left):
-        rows = rows_of(model.get_image_features(pixels, grid, return_dict=True))
+        rows = rows_of(features(pair, pixels, grid))
     return rows[kept]
 
 

@@ -150,11 +150,13 @@ def theirs(pair: Pair, plans: Sequence[ItemPlan], patches: Tensor) -> Tensor:
         pixels = pixel_values(pair, plans, patches)
         if pair.model_type == KIMI_K25:  # its tower does not do it
             pixels = pixels.to(pair.reference.model.vision_tower.patch_embed.proj.weight.dtype)
-        merges = (
-            [torch.ones(len(plans), dtype=torch.long)] if pair.model_type == VIDEO_LLAMA else []
-        )
-        features = pair.reference.model.get_image_features(pixels, grid, *merges, return_dict=True)
-    return rows_of(features)
+        return rows_of(features(pair, pixels, grid))
+
+
+def features(pair: Pair, pixels: Tensor, grid: Tensor) -> Any:
+    """get_image_features."""
+    merges = [torch.ones(len(grid), dtype=torch.long)] if pair.model_type == VIDEO_LLAMA else []
+    return pair.reference.model.get_image_features(pixels, grid, *merges, return_dict=True)
 
 
 def pixel_values(pair: Pair, plans: Sequence[ItemPlan], patches: Tensor) -> Tensor:

@@ -81,6 +81,12 @@ def test_the_rule_is_that_of_pixel_prune(colours: list[list[int]], place: int) -
     assert kept.reshape(rows, columns).tolist() == pixel_prune(colours)
 
 
+def test_blocks_of_a_single_patch() -> None:
+    """VideoLLaMA 3: 588 bytes."""
+    patches = np.repeat(np.array([[1], [1], [2], [1]], np.uint8), 3 * 14**2, 1)
+    assert unrepeated(patches, (1, 2, 2), 1).tolist() == [True, False, True, True]
+
+
 @given(st.integers(1, 300), st.data())
 def test_a_plan_counts_what_is_kept(tokens: int, data: st.DataObject) -> None:
     whole = ItemPlan((1, 2, 2 * tokens), 4 * tokens, tokens, (tokens,))
@@ -205,7 +211,7 @@ def test_its_rows_may_be_written_after_the_answer(
 
 
 PRUNED = {"qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm_ocr", "ernie4_5_vl_moe"}
-PRUNED |= {"kimi_vl", "kimi_k25", "paddleocr_vl"}
+PRUNED |= {"kimi_vl", "kimi_k25", "paddleocr_vl", "video_llama_3"}
 
 
 @pytest.mark.parametrize("preset", preset_names())
