@@ -94,6 +94,11 @@ GLM_PROCESSOR = PROCESSOR | {
     "patch_size": 14,
     "size": {"shortest_edge": 12544, "longest_edge": 2000000},
 }
+LATENT = {
+    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "v_head_dim": 24},
+    **{"index_n_heads": 2, "index_head_dim": 16, "linear_num_heads": 2, "linear_head_dim": 16},
+    **{"num_key_value_heads": 4, "rope_parameters": None, "pad_token_id": None},
+}
 PADDLE = "paddleocr_vl"
 DEEPSTACK = VISION | {"deepstack_visual_indexes": [1, 2, 3]}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
@@ -122,6 +127,13 @@ CHECKPOINTS = {
     ),
     "glm_ocr": Checkpoint(
         "GlmOcr", GLM | {"intermediate_size": 120}, {}, GLM_PROCESSOR, "glm46v.Glm46V"
+    ),
+    "glm5_next": Checkpoint(
+        "Glm5Next",
+        GLM | {"projection_intermediate_size": 160},
+        GLM_EXPERTS | LATENT,
+        GLM_PROCESSOR | {"min_image_tokens": 16, "max_image_tokens": 1200},
+        "glm5_next.Glm5Next",
     ),
     "ernie4_5_vl_moe": Checkpoint(
         "Ernie4_5_VLMoe",
@@ -174,6 +186,12 @@ def write_made(folder: Path, made: Checkpoint, max_shard_size: str = "300KB") ->
     for name, part in model.model.named_children():
         if name != "language_model":
             scatter(part)
+    if made.name == "Glm5Next":  # so that its clamps matter
+        for name, values in model.model.visual.named_parameters():
+            if ".gate_proj." in name or ".up_proj." in name:
+                values.data *= 20
+            elif ".down_proj." in name:
+                values.data /= 100
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     (folder / "preprocessor_config.json").write_text(json.dumps(made.processor))
     return model

@@ -27,6 +27,10 @@ SMALL: dict[str, dict[str, Any]] = {
         **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160},
         "out_hidden_size": 96,
     },
+    "glm53-flash": {
+        **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160},
+        **{"out_hidden_size": 96, "projection_intermediate_size": 160},
+    },
     "ernie45vl-28b": {"depth": 3, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2},
     "kimivl-a3b": LAYERS | {"intermediate_size": 128},
     "internvl3-8b": LAYERS | {"intermediate_size": 128, "image_size": [84, 84]},
@@ -131,6 +135,8 @@ def write_small(folder: Path, preset: str) -> Path:
         processor["size"]["longest_edge"] = LONGEST.get(preset, 448**2)
     if processor and "min_num_patches" in processor:
         processor |= {"min_num_patches": 64, "max_num_patches": 256}
+    if both := files.get("processor_config.json"):
+        both["image_processor"]["max_image_tokens"] = 256
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))

@@ -23,7 +23,7 @@ from actors.errors import CheckpointError
 from actors.media.log_mel import cut_positions, log_mel
 from actors.spec.audio import AudioSizing, ChunkSizing
 from actors.spec.model_spec import ModelSpec
-from actors.spec.sizing import BlockSizing, PatchRange, Resample, WindowedSizing
+from actors.spec.sizing import BlockSizing, CanvasSizing, PatchRange, Resample, WindowedSizing
 from actors.spec.slices import PaddedCrops, SlicedSizing
 from actors.spec.tiles import (
     AnyresSizing,
@@ -33,7 +33,7 @@ from actors.spec.tiles import (
     TileSizing,
     with_overview,
 )
-from actors.spec.video import PooledGroups
+from actors.spec.video import CanvasPixels, PooledGroups
 from actors.spec.views import CropSizing, WindowSizing
 from actors.types import (
     NO_KWARGS,
@@ -155,6 +155,28 @@ class FloatPatchifier(PairPatchifier):
     def frame(self, frame: Tensor, size: Size) -> Tensor:
         resized = in_floats(frame, size, self.spec.resample, antialias=True)
         return cut_blocks(resized, self.sizing.patch_size, self.sizing.merge_size)
+
+
+class CanvasPatchifier(PairPatchifier):
+    """As PairPatchifier, on a canvas of zeros: the picture is in its upper left (GLM-5-next)."""
+
+    sizing: CanvasSizing
+
+    def patches(self, image: Tensor) -> Tensor:
+        size = size_of(image)
+        whole = self.on_canvas(image, self.sizing.shown(size), self.sizing.resized(size))
+        return self.frame(whole, size_of(whole))
+
+    def patchify_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
+        video = self.spec.video
+        assert isinstance(video, CanvasPixels)
+        count = len(video.indices(clip))
+        sizes = video.shown(clip.size, count), video.resized(clip.size, count)
+        return super().patchify_video(clip, (self.on_canvas(one, *sizes) for one in frames))
+
+    def on_canvas(self, image: Tensor, shown: Size, canvas: Size) -> Tensor:
+        picture = resize(image, shown, self.spec.resample)
+        return padded(picture, canvas.width - shown.width, canvas.height - shown.height)
 
 
 class SlicePatchifier(BlockPatchifier):
@@ -360,6 +382,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
     match spec.sizing:
         case WindowedSizing():
             return WindowedPatchifier(spec)
+        case CanvasSizing():
+            return CanvasPatchifier(spec)
         case SlicedSizing():
             return SlicePatchifier(spec)
         case PaddedCrops():

@@ -16,6 +16,7 @@ PRESETS = (
         "qwen25vl-7b",
         "glm41v-9b",
         "glm-ocr",
+        "glm53-flash",
         "ernie45vl-28b",
         "kimivl-a3b",
         "kimik25",

@@ -58,6 +58,14 @@ def glm(size: Size) -> int:
     return int(prod(module.smart_resize(2, size.height, size.width, **limits))) // 28**2
 
 
+def glm5_next(size: Size) -> int:
+    """Tokens as transformers' image processor of GLM-5.3-Flash counts patches."""
+    module = import_module("transformers.models.glm5_next.image_processing_pil_glm5_next")
+    processor = module.Glm5NextImageProcessorPil()
+    patches: int = processor.get_number_of_image_patches(size.height, size.width)
+    return patches // 4
+
+
 def gemma4(size: Size) -> int:
     """Tokens as transformers' image processor of Gemma 4 resizes."""
     module = import_module("transformers.models.gemma4.image_processing_pil_gemma4")
@@ -232,6 +240,7 @@ PUBLISHED = [
     Published("qwen25vl-7b", "Qwen2.5-VL", 677, qwen(28, 3136, 12845056)),
     Published("glm41v-9b", "GLM-4.1V, 4.5V, 4.6V", 892, glm),
     Published("glm-ocr", "GLM-OCR", 434, glm),
+    Published("glm53-flash", "GLM-5.3-Flash", 564, glm5_next),
     Published("ernie45vl-28b", "ERNIE-4.5-VL", 775, qwen(28, 3136, 4816896)),
     Published("kimivl-a3b", "Kimi-VL", 448, kimi),
     Published("kimik25", "Kimi-K2.5", 471, kimi_k25),

@@ -30,7 +30,7 @@ from actors.models.tensors import INDEX, located
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Folder, Preset
 from actors.spec.model_spec import ModelSpec
-from actors.spec.sampling import Evenly, Middles, Spread, Strided, Thinning, Timed, UpToFps
+from actors.spec.sampling import Evenly, Middles, Spread, Strided, Thinned, Thinning, Timed, UpToFps
 from actors.spec.settings import PIL_RESAMPLING
 from actors.types import Size
 from encoder_service.config import LlmOptions
@@ -68,6 +68,7 @@ SAMPLINGS = {
     "Qwen2VL": Strided,
     "Glm4v": Timed,
     "Glm46V": Thinning,
+    "Glm5Next": Thinned,
     "InternVL": Middles,
     "LlavaOnevision": Evenly,
     "Molmo2": UpToFps,

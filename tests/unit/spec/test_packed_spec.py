@@ -16,6 +16,7 @@ from actors.spec.checkpoint import Preset
 from actors.spec.sampling import Evenly
 from actors.spec.settings import CLIP_PIXELS
 from actors.spec.sizing import (
+    CanvasSizing,
     CappedSizing,
     EnlargingSizing,
     FillingSizing,
@@ -27,6 +28,7 @@ from actors.spec.slices import PaddedCrops, SlicedSizing
 from actors.types import ProcessorKwargs
 
 CONFIG, VISION, PROCESSOR = "config.json", "vision_config", "preprocessor_config.json"
+BOTH = "processor_config.json"
 
 
 def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> ModelOptions:
@@ -49,6 +51,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("qwen25vl-7b", "qwen2_5_vl", WindowedSizing(14, 2, 3136, 12845056, 4), 3584),
         ("glm41v-9b", "glm4v", EnlargingSizing(14, 2, 6272, 4816896), 4096),
         ("glm-ocr", "glm_ocr", EnlargingSizing(14, 2, 6272, 4816896), 1536),
+        ("glm53-flash", "glm5_next", CanvasSizing(14, 2, 12544, 6272000), 4096),
         ("ernie45vl-28b", "ernie4_5_vl_moe", PackedSizing(14, 2, 3136, 4816896), 2560),
         ("gemma4-31b", "gemma4", FillingSizing(16, 3, 280), 5376),
         ("kimivl-a3b", "kimi_vl", CappedSizing(14, 2, 4096, 512), 2048),
@@ -79,6 +82,11 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
         ("qwen25vl-7b", VISION, {"hidden_act": "gelu"}),
         ("glm41v-9b", VISION, {"attention_bias": True}),
         ("glm-ocr", VISION, {"attention_bias": False}),
+        ("glm53-flash", VISION, {"attention_bias": False}),
+        ("glm53-flash", VISION, {"swiglu_limit": 7.0}),
+        ("glm53-flash", BOTH, {"image_processor": {"patch_expand_factor": 2}}),
+        ("glm53-flash", BOTH, {"video_processor": {"patch_expand_factor": 2}}),
+        ("glm53-flash", BOTH, {"video_processor": {"max_duration": 300}}),
         ("ernie45vl-28b", VISION, {"hidden_act": "gelu"}),
         ("ernie45vl-28b", VISION, {"temporal_merge_size": 4}),
         ("gemma4-31b", VISION, {"hidden_activation": "silu"}),
@@ -118,7 +126,8 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
 def test_what_is_not_computed_is_refused(
     tmp_path: Path, preset: str, file: str, change: dict[str, Any]
 ) -> None:
-    with pytest.raises(CheckpointError, match=f"{next(iter(change))}.*supported"):
+    key = next(iter(next(iter(change.values())) if file == BOTH else change))
+    with pytest.raises(CheckpointError, match=f"{key}.*supported"):
         registry.read(changed(tmp_path, preset, file, change))
 
 
