@@ -135,6 +135,16 @@ CHECKPOINTS = {
         GLM_PROCESSOR | {"min_image_tokens": 16, "max_image_tokens": 1200},
         "glm5_next.Glm5Next",
     ),
+    "hunyuan_vl": Checkpoint(
+        "HunYuanVL",
+        {
+            **{"hidden_size": 64, "intermediate_size": 120, "num_hidden_layers": 5},
+            **{"num_attention_heads": 4, "patch_size": 14, "max_image_size": 112},
+        },
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3] * 4}},
+        CLIP | {"temporal_patch_size": 1},
+        "hunyuan_vl.HunYuanVL",
+    ),
     "ernie4_5_vl_moe": Checkpoint(
         "Ernie4_5_VLMoe",
         {"depth": 5, "num_heads": 4, "hidden_size": 64, "intermediate_size": 128},

@@ -31,6 +31,7 @@ SMALL: dict[str, dict[str, Any]] = {
         **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160},
         **{"out_hidden_size": 96, "projection_intermediate_size": 160},
     },
+    "hunyuan-ocr": LAYERS | {"intermediate_size": 128, "max_image_size": 448},
     "ernie45vl-28b": {"depth": 3, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2},
     "kimivl-a3b": LAYERS | {"intermediate_size": 128},
     "internvl3-8b": LAYERS | {"intermediate_size": 128, "image_size": [84, 84]},
@@ -129,6 +130,7 @@ def write_small(folder: Path, preset: str) -> Path:
         processor["in_token_limit"] = 256
     if processor and "max_pixels" in processor:
         processor["max_pixels"] = 448**2
+        processor["min_pixels"] = min(processor["min_pixels"], 448**2 // 2)
     if processor and "max_image_size" in processor:
         processor["max_image_size"]["longest_edge"] = config["vision_config"]["image_size"]
     if processor and "longest_edge" in processor.get("size", {}):

@@ -44,6 +44,8 @@ class PackedParts:
     stem: Callable[[Tensor], Tensor] | None = None
     """Applied to embedded patches before positions are added."""
     theta: float = 10000.0
+    rotary: bool = True
+    """False: the tower has no rotary embedding, and no input of places."""
 
 
 class PackedTower(Tower):
@@ -73,9 +75,10 @@ class PackedTower(Tower):
         patches = tokens * self.sizing.merge_size**2
         shapes: Shapes = {
             "patches": ((patches, 3 * self.sizing.patch_size**2), torch.uint8),
-            "places": ((patches, 2), torch.int32),
             **self.attention.inputs(patches, segments),
         }
+        if self.parts.rotary:
+            shapes["places"] = ((patches, 2), torch.int32)
         if positions := self.parts.positions:
             shapes["taps"] = ((patches, positions.taps), torch.int32)
             shapes["tap_weights"] = ((patches, positions.taps), torch.float32)
@@ -103,7 +106,9 @@ class PackedTower(Tower):
 
     def forward(self, path: str, values: Values) -> Tensor:
         x = self.begin(values)
-        cos, sin = (F.embedding(values["places"], t).flatten(1) for t in (self.cos, self.sin))
+        cos, sin = None, None
+        if self.parts.rotary:
+            cos, sin = (F.embedding(values["places"], t).flatten(1) for t in (self.cos, self.sin))
         x, tapped = self.blocks(x, cos, sin, values)  # frees the embedding's memory
         return self.end(x, tapped, values)
 
@@ -144,7 +149,7 @@ class PackedTower(Tower):
     def rows_of_grid(self, rows: int, columns: int) -> dict[str, Tensor]:
         """The inputs with a row per patch, for one grid."""
         on_grid = places(rows, columns, self.sizing.merge_size)
-        values = {"places": on_grid.int()}
+        values = {"places": on_grid.int()} if self.parts.rotary else {}
         if positions := self.parts.positions:
             values |= positions.inputs_of(on_grid, rows, columns)
         return values

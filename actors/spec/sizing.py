@@ -208,6 +208,16 @@ class RoundingSizing(PackedSizing):
 
 
 @dataclass(frozen=True, slots=True)
+class LinedSizing(PackedSizing):
+    """As PackedSizing, but more rows are added to those of an image's tokens: one after each line
+    of tokens, one before all, one after all (HunyuanVL)."""
+
+    def plan_of_grid(self, grid: Grid, *, video: bool = False) -> ItemPlan:
+        plan = PackedSizing.plan_of_grid(self, grid, video=video)
+        return replace(plan, tokens=plan.tokens + grid[1] // self.merge_size + 2)
+
+
+@dataclass(frozen=True, slots=True)
 class CanvasSizing(PackedSizing):
     """Shows images at their own size, where it fits the range of pixels, on a canvas of whole
     merge blocks (GLM-5-next)."""

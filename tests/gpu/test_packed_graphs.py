@@ -17,6 +17,7 @@ PRESETS = (
         "glm41v-9b",
         "glm-ocr",
         "glm53-flash",
+        "hunyuan-ocr",
         "ernie45vl-28b",
         "kimivl-a3b",
         "kimik25",

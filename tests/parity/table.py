@@ -36,6 +36,7 @@ FAMILIES = {
     "glm46v": "GLM-4.1V, 4.5V, 4.6V",
     "glm_ocr": "GLM-OCR",
     "glm5_next": "GLM-5.3-Flash",
+    "hunyuan_vl": "HunyuanOCR, Hunyuan-VL",
     "ernie4_5_vl_moe": "ERNIE-4.5-VL",
     "ernie4_5_moe_vl": "ERNIE-4.5-VL",
     "kimi_vl": "Kimi-VL",

@@ -57,7 +57,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
             "qwen2_vl",
             "qwen2_5_vl",
             "qwen3_vl",
-            *("glm4v", "glm_ocr", "glm5_next", "ernie4_5_vl_moe"),
+            *("glm4v", "glm_ocr", "glm5_next", "hunyuan_vl", "ernie4_5_vl_moe"),
             checkpoints.KIMI,
             checkpoints.PADDLE,
         )

@@ -66,6 +66,14 @@ def glm5_next(size: Size) -> int:
     return patches // 4
 
 
+def hunyuan(size: Size) -> int:
+    """Tokens as transformers' processor of Hunyuan-VL counts placeholders, as it is published."""
+    module = import_module("transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl")
+    processor = module.HunYuanVLImageProcessorPil(min_pixels=262144, max_pixels=4194304)
+    rows, columns = processor.get_number_of_image_patches(size.height, size.width)
+    return int(rows // 2 * (columns // 2 + 1) + 2)
+
+
 def gemma4(size: Size) -> int:
     """Tokens as transformers' image processor of Gemma 4 resizes."""
     module = import_module("transformers.models.gemma4.image_processing_pil_gemma4")
@@ -241,6 +249,7 @@ PUBLISHED = [
     Published("glm41v-9b", "GLM-4.1V, 4.5V, 4.6V", 892, glm),
     Published("glm-ocr", "GLM-OCR", 434, glm),
     Published("glm53-flash", "GLM-5.3-Flash", 564, glm5_next),
+    Published("hunyuan-ocr", "HunyuanOCR, Hunyuan-VL", 457, hunyuan),
     Published("ernie45vl-28b", "ERNIE-4.5-VL", 775, qwen(28, 3136, 4816896)),
     Published("kimivl-a3b", "Kimi-VL", 448, kimi),
     Published("kimik25", "Kimi-K2.5", 471, kimi_k25),

@@ -83,6 +83,7 @@ def parts(spec: ModelSpec, weights: Weights) -> MiniCpmParts:
         style=Style(tower.heads, "gelu_tanh", epsilon),
         head=lambda x, tapped: last(layer_norm(x, final, epsilon)),
         positions=Positions(table, nearest_taps, taps=1),
+        rotary=False,
     )
     return MiniCpmParts(packed, window_merger(spec, weights), layers[after:])
 
@@ -124,8 +125,7 @@ class MiniCpmTower(PackedTower):
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         pictures = self.most_pictures(tokens, segments)
         patches = tokens * self.sizing.merge_size**2
-        shapes = dict(super().inputs(path, tokens, pictures))
-        del shapes["places"]  # there is no rotary embedding
+        shapes = super().inputs(path, tokens, pictures)
         merged = self.attention.inputs(patches // 4, pictures)
         return shapes | {MERGED + name: shape for name, shape in merged.items()}
 
@@ -152,11 +152,6 @@ class MiniCpmTower(PackedTower):
         }
         x, _ = self.later_blocks(self.merger(x), None, None, merged)
         return self.end(x, (), values)
-
-    def rows_of_grid(self, rows: int, columns: int) -> dict[str, Tensor]:
-        values = super().rows_of_grid(rows, columns)
-        del values["places"]
-        return values
 
     def most_pictures(self, tokens: int, segments: int) -> int:
         """A bound on the attention segments: `segments` counts images, not their slices."""

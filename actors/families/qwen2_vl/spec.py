@@ -71,5 +71,3 @@ VIDEO_STYLES = {
     "qwen2_vl": VideoStyle("qwen2_vl"),
     "qwen2_5_vl": VideoStyle("qwen2_5_vl", timed=True),
 }
-
-REFUSED = {"hunyuan_vl": "its merger adds rows that begin, end and break the lines of an image"}
