@@ -70,6 +70,16 @@ SMALL: dict[str, dict[str, Any]] = {
     "aya-vision-8b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "command-a-vision": LAYERS | {"intermediate_size": 128, "image_size": 96},
     "smolvlm2-2b": LAYERS | {"intermediate_size": 128, "image_size": 90},
+    "deepseek-ocr2": {
+        "sam_config": {
+            **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"global_attn_indexes": [1], "downsample_channels": [32, 64], "image_size": 1024},
+        },
+        "encoder_config": {
+            **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+            **{"num_key_value_heads": 2, "intermediate_size": 96, "rms_norm_eps": 1e-6},
+        },
+    },
     "step3vl-10b": {"width": 64, "heads": 4, "layers": 3, "mlp_ratio": 2, "image_size": 224},
     "step3-321b": LAYERS | {"intermediate_size": 128, "output_hidden_size": 72, "image_size": 224},
 }

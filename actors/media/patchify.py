@@ -318,10 +318,10 @@ class CropPatchifier(Patchifier):
         return torch.cat(parts)
 
     def whole(self, image: Tensor) -> Tensor:
-        """Padded to a square with the mean's colour: uint8 [3, side, side]. As PIL.ImageOps.pad."""
-        size, side = self.sizing.whole(size_of(image)), self.sizing.image_pixels
-        corner = round((side - size.width) * 0.5), round((side - size.height) * 0.5)
-        return framed(resize(image, size, self.spec.resample), corner, side, self.spec)
+        """Padded to a square with the mean's colour: uint8 [3, side, side]."""
+        sizing, size = self.sizing, size_of(image)
+        picture = resize(image, sizing.whole(size), self.spec.resample)
+        return framed(picture, sizing.corner(size), sizing.image_pixels, self.spec)
 
 
 class WindowPatchifier(Patchifier):

@@ -65,8 +65,9 @@ FEWER: dict[str, dict[str, Any]] = {
 FEWER_VIEWED: dict[str, dict[str, Any]] = {
     "clip-l-14-224": {"layers": 4},
     "sam_vit_b": {"layers": 4, "global_attn_indexes": [1, 3]},
+    "qwen2-0-5b": {"layers": 4},
 }
-"""The same of the two towers inside DeepSeek-OCR."""
+"""The same of the towers inside DeepSeek-OCR and DeepSeek-OCR 2."""
 
 
 def cuda() -> Device:
@@ -87,9 +88,9 @@ def shallow(preset: str) -> ModelSpec:
     """The same with few layers."""
     model = published(preset)
     fewer = FEWER.get(preset, {})
-    if preset == "deepseek-ocr":
+    if preset.startswith("deepseek-ocr"):
         sizes = model.vision["width"]
-        fewer = {"width": {name: sizes[name] | other for name, other in FEWER_VIEWED.items()}}
+        fewer = {"width": {name: sizes[name] | FEWER_VIEWED[name] for name in sizes}}
     return replace(model, vision={**model.vision, **fewer})
 
 

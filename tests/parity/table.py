@@ -75,6 +75,7 @@ FAMILIES = {
     "smolvlm": "Idefics3, SmolVLM 1, 2",
     "deepseek_vl_v2": "DeepSeek-OCR",
     "DeepseekOCR": "DeepSeek-OCR",
+    "deepseek_ocr2": "DeepSeek-OCR 2",
     "step3p7": "Step3-VL-10B, Step-3.7",
     "step_robotics": "Step3-VL-10B, Step-3.7",
     "step3_vl": "Step3 (321B)",

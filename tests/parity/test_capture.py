@@ -42,7 +42,7 @@ from tests.checkpoints_dino import write_dinov2
 from tests.checkpoints_minicpm import write_minicpmv
 from tests.checkpoints_molmo import write_molmo2
 from tests.checkpoints_nemotron import write_nemotron
-from tests.checkpoints_ocr import write_deepseek_ocr
+from tests.checkpoints_ocr import write_deepseek_ocr, write_deepseek_ocr2
 from tests.checkpoints_phi import write_phi4
 from tests.checkpoints_pixtral import write_lighton_ocr, write_mistral3, write_pixtral
 from tests.checkpoints_step import write_step3, write_step3p7
@@ -91,6 +91,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "molmo2": write_molmo2,
     "nemotron_h_omni": partial(write_nemotron, predicts=True),
     "deepseek_ocr": write_deepseek_ocr,
+    "deepseek_ocr2": write_deepseek_ocr2,
     "step3p7": write_step3p7,
     "step3": write_step3,
     **checkpoints_audio.WRITERS,
@@ -169,5 +170,7 @@ def test_forward_reads_nothing_back_and_keeps_no_pixels(kind: str, tmp_path: Pat
     )
     rows = forwards(options)
     assert {(one.device, one.dtype) for one in rows} == {(META, torch.bfloat16)}
+    if kind == "deepseek_ocr2":
+        return  # its views have one length: its attention reads no segments
     with pytest.raises(RuntimeError):  # so does the attention that reads where segments end
         forwards(options, reference=True)

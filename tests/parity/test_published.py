@@ -224,6 +224,15 @@ def deepseek(size: Size) -> int:
     return 273 + 10 * rows * (10 * columns + 1)
 
 
+def deepseek2(size: Size) -> int:
+    """Tokens as transformers' image processor of DeepSeek-OCR 2 cuts crops."""
+    module = import_module("transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2")
+    if max(size.width, size.height) <= 768:
+        return 257
+    sides = module.get_optimal_tiled_canvas((size.height, size.width), (768, 768), 2, 6)
+    return 257 + 144 * int(prod(sides))
+
+
 def step3(size: Size) -> int:
     """Tokens as transformers' image processor of Step-3.7 plans crops."""
     return 169 + 81 * prod(Processor(728, 504, 3024).plan(size.width, size.height))
@@ -280,6 +289,7 @@ PUBLISHED = [
     Published("command-a-vision", "Cohere 2 Vision", 810, cohere2),
     Published("smolvlm2-2b", "Idefics3, SmolVLM 1, 2", 434, idefics3),
     Published("deepseek-ocr", "DeepSeek-OCR", 401, deepseek),
+    Published("deepseek-ocr2", "DeepSeek-OCR 2", 454, deepseek2),
     Published("step3vl-10b", "Step3-VL-10B, Step-3.7", 1981, step3),
     Published("step3-321b", "Step3 (321B)", 4675, step3),
 ]
@@ -304,7 +314,9 @@ def test_every_preset_is_small_and_full_size_in_some_test() -> None:
     """Qwen3-VL and DeepSeek-OCR have tiny presets, and their own way to fewer layers."""
     full = {name for name in preset_names() if not name.endswith("-tiny")}
     assert full == set(test_whole_towers.PRESETS)
-    assert full - set(SMALL) == full - set(FEWER) == {"qwen3vl-2b", "qwen3vl-8b", "deepseek-ocr"}
+    ours = {"qwen3vl-2b", "qwen3vl-8b", "deepseek-ocr"}
+    assert full - set(SMALL) == ours
+    assert full - set(FEWER) == ours | {"deepseek-ocr2"}
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.preset)

@@ -42,7 +42,6 @@ FACTS: dict[str, dict[str, Any]] = {
     path.stem: json.loads(path.read_text()) for path in sorted(PUBLISHED.glob("*.json"))
 }
 REFUSED = {
-    "deepseek-ai--DeepSeek-OCR-2": "model_name of vision_config: only deeplip_b_l is supported",
     "lmms-lab--LLaVA-OneVision-1.5-8B": "of the architecture .*LLaVAOneVision1_5_",
     "nvidia--LocateAnything-3B": "of the architecture 'locateanything'",
 }
@@ -56,6 +55,7 @@ WITHOUT_PROCESSOR = {
     "kimi_vl",
     "kimi_k25",
     "deepseek_ocr",
+    "deepseek_ocr2",
     "llama4",
     "step3p7",
     "phi4mm",

@@ -26,7 +26,7 @@ from actors.models.layers.weights import (
     table_side,
 )
 from actors.models.packed import PackedParts, PackedTower
-from actors.models.tower import Family
+from actors.models.tower import Family, chosen
 from actors.spec.model_spec import ModelSpec
 from actors.types import ItemPlan
 
@@ -117,10 +117,7 @@ class HunyuanTower(PackedTower):
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         (rows,) = outputs
-        places = order(plans, self.sizing.merge_size, len(rows))
-        if self.added.is_cuda:  # so that the engine's thread does not wait for the copy
-            places = places.pin_memory().to(self.added.device, non_blocking=True)
-        return torch.cat([rows, self.added]).index_select(0, places)
+        return chosen([rows, self.added], order(plans, self.sizing.merge_size, len(rows)))
 
 
 def order(plans: Sequence[ItemPlan], merge: int, computed: int) -> Tensor:
