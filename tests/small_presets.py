@@ -39,6 +39,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "llama4-scout": LAYERS
     | {"intermediate_size": 256, "image_size": 84, "projector_input_dim": 80}
     | {"projector_output_dim": 80, "vision_output_dim": 80},
+    "llama32-vision-11b": {
+        **{"hidden_size": 64, "attention_heads": 4, "intermediate_size": 128},
+        **{"num_hidden_layers": 3, "num_global_layers": 2, "image_size": 56},
+        **{"intermediate_layers_indices": [1], "vision_output_dim": 128},
+    },
     "gemma3-4b": LAYERS | {"intermediate_size": 128, "image_size": 224},
     "kimik25": {
         **{f"vt_{key}": value for key, value in LAYERS.items()},
@@ -101,6 +106,7 @@ TOP_LEVEL: dict[str, dict[str, Any]] = {
 }
 SIZES = {
     **{"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224},
+    "llama32-vision-11b": 56,
     **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84, "llava-next-7b": 84},
     **{"llava-next-video-7b": 84, "llava-onevision-7b": 90, "paligemma2-3b": 84},
     **{"aya-vision-8b": 84, "granite-vision-4.1-4b": 128, "phi4-multimodal": 56},

@@ -28,6 +28,7 @@ from actors.spec.slices import PaddedCrops, SlicedSizing
 from actors.spec.tiles import (
     AnyresSizing,
     CentredTile,
+    FilledTiles,
     OverlappingTiles,
     SplitTiles,
     TileSizing,
@@ -222,20 +223,32 @@ class TilePatchifier(Patchifier):
     sizing: TileSizing
 
     def patches(self, image: Tensor) -> Tensor:
+        patches, side = self.tiles(image), self.sizing.tile_pixels
+        if with_overview(len(patches) // self.sizing.side_patches**2) > 1:
+            patches = torch.cat([patches, self.frame(image, Size(side, side))])
+        return patches
+
+    def tiles(self, image: Tensor) -> Tensor:
+        """Without the overview."""
         sizing, size = self.sizing, size_of(image)
         rows, columns = sizing.layout(size)
         left, above = sizing.corner(size)
         picture = resize(image, sizing.resized(size), self.spec.resample)[:, above:, left:]
         right = columns * sizing.tile_pixels - picture.shape[2]
         below = rows * sizing.tile_pixels - picture.shape[1]
-        patches = cut_tiles(padded(picture, right, below), sizing)
-        if with_overview(rows * columns) > 1:
-            overview = self.frame(image, Size(sizing.tile_pixels, sizing.tile_pixels))
-            patches = torch.cat([patches, overview])
-        return patches
+        return cut_tiles(padded(picture, right, below), sizing)
 
     def frame(self, frame: Tensor, size: Size) -> Tensor:
         return cut_tiles(resize(frame, size, self.spec.resample), self.sizing)
+
+
+class FilledPatchifier(TilePatchifier):
+    """Tiles in raster order, then empty ones (Llama 3.2 Vision)."""
+
+    def patches(self, image: Tensor) -> Tensor:
+        tiles = self.tiles(image)
+        whole = self.sizing.max_tiles * self.sizing.side_patches**2
+        return F.pad(tiles, (0, 0, 0, whole - len(tiles)))
 
 
 class CentredPatchifier(TilePatchifier):
@@ -401,6 +414,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
             return CentredPatchifier(spec)
         case OverlappingTiles():
             return OverlapPatchifier(spec)
+        case FilledTiles():
+            return FilledPatchifier(spec)
         case TileSizing():
             return TilePatchifier(spec)
         case CropSizing():

@@ -34,6 +34,10 @@ FEWER: dict[str, dict[str, Any]] = {
     "internvl3-8b": {"num_hidden_layers": 4},
     "internvl3-78b": {"num_hidden_layers": 4},
     "llama4-scout": {"num_hidden_layers": 4},
+    "llama32-vision-11b": {
+        **{"num_hidden_layers": 4, "num_global_layers": 2},
+        **{"intermediate_layers_indices": [0, 2], "vision_output_dim": 3840},
+    },
     "gemma3-4b": {"num_hidden_layers": 4},
     "gemma4-31b": {"num_hidden_layers": 4},
     "siglip-so400m": {"used_layers": 4},

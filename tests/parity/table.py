@@ -50,6 +50,7 @@ FAMILIES = {
     "internvl": "InternVL 2, 2.5, 3, 3.5",
     "internvl_chat": "InternVL 2, 2.5, 3, 3.5",
     "llama4": "Llama 4",
+    "mllama": "Llama 3.2 Vision",
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4",
     "siglip": "SigLIP",

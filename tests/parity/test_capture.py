@@ -46,7 +46,13 @@ from tests.checkpoints_ocr import write_deepseek_ocr, write_deepseek_ocr2
 from tests.checkpoints_phi import write_phi4
 from tests.checkpoints_pixtral import write_lighton_ocr, write_mistral3, write_pixtral
 from tests.checkpoints_step import write_step3, write_step3p7
-from tests.checkpoints_tiles import write_gemma3, write_gemma4, write_internvl, write_llama4
+from tests.checkpoints_tiles import (
+    write_gemma3,
+    write_gemma4,
+    write_internvl,
+    write_llama4,
+    write_mllama,
+)
 
 META = torch.device("meta")
 
@@ -65,6 +71,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "internvl-300M": partial(write_internvl, tower="300M"),
     "internvl-6B": partial(write_internvl, tower="6B"),
     "llama4": write_llama4,
+    "mllama": write_mllama,
     "gemma3": write_gemma3,
     "gemma4": partial(write_gemma4, clipped=True),
     "pixtral": write_pixtral,

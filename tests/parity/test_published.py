@@ -147,6 +147,13 @@ def llama_4(size: Size) -> int:
     return 144 * (tiles + 1 if tiles > 1 else 1)
 
 
+def mllama(size: Size) -> int:
+    """Rows of the tiles that transformers' image processor of Llama 3.2 Vision cuts."""
+    module = import_module("transformers.models.mllama.image_processing_pil_mllama")
+    sides = module.get_optimal_tiled_canvas(size.height, size.width, 4, 560)
+    return 1601 * int(prod(sides)) // 560**2
+
+
 def llava_next(size: Size) -> int:
     """Tokens as transformers' processor of LLaVA-NeXT counts placeholders."""
     given = {"patch_size": 14, "num_additional_image_tokens": 1}
@@ -270,6 +277,7 @@ PUBLISHED = [
     Published("internvl3-8b", "InternVL 2, 2.5, 3, 3.5", 332, got_ocr2(448, 256)),
     Published("internvl3-78b", "InternVL 2, 2.5, 3, 3.5", 5709, got_ocr2(448, 256)),
     Published("llama4-scout", "Llama 4", 872, llama_4),
+    Published("llama32-vision-11b", "Llama 3.2 Vision", 895, mllama),
     Published("gemma3-4b", "Gemma 3", 420, lambda size: 256),
     Published("gemma4-31b", "Gemma 4", 576, gemma4),
     Published("siglip-so400m", "SigLIP", 413, lambda size: 27**2),

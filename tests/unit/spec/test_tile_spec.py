@@ -15,6 +15,7 @@ from actors.spec.checkpoint import Preset
 from actors.spec.tiles import (
     CentredTile,
     CoveringTiles,
+    FilledTiles,
     OverlappingTiles,
     PaddedTiles,
     StretchedTiles,
@@ -43,6 +44,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("internvl3-8b", "internvl", STRETCHED, 3584),
         ("internvl3-78b", "internvl_chat", STRETCHED, 8192),
         ("llama4-scout", "llama4", PADDED, 5120),
+        ("llama32-vision-11b", "mllama", FilledTiles(560, 14, 1, 4), 4096),
         ("aya-vision-8b", "aya_vision", StretchedTiles(364, 14, 2, 12, 1), 4096),
         ("command-a-vision", "cohere2_vision", CoveringTiles(512, 16, 2, 12, 1), 12288),
         ("janus-pro-1b", "janus", JANUS, 2048),
@@ -125,6 +127,8 @@ def adapter(**change: Any) -> dict[str, Any]:
         ("molmo2-4b", CONFIG, adapter(hidden_size=2304), "hidden_size of adapter_config"),
         ("molmo2-4b", CONFIG, adapter(num_key_value_heads=4), "num_key_value_heads of adapter"),
         ("molmo2-4b", CONFIG, adapter(vit_layers=[-3, -28]), "are not of 27 layers"),
+        ("llama32-vision-11b", PROCESSOR, {"max_image_tiles": 2}, "max_image_tiles"),
+        ("llama32-vision-11b", PROCESSOR, {"do_pad": False}, "do_pad"),
     ],
 )
 def test_what_the_tower_does_not_do_is_refused(
@@ -139,6 +143,7 @@ def test_what_the_tower_does_not_do_is_refused(
     [
         ("internvl.yaml", "internvl3-8b", "256 512 768 1024 1280"),
         ("llama4.yaml", "llama4-scout", "144 288 432 576 720"),
+        ("mllama.yaml", "llama32-vision-11b", "6404 12808"),
         ("aya_vision.yaml", "aya-vision-8b", "169 338 507 676 845"),
         ("cohere2_vision.yaml", "command-a-vision", "256 512 768 1024 1280"),
         ("molmo2.yaml", "molmo2-4b", "196 392 588 784 980"),
