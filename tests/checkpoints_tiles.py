@@ -121,13 +121,16 @@ CHAT_NAMES = (
 )
 
 
-def write_internvl(folder: Path, tower: str) -> Any:
-    """Writes a whole InternVL in float32 with a random tower; returns transformers' model of it."""
-    from transformers import InternVLConfig, InternVLForConditionalGeneration
+def write_internvl(folder: Path, tower: str, kind: str = "InternVL") -> Any:
+    """Writes a whole InternVL in float32 with a random tower; returns transformers' model of it.
+    `kind`: of transformers' classes, perhaps QianfanOCR."""
+    import transformers
 
     torch.manual_seed(0)
-    config = InternVLConfig(vision_config=TOWERS[tower], text_config=TEXT, image_token_id=5)
-    model = InternVLForConditionalGeneration(config).eval()
+    config = getattr(transformers, f"{kind}Config")(
+        vision_config=TOWERS[tower], text_config=TEXT, image_token_id=5
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     scatter(model.model.vision_tower)
     scatter(model.model.multi_modal_projector)
     model.save_pretrained(folder, max_shard_size="150KB")

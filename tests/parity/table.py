@@ -49,6 +49,7 @@ FAMILIES = {
     "minicpmv4_7": "MiniCPM-V 4.6, 4.7",
     "internvl": "InternVL 2, 2.5, 3, 3.5",
     "internvl_chat": "InternVL 2, 2.5, 3, 3.5",
+    "qianfan_ocr": "Qianfan-OCR",
     "llama4": "Llama 4",
     "mllama": "Llama 3.2 Vision",
     "gemma3": "Gemma 3",

@@ -276,6 +276,7 @@ PUBLISHED = [
     Published("minicpmv-4.6", "MiniCPM-V 4.6, 4.7", 548, minicpmv),
     Published("internvl3-8b", "InternVL 2, 2.5, 3, 3.5", 332, got_ocr2(448, 256)),
     Published("internvl3-78b", "InternVL 2, 2.5, 3, 3.5", 5709, got_ocr2(448, 256)),
+    Published("internvl3-8b", "Qianfan-OCR", 332, got_ocr2(448, 256)),
     Published("llama4-scout", "Llama 4", 872, llama_4),
     Published("llama32-vision-11b", "Llama 3.2 Vision", 895, mllama),
     Published("gemma3-4b", "Gemma 3", 420, lambda size: 256),

@@ -28,6 +28,8 @@ JANUS = CentredTile(384, 16, 1, 1, 384, cropped=False, class_tokens=0, shortest_
 MOLMO2 = OverlappingTiles(378, 14, 1, 8, window=2, margins=(4, 4))
 PADDED = PaddedTiles(tile_pixels=336, patch_size=14, merge_size=2, max_tiles=16)
 
+QIANFAN: dict[str, Any] = {"model_type": "qianfan_ocr", "vision_config": {}}
+
 
 def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> ModelOptions:
     """A preset as a folder, with a file changed; None removes a key."""
@@ -58,6 +60,13 @@ def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
     assert (model.paths, model.deepstack) == (("default",), 0)
     videos = ("video",) if family.startswith(("internvl", "molmo2")) else ()
     assert model.kinds == ("image", *videos)
+
+
+def test_qianfan_ocr_has_the_tiles_of_internvl_and_no_videos(tmp_path: Path) -> None:
+    options = changed(tmp_path, "internvl3-8b", "config.json", QIANFAN)
+    model = registry.read(options)
+    assert (model.family, model.sizing, model.kinds) == ("qianfan_ocr", STRETCHED, ("image",))
+    assert model.vision["attention_bias"]
 
 
 def test_without_a_processor_the_means_are_those_of_imagenet(tmp_path: Path) -> None:
@@ -109,6 +118,12 @@ def adapter(**change: Any) -> dict[str, Any]:
         ),
         ("internvl3-78b", "config.json", {"use_thumbnail": False}, "use_thumbnail"),
         ("internvl3-78b", "config.json", {"select_layer": -4}, "select_layer"),
+        (
+            "internvl3-8b",
+            "config.json",
+            QIANFAN | {"vision_config": {"use_qk_norm": True}},
+            "use_qk_norm",
+        ),
         ("internvl3-78b", "config.json", {"llm_config": {}}, "lacks or misstates 'hidden_size'"),
         ("llama4-scout", PROCESSOR, {"resize_to_max_canvas": True}, "resize_to_max_canvas"),
         ("gemma3-4b", PROCESSOR, {"do_pan_and_scan": True}, "do_pan_and_scan"),
@@ -142,6 +157,7 @@ def test_what_the_tower_does_not_do_is_refused(
     ("config", "preset", "budgets"),
     [
         ("internvl.yaml", "internvl3-8b", "256 512 768 1024 1280"),
+        ("qianfan_ocr.yaml", "internvl3-8b", "256 512 768 1024 1280"),
         ("llama4.yaml", "llama4-scout", "144 288 432 576 720"),
         ("mllama.yaml", "llama32-vision-11b", "6404 12808"),
         ("aya_vision.yaml", "aya-vision-8b", "169 338 507 676 845"),
