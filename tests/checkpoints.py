@@ -116,6 +116,12 @@ CHECKPOINTS = {
     "qwen2_5_vl": Checkpoint(
         "Qwen2_5_VL", SMALL | {"window_size": 112, "fullatt_block_indexes": [1, 4]}, processor=CLIP
     ),
+    "exaone4_5": Checkpoint(
+        "Exaone4_5_",
+        SMALL | {"num_key_value_heads": 2, "window_size": 112, "fullatt_block_indexes": [1, 4]},
+        {"model_type": "exaone4"},
+        processor=CLIP,
+    ),
     "glm4v": Checkpoint("Glm4v", GLM, {}, GLM_PROCESSOR, "glm4v.Glm4v"),
     "glm4v_moe": Checkpoint("Glm4vMoe", GLM, GLM_EXPERTS, GLM_PROCESSOR, "glm4v.Glm4v"),
     "glm46v": Checkpoint(

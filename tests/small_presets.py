@@ -15,6 +15,10 @@ SMALL: dict[str, dict[str, Any]] = {
         **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 100},
         **{"out_hidden_size": 96, "fullatt_block_indexes": [1]},
     },
+    "exaone45-33b": {
+        **{"depth": 3, "hidden_size": 64, "num_heads": 4, "num_key_value_heads": 2},
+        **{"intermediate_size": 100, "out_hidden_size": 96, "fullatt_block_indexes": [1]},
+    },
     "qwen35-27b": {
         **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128},
         "out_hidden_size": 96,

@@ -14,6 +14,7 @@ PRESETS = (
         "qwen35-27b",
         "qwen2vl-7b",
         "qwen25vl-7b",
+        "exaone45-33b",
         "glm41v-9b",
         "glm-ocr",
         "glm53-flash",

@@ -23,6 +23,7 @@ from actors.spec.model_spec import ModelSpec
 FEWER: dict[str, dict[str, Any]] = {
     "qwen2vl-7b": {"depth": 4},
     "qwen25vl-7b": {"depth": 4, "fullatt_block_indexes": [1, 3]},
+    "exaone45-33b": {"depth": 4, "fullatt_block_indexes": [1, 3]},
     "qwen35-27b": {"depth": 4},
     "glm41v-9b": {"depth": 4},
     "glm-ocr": {"depth": 4},

@@ -31,6 +31,7 @@ FAMILIES = {
     "qwen3_5_moe": "Qwen3.5 and MoE",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen2_vl": "Qwen2-VL",
+    "exaone4_5": "EXAONE 4.5",
     "glm4v": "GLM-4.1V, 4.5V, 4.6V",
     "glm4v_moe": "GLM-4.1V, 4.5V, 4.6V",
     "glm46v": "GLM-4.1V, 4.5V, 4.6V",

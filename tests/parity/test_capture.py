@@ -62,6 +62,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
         for kind in (
             "qwen2_vl",
             "qwen2_5_vl",
+            "exaone4_5",
             "qwen3_vl",
             *("glm4v", "glm_ocr", "glm5_next", "hunyuan_vl", "ernie4_5_vl_moe"),
             checkpoints.KIMI,

@@ -262,6 +262,7 @@ PUBLISHED = [
     Published("qwen35-27b", "Qwen3.5 and MoE", 461, qwen(32, 65536, 16777216)),
     Published("qwen2vl-7b", "Qwen2-VL", 676, qwen(28, 3136, 12845056)),
     Published("qwen25vl-7b", "Qwen2.5-VL", 677, qwen(28, 3136, 12845056)),
+    Published("exaone45-33b", "EXAONE 4.5", 1286, qwen(28, 3136, 1003520)),
     Published("glm41v-9b", "GLM-4.1V, 4.5V, 4.6V", 892, glm),
     Published("glm-ocr", "GLM-OCR", 434, glm),
     Published("glm53-flash", "GLM-5.3-Flash", 564, glm5_next),

@@ -8,7 +8,7 @@ the queries before them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,7 @@ from torch import Tensor
 from actors.families.deepseek_ocr.tower import OcrTower, SamSizes, expected_sam
 from actors.families.deepseek_ocr2.spec import ENCODER
 from actors.kernels.attention import Attention, Values
-from actors.models.layers.block import (
-    BlocksForm,
-    BlockWeights,
-    Style,
-    rms_norm,
-)
+from actors.models.layers.block import BlocksForm, Style, rms_norm
 from actors.models.layers.patches import rotary_tables
 from actors.models.layers.weights import (
     BlockNames,
@@ -30,6 +25,7 @@ from actors.models.layers.weights import (
     Weights,
     affine,
     expected_blocks,
+    with_keys_for_each_head,
 )
 from actors.models.tower import Family, chosen
 from actors.spec.model_spec import ModelSpec
@@ -131,7 +127,7 @@ class DeepseekOcr2Tower(OcrTower):
         super().__init__(spec, weights, attention, blocks)
         self.encoder_sizes = sizes = sizes_of(spec)
         stored = weights.blocks(NAMES, sizes.layers)
-        layers = [with_keys_for_each_head(layer, sizes) for layer in stored]
+        layers = [with_keys_for_each_head(one, sizes.heads, sizes.key_heads) for one in stored]
         style = Style(sizes.heads, "swiglu", sizes.epsilon, norm="rms")
         self.queries = {path: weights.place(weights.tensors[QUERIES[path]]) for path in PATHS}
         self.encoder = {
@@ -165,18 +161,3 @@ class DeepseekOcr2Tower(OcrTower):
                 before[path] += plan.path_tokens[path]
             places.append(torch.tensor([len(whole) + len(crops)]))
         return chosen([whole, crops, self.separator], torch.cat(places))
-
-
-def with_keys_for_each_head(layer: BlockWeights, sizes: EncoderSizes) -> BlockWeights:
-    """The same layer with keys and values for each head of queries."""
-
-    def repeated(values: Tensor) -> Tensor:
-        counts = (sizes.heads, sizes.key_heads, sizes.key_heads)
-        parts = values.split([sizes.head_size * count for count in counts])
-        each = [part.unflatten(0, (-1, sizes.head_size)) for part in parts]
-        times = sizes.heads // sizes.key_heads
-        keys = (one.repeat_interleave(times, 0) for one in each[1:])
-        return torch.cat([each[0], *keys]).flatten(0, 1)
-
-    qkv = replace(layer.qkv, weight=repeated(layer.qkv.weight), bias=repeated(layer.qkv.bias))
-    return replace(layer, qkv=qkv)

@@ -50,6 +50,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("qwen35-27b", "qwen3_5", PackedSizing(16, 2, 65536, 16777216), 5120),
         ("qwen2vl-7b", "qwen2_vl", PackedSizing(14, 2, 3136, 12845056), 3584),
         ("qwen25vl-7b", "qwen2_5_vl", WindowedSizing(14, 2, 3136, 12845056, 4), 3584),
+        ("exaone45-33b", "exaone4_5", WindowedSizing(14, 2, 3136, 1003520, 4), 5120),
         ("glm41v-9b", "glm4v", EnlargingSizing(14, 2, 6272, 4816896), 4096),
         ("glm-ocr", "glm_ocr", EnlargingSizing(14, 2, 6272, 4816896), 1536),
         ("glm53-flash", "glm5_next", CanvasSizing(14, 2, 12544, 6272000), 4096),
@@ -82,6 +83,7 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
     [
         ("qwen2vl-7b", VISION, {"hidden_act": "relu"}),
         ("qwen25vl-7b", VISION, {"hidden_act": "gelu"}),
+        ("exaone45-33b", VISION, {"hidden_act": "gelu"}),
         ("glm41v-9b", VISION, {"attention_bias": True}),
         ("glm-ocr", VISION, {"attention_bias": False}),
         ("glm53-flash", VISION, {"attention_bias": False}),
