@@ -60,6 +60,10 @@ class Checkpoint:
     processor: Mapping[str, Any] = field(default_factory=lambda: PROCESSOR)
     image_processor: str = "qwen2_vl.Qwen2VL"
     """Its folder in transformers, and the prefix of its ImageProcessorPil class."""
+    model: str = ""
+    """The prefix of its ForConditionalGeneration class, if it is another one."""
+    top: Mapping[str, Any] = field(default_factory=dict)
+    """More of its configuration."""
 
 
 SMALL = VISION | {"patch_size": 14, "intermediate_size": 120}
@@ -151,6 +155,17 @@ CHECKPOINTS = {
         CLIP | {"temporal_patch_size": 1},
         "hunyuan_vl.HunYuanVL",
     ),
+    "minimax_m3_vl": Checkpoint(
+        "MiniMaxM3VL",
+        {
+            **{"hidden_size": 80, "intermediate_size": 120, "num_hidden_layers": 5},
+            **{"num_attention_heads": 4, "patch_size": 14},
+        },
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rotary_dim": 24},
+        CLIP,  # its own image processor has no Pillow backend, and the same rules
+        model="MiniMaxM3Sparse",
+        top={"projector_hidden_size": 72},
+    ),
     "ernie4_5_vl_moe": Checkpoint(
         "Ernie4_5_VLMoe",
         {"depth": 5, "num_heads": 4, "hidden_size": 64, "intermediate_size": 128},
@@ -196,9 +211,10 @@ def write_made(folder: Path, made: Checkpoint, max_shard_size: str = "300KB") ->
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{made.name}Config")(
-        vision_config=dict(made.vision), text_config=TEXT | dict(made.text), **TOKENS
+        vision_config=dict(made.vision), text_config=TEXT | dict(made.text), **TOKENS, **made.top
     )
-    model = getattr(transformers, f"{made.name}ForConditionalGeneration")(config).eval()
+    kind = f"{made.model or made.name}ForConditionalGeneration"
+    model = getattr(transformers, kind)(config).eval()
     for name, part in model.model.named_children():
         if name != "language_model":
             scatter(part)

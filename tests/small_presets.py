@@ -36,6 +36,7 @@ SMALL: dict[str, dict[str, Any]] = {
         **{"out_hidden_size": 96, "projection_intermediate_size": 160},
     },
     "hunyuan-ocr": LAYERS | {"intermediate_size": 128, "max_image_size": 448},
+    "minimax-m3": LAYERS | {"intermediate_size": 128},
     "ernie45vl-28b": {"depth": 3, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2},
     "kimivl-a3b": LAYERS | {"intermediate_size": 128},
     "internvl3-8b": LAYERS | {"intermediate_size": 128, "image_size": [84, 84]},
@@ -105,6 +106,7 @@ TOP_LEVEL: dict[str, dict[str, Any]] = {
         }
     },
     "nemotron-3-nano-omni": {"vit_hidden_size": 64, "projector_hidden_size": 128},
+    "minimax-m3": {"projector_hidden_size": 80, "text_config": {"hidden_size": 96}},
     "aya-vision-8b": {"alignment_intermediate_size": 128},
     "command-a-vision": {"alignment_intermediate_size": 128},
 }

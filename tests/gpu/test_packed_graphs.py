@@ -19,6 +19,7 @@ PRESETS = (
         "glm-ocr",
         "glm53-flash",
         "hunyuan-ocr",
+        "minimax-m3",
         "ernie45vl-28b",
         "kimivl-a3b",
         "kimik25",

@@ -29,6 +29,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "glm-ocr": {"depth": 4},
     "glm53-flash": {"depth": 4},
     "hunyuan-ocr": {"num_hidden_layers": 4},
+    "minimax-m3": {"num_hidden_layers": 4},
     "ernie45vl-28b": {"depth": 4},
     "kimivl-a3b": {"num_hidden_layers": 4},
     "kimik25": {"num_hidden_layers": 4},

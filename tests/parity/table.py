@@ -38,6 +38,7 @@ FAMILIES = {
     "glm_ocr": "GLM-OCR",
     "glm5_next": "GLM-5.3-Flash",
     "hunyuan_vl": "HunyuanOCR, Hunyuan-VL",
+    "minimax_m3_vl": "MiniMax-M3",
     "ernie4_5_vl_moe": "ERNIE-4.5-VL",
     "ernie4_5_moe_vl": "ERNIE-4.5-VL",
     "kimi_vl": "Kimi-VL",

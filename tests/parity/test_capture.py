@@ -64,7 +64,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
             "qwen2_5_vl",
             "exaone4_5",
             "qwen3_vl",
-            *("glm4v", "glm_ocr", "glm5_next", "hunyuan_vl", "ernie4_5_vl_moe"),
+            *("glm4v", "glm_ocr", "glm5_next", "hunyuan_vl", "ernie4_5_vl_moe", "minimax_m3_vl"),
             checkpoints.KIMI,
             checkpoints.PADDLE,
         )

@@ -32,6 +32,7 @@ from actors.spec.sizing import (
     smart_resize,
 )
 from actors.types import Clip, Size
+from tests import llama4
 from tests.checkpoints import processor
 from tests.images import opened
 from tests.parity.conftest import Pair
@@ -53,15 +54,15 @@ def photograph(name: str) -> bytes:
     width=st.integers(1, 20_000),
     height=st.integers(1, 20_000),
     factor=st.sampled_from([28, 32]),
-    limits=st.sampled_from([(65536, 16777216), (3136, 12845056), (4096, 1048576)]),
+    limits=st.sampled_from([(65536, 16777216), (3136, 12845056), (3136, 451584)]),
+    family=st.sampled_from(["qwen2_vl", "minimax_m3_vl"]),
 )
 def test_sizes_are_as_smart_resize_gives_them(
-    width: int, height: int, factor: int, limits: tuple[int, int]
+    width: int, height: int, factor: int, limits: tuple[int, int], family: str
 ) -> None:
-    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as theirs
-
+    theirs = llama4.functions(family)["smart_resize"]
     try:
-        rows, columns = theirs.smart_resize(height, width, factor, *limits)
+        rows, columns = theirs(height, width, factor, *limits)
     except ValueError:
         with pytest.raises(TooLarge):
             smart_resize(Size(width, height), factor, *limits)

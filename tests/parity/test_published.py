@@ -267,6 +267,7 @@ PUBLISHED = [
     Published("glm-ocr", "GLM-OCR", 434, glm),
     Published("glm53-flash", "GLM-5.3-Flash", 564, glm5_next),
     Published("hunyuan-ocr", "HunyuanOCR, Hunyuan-VL", 457, hunyuan),
+    Published("minimax-m3", "MiniMax-M3", 866, qwen(28, 3136, 451584)),
     Published("ernie45vl-28b", "ERNIE-4.5-VL", 775, qwen(28, 3136, 4816896)),
     Published("kimivl-a3b", "Kimi-VL", 448, kimi),
     Published("kimik25", "Kimi-K2.5", 471, kimi_k25),

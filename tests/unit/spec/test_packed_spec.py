@@ -55,6 +55,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("glm-ocr", "glm_ocr", EnlargingSizing(14, 2, 6272, 4816896), 1536),
         ("glm53-flash", "glm5_next", CanvasSizing(14, 2, 12544, 6272000), 4096),
         ("hunyuan-ocr", "hunyuan_vl", LinedSizing(16, 2, 262144, 4194304), 1024),
+        ("minimax-m3", "minimax_m3", PackedSizing(14, 2, 3136, 451584), 6144),
         ("ernie45vl-28b", "ernie4_5_vl_moe", PackedSizing(14, 2, 3136, 4816896), 2560),
         ("gemma4-31b", "gemma4", FillingSizing(16, 3, 280), 5376),
         ("kimivl-a3b", "kimi_vl", CappedSizing(14, 2, 4096, 512), 2048),
@@ -78,6 +79,15 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
     assert model.sizing == PackedSizing(14, 2, 1, 2)
 
 
+def test_minimax_m3_as_published_and_as_transformers_saves_it(tmp_path: Path) -> None:
+    published = registry.read(changed(tmp_path, "minimax-m3", PROCESSOR, {"size": [672, 672]}))
+    assert published.sizing == PackedSizing(14, 2, 3136, 451584)
+    merge = {"img_token_compression_config": None, "spatial_merge_size": 3}
+    saved = registry.read(changed(tmp_path, "minimax-m3", VISION, merge))
+    assert saved.sizing == PackedSizing(14, 3, 3136, 451584)
+    assert published.kinds == saved.kinds == ("image",)
+
+
 @pytest.mark.parametrize(
     ("preset", "file", "change"),
     [
@@ -96,6 +106,9 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
         ("hunyuan-ocr", VISION, {"cat_extra_token": 0}),
         ("hunyuan-ocr", VISION, {"add_patchemb_bias": False}),
         ("hunyuan-ocr", PROCESSOR, {"temporal_patch_size": 2}),
+        ("minimax-m3", VISION, {"hidden_act": "quick_gelu"}),
+        ("minimax-m3", VISION, {"rope_mode": "2d"}),
+        ("minimax-m3", CONFIG, {"multimodal_projector_bias": False}),
         ("ernie45vl-28b", VISION, {"hidden_act": "gelu"}),
         ("ernie45vl-28b", VISION, {"temporal_merge_size": 4}),
         ("gemma4-31b", VISION, {"hidden_activation": "silu"}),
