@@ -99,7 +99,7 @@ def expected(spec: ModelSpec) -> Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class QueryAttention:
+class PrefixAttention:
     """Of views with as many queries as features, which are first."""
 
     mask: Tensor
@@ -112,10 +112,10 @@ class QueryAttention:
         return out.transpose(1, 2).reshape(len(qkv), -1)
 
 
-def query_attention(features: int, weights: Weights) -> QueryAttention:
+def prefix_attention(features: int, weights: Weights) -> PrefixAttention:
     mask = torch.full((2 * features, 2 * features), -torch.inf).triu(1)
     mask[:features, :features] = 0
-    return QueryAttention(weights.place(mask))
+    return PrefixAttention(weights.place(mask))
 
 
 class DeepseekOcr2Tower(OcrTower):
@@ -131,7 +131,7 @@ class DeepseekOcr2Tower(OcrTower):
         style = Style(sizes.heads, "swiglu", sizes.epsilon, norm="rms")
         self.queries = {path: weights.place(weights.tensors[QUERIES[path]]) for path in PATHS}
         self.encoder = {
-            path: blocks(layers, style, query_attention(tokens, weights), ())
+            path: blocks(layers, style, prefix_attention(tokens, weights), ())
             for path, tokens in zip(PATHS, self.sizing.view_tokens, strict=True)
         }
         self.last = weights.affine(LAST_NORM)

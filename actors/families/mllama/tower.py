@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.errors import ConfigError
+from actors.families.phi4_multimodal.tower import APPENDED, widened
 from actors.kernels.attention import Attention, Shapes, Values
-from actors.models.layers.block import Affine, BlocksForm, BlockWeights, Style, layer_norm
+from actors.models.layers.block import Affine, Attend, BlocksForm, BlockWeights, Style, layer_norm
 from actors.models.layers.patches import centred
 from actors.models.layers.weights import (
     BlockNames,
@@ -55,8 +56,6 @@ ROWS_MULTIPLE = 8
 HIDING = 128.0
 """In q and k of rows that do not see each other: minus its square, scaled, is far below any
 score."""
-HIDING_VALUES = 8
-"""Values of a head that only hide: as many as keep head sizes multiples of 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ def family(spec: ModelSpec) -> Family[MllamaParts]:
         expected[f"{name}_tile_positional_embedding.embedding.weight"] = (aspects, tiles * width)
     for layer in range(count):
         expected |= {f"{GLOBAL.block}.{layer}.{gate}": (1,) for gate in GATES}
-    return Family(PREFIXES, expected, tower.head_size + HIDING_VALUES, parts, MllamaTower)
+    return Family(PREFIXES, expected, tower.head_size + APPENDED, parts, MllamaTower)
 
 
 def parts(spec: ModelSpec, weights: Weights) -> MllamaParts:
@@ -148,7 +147,7 @@ def parts(spec: ModelSpec, weights: Weights) -> MllamaParts:
         tiles=TileParts(
             embedding=embedding.weight,
             start=weights.place(start),
-            layers=[hiding(one, tower) for one in weights.blocks(LOCAL, tower.depth)],
+            layers=[widened(one, tower.heads) for one in weights.blocks(LOCAL, tower.depth)],
             style=Style(tower.heads, "gelu", epsilon),
             head=projector.linear,
             stem=lambda x: layer_norm(x, before, EPSILON),
@@ -160,7 +159,7 @@ def parts(spec: ModelSpec, weights: Weights) -> MllamaParts:
         shown=weights.place(shown),
         between=weights.affine("layernorm_post"),
         layers=[
-            hiding(with_gates(layer, *gates), tower)
+            widened(with_gates(layer, *gates), tower.heads)
             for layer, gates in zip(
                 weights.blocks(GLOBAL, len(global_gates)), global_gates, strict=True
             )
@@ -185,34 +184,22 @@ def with_gates(layer: BlockWeights, attention: Tensor, mlp: Tensor) -> BlockWeig
     return replace(layer, proj=times(layer.proj, attention), down=times(layer.down, mlp))
 
 
-def hiding(layer: BlockWeights, tower: Dimensions) -> BlockWeights:
-    """The layer with q scaled so that scores stay the same in heads with HIDING_VALUES more."""
-    scale = (1 + HIDING_VALUES / tower.head_size) ** 0.5
-    query, rest = layer.qkv.weight.split([tower.width, 2 * tower.width])
-    return replace(layer, qkv=replace(layer.qkv, weight=torch.cat([query * scale, rest])))
+class PairHiding:
+    """An attention in which rows with 1 in the input `hidden` do not see each other.
 
-
-class HidingAttention(Attention):
-    """Rows with 1 in the input `hidden` do not see each other, but see and are seen otherwise.
-
-    That is a product of two vectors, added to the scores: so q and k have one value more.
+    That is a product of two vectors, added to the scores: the first value that is appended to q
+    and to k.
     """
 
-    def __init__(self, inner: Attention) -> None:
-        self.inner, self.name = inner, inner.name
-
-    def inputs(self, patches: int, segments: int) -> Shapes:
-        return self.inner.inputs(patches, segments)
-
-    def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
-        return self.inner.metadata(lengths, patches, segments)
+    def __init__(self, attend: Attend, size: int) -> None:
+        """`size`: of a head, without what is appended."""
+        self.attend = attend
+        self.size = size
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
-        rows, _, heads, size = qkv.shape
-        wide = F.pad(qkv, (0, HIDING_VALUES))
         hidden = HIDING * values["hidden"][:, None]
-        wide[:, 0, :, size], wide[:, 1, :, size] = hidden, -hidden
-        return self.inner(wide, values).view(rows, heads, -1)[..., :size].flatten(1)
+        qkv[:, 0, :, self.size], qkv[:, 1, :, self.size] = hidden, -hidden
+        return self.attend(qkv, values)
 
 
 class MllamaTower(TileTower):
@@ -221,10 +208,15 @@ class MllamaTower(TileTower):
     def __init__(
         self, spec: ModelSpec, parts: MllamaParts, attention: Attention, blocks: BlocksForm
     ) -> None:
-        super().__init__(spec, parts.tiles, HidingAttention(attention), blocks)
-        style = parts.tiles.style
+        hiding = PairHiding(attention, dimensions(spec).head_size)
+        super().__init__(
+            spec,
+            parts.tiles,
+            attention,
+            lambda layers, style, attend, taps: blocks(layers, style, hiding, taps),
+        )
         self.more = replace(parts, layers=(), tiles=self.parts)
-        self.global_blocks = blocks(parts.layers, style, self.attention, ())
+        self.global_blocks = blocks(parts.layers, parts.tiles.style, hiding, ())
         kept = len(parts.tiles.start)
         self.image_tokens = kept * self.sizing.max_tiles
         self.padding = -kept % ROWS_MULTIPLE
