@@ -60,6 +60,10 @@ class Checkpoint:
     processor: Mapping[str, Any] = field(default_factory=lambda: PROCESSOR)
     image_processor: str = "qwen2_vl.Qwen2VL"
     """Its folder in transformers, and the prefix of its ImageProcessorPil class."""
+    model: str = ""
+    """The prefix of its ForConditionalGeneration class, if it is another one."""
+    top: Mapping[str, Any] = field(default_factory=dict)
+    """More of its configuration."""
 
 
 SMALL = VISION | {"patch_size": 14, "intermediate_size": 120}
@@ -94,6 +98,11 @@ GLM_PROCESSOR = PROCESSOR | {
     "patch_size": 14,
     "size": {"shortest_edge": 12544, "longest_edge": 2000000},
 }
+LATENT = {
+    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "v_head_dim": 24},
+    **{"index_n_heads": 2, "index_head_dim": 16, "linear_num_heads": 2, "linear_head_dim": 16},
+    **{"num_key_value_heads": 4, "rope_parameters": None, "pad_token_id": None},
+}
 PADDLE = "paddleocr_vl"
 VIDEO_LLAMA = "video_llama_3"
 DEEPSTACK = VISION | {"deepstack_visual_indexes": [1, 2, 3]}
@@ -112,6 +121,12 @@ CHECKPOINTS = {
     "qwen2_5_vl": Checkpoint(
         "Qwen2_5_VL", SMALL | {"window_size": 112, "fullatt_block_indexes": [1, 4]}, processor=CLIP
     ),
+    "exaone4_5": Checkpoint(
+        "Exaone4_5_",
+        SMALL | {"num_key_value_heads": 2, "window_size": 112, "fullatt_block_indexes": [1, 4]},
+        {"model_type": "exaone4"},
+        processor=CLIP,
+    ),
     "glm4v": Checkpoint("Glm4v", GLM, {}, GLM_PROCESSOR, "glm4v.Glm4v"),
     "glm4v_moe": Checkpoint("Glm4vMoe", GLM, GLM_EXPERTS, GLM_PROCESSOR, "glm4v.Glm4v"),
     "glm46v": Checkpoint(
@@ -123,6 +138,34 @@ CHECKPOINTS = {
     ),
     "glm_ocr": Checkpoint(
         "GlmOcr", GLM | {"intermediate_size": 120}, {}, GLM_PROCESSOR, "glm46v.Glm46V"
+    ),
+    "glm5_next": Checkpoint(
+        "Glm5Next",
+        GLM | {"projection_intermediate_size": 160},
+        GLM_EXPERTS | LATENT,
+        GLM_PROCESSOR | {"min_image_tokens": 16, "max_image_tokens": 1200},
+        "glm5_next.Glm5Next",
+    ),
+    "hunyuan_vl": Checkpoint(
+        "HunYuanVL",
+        {
+            **{"hidden_size": 64, "intermediate_size": 120, "num_hidden_layers": 5},
+            **{"num_attention_heads": 4, "patch_size": 14, "max_image_size": 112},
+        },
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3] * 4}},
+        CLIP | {"temporal_patch_size": 1},
+        "hunyuan_vl.HunYuanVL",
+    ),
+    "minimax_m3_vl": Checkpoint(
+        "MiniMaxM3VL",
+        {
+            **{"hidden_size": 80, "intermediate_size": 120, "num_hidden_layers": 5},
+            **{"num_attention_heads": 4, "patch_size": 14},
+        },
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rotary_dim": 24},
+        CLIP,  # its own image processor has no Pillow backend, and the same rules
+        model="MiniMaxM3Sparse",
+        top={"projector_hidden_size": 72},
     ),
     "ernie4_5_vl_moe": Checkpoint(
         "Ernie4_5_VLMoe",
@@ -179,12 +222,19 @@ def write_made(folder: Path, made: Checkpoint, max_shard_size: str = "300KB") ->
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{made.name}Config")(
-        vision_config=dict(made.vision), text_config=TEXT | dict(made.text), **TOKENS
+        vision_config=dict(made.vision), text_config=TEXT | dict(made.text), **TOKENS, **made.top
     )
-    model = getattr(transformers, f"{made.name}ForConditionalGeneration")(config).eval()
+    kind = f"{made.model or made.name}ForConditionalGeneration"
+    model = getattr(transformers, kind)(config).eval()
     for name, part in model.model.named_children():
         if name != "language_model":
             scatter(part)
+    if made.name == "Glm5Next":  # so that its clamps matter
+        for name, values in model.model.visual.named_parameters():
+            if ".gate_proj." in name or ".up_proj." in name:
+                values.data *= 20
+            elif ".down_proj." in name:
+                values.data /= 100
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     (folder / "preprocessor_config.json").write_text(json.dumps(made.processor))
     return model

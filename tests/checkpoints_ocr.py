@@ -76,6 +76,37 @@ def write_deepseek_ocr(folder: Path) -> Any:
     return model
 
 
+def write_deepseek_ocr2(folder: Path) -> Any:
+    """Writes DeepSeek-OCR 2 in float32, views as large as published; returns transformers' model.
+
+    The tensors have their published names, config.json is transformers'.
+    """
+    from transformers import DeepseekOcr2Config, DeepseekOcr2ForConditionalGeneration
+
+    rotary = {"rope_type": "default", "rope_theta": 1e6}
+    vision = {
+        "sam_config": {
+            **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"global_attn_indexes": [1], "downsample_channels": [32, 64]},
+        },
+        "encoder_config": {
+            **{"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
+            **{"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 10},
+            "rope_parameters": rotary,
+        },
+    }
+    torch.manual_seed(0)
+    config = DeepseekOcr2Config(
+        vision_config=vision, text_config=TEXT | {"mlp_layer_types": ["sparse"]}
+    )
+    model = DeepseekOcr2ForConditionalGeneration(config).eval()
+    scatter(model.model)
+    model.save_pretrained(folder)
+    processor = Preset("deepseek-ocr2").files["preprocessor_config.json"]
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return model.model
+
+
 def published(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of transformers' model as deepseek-ai publishes them: q, k and v fused."""
     named = {

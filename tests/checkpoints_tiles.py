@@ -79,6 +79,30 @@ LLAMA4_PROCESSOR = {
     "image_std": [0.5, 0.3, 0.25],
     "resample": 2,
 }
+MLLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 5,
+    "num_global_layers": 3,
+    "attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 14,
+    "intermediate_layers_indices": [1, 3],
+    "vision_output_dim": 3 * 64,
+}
+MLLAMA_TEXT = {
+    **{key: value for key, value in TEXT.items() if key != "model_type"},
+    **{"num_hidden_layers": 2, "cross_attention_layers": [1]},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+MLLAMA_PROCESSOR = {
+    "size": {"height": 56, "width": 56},
+    "max_image_tiles": 4,
+    "do_pad": True,
+    "image_mean": [0.5, 0.4, 0.6],
+    "image_std": [0.5, 0.3, 0.25],
+    "resample": 2,
+}
 
 CHAT_NAMES = (
     (r"^multi_modal_projector\.layer_norm", "mlp1.0"),
@@ -97,13 +121,16 @@ CHAT_NAMES = (
 )
 
 
-def write_internvl(folder: Path, tower: str) -> Any:
-    """Writes a whole InternVL in float32 with a random tower; returns transformers' model of it."""
-    from transformers import InternVLConfig, InternVLForConditionalGeneration
+def write_internvl(folder: Path, tower: str, kind: str = "InternVL") -> Any:
+    """Writes a whole InternVL in float32 with a random tower; returns transformers' model of it.
+    `kind`: of transformers' classes, perhaps QianfanOCR."""
+    import transformers
 
     torch.manual_seed(0)
-    config = InternVLConfig(vision_config=TOWERS[tower], text_config=TEXT, image_token_id=5)
-    model = InternVLForConditionalGeneration(config).eval()
+    config = getattr(transformers, f"{kind}Config")(
+        vision_config=TOWERS[tower], text_config=TEXT, image_token_id=5
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     scatter(model.model.vision_tower)
     scatter(model.model.multi_modal_projector)
     model.save_pretrained(folder, max_shard_size="150KB")
@@ -157,6 +184,20 @@ def write_llama4(folder: Path) -> Any:
     scatter(model.multi_modal_projector)
     model.save_pretrained(folder, max_shard_size="150KB")
     (folder / "preprocessor_config.json").write_text(json.dumps(LLAMA4_PROCESSOR))
+    return model
+
+
+def write_mllama(folder: Path) -> Any:
+    """Writes a whole Llama 3.2 Vision; returns transformers' model of it."""
+    from transformers import MllamaConfig, MllamaForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = MllamaConfig(vision_config=MLLAMA, text_config=MLLAMA_TEXT)
+    model = MllamaForConditionalGeneration(config).eval()
+    scatter(model.model.vision_model)
+    scatter(model.model.multi_modal_projector)
+    model.save_pretrained(folder, max_shard_size="150KB")
+    (folder / "preprocessor_config.json").write_text(json.dumps(MLLAMA_PROCESSOR))
     return model
 
 

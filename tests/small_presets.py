@@ -15,6 +15,10 @@ SMALL: dict[str, dict[str, Any]] = {
         **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 100},
         **{"out_hidden_size": 96, "fullatt_block_indexes": [1]},
     },
+    "exaone45-33b": {
+        **{"depth": 3, "hidden_size": 64, "num_heads": 4, "num_key_value_heads": 2},
+        **{"intermediate_size": 100, "out_hidden_size": 96, "fullatt_block_indexes": [1]},
+    },
     "qwen35-27b": {
         **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128},
         "out_hidden_size": 96,
@@ -27,6 +31,12 @@ SMALL: dict[str, dict[str, Any]] = {
         **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160},
         "out_hidden_size": 96,
     },
+    "glm53-flash": {
+        **{"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160},
+        **{"out_hidden_size": 96, "projection_intermediate_size": 160},
+    },
+    "hunyuan-ocr": LAYERS | {"intermediate_size": 128, "max_image_size": 448},
+    "minimax-m3": LAYERS | {"intermediate_size": 128},
     "ernie45vl-28b": {"depth": 3, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2},
     "kimivl-a3b": LAYERS | {"intermediate_size": 128},
     "internvl3-8b": LAYERS | {"intermediate_size": 128, "image_size": [84, 84]},
@@ -34,6 +44,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "llama4-scout": LAYERS
     | {"intermediate_size": 256, "image_size": 84, "projector_input_dim": 80}
     | {"projector_output_dim": 80, "vision_output_dim": 80},
+    "llama32-vision-11b": {
+        **{"hidden_size": 64, "attention_heads": 4, "intermediate_size": 128},
+        **{"num_hidden_layers": 3, "num_global_layers": 2, "image_size": 56},
+        **{"intermediate_layers_indices": [1], "vision_output_dim": 128},
+    },
     "gemma3-4b": LAYERS | {"intermediate_size": 128, "image_size": 224},
     "kimik25": {
         **{f"vt_{key}": value for key, value in LAYERS.items()},
@@ -72,6 +87,16 @@ SMALL: dict[str, dict[str, Any]] = {
     "command-a-vision": LAYERS | {"intermediate_size": 128, "image_size": 96},
     "ovis2-2b": LAYERS | {"intermediate_size": 128, "image_size": 84, "vocab_size": 128},
     "smolvlm2-2b": LAYERS | {"intermediate_size": 128, "image_size": 90},
+    "deepseek-ocr2": {
+        "sam_config": {
+            **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"global_attn_indexes": [1], "downsample_channels": [32, 64], "image_size": 1024},
+        },
+        "encoder_config": {
+            **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+            **{"num_key_value_heads": 2, "intermediate_size": 96, "rms_norm_eps": 1e-6},
+        },
+    },
     "step3vl-10b": {"width": 64, "heads": 4, "layers": 3, "mlp_ratio": 2, "image_size": 224},
     "step3-321b": LAYERS | {"intermediate_size": 128, "output_hidden_size": 72, "image_size": 224},
 }
@@ -88,12 +113,14 @@ TOP_LEVEL: dict[str, dict[str, Any]] = {
         }
     },
     "nemotron-3-nano-omni": {"vit_hidden_size": 64, "projector_hidden_size": 128},
+    "minimax-m3": {"projector_hidden_size": 80, "text_config": {"hidden_size": 96}},
     "aya-vision-8b": {"alignment_intermediate_size": 128},
     "lfm25vl-1.6b": {"projector_hidden_size": 128},
     "command-a-vision": {"alignment_intermediate_size": 128},
 }
 SIZES = {
     **{"internvl3-8b": 84, "internvl3-78b": 84, "llama4-scout": 84, "gemma3-4b": 224},
+    "llama32-vision-11b": 56,
     **{"siglip-so400m": 90, "clip-vit-l-336": 84, "llava15-7b": 84, "llava-next-7b": 84},
     **{"llava-next-video-7b": 84, "llava-onevision-7b": 90, "paligemma2-3b": 84},
     **{"aya-vision-8b": 84, "granite-vision-4.1-4b": 128, "phi4-multimodal": 56},
@@ -134,12 +161,15 @@ def write_small(folder: Path, preset: str) -> Path:
         processor["in_token_limit"] = 256
     if processor and "max_pixels" in processor:
         processor["max_pixels"] = 448**2
+        processor["min_pixels"] = min(processor["min_pixels"], 448**2 // 2)
     if processor and "max_image_size" in processor:
         processor["max_image_size"]["longest_edge"] = config["vision_config"]["image_size"]
     if processor and "longest_edge" in processor.get("size", {}):
         processor["size"]["longest_edge"] = LONGEST.get(preset, 448**2)
     if processor and "min_num_patches" in processor:
         processor |= {"min_num_patches": 64, "max_num_patches": 256}
+    if both := files.get("processor_config.json"):
+        both["image_processor"]["max_image_tokens"] = 256
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))

@@ -23,17 +23,18 @@ from actors.errors import CheckpointError
 from actors.media.log_mel import cut_positions, log_mel
 from actors.spec.audio import AudioSizing, ChunkSizing
 from actors.spec.model_spec import ModelSpec
-from actors.spec.sizing import BlockSizing, PatchRange, Resample, WindowedSizing
+from actors.spec.sizing import BlockSizing, CanvasSizing, PatchRange, Resample, WindowedSizing
 from actors.spec.slices import PaddedCrops, SlicedSizing
 from actors.spec.tiles import (
     AnyresSizing,
     CentredTile,
+    FilledTiles,
     OverlappingTiles,
     SplitTiles,
     TileSizing,
     with_overview,
 )
-from actors.spec.video import PooledGroups
+from actors.spec.video import CanvasPixels, PooledGroups
 from actors.spec.views import CropSizing, WindowSizing
 from actors.types import (
     NO_KWARGS,
@@ -157,6 +158,28 @@ class FloatPatchifier(PairPatchifier):
         return cut_blocks(resized, self.sizing.patch_size, self.sizing.merge_size)
 
 
+class CanvasPatchifier(PairPatchifier):
+    """As PairPatchifier, on a canvas of zeros: the picture is in its upper left (GLM-5-next)."""
+
+    sizing: CanvasSizing
+
+    def patches(self, image: Tensor) -> Tensor:
+        size = size_of(image)
+        whole = self.on_canvas(image, self.sizing.shown(size), self.sizing.resized(size))
+        return self.frame(whole, size_of(whole))
+
+    def patchify_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
+        video = self.spec.video
+        assert isinstance(video, CanvasPixels)
+        count = len(video.indices(clip))
+        sizes = video.shown(clip.size, count), video.resized(clip.size, count)
+        return super().patchify_video(clip, (self.on_canvas(one, *sizes) for one in frames))
+
+    def on_canvas(self, image: Tensor, shown: Size, canvas: Size) -> Tensor:
+        picture = resize(image, shown, self.spec.resample)
+        return padded(picture, canvas.width - shown.width, canvas.height - shown.height)
+
+
 class SlicePatchifier(BlockPatchifier):
     """The whole image, and its slices in raster order (MiniCPM-V, LFM2-VL)."""
 
@@ -202,21 +225,33 @@ class TilePatchifier(Patchifier):
     sizing: TileSizing
 
     def patches(self, image: Tensor) -> Tensor:
+        patches, side = self.tiles(image), self.sizing.tile_pixels
+        if with_overview(len(patches) // self.sizing.side_patches**2) == 1:
+            return patches
+        overview, first = self.frame(image, Size(side, side)), self.sizing.overview_first
+        return torch.cat([overview, patches] if first else [patches, overview])
+
+    def tiles(self, image: Tensor) -> Tensor:
+        """Without the overview."""
         sizing, size = self.sizing, size_of(image)
         rows, columns = sizing.layout(size)
         left, above = sizing.corner(size)
         picture = resize(image, sizing.resized(size), self.spec.resample)[:, above:, left:]
         right = columns * sizing.tile_pixels - picture.shape[2]
         below = rows * sizing.tile_pixels - picture.shape[1]
-        patches = cut_tiles(padded(picture, right, below), sizing)
-        if with_overview(rows * columns) > 1:
-            overview = self.frame(image, Size(sizing.tile_pixels, sizing.tile_pixels))
-            first = sizing.overview_first
-            patches = torch.cat([overview, patches] if first else [patches, overview])
-        return patches
+        return cut_tiles(padded(picture, right, below), sizing)
 
     def frame(self, frame: Tensor, size: Size) -> Tensor:
         return cut_tiles(resize(frame, size, self.spec.resample), self.sizing)
+
+
+class FilledPatchifier(TilePatchifier):
+    """Tiles in raster order, then empty ones (Llama 3.2 Vision)."""
+
+    def patches(self, image: Tensor) -> Tensor:
+        tiles = self.tiles(image)
+        whole = self.sizing.max_tiles * self.sizing.side_patches**2
+        return F.pad(tiles, (0, 0, 0, whole - len(tiles)))
 
 
 class CentredPatchifier(TilePatchifier):
@@ -299,10 +334,10 @@ class CropPatchifier(Patchifier):
         return torch.cat(parts)
 
     def whole(self, image: Tensor) -> Tensor:
-        """Padded to a square with the mean's colour: uint8 [3, side, side]. As PIL.ImageOps.pad."""
-        size, side = self.sizing.whole(size_of(image)), self.sizing.image_pixels
-        corner = round((side - size.width) * 0.5), round((side - size.height) * 0.5)
-        return framed(resize(image, size, self.spec.resample), corner, side, self.spec)
+        """Padded to a square with the mean's colour: uint8 [3, side, side]."""
+        sizing, size = self.sizing, size_of(image)
+        picture = resize(image, sizing.whole(size), self.spec.resample)
+        return framed(picture, sizing.corner(size), sizing.image_pixels, self.spec)
 
 
 class WindowPatchifier(Patchifier):
@@ -363,6 +398,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
     match spec.sizing:
         case WindowedSizing():
             return WindowedPatchifier(spec)
+        case CanvasSizing():
+            return CanvasPatchifier(spec)
         case SlicedSizing():
             return SlicePatchifier(spec)
         case PaddedCrops():
@@ -380,6 +417,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
             return CentredPatchifier(spec)
         case OverlappingTiles():
             return OverlapPatchifier(spec)
+        case FilledTiles():
+            return FilledPatchifier(spec)
         case TileSizing():
             return TilePatchifier(spec)
         case CropSizing():

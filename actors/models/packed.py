@@ -50,9 +50,9 @@ class PackedParts:
     positions: Positions | AntialiasedPositions | None = None
     stem: Callable[[Tensor], Tensor] | None = None
     """Applied to embedded patches before positions are added."""
-    rotary: bool = True
-    """Whether there is a rotary embedding."""
     theta: float = 10000.0
+    rotary: bool = True
+    """False: the tower has no rotary embedding, and no input of places."""
 
 
 class PackedTower(Tower):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from actors.kernels.attention import Attention, Shapes, Values
@@ -46,6 +47,15 @@ class Tower(Protocol):
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         """[tokens of all items, width], item after item, from each path's output."""
+
+
+def chosen(rows: Sequence[Tensor], places: Tensor) -> Tensor:
+    """Those of all these rows that `places`, int64 on the host, counts through one after another.
+    The engine's thread does not wait until `places` is copied."""
+    together = torch.cat(list(rows))
+    if together.is_cuda:
+        places = places.pin_memory().to(together.device, non_blocking=True)
+    return together.index_select(0, places)
 
 
 @dataclass(frozen=True, slots=True)

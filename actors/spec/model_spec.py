@@ -18,6 +18,7 @@ from actors.spec.sizing import (
     CappedSizing,
     Defaults,
     Largest,
+    LinedSizing,
     PackedSizing,
     Resample,
     Sizing,
@@ -137,8 +138,8 @@ class ModelSpec:
 
     def check_prune(self) -> None:
         """Raises ConfigError if the tower cannot leave merge blocks of an image out."""
-        full = not isinstance(self.sizing, WindowedSizing)
-        if not (isinstance(self.sizing, PackedSizing | CappedSizing) and full):
+        whole = isinstance(self.sizing, WindowedSizing | LinedSizing)
+        if whole or not isinstance(self.sizing, PackedSizing | CappedSizing):
             raise ConfigError(
                 f"preprocess.prune is exact, which the family {self.family} does not have: only "
                 "Qwen2-VL, Qwen3-VL, GLM-V, Kimi-VL and others whose images are one grid, without "

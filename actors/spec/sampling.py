@@ -151,16 +151,7 @@ class Thinning:
         """An even number of frames; the last may be repeated."""
         seconds = frames / fps
         rate = (3 if seconds <= 30 else 1 if seconds <= 300 else 0.5) * self.group
-        count = min(int(min(seconds, 2400) * rate), self.most)
-        if frames < count:
-            found = rounded(np.linspace(0, frames - 1, count))
-        else:
-            found = thinned(frames, fps, rate)
-        if len(found) < count:
-            found = rounded(np.linspace(found[0], found[-1], count))
-        elif len(found) > count:
-            found = rounded(np.linspace(0, frames - 1, count))
-        return paired(found)
+        return thinned(frames, fps, rate, min(int(min(seconds, 2400) * rate), self.most))
 
     def defaults(self) -> Defaults:
         return {}
@@ -170,6 +161,18 @@ class Thinning:
 
     def asked(self, kwargs: ProcessorKwargs) -> Self:
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class Thinned(ByFps):
+    """As Thinning, at one rate (Glm5NextVideoProcessor)."""
+
+    most: int
+
+    def indices(self, frames: int, fps: float) -> list[int]:
+        """An even number of frames; the last may be repeated. None if the video is too short for
+        one."""
+        return thinned(frames, fps, self.fps, min(int(frames / fps * self.fps), self.most))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +261,18 @@ def fps_or_frames(kwargs: ProcessorKwargs, **by_fps: int) -> dict[str, Any]:
     return {"fps": kwargs.fps, **by_fps} if kwargs.fps else {}
 
 
-def thinned(frames: int, fps: float, rate: float) -> list[int]:
+def thinned(frames: int, fps: float, rate: float, count: int) -> list[int]:
+    """About `count` frames: those of each 1 / rate of a second, or evenly spread; paired."""
+    found = by_rate(frames, fps, rate) if count <= frames else []
+    if len(found) < count:
+        first, last = (found[0], found[-1]) if found else (0, frames - 1)
+        found = rounded(np.linspace(first, last, count))
+    elif len(found) > count:
+        found = rounded(np.linspace(0, frames - 1, count))
+    return paired(found)
+
+
+def by_rate(frames: int, fps: float, rate: float) -> list[int]:
     """The first frame at or after each 1 / rate of a second, until the last whole second."""
     found, due = [], 0.0
     for index in range(frames):

@@ -211,6 +211,31 @@ class RoundingSizing(PackedSizing):
 
 
 @dataclass(frozen=True, slots=True)
+class LinedSizing(PackedSizing):
+    """As PackedSizing, but more rows are added to those of an image's tokens: one after each line
+    of tokens, one before all, one after all (HunyuanVL)."""
+
+    def plan_of_grid(self, grid: Grid, *, video: bool = False) -> ItemPlan:
+        plan = PackedSizing.plan_of_grid(self, grid, video=video)
+        return replace(plan, tokens=plan.tokens + grid[1] // self.merge_size + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasSizing(PackedSizing):
+    """Shows images at their own size, where it fits the range of pixels, on a canvas of whole
+    merge blocks (GLM-5-next)."""
+
+    def resized(self, size: Size) -> Size:
+        """The canvas."""
+        factor = self.patch_size * self.merge_size
+        return canvas(size, factor, self.min_pixels, self.max_pixels)
+
+    def shown(self, size: Size) -> Size:
+        """The size of the image on its canvas."""
+        return shown(size, self.resized(size), self.min_pixels)
+
+
+@dataclass(frozen=True, slots=True)
 class FittedSizing(BlockSizing):
     """Shrinks images until both sides fit, then stretches them to whole merge blocks (Pixtral)."""
 
@@ -519,3 +544,47 @@ def smart_resize(
         new_width = math.ceil(width * beta / factor) * factor
         new_height = math.ceil(height * beta / factor) * factor
     return Size(new_width, new_height)
+
+
+def canvas(
+    size: Size, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, group: int = 1
+) -> Size:
+    """The smallest canvas for the image, its sides multiples of `factor`, within the range.
+
+    Equal to transformers.models.glm5_next.image_processing_glm5_next.smart_resize; the range is
+    that of all frames together, which come in groups of `group`. Raises TooLarge for an aspect
+    ratio over MAX_ASPECT.
+    """
+    check_aspect(size)
+    whole = max(group, round(frames / group) * group)
+    found = blocks_around(size.width, size.height, factor)
+    if whole * found.width * found.height < min_pixels:
+        scale = math.sqrt(min_pixels / (frames * size.height * size.width))
+        found = blocks_around(math.ceil(size.width * scale), math.ceil(size.height * scale), factor)
+    if whole * found.width * found.height <= max_pixels:
+        return found
+    best, low, high = Size(factor, factor), 1, size.height
+    while low <= high:  # the largest height that fits
+        height = (low + high) // 2
+        width = max(1, math.floor(size.width * height / size.height))
+        found = blocks_around(width, height, factor)
+        if whole * found.width * found.height <= max_pixels:
+            best, low = found, height + 1
+        else:
+            high = height - 1
+    return best
+
+
+def blocks_around(width: int, height: int, factor: int) -> Size:
+    return Size(-(-width // factor) * factor, -(-height // factor) * factor)
+
+
+def shown(size: Size, canvas: Size, min_pixels: int, frames: int = 1) -> Size:
+    """The size of an image, or of frames, on a canvas: enlarged only if all frames together have
+    fewer pixels than the range."""
+    scale = min(canvas.height / size.height, canvas.width / size.width)
+    if frames * size.height * size.width >= min_pixels:
+        scale = min(1.0, scale)
+    height = max(1, min(canvas.height, math.floor(size.height * scale)))
+    width = max(1, min(canvas.width, math.floor(size.width * scale)))
+    return Size(width, height)

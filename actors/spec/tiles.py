@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from actors.errors import TooLarge
-from actors.spec.sizing import Defaults, Largest
+from actors.spec.sizing import MOST_ITEMS_A_BUDGET, Defaults, Largest
 from actors.types import ItemPlan, ProcessorKwargs, Size
 
 TILES_PER_BUDGET = 16
@@ -158,12 +158,14 @@ class PartitionedTiles(CutTiles):
 class PaddedTiles(CutTiles):
     """Pads the image, its aspect ratio kept, to the canvas that it fits best (Llama 4)."""
 
+    precision: ClassVar[type[np.floating]] = np.float32
+    """As in transformers: canvases tie after rounding."""
+
     def layout(self, size: Size) -> Layout:
         """transformers.models.llama4: get_best_fit, without `resize_to_max_canvas`."""
         canvases = layouts(1, self.max_tiles)
-        # float32 as in transformers: canvases tie after rounding.
         ratios = np.array(canvases) * self.tile_pixels / np.array([size.height, size.width])
-        scales = ratios.astype(np.float32).min(1)
+        scales = ratios.astype(self.precision).min(1)
         enlarging = scales[scales >= 1]
         scale = enlarging.min() if len(enlarging) else scales.max()
         fitting = [canvas for canvas, one in zip(canvases, scales, strict=True) if one == scale]
@@ -181,6 +183,43 @@ class PaddedTiles(CutTiles):
         if across < down:
             return Size(width, max(1, min(math.floor(size.height * across), height)))
         return Size(max(1, min(math.floor(size.width * down), width)), height)
+
+
+@dataclass(frozen=True, slots=True)
+class FilledTiles(PaddedTiles):
+    """As PaddedTiles, without an overview. `max_tiles` are computed of every image: empty ones
+    follow those that show it (Llama 3.2 Vision). transformers.models.mllama has the same rules:
+    get_optimal_tiled_canvas and get_image_size_fit_to_canvas."""
+
+    precision = np.float64
+
+    @property
+    def aspects(self) -> list[Layout]:
+        """All canvases, as the tower numbers them; transformers: supported_aspect_ratios."""
+        sides = range(1, self.max_tiles + 1)
+        return [(down, across) for down in sides for across in sides if down * across <= sides[-1]]
+
+    @property
+    def tile_tokens(self) -> int:
+        """The class token of a tile, and its patches."""
+        return 1 + self.side_patches**2
+
+    def plan(self, size: Size) -> ItemPlan:
+        rows, columns = self.layout(size)
+        return ItemPlan(
+            grid_thw=(1, rows * self.side_patches, columns * self.side_patches),
+            patches=self.max_tiles * self.side_patches**2,
+            tokens=rows * columns * self.tile_tokens,
+            path_tokens=(self.max_tiles * self.tile_tokens,),
+        )
+
+    def token_range(self) -> tuple[int, int]:
+        """The largest budget holds MOST_ITEMS_A_BUDGET images, which are of one size."""
+        computed = self.max_tiles * self.tile_tokens
+        return computed, MOST_ITEMS_A_BUDGET * computed
+
+    def defaults(self) -> Defaults:
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

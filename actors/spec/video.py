@@ -23,9 +23,11 @@ from actors.spec.sizing import (
     Defaults,
     Largest,
     at_least,
+    canvas,
     check_aspect,
     longest_side,
     pixels_of,
+    shown,
     smart_resize,
 )
 from actors.spec.tiles import windows
@@ -189,17 +191,21 @@ class TotalPixels(PixelRange):
     min_frame_pixels: int = 0  # as asked for: of each frame, within the range of all
     max_frame_pixels: int = 0  # 0: only the range of all
 
-    def resized(self, size: Size, frames: int) -> Size:
-        """transformers: Qwen3VLVideoProcessor.resize, Glm4vVideoProcessor.resize."""
+    def limits(self, frames: int) -> tuple[int, int]:
+        """The fewest and the most pixels of so many frames together."""
         factor, most = self.patch_size * self.merge_size, self.max_pixels
         if self.most_frame_tokens:
             each = min(self.most_frame_tokens * factor**2, most // frames)
             most = max(each, int(self.min_pixels * 1.05)) * frames
         if self.max_frame_pixels:
             most = min(most, self.max_frame_pixels * frames)
-        smallest = min(max(self.min_pixels, self.min_frame_pixels * frames), most)
+        return min(max(self.min_pixels, self.min_frame_pixels * frames), most), most
+
+    def resized(self, size: Size, frames: int) -> Size:
+        """transformers: Qwen3VLVideoProcessor.resize, Glm4vVideoProcessor.resize."""
+        factor = self.patch_size * self.merge_size
         enlarged = at_least(size, factor)
-        return smart_resize(enlarged, factor, smallest, most, frames, self.group)
+        return smart_resize(enlarged, factor, *self.limits(frames), frames, self.group)
 
     def defaults(self) -> Defaults:
         pixels = {"min_pixels": self.min_frame_pixels, "max_pixels": self.max_frame_pixels}
@@ -253,6 +259,21 @@ class TargetPatches(VideoSizing):
 
     def longest_side_patches(self) -> int:
         return math.ceil(math.sqrt(self.patches * MAX_ASPECT)) + self.merge_size
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasPixels(TotalPixels):
+    """As TotalPixels, but shows frames on a canvas, as CanvasSizing (GLM-5-next)."""
+
+    def resized(self, size: Size, frames: int) -> Size:
+        """The canvas."""
+        factor = self.patch_size * self.merge_size
+        return canvas(size, factor, *self.limits(frames), frames, self.group)
+
+    def shown(self, size: Size, frames: int) -> Size:
+        """transformers: Glm5NextVideoProcessor.resize, without its padding."""
+        smallest, _ = self.limits(frames)
+        return shown(size, self.resized(size, frames), smallest, frames)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,11 @@ class CropSizing:
             return Size(side, max(1, round(size.height / size.width * side)))
         return Size(max(1, round(size.width / size.height * side)), side)
 
+    def corner(self, size: Size) -> tuple[int, int]:
+        """Left and upper edge of the image in the view of the whole (PIL.ImageOps.pad)."""
+        whole, side = self.whole(size), self.image_pixels
+        return round((side - whole.width) * 0.5), round((side - whole.height) * 0.5)
+
     def plan(self, size: Size) -> ItemPlan:
         """`grid_thw` is the canvas of the crops; without crops, the view of the whole."""
         layout = self.layout(size)
@@ -117,6 +122,40 @@ class CropSizing:
 
     def asked(self, kwargs: ProcessorKwargs) -> Self:
         return replace(self, crops=self.crops.asked(kwargs))
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCrops(CropSizing):
+    """As CropSizing, without newlines (DeepSeek-OCR 2)."""
+
+    @property
+    def view_tokens(self) -> tuple[int, int]:
+        return self.image_side**2, self.crops.tile_tokens
+
+    def layout(self, size: Size) -> Layout | None:
+        """As CropSizing, but where no more than one crop is allowed, that is the whole image."""
+        if max(size.width, size.height) <= self.crops.tile_pixels:
+            return None
+        return self.crops.layout(size)
+
+    def whole(self, size: Size) -> Size:
+        """transformers: DeepseekOcr2ImageProcessor, as `corner`."""
+        scale = self.image_pixels / max(size.width, size.height)
+        return Size(max(1, round(size.width * scale)), max(1, round(size.height * scale)))
+
+    def corner(self, size: Size) -> tuple[int, int]:
+        whole, side = self.whole(size), self.image_pixels
+        return (side - whole.width) // 2, (side - whole.height) // 2
+
+    def rows(self, layout: Layout | None) -> int:
+        """Rows of the embedding: crops, the whole image and the separator."""
+        rows, columns = layout or (0, 0)
+        image_tokens, crop_tokens = self.view_tokens
+        return rows * columns * crop_tokens + image_tokens + 1
+
+    def token_range(self) -> tuple[int, int]:
+        """An image without crops, and the most crops."""
+        return self.rows(None), self.rows((self.crops.max_tiles, 1))
 
 
 @dataclass(frozen=True, slots=True)

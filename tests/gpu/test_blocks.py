@@ -18,7 +18,7 @@ from actors.models.layers.fast import FastBlocks  # noqa: E402
 
 
 def random_blocks(layers: int, width: int, inner: int, style: Style) -> list[BlockWeights]:
-    gates = 2 if style.activation == "swiglu" else 1
+    gates = 2 if style.activation.startswith("swiglu") else 1
 
     def linear(rows: int, columns: int) -> Affine:
         return Affine(torch.randn(rows, columns) / columns**0.5, torch.randn(rows) / 10)
@@ -67,6 +67,7 @@ STYLES = [
     Style(16, "gelu_tanh"),
     Style(16, "gelu"),
     Style(16, "swiglu", norm="rms", windowed=frozenset({0, 2})),
+    Style(16, "swiglu_10", norm="rms"),
 ]
 
 

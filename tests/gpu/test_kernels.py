@@ -61,7 +61,7 @@ def test_rows_in_fp8(rows: int, width: int) -> None:
 
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_activations_in_fp8(activation: Activation) -> None:
-    x = torch.randn(301, 2 * 3456, dtype=torch.bfloat16)
+    x = 8 * torch.randn(301, 2 * 3456, dtype=torch.bfloat16)
     expected = fp8.quantised(ACTIVATIONS[activation](x.float()))
     assert difference(quantised(x, activation).float(), expected.float()) < 1e-2
 
@@ -96,10 +96,11 @@ def test_shifted_in_place_or_not() -> None:
     assert torch.equal(x, expected)
 
 
-def test_swiglu() -> None:
-    x = torch.randn(301, 2 * 3420, dtype=torch.bfloat16)
-    gate, up = x.float().chunk(2, -1)
-    assert difference(swiglu(x), F.silu(gate) * up) < 4e-3
+@pytest.mark.parametrize("clamped", [False, True])
+def test_swiglu(*, clamped: bool) -> None:
+    x = 8 * torch.randn(301, 2 * 3420, dtype=torch.bfloat16)
+    expected = ACTIVATIONS["swiglu_10" if clamped else "swiglu"](x.float())
+    assert difference(swiglu(x, clamped=clamped), expected) < 4e-3
 
 
 def test_a_gemm_among_the_columns_of_wider_rows() -> None:

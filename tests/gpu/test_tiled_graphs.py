@@ -27,7 +27,7 @@ from tests.unit.spec.test_tile_spec import changed
 pytestmark = pytest.mark.gpu
 
 PRESETS = (
-    *("internvl3-8b", "internvl3-78b", "llama4-scout", "gemma3-4b"),
+    *("internvl3-8b", "internvl3-78b", "llama4-scout", "llama32-vision-11b", "gemma3-4b"),
     *("siglip-so400m", "clip-vit-l-336", "llava15-7b", "llava-onevision-7b", "paligemma2-3b"),
     *("llava-next-7b", "janus-pro-1b", "aya-vision-8b", "command-a-vision", "smolvlm2-2b"),
     *("dinov2-base", "llava-next-video-7b", "granite-vision-4.1-4b", "molmo2-4b"),
@@ -129,7 +129,7 @@ def worst_error(model: ModelSpec, device: Device, most: int = MOST_TOKENS, packs
     sizing = tower.sizing
     smallest, largest = sizing.token_range()
     first = max(smallest, *sizing.plan(SMALLEST).path_tokens)
-    wanted = (first, 4 * first, most // smallest * smallest)
+    wanted = (first, 4 * first, max(smallest, most // smallest * smallest))
     budgets = sorted({min(budget, MOST_ITEMS_A_BUDGET * largest) for budget in wanted})
     limits = capacity(GraphOptions(token_budgets=tuple(budgets)), (smallest, largest), 0)
     (graphs,) = capture(tower, limits, device, EncoderMetrics()).values()

@@ -14,7 +14,7 @@ from actors.engine.budgets import Capacity, Segments, model_capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet, capture
-from actors.families.deepseek_ocr.tower import DeepseekOcrTower
+from actors.families.deepseek_ocr.tower import OcrTower
 from actors.options import GraphOptions
 from actors.spec.model_spec import ModelSpec
 from actors.telemetry.metrics import EncoderMetrics
@@ -25,14 +25,15 @@ from tests.gpu.towers import cuda, finished, relative_error, shallow, towers
 pytestmark = pytest.mark.gpu
 
 
-Pair = tuple[DeepseekOcrTower, DeepseekOcrTower]
+PRESETS = ("deepseek-ocr", "deepseek-ocr2")
+Pair = tuple[OcrTower, OcrTower]
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Pair, Device]]:
+@pytest.fixture(scope="module", params=PRESETS)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Pair, Device]]:
     """The towers of `ocr`, for all tests here."""
     device = cuda()
-    yield ocr(shallow("deepseek-ocr"), device), device
+    yield ocr(shallow(request.param), device), device
     torch.cuda.empty_cache()
 
 
@@ -47,12 +48,12 @@ def test_packs_through_the_engine_keep_their_rows(pair: tuple[Pair, Device]) -> 
 def ocr(model: ModelSpec, device: Device) -> Pair:
     """In bfloat16, and the same weights in float32."""
     tower, reference = towers(model, device)
-    assert isinstance(tower, DeepseekOcrTower)
-    assert isinstance(reference, DeepseekOcrTower)
+    assert isinstance(tower, OcrTower)
+    assert isinstance(reference, OcrTower)
     return tower, reference
 
 
-def limits_of(tower: DeepseekOcrTower, images: int) -> Capacity:
+def limits_of(tower: OcrTower, images: int) -> Capacity:
     """Budgets of one whole image and of so many; of one crop and of twice as many."""
     image, crop = tower.sizing.view_tokens
     options = GraphOptions(
@@ -101,7 +102,7 @@ def engine_error(pair: Pair, device: Device, images: int, count: int) -> float:
 
 
 def encode(
-    tower: DeepseekOcrTower,
+    tower: OcrTower,
     graphs: dict[str, GraphSet],
     budgets: tuple[int | None, ...],
     items: list[Item],
@@ -119,7 +120,7 @@ def encode(
         return finished(rows)
 
 
-def exact(reference: DeepseekOcrTower, items: list[Item], device: Device) -> Tensor:
+def exact(reference: OcrTower, items: list[Item], device: Device) -> Tensor:
     """Eagerly, in float32."""
     eager = {
         path: GraphSet(reference, path, (), Segments(0), device) for path in reference.spec.paths
@@ -127,7 +128,7 @@ def exact(reference: DeepseekOcrTower, items: list[Item], device: Device) -> Ten
     return encode(reference, eager, (None, None), items, device)
 
 
-def items_within(tower: DeepseekOcrTower, whole: int, crops: int) -> list[Item]:
+def items_within(tower: OcrTower, whole: int, crops: int) -> list[Item]:
     """Items of mixed sizes with random pixels that together fit both budgets, at least one."""
     random, found = Random(whole + crops), [item(tower, Size(8, 8), 0)]
     for seed in range(1, 20):
@@ -143,7 +144,7 @@ def size(random: Random) -> Size:
     return Size(random.randint(50, 2500), random.randint(50, 2500))
 
 
-def item(tower: DeepseekOcrTower, pixels: Size, seed: int) -> Item:
+def item(tower: OcrTower, pixels: Size, seed: int) -> Item:
     """Random pixels, with the crops that an image of this size has."""
     plan, width = tower.sizing.plan(pixels), 3 * tower.sizing.crops.patch_size**2
     values = np.random.default_rng(seed).integers(0, 256, (plan.patches, width), dtype=np.uint8)

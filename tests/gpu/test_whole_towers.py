@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 PRESETS = (
     *("qwen3vl-2b", "qwen3vl-8b", *test_packed_graphs.PRESETS),
     *test_tiled_graphs.PRESETS,
-    *("deepseek-ocr", *test_step_graphs.PRESETS),
+    *(*test_two_path_graphs.PRESETS, *test_step_graphs.PRESETS),
 )
 BOUND, BOUND_OF = 3e-2, {"glm41v-9b": 4e-2}
 """Relative. Seen of 23 to 36 layers: 0.9e-2 to 2.0e-2, of 45 and 47 1.6e-2 and 1.7e-2, of GLM's 24
@@ -62,7 +62,7 @@ def test_a_whole_tower_equals_the_reference(preset: str) -> None:
 
 def worst_error(model: ModelSpec, device: Device) -> float:
     """Relative, over two or three budgets of each path, in bfloat16 against float32."""
-    if model.family == "deepseek_ocr":
+    if model.id in test_two_path_graphs.PRESETS:
         pair = test_two_path_graphs.ocr(model, device)
         return test_two_path_graphs.worst_error(pair, device, 4)
     if len(model.paths) > 1:

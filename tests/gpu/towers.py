@@ -23,15 +23,23 @@ from actors.spec.model_spec import ModelSpec
 FEWER: dict[str, dict[str, Any]] = {
     "qwen2vl-7b": {"depth": 4},
     "qwen25vl-7b": {"depth": 4, "fullatt_block_indexes": [1, 3]},
+    "exaone45-33b": {"depth": 4, "fullatt_block_indexes": [1, 3]},
     "qwen35-27b": {"depth": 4},
     "glm41v-9b": {"depth": 4},
     "glm-ocr": {"depth": 4},
+    "glm53-flash": {"depth": 4},
+    "hunyuan-ocr": {"num_hidden_layers": 4},
+    "minimax-m3": {"num_hidden_layers": 4},
     "ernie45vl-28b": {"depth": 4},
     "kimivl-a3b": {"num_hidden_layers": 4},
     "kimik25": {"num_hidden_layers": 4},
     "internvl3-8b": {"num_hidden_layers": 4},
     "internvl3-78b": {"num_hidden_layers": 4},
     "llama4-scout": {"num_hidden_layers": 4},
+    "llama32-vision-11b": {
+        **{"num_hidden_layers": 4, "num_global_layers": 2},
+        **{"intermediate_layers_indices": [0, 2], "vision_output_dim": 3840},
+    },
     "gemma3-4b": {"num_hidden_layers": 4},
     "gemma4-31b": {"num_hidden_layers": 4},
     "siglip-so400m": {"used_layers": 4},
@@ -70,8 +78,9 @@ FEWER: dict[str, dict[str, Any]] = {
 FEWER_VIEWED: dict[str, dict[str, Any]] = {
     "clip-l-14-224": {"layers": 4},
     "sam_vit_b": {"layers": 4, "global_attn_indexes": [1, 3]},
+    "qwen2-0-5b": {"layers": 4},
 }
-"""The same of the two towers inside DeepSeek-OCR."""
+"""The same of the towers inside DeepSeek-OCR and DeepSeek-OCR 2."""
 
 
 def cuda() -> Device:
@@ -92,9 +101,9 @@ def shallow(preset: str) -> ModelSpec:
     """The same with few layers."""
     model = published(preset)
     fewer = FEWER.get(preset, {})
-    if preset == "deepseek-ocr":
+    if preset.startswith("deepseek-ocr"):
         sizes = model.vision["width"]
-        fewer = {"width": {name: sizes[name] | other for name, other in FEWER_VIEWED.items()}}
+        fewer = {"width": {name: sizes[name] | FEWER_VIEWED[name] for name in sizes}}
     return replace(model, vision={**model.vision, **fewer})
 
 

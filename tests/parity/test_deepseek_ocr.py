@@ -1,4 +1,7 @@
-"""DeepSeek-OCR against transformers' module of the same towers, and Pillow's views of an image."""
+"""DeepSeek-OCR against transformers' module of the same towers, and Pillow's views of an image.
+
+DeepSeek-OCR 2 against transformers' module and image processor.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
+from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
+    DeepseekOcr2ImageProcessorPil,
+)
 
 from actors.engine.budgets import Segments, two_path_capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet, capture
-from actors.families.deepseek_ocr.tower import DeepseekOcrTower
+from actors.families.deepseek_ocr.tower import OcrTower
+from actors.families.registry import read
 from actors.media.image import decode
 from actors.media.patchify import CropPatchifier, patchifier_of
 from actors.models.load import load
@@ -27,8 +34,8 @@ from actors.spec.sizing import PATHS
 from actors.spec.tiles import StretchedTiles
 from actors.spec.views import CropSizing
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import Item, ItemPlan, Size
-from tests.checkpoints_ocr import write_deepseek_ocr
+from actors.types import Item, ItemPlan, ProcessorKwargs, Size
+from tests.checkpoints_ocr import write_deepseek_ocr, write_deepseek_ocr2
 from tests.images import PHOTOGRAPHS, item_of, jpeg, opened, photograph
 from tests.parity.table import check
 from tests.patches import SPEC, patches_of
@@ -38,6 +45,14 @@ PACKS = {
     "page": [(400, 600)],
     "mixed": [(90, 70), (1000, 200), (192, 193), (640, 480), (30, 180), (500, 499)],
 }
+LARGER = [(300, 200), (800, 400)]
+"""For DeepSeek-OCR 2, whose views have one size only."""
+
+ONE, TWO = "deepseek_vl_v2", "deepseek_ocr2"
+CASES = [
+    *((ONE, pack, spare) for pack in PACKS.values() for spare in (None, 0, 1, 7)),
+    *((TWO, LARGER, spare) for spare in (None, 1)),
+]
 
 
 @dataclass(frozen=True)
@@ -45,25 +60,26 @@ class Pair:
     """The same weights in transformers' model and in our tower, float32 on the CPU."""
 
     model: Any
-    tower: DeepseekOcrTower
+    tower: OcrTower
     folder: Path
+    kind: str = ONE
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder = tmp_path_factory.mktemp("ocr")
-    model = write_deepseek_ocr(folder)
-    return Pair(model, loaded(folder, "float32"), folder)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = (write_deepseek_ocr if request.param == ONE else write_deepseek_ocr2)(folder)
+    return Pair(model, loaded(folder, "float32"), folder, request.param)
 
 
-def loaded(folder: Path, dtype: str) -> DeepseekOcrTower:
+def loaded(folder: Path, dtype: str) -> OcrTower:
     options = ModelOptions.model_validate({"id": str(folder), "dtype": dtype})
     tower = load(options, torch.device("cpu"))
-    assert isinstance(tower, DeepseekOcrTower)
+    assert isinstance(tower, OcrTower)
     return tower
 
 
-def item(tower: DeepseekOcrTower, size: tuple[int, int]) -> Item:
+def item(tower: OcrTower, size: tuple[int, int]) -> Item:
     """Random pixels, so that every patch differs."""
     plan = tower.sizing.plan(Size(*size))
     width = tower.inputs("local", 9, 1)["patches"][0][1]
@@ -71,42 +87,50 @@ def item(tower: DeepseekOcrTower, size: tuple[int, int]) -> Item:
     return Item(plan, random.integers(0, 256, (plan.patches, width), dtype=np.uint8))
 
 
-@pytest.mark.parametrize("spare", [None, 0, 1, 7], ids=["eager", "exact", "spare-1", "spare-7"])
-@pytest.mark.parametrize("sizes", PACKS.values(), ids=PACKS.keys())
+@pytest.mark.parametrize(("pair", "sizes", "spare"), CASES, indirect=["pair"])
 def test_equals_transformers(
     pair: Pair, sizes: Sequence[tuple[int, int]], spare: int | None
 ) -> None:
+    """`spare`: room for views that no item has; None: no room, eagerly."""
     items = [item(pair.tower, size) for size in sizes]
     ours = encode(pair.tower, items, spare)
     exact = theirs(pair, items)
     assert ours.shape == exact.shape == (sum(one.plan.tokens for one in items), 80)
     assert exact.abs().mean() > 0.1
-    check("deepseek_vl_v2", ours, exact)
+    check(pair.kind, ours, exact)
 
 
-def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
-    items = [item(pair.tower, (400, 600))]
+@pytest.mark.parametrize(
+    ("pair", "size"), [(ONE, (400, 600)), (TWO, (800, 400))], indirect=["pair"]
+)
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(
+    pair: Pair, size: tuple[int, int]
+) -> None:
+    items = [item(pair.tower, size)]
     exact = theirs(pair, items)
     ours = encode(loaded(pair.folder, "bfloat16"), items, None)
     rounded = theirs(replace(pair, model=deepcopy(pair.model).bfloat16()), items)
     assert (ours.float() - exact).norm() <= 1.1 * (rounded.float() - exact).norm()
 
 
-def test_photographs_through_the_engine(pair: Pair) -> None:
+@pytest.mark.parametrize(("pair", "budget"), [(ONE, 162), (TWO, 864)], indirect=["pair"])
+def test_photographs_through_the_engine(pair: Pair, budget: int) -> None:
     tower, device, metrics = pair.tower, Device(), EncoderMetrics()
-    limits = two_path_capacity(GraphOptions(token_budgets=(162,)), tower.sizing.view_tokens)
+    limits = two_path_capacity(GraphOptions(token_budgets=(budget,)), tower.sizing.view_tokens)
     engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
-    files = [*map(photograph, PHOTOGRAPHS), jpeg(180, 100)]
+    files = [jpeg(800, 700)]
+    if pair.kind == ONE:
+        files = [*map(photograph, PHOTOGRAPHS), jpeg(180, 100)]
     items = [item_of(patchifier_of(tower.spec), decode(file)) for file in files]
     answers = [engine.submit(one) for one in items]
     for one, answer in zip(items, answers, strict=True):
         encoded = answer.result(60)
         assert encoded.source == "graph"
-        check("deepseek_vl_v2", encoded.rows, theirs(pair, [one]))
+        check(pair.kind, encoded.rows, theirs(pair, [one]))
     engine.close()
 
 
-def encode(tower: DeepseekOcrTower, items: Sequence[Item], spare: int | None) -> Tensor:
+def encode(tower: OcrTower, items: Sequence[Item], spare: int | None) -> Tensor:
     """With room for `spare` more views on each path, whose pixels are random; None: eagerly."""
     plans, outputs = [one.plan for one in items], []
     for index, path in enumerate(PATHS):
@@ -127,18 +151,21 @@ def theirs(pair: Pair, items: Sequence[Item]) -> Tensor:
     """Rows of all items."""
     whole = torch.cat([pixels(pair.tower, one, 0) for one in items])
     crops = torch.cat([pixels(pair.tower, one, 1) for one in items])
-    counts = [one.plan.path_tokens[1] // 9 for one in items]
-    grids = [layout(pair.tower.sizing, one.plan) for one in items]
+    crop_tokens = pair.tower.sizing.view_tokens[1]
+    counts = [one.plan.path_tokens[1] // crop_tokens for one in items]
+    grids = [layout(pair.tower.sizing, one.plan) for one in items] if pair.kind == ONE else None
     dtype = next(pair.model.parameters()).dtype
     features = pair.model.get_image_features(
-        whole.to(dtype), crops.to(dtype) if sum(counts) else None, counts, grids, return_dict=True
+        *(whole.to(dtype), crops.to(dtype) if sum(counts) else None, counts),
+        *([grids] if grids else []),
+        return_dict=True,
     )
     return torch.cat(features.pooler_output)
 
 
-def pixels(tower: DeepseekOcrTower, one: Item, path: int) -> Tensor:
+def pixels(tower: OcrTower, one: Item, path: int) -> Tensor:
     """A path's patches of an item as normalised pixels: float32 [views, 3, side, side]."""
-    side = tower.tables[PATHS[path]].side
+    side = tower.sizing.side_patches[path]
     patches = torch.as_tensor(one.patches[one.plan.rows(path)]).view(-1, side, side, 3, 16, 16)
     return patches.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3) / 127.5 - 1
 
@@ -172,6 +199,30 @@ def test_views_are_those_of_pillow(size: tuple[int, int]) -> None:
     difference = np.abs(ours.numpy().astype(np.int64) - exact.astype(np.int64))
     assert difference.mean() < 0.05
     assert difference.max() <= 3
+
+
+@pytest.mark.parametrize("most", [None, 1, 4])
+@pytest.mark.parametrize(
+    "size", [(600, 400), (1920, 1080), (333, 1101), (768, 768), (769, 90), (5, 3000)]
+)
+def test_views_of_deepseek_ocr_2(size: tuple[int, int], most: int | None) -> None:
+    """transformers' own image processor, whatever `max_patches` a request says."""
+    image = opened().resize(size)
+    model = read(ModelOptions(id="deepseek-ocr2", load_format="dummy"))
+    model = model.asked("image", ProcessorKwargs(max_patches=most))
+    said = {"max_patches": most} if most else {}
+    processor = DeepseekOcr2ImageProcessorPil(do_normalize=False)
+    theirs = processor(image, return_tensors="np", **said)
+    views = [*theirs["pixel_values"], *theirs.get("pixel_values_local", ())]
+    exact = np.concatenate([patches((view * 255).round().transpose(1, 2, 0)) for view in views])
+    plan, ours = patchifier_of(model).patchify(torch.from_numpy(np.array(image)).permute(2, 0, 1))
+    assert plan.patches == len(ours) == len(exact)
+    assert plan.path_patches[1] == theirs["num_local_patches"][0] * 48**2
+    assert plan.tokens == 256 + 144 * theirs["num_local_patches"][0] + 1
+    assert plan.tokens <= model.sizing.token_range()[1]
+    difference = np.abs(ours.numpy().astype(np.int64) - exact.astype(np.int64))
+    assert difference.mean() < 0.2
+    assert difference.max() <= 16
 
 
 def patches(view: Any) -> Any:

@@ -19,19 +19,25 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from actors.errors import TooLarge
+from actors.families.registry import read
 from actors.media.image import decode
 from actors.media.patchify import patchifier_of
+from actors.options import ModelOptions
 from actors.spec.sizing import (
+    CanvasSizing,
     EnlargingSizing,
     FittedSizing,
     RoundingSizing,
     ShrinkingSizing,
     smart_resize,
 )
-from actors.types import Size
+from actors.types import Clip, Size
+from tests import llama4
 from tests.checkpoints import processor
+from tests.images import opened
 from tests.parity.conftest import Pair
 from tests.parity.test_tower import as_published, encode, rows_of
+from tests.videos import patchify_video
 
 PHOTOGRAPHS = ["astronaut.png", "coffee.png", "chelsea.png", "rocket.jpg"]
 
@@ -48,15 +54,15 @@ def photograph(name: str) -> bytes:
     width=st.integers(1, 20_000),
     height=st.integers(1, 20_000),
     factor=st.sampled_from([28, 32]),
-    limits=st.sampled_from([(65536, 16777216), (3136, 12845056), (4096, 1048576)]),
+    limits=st.sampled_from([(65536, 16777216), (3136, 12845056), (3136, 451584)]),
+    family=st.sampled_from(["qwen2_vl", "minimax_m3_vl"]),
 )
 def test_sizes_are_as_smart_resize_gives_them(
-    width: int, height: int, factor: int, limits: tuple[int, int]
+    width: int, height: int, factor: int, limits: tuple[int, int], family: str
 ) -> None:
-    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as theirs
-
+    theirs = llama4.functions(family)["smart_resize"]
     try:
-        rows, columns = theirs.smart_resize(height, width, factor, *limits)
+        rows, columns = theirs(height, width, factor, *limits)
     except ValueError:
         with pytest.raises(TooLarge):
             smart_resize(Size(width, height), factor, *limits)
@@ -77,6 +83,51 @@ def test_sizes_are_as_glm_gives_them(width: int, height: int) -> None:
             sizing.resized(Size(width, height))
     else:
         assert sizing.resized(Size(width, height)) == Size(columns, rows)
+
+
+@given(
+    width=st.integers(1, 20_000),
+    height=st.integers(1, 20_000),
+    limits=st.sampled_from([(16, 8000), (1, 1), (300, 400)]),
+)
+def test_canvases_are_as_glm5_next_gives_them(
+    width: int, height: int, limits: tuple[int, int]
+) -> None:
+    from transformers.models.glm5_next import image_processing_pil_glm5_next as theirs
+
+    sizing = CanvasSizing(14, 2, limits[0] * 28**2, limits[1] * 28**2)
+    if max(width, height) > 200 * min(width, height):
+        with pytest.raises(TooLarge):
+            sizing.resized(Size(width, height))
+        return
+    rows, columns = theirs.smart_resize(2, height, width, 2, 28, *limits)
+    assert sizing.resized(Size(width, height)) == Size(columns, rows)
+    assert max(rows, columns) // 14 <= sizing.longest_side_patches()
+    assert sizing.plan(Size(width, height)).tokens <= sizing.token_range()[1]
+
+
+@pytest.mark.parametrize(
+    "size", [(2000, 300), (97, 640), (20, 31), (3, 500), (640, 480), (5000, 4000), (100, 112)]
+)
+def test_images_on_a_canvas(size: tuple[int, int]) -> None:
+    """Where the picture ends, and what it shows. So do frames."""
+    from transformers.models.glm5_next import image_processing_pil_glm5_next as theirs
+
+    model, image = read(ModelOptions(id="glm53-flash", load_format="dummy")), opened().resize(size)
+    expected = theirs.Glm5NextImageProcessorPil(do_normalize=False)(image, return_tensors="np")
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    plan, patches = patchifier_of(model).patchify(pixels)
+    assert expected["image_grid_thw"].tolist() == [list(plan.grid_thw)]
+    values = expected["pixel_values"].reshape(plan.patches, 3, 2, 14**2)[:, :, 0]
+    difference = np.abs((values * 255).round().reshape(patches.shape) - patches.numpy())
+    assert difference.mean() < 0.2
+    assert difference.max() <= 16
+    if plan.tokens < 7000:  # the limit of an image is not that of a video
+        item = patchify_video(model, Clip(Size(*size), 2, 1, chosen=True), [pixels] * 2)
+        assert item.plan.grid_thw == plan.grid_thw
+        assert np.array_equal(item.patches, patches)
+        assert item.later is not None
+        assert np.array_equal(item.later, patches)
 
 
 @given(width=st.integers(1, 20_000), height=st.integers(1, 20_000))

@@ -41,18 +41,27 @@ def asked(preset: str, kind: Kind = "image", **kwargs: Any) -> ModelSpec:
 def processor(preset: str) -> tuple[Any, int]:
     """transformers' own, and how often it counts the pixels of an image."""
     from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+    from transformers.models.glm5_next.image_processing_pil_glm5_next import (
+        Glm5NextImageProcessorPil,
+    )
     from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
         PaddleOCRVLImageProcessorPil,
     )
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    classes = {"glm41v-9b": Glm4vImageProcessorPil, "paddleocr-vl": PaddleOCRVLImageProcessorPil}
+    classes = {
+        "glm41v-9b": Glm4vImageProcessorPil,
+        "glm53-flash": Glm5NextImageProcessorPil,
+        "paddleocr-vl": PaddleOCRVLImageProcessorPil,
+    }
     sides = {"patch_size": 16} if preset.startswith("qwen3") else {}
     made = classes.get(preset, Qwen2VLImageProcessorPil)(do_normalize=False, **sides)
-    return made, 2 if preset == "glm41v-9b" else 1
+    return made, 2 if preset.startswith("glm") else 1
 
 
-@pytest.mark.parametrize("preset", ["qwen2vl-7b", "qwen3vl-8b", "glm41v-9b", "paddleocr-vl"])
+@pytest.mark.parametrize(
+    "preset", ["qwen2vl-7b", "qwen3vl-8b", "glm41v-9b", "glm53-flash", "paddleocr-vl"]
+)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("limits", [(3136, 50176), (401408, 501760)], ids=str)
 def test_pixels_of_images(preset: str, size: tuple[int, int], limits: tuple[int, int]) -> None:
@@ -60,7 +69,11 @@ def test_pixels_of_images(preset: str, size: tuple[int, int], limits: tuple[int,
     edges = dict(
         zip(("shortest_edge", "longest_edge"), (times * one for one in limits), strict=True)
     )
-    expected = theirs(image, size=edges, return_tensors="np")
+    given: dict[str, Any] = {"size": edges}
+    if preset == "glm53-flash":
+        tokens = [one // 28**2 for one in limits]
+        given = dict(zip(("min_image_tokens", "max_image_tokens"), tokens, strict=True))
+    expected = theirs(image, **given, return_tensors="np")
     if times == 1:
         words = {"min_pixels": limits[0], "max_pixels": limits[1]}
         with pytest.warns(FutureWarning, match="deprecated"):

@@ -59,6 +59,22 @@ def glm(size: Size) -> int:
     return int(prod(module.smart_resize(2, size.height, size.width, **limits))) // 28**2
 
 
+def glm5_next(size: Size) -> int:
+    """Tokens as transformers' image processor of GLM-5.3-Flash counts patches."""
+    module = import_module("transformers.models.glm5_next.image_processing_pil_glm5_next")
+    processor = module.Glm5NextImageProcessorPil()
+    patches: int = processor.get_number_of_image_patches(size.height, size.width)
+    return patches // 4
+
+
+def hunyuan(size: Size) -> int:
+    """Tokens as transformers' processor of Hunyuan-VL counts placeholders, as it is published."""
+    module = import_module("transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl")
+    processor = module.HunYuanVLImageProcessorPil(min_pixels=262144, max_pixels=4194304)
+    rows, columns = processor.get_number_of_image_patches(size.height, size.width)
+    return int(rows // 2 * (columns // 2 + 1) + 2)
+
+
 def gemma4(size: Size) -> int:
     """Tokens as transformers' image processor of Gemma 4 resizes."""
     module = import_module("transformers.models.gemma4.image_processing_pil_gemma4")
@@ -151,6 +167,13 @@ def llama_4(size: Size) -> int:
     return 144 * (tiles + 1 if tiles > 1 else 1)
 
 
+def mllama(size: Size) -> int:
+    """Rows of the tiles that transformers' image processor of Llama 3.2 Vision cuts."""
+    module = import_module("transformers.models.mllama.image_processing_pil_mllama")
+    sides = module.get_optimal_tiled_canvas(size.height, size.width, 4, 560)
+    return 1601 * int(prod(sides)) // 560**2
+
+
 def llava_next(size: Size) -> int:
     """Tokens as transformers' processor of LLaVA-NeXT counts placeholders."""
     given = {"patch_size": 14, "num_additional_image_tokens": 1}
@@ -228,6 +251,15 @@ def deepseek(size: Size) -> int:
     return 273 + 10 * rows * (10 * columns + 1)
 
 
+def deepseek2(size: Size) -> int:
+    """Tokens as transformers' image processor of DeepSeek-OCR 2 cuts crops."""
+    module = import_module("transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2")
+    if max(size.width, size.height) <= 768:
+        return 257
+    sides = module.get_optimal_tiled_canvas((size.height, size.width), (768, 768), 2, 6)
+    return 257 + 144 * int(prod(sides))
+
+
 def step3(size: Size) -> int:
     """Tokens as transformers' image processor of Step-3.7 plans crops."""
     return 169 + 81 * prod(Processor(728, 504, 3024).plan(size.width, size.height))
@@ -250,8 +282,12 @@ PUBLISHED = [
     Published("qwen35-27b", "Qwen3.5 and MoE", 461, qwen(32, 65536, 16777216)),
     Published("qwen2vl-7b", "Qwen2-VL", 676, qwen(28, 3136, 12845056)),
     Published("qwen25vl-7b", "Qwen2.5-VL", 677, qwen(28, 3136, 12845056)),
+    Published("exaone45-33b", "EXAONE 4.5", 1286, qwen(28, 3136, 1003520)),
     Published("glm41v-9b", "GLM-4.1V, 4.5V, 4.6V", 892, glm),
     Published("glm-ocr", "GLM-OCR", 434, glm),
+    Published("glm53-flash", "GLM-5.3-Flash", 564, glm5_next),
+    Published("hunyuan-ocr", "HunyuanOCR, Hunyuan-VL", 457, hunyuan),
+    Published("minimax-m3", "MiniMax-M3", 866, qwen(28, 3136, 451584)),
     Published("ernie45vl-28b", "ERNIE-4.5-VL", 775, qwen(28, 3136, 4816896)),
     Published("kimivl-a3b", "Kimi-VL", 448, kimi),
     Published("kimik25", "Kimi-K2.5", 471, kimi_k25),
@@ -264,7 +300,9 @@ PUBLISHED = [
     Published("lfm25vl-1.6b", "LFM2-VL, LFM2.5-VL", 426, lfm2_vl),
     Published("internvl3-8b", "InternVL 2, 2.5, 3, 3.5", 332, got_ocr2(448, 256)),
     Published("internvl3-78b", "InternVL 2, 2.5, 3, 3.5", 5709, got_ocr2(448, 256)),
+    Published("internvl3-8b", "Qianfan-OCR", 332, got_ocr2(448, 256)),
     Published("llama4-scout", "Llama 4", 872, llama_4),
+    Published("llama32-vision-11b", "Llama 3.2 Vision", 895, mllama),
     Published("gemma3-4b", "Gemma 3", 420, lambda size: 256),
     Published("gemma4-31b", "Gemma 4", 576, gemma4),
     Published("siglip-so400m", "SigLIP", 413, lambda size: 27**2),
@@ -289,6 +327,7 @@ PUBLISHED = [
     Published("ovis2-2b", "Ovis 2", 679, ovis2),
     Published("smolvlm2-2b", "Idefics3, SmolVLM 1, 2", 434, idefics3),
     Published("deepseek-ocr", "DeepSeek-OCR", 401, deepseek),
+    Published("deepseek-ocr2", "DeepSeek-OCR 2", 454, deepseek2),
     Published("step3vl-10b", "Step3-VL-10B, Step-3.7", 1981, step3),
     Published("step3-321b", "Step3 (321B)", 4675, step3),
 ]
@@ -313,7 +352,9 @@ def test_every_preset_is_small_and_full_size_in_some_test() -> None:
     """Qwen3-VL and DeepSeek-OCR have tiny presets, and their own way to fewer layers."""
     full = {name for name in preset_names() if not name.endswith("-tiny")}
     assert full == set(test_whole_towers.PRESETS)
-    assert full - set(SMALL) == full - set(FEWER) == {"qwen3vl-2b", "qwen3vl-8b", "deepseek-ocr"}
+    ours = {"qwen3vl-2b", "qwen3vl-8b", "deepseek-ocr"}
+    assert full - set(SMALL) == ours
+    assert full - set(FEWER) == ours | {"deepseek-ocr2"}
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.preset)

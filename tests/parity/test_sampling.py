@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -22,9 +23,19 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from actors.errors import TooLarge
-from actors.spec.sampling import Evenly, Middles, Paced, Sampling, Spread, Strided, Thinning, Timed
+from actors.spec.sampling import (
+    Evenly,
+    Middles,
+    Paced,
+    Sampling,
+    Spread,
+    Strided,
+    Thinned,
+    Thinning,
+    Timed,
+)
 from actors.spec.sizing import ShrinkingSizing
-from actors.spec.video import FramePixels, MeanTimes, PooledGroups, TotalPixels
+from actors.spec.video import CanvasPixels, FramePixels, MeanTimes, PooledGroups, TotalPixels
 from actors.types import Clip, Size
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -35,6 +46,7 @@ FAMILIES: dict[str, tuple[Sampling, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (Strided(2, 4, 768, 2), QWEN | {"fps": None}, {"fps": 2}),
     "glm4v": (Timed(2, 300), {"fps": 2, "max_duration": 300}, {}),
     "glm46v": (Thinning(2), {"temporal_patch_size": 2}, {}),
+    "glm5_next": (Thinned(2, 2048), {"fps": 2, "max_duration": 0, "max_frames": 2048}, {}),
     "internvl": (Middles(8), {"num_frames": None, "initial_shift": True}, {"num_frames": 8}),
 }
 """Ours; the processor's attributes; what it is called with."""
@@ -136,6 +148,27 @@ def test_each_frame_has_its_pixels(size: tuple[int, int], frames: int, capped: b
     )
     assert video.resized(Size(*size), frames) == Size(width, height)
     assert max(height, width) // 14 <= video.longest_side_patches()
+
+
+@pytest.mark.parametrize("size", [*SIZES, (20, 30), (1, 9), (56, 56)])
+@pytest.mark.parametrize("frames", [2, 3, 5, 64, 768])
+@pytest.mark.parametrize("limits", [(16, 240000), (16, 3000), (900, 3000)])
+def test_frames_on_a_canvas(size: tuple[int, int], frames: int, limits: tuple[int, int]) -> None:
+    backend, pad = MagicMock(), MagicMock()
+    smart = function("glm5_next", "smart_resize")
+    theirs = function("glm5_next", "resize")
+    given = {"TorchvisionBackend": backend, "tvF": pad, "smart_resize": smart, "SizeDict": Size}
+    theirs.__globals__.update(given)
+    video = torch.empty(1, frames, 3, size[1], size[0], device="meta")
+    theirs(None, video, None, 28, 2, *limits)
+    resized = backend.resize.call_args
+    ours = CanvasPixels(Thinned(2, 2048), 14, 2, 2, *(2 * 28**2 * tokens for tokens in limits))
+    shown, canvas = ours.shown(Size(*size), frames), ours.resized(Size(*size), frames)
+    assert shown == (resized.args[2] if resized else Size(*size))
+    assert pad.pad.call_args.args[1] == [
+        *(0, 0, canvas.width - shown.width, canvas.height - shown.height)
+    ]
+    assert max(canvas.width, canvas.height) // 14 <= ours.longest_side_patches()
 
 
 @pytest.mark.parametrize("frames", [4, 7, 50])

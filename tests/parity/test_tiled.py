@@ -106,6 +106,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Tensor], Tens
     "internvl-6B": (lambda folder: write_internvl(folder, "6B"), internvl),
     "internvl_chat-300M": (lambda folder: write_internvl_chat(folder, "300M"), internvl),
     "internvl_chat-6B": (lambda folder: write_internvl_chat(folder, "6B"), internvl),
+    "qianfan": (lambda folder: write_internvl(folder, "300M", "QianfanOCR"), internvl),
     "llama4": (write_llama4, llama4),
     "gemma3": (write_gemma3, internvl),
     "siglip": (write_siglip, hidden),

@@ -98,9 +98,11 @@ def cut(pair: Pair, clip: Clip) -> tuple[Item, Tensor]:
     assert isinstance(tower, PackedTower)
     assert video
     grid, patch = video.plan(clip).grid_thw, tower.sizing.patch_size
+    clip = replace(clip, size=Size(grid[2] * patch, grid[1] * patch))  # of whole blocks already
+    assert video.plan(clip).grid_thw == grid
     generator = torch.Generator().manual_seed(clip.frames)
     frames = torch.randint(
-        *(0, 256, (len(video.indices(clip)), 3, grid[1] * patch, grid[2] * patch)),
+        *(0, 256, (len(video.indices(clip)), 3, clip.size.height, clip.size.width)),
         generator=generator,
         dtype=torch.uint8,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from actors.families.deepseek_ocr2.spec import published
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import HALVES, ModelSource, only
 from actors.spec.sizing import PATHS
@@ -10,12 +11,14 @@ from actors.spec.views import CropSizing
 
 
 def deepseek_ocr(source: ModelSource) -> ModelSpec:
-    """Its `model_type` has other towers, too, which are refused.
+    """Its `model_type` has other towers, too: that of DeepSeek-OCR 2, and some that are refused.
 
     `tile_size`, `min_patches` and `max_patches` of the processor are named as transformers names
     them for unlimited_ocr. Defaults are those of the model's own code: 2 to 9 crops of 640 pixels.
     """
     vision, projector = source.vision, source.config["projector_config"]
+    if vision.get("model_name") == "deepencoderv2":
+        return published(source)
     only(vision, {"model_name": "deeplip_b_l"}, "vision_config")
     only(projector, {"projector_type": "linear"}, "projector_config")
     processor = HALVES | (source.files.read_json("processor_config.json") or {})
@@ -37,5 +40,3 @@ def deepseek_ocr(source: ModelSource) -> ModelSpec:
 
 MODEL_TYPES = {"deepseek_vl_v2": deepseek_ocr, "DeepseekOCR": deepseek_ocr}
 """The latter as re-saved by transformers."""
-
-REFUSED = {"deepseek_ocr2": "its second encoder is a language model with learned queries"}

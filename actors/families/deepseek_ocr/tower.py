@@ -16,7 +16,7 @@ from torch import Tensor
 
 from actors.families.deepseek_ocr import sam
 from actors.kernels.attention import Attention, SegmentAttention, Values
-from actors.models.layers.block import Affine, Blocks, BlocksForm, Style, layer_norm
+from actors.models.layers.block import Blocks, BlocksForm, Style, layer_norm
 from actors.models.layers.patches import centred, resized_table
 from actors.models.layers.weights import (
     CLIP_NAMES,
@@ -29,7 +29,7 @@ from actors.models.layers.weights import (
     table_side,
 )
 from actors.models.tiled import ViewTower
-from actors.models.tower import Family
+from actors.models.tower import Family, chosen
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import PATHS
 from actors.spec.tiles import Layout
@@ -54,34 +54,37 @@ NEWLINE = -1  # marks a newline in an order of rows
 
 def family(spec: ModelSpec) -> Family[Weights]:
     # CLIP's head size: SAM has its own attention.
-    head_size = OcrSizes.of(spec).clip.head_size
+    head_size = clip_dimensions(spec).head_size
     return Family(
         PREFIXES, expected(spec), head_size, lambda spec, weights: weights, DeepseekOcrTower, UNUSED
     )
 
 
 @dataclass(frozen=True, slots=True)
-class OcrSizes:
+class SamSizes:
     sam: Dimensions
-    clip: Dimensions
     whole_view: frozenset[int]  # SAM's layers without windows
     halving: tuple[int, int]  # channels after each of the convolutions that end SAM
-    clip_side: int  # of CLIP's table of positions
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> OcrSizes:
-        towers = spec.vision["width"]
-        sam, clip = towers["sam_vit_b"], towers["clip-l-14-224"]
+    def of(cls, spec: ModelSpec) -> SamSizes:
+        sam = spec.vision["width"]["sam_vit_b"]
         first, second = sam["downsample_channels"]
-        if second != clip["width"]:
-            raise ValueError(f"downsample_channels {second}: CLIP's width is {clip['width']}")
-        return cls(
-            sam=dimensions(spec, sam),
-            clip=dimensions(spec, clip),
-            whole_view=frozenset(sam["global_attn_indexes"]),
-            halving=(int(first), int(second)),
-            clip_side=clip["image_size"] // clip["patch_size"],
-        )
+        whole_view = frozenset(sam["global_attn_indexes"])
+        return cls(dimensions(spec, sam), whole_view, (int(first), int(second)))
+
+
+def clip_dimensions(spec: ModelSpec) -> Dimensions:
+    clip, (_, channels) = spec.vision["width"]["clip-l-14-224"], SamSizes.of(spec).halving
+    if channels != clip["width"]:
+        raise ValueError(f"downsample_channels {channels}: CLIP's width is {clip['width']}")
+    return dimensions(spec, clip)
+
+
+def clip_side(spec: ModelSpec) -> int:
+    """Of CLIP's table of positions."""
+    clip = spec.vision["width"]["clip-l-14-224"]
+    return int(clip["image_size"] // clip["patch_size"])
 
 
 def dimensions(spec: ModelSpec, tower: Mapping[str, int]) -> Dimensions:
@@ -96,34 +99,34 @@ def dimensions(spec: ModelSpec, tower: Mapping[str, int]) -> Dimensions:
 
 
 def expected(spec: ModelSpec) -> Expected:
-    sizes = OcrSizes.of(spec)
-    clip, channels = sizes.clip.width, NECK_CHANNELS
-    first, second = sizes.halving
+    clip = clip_dimensions(spec)
+    width, (_, channels) = clip.width, SamSizes.of(spec).halving
     return {
-        **expected_sam(sizes, table_side(spec)),
-        **affine("neck.0", (channels, sizes.sam.width, 1, 1), bias=False),
-        **affine("neck.1", (channels,)),
-        **affine("neck.2", (channels, channels, 3, 3), bias=False),
-        **affine("neck.3", (channels,)),
-        **affine("net_2", (first, channels, 3, 3), bias=False),
-        **affine("net_3", (second, first, 3, 3), bias=False),
-        "embeddings.class_embedding": (clip,),
-        "embeddings.position_embedding.weight": (sizes.clip_side**2 + 1, clip),
-        **affine("pre_layrnorm", (clip,)),
-        **expected_blocks(CLIP_NAMES, sizes.clip.depth, clip, sizes.clip.mlp_width),
-        **affine("layers", (spec.width, clip + second)),
+        **expected_sam(spec),
+        "embeddings.class_embedding": (width,),
+        "embeddings.position_embedding.weight": (clip_side(spec) ** 2 + 1, width),
+        **affine("pre_layrnorm", (width,)),
+        **expected_blocks(CLIP_NAMES, clip.depth, width, clip.mlp_width),
+        **affine("layers", (spec.width, width + channels)),
         "newline": (spec.width,),
         "seperator": (spec.width,),
     }
 
 
-def expected_sam(sizes: OcrSizes, side: int) -> Expected:
-    """SAM's layers, and what is before them."""
-    sam = sizes.sam
+def expected_sam(spec: ModelSpec) -> Expected:
+    """SAM, with what ends it."""
+    sizes, side, channels = SamSizes.of(spec), table_side(spec), NECK_CHANNELS
+    sam, (first, second) = sizes.sam, sizes.halving
     shapes: Expected = {
         **affine("patch_embed.proj", (sam.width, 3, sam.patch_size, sam.patch_size)),
         "pos_embed": (1, side, side, sam.width),
         **expected_blocks(SAM_BLOCKS, sam.depth, sam.width, sam.mlp_width),
+        **affine("neck.0", (channels, sam.width, 1, 1), bias=False),
+        **affine("neck.1", (channels,)),
+        **affine("neck.2", (channels, channels, 3, 3), bias=False),
+        **affine("neck.3", (channels,)),
+        **affine("net_2", (first, channels, 3, 3), bias=False),
+        **affine("net_3", (second, first, 3, 3), bias=False),
     }
     for layer in range(sam.depth):
         trained = side if layer in sizes.whole_view else WINDOW
@@ -132,66 +135,70 @@ def expected_sam(sizes: OcrSizes, side: int) -> Expected:
     return shapes
 
 
-@dataclass(frozen=True, slots=True)
-class ViewTables:
-    """What one path adds to its views, all of which have one size."""
-
-    side: int  # patches per side
-    positions: Tensor  # [side, side, width of SAM], with the bias of the patch embedding
-    start: Tensor  # [1 + tokens, width of CLIP]: the class token, then positions
-
-
-class DeepseekOcrTower(ViewTower):
-    """Both towers, one after the other."""
+class OcrTower(ViewTower):
+    """What both versions of DeepSeek-OCR have: SAM first, an encoder of SAM's features, a linear
+    layer, and a separator after the rows of an item."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        attention: Attention,
-        blocks: BlocksForm,
+        self, spec: ModelSpec, weights: Weights, attention: Attention, blocks: BlocksForm
     ) -> None:
         super().__init__(spec, attention)
         assert isinstance(spec.sizing, CropSizing)
         self.sizing = spec.sizing
-        self.sizes = sizes = OcrSizes.of(spec)
-        self.device = weights.device
+        sizes, depth = SamSizes.of(spec), SamSizes.of(spec).sam.depth
         self.embedding = weights.embedding("patch_embed.proj", spec)
-        layers = [
-            sam.without_key_bias(layer) for layer in weights.blocks(SAM_BLOCKS, sizes.sam.depth)
-        ]
+        layers = [sam.without_key_bias(layer) for layer in weights.blocks(SAM_BLOCKS, depth)]
         squares = square_attention(sizes.sam.head_size, attention)
+        style = Style(sizes.sam.heads, "gelu", sam.EPSILON)
         self.sam: dict[str, Blocks] = {}
+        self.positions: dict[str, Tensor] = {}
+        """Of each path [side, side, width of SAM], with the bias of the patch embedding."""
         for path, side in zip(PATHS, self.sizing.side_patches, strict=True):
             of_layers = [squares(side, each) for each in relative_positions(weights, sizes, side)]
-            style = Style(sizes.sam.heads, "gelu", sam.EPSILON)
             self.sam[path] = blocks(layers, style, of_layers, ())
+            trained = weights.tensors["pos_embed"].view(-1, sizes.sam.width)
+            table = weights.place(resized_table(trained, side)) + self.embedding.bias
+            self.positions[path] = table.view(side, side, -1)
         self.neck = neck(weights)
-        self.before_clip = weights.affine("pre_layrnorm")
-        style = Style(sizes.clip.heads, "quick_gelu", CLIP_EPSILON)
-        self.clip = blocks(weights.blocks(CLIP_NAMES, sizes.clip.depth), style, attention, ())
         self.projector = weights.affine("layers")
-        self.newline = weights.place(weights.tensors["newline"])[None]
         self.separator = weights.place(weights.tensors["seperator"])[None]
-        self.tables = {
-            path: tables(weights, sizes, self.embedding, side)
+
+    def features(self, path: str, values: Values) -> Tensor:
+        """[views, tokens of a view, channels]."""
+        positions = self.positions[path]
+        x = F.linear(centred(values["patches"], self.dtype), self.embedding.weight)
+        x = x.view(-1, *positions.shape) + positions
+        y, _ = self.sam[path](x.flatten(0, 2), None, None, values)
+        return self.neck(y.view(x.shape))
+
+
+class DeepseekOcrTower(OcrTower):
+    """Both towers, one after the other."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, attention: Attention, blocks: BlocksForm
+    ) -> None:
+        super().__init__(spec, weights, attention, blocks)
+        clip = clip_dimensions(spec)
+        self.before_clip = weights.affine("pre_layrnorm")
+        style = Style(clip.heads, "quick_gelu", CLIP_EPSILON)
+        self.clip = blocks(weights.blocks(CLIP_NAMES, clip.depth), style, attention, ())
+        self.newline = weights.place(weights.tensors["newline"])[None]
+        self.start = {
+            path: start(weights, side // sam.SHRINKING)
             for path, side in zip(PATHS, self.sizing.side_patches, strict=True)
         }
 
     def view_rows(self, path: str) -> int:
-        return len(self.tables[path].start)
+        return len(self.start[path])
 
     def forward(self, path: str, values: Values) -> Tensor:
         """On the path `global` each row of tokens ends in a newline."""
-        table = self.tables[path]
-        x = F.linear(centred(values["patches"], self.dtype), self.embedding.weight)
-        x = x.view(-1, *table.positions.shape) + table.positions
-        y, _ = self.sam[path](x.flatten(0, 2), None, None, values)
-        features = self.neck(y.view(x.shape))
-        y = F.pad(features, (0, 0, 1, 0)) + table.start
+        features, start = self.features(path, values), self.start[path]
+        y = F.pad(features, (0, 0, 1, 0)) + start
         y = layer_norm(y, self.before_clip, CLIP_EPSILON)
         y, _ = self.clip(y.flatten(0, 1), None, None, values)
-        y = y.view(-1, *table.start.shape)[:, 1:]
+        y = y.view(-1, *start.shape)[:, 1:]
         rows = self.projector.linear(torch.cat([y, features], -1))
         if path == "local":
             return rows.flatten(0, 1)
@@ -203,9 +210,7 @@ class DeepseekOcrTower(ViewTower):
         """Per item its crops as one grid, then the whole, then the separator."""
         whole, crops = outputs
         places = order(plans, self.sizing, len(whole), len(crops))
-        if self.device.type == "cuda":  # so that the engine's thread does not wait for the copy
-            places = places.pin_memory().to(self.device, non_blocking=True)
-        return torch.cat([whole, crops, self.newline, self.separator]).index_select(0, places)
+        return chosen([whole, crops, self.newline, self.separator], places)
 
 
 def neck(weights: Weights) -> sam.Neck:
@@ -222,7 +227,7 @@ def square_attention(head_size: int, attention: Attention) -> type[sam.SquareAtt
     return sam.SquareAttention if plain else sam.FastSquareAttention
 
 
-def relative_positions(weights: Weights, sizes: OcrSizes, side: int) -> Iterator[Tensor]:
+def relative_positions(weights: Weights, sizes: SamSizes, side: int) -> Iterator[Tensor]:
     """Of each layer, for views with this side: see SquareAttention.tables."""
     for index in range(sizes.sam.depth):
         window = side if index in sizes.whole_view else WINDOW
@@ -230,17 +235,11 @@ def relative_positions(weights: Weights, sizes: OcrSizes, side: int) -> Iterator
         yield weights.place(torch.stack([sam.distances(table, window) for table in both]))
 
 
-def tables(weights: Weights, sizes: OcrSizes, embedding: Affine, side: int) -> ViewTables:
-    named, width = weights.tensors, sizes.sam.width
-    trained = resized_table(named["pos_embed"].view(-1, width), side).view(side, side, width)
-    known = named["embeddings.position_embedding.weight"].float()
-    first = known[:1] + named["embeddings.class_embedding"].float()
-    rest = resized_table(known[1:], side // sam.SHRINKING)
-    return ViewTables(
-        side=side,
-        positions=weights.place(trained) + embedding.bias,
-        start=weights.place(torch.cat([first, rest])),
-    )
+def start(weights: Weights, side: int) -> Tensor:
+    """[1 + tokens, width of CLIP]: what is added to a view: the class token, then positions."""
+    known = weights.tensors["embeddings.position_embedding.weight"].float()
+    first = known[:1] + weights.tensors["embeddings.class_embedding"].float()
+    return weights.place(torch.cat([first, resized_table(known[1:], side)]))
 
 
 def order(plans: Sequence[ItemPlan], sizing: CropSizing, whole: int, crops: int) -> Tensor:

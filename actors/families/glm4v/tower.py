@@ -1,7 +1,8 @@
 """The vision tower of GLM-4.1V, GLM-4.5V and GLM-4.6V: RMS norms, SwiGLU, bicubic positions.
 
 Computes what transformers.models.glm4v computes in Glm4vVisionModel, and glm_ocr in
-GlmOcrVisionModel, which has biases, norms of q and k, and no positions but rotary ones.
+GlmOcrVisionModel, which has biases, norms of q and k, and no positions but rotary ones. So has
+Glm5NextVisionModel of glm5_next, which clamps gates, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.models.layers.block import Affine, Style, layer_norm, rms_norm, swiglu
+from actors.models.layers.block import ACTIVATIONS, Activation, Affine, Style, layer_norm, rms_norm
 from actors.models.layers.patches import Positions, bicubic_taps
 from actors.models.layers.weights import (
     BlockNames,
@@ -43,8 +44,7 @@ MERGER_EPSILON = 1e-5  # torch's default for LayerNorm: the configuration does n
 def family(spec: ModelSpec) -> Family[PackedParts]:
     tower = dimensions(spec)
     patch = (3, int(spec.vision["temporal_patch_size"]), tower.patch_size, tower.patch_size)
-    inner = 3 * spec.width if is_ocr(spec) else int(spec.vision["intermediate_size"])
-    names, heads = names_of(spec), tower.head_size
+    names, heads, inner = names_of(spec), tower.head_size, merger_width(spec)
     expected = {
         **affine("patch_embed.proj", (tower.width, *patch)),
         **expected_blocks(names, tower.depth, tower.width, tower.mlp_width, qk_size=heads),
@@ -64,7 +64,14 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
 
 
 def is_ocr(spec: ModelSpec) -> bool:
-    return spec.family == "glm_ocr"
+    """GLM-OCR's kind of tower."""
+    return spec.family in ("glm_ocr", "glm5_next")
+
+
+def merger_width(spec: ModelSpec) -> int:
+    if spec.family == "glm5_next":
+        return int(spec.vision["projection_intermediate_size"])
+    return 3 * spec.width if is_ocr(spec) else int(spec.vision["intermediate_size"])
 
 
 def names_of(spec: ModelSpec) -> BlockNames:
@@ -80,6 +87,7 @@ def dimensions(spec: ModelSpec) -> Dimensions:
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
     tower = dimensions(spec)
     epsilon = float(spec.vision["rms_norm_eps"])
+    activation: Activation = "swiglu_10" if spec.family == "glm5_next" else "swiglu"
     last = weights.affine("post_layernorm")
     # The patches of a token are adjacent, each with all its channels.
     filters = weights.tensors["downsample.weight"].permute(0, 2, 3, 1).flatten(1)
@@ -102,13 +110,13 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
         x = rms_norm(x, last, epsilon).view(-1, tower.merged)
         x = F.linear(downsample.linear(x), proj.weight)
         x = F.gelu(layer_norm(x, norm, MERGER_EPSILON))
-        return F.linear(swiglu(F.linear(x, up.weight)), down.weight)
+        return F.linear(ACTIVATIONS[activation](F.linear(x, up.weight)), down.weight)
 
     return PackedParts(
         embedding=weights.embedding("patch_embed.proj", spec),
         later=weights.later_embedding("patch_embed.proj", spec),
         layers=weights.blocks(names_of(spec), tower.depth),
-        style=Style(tower.heads, "swiglu", epsilon=epsilon, norm="rms"),
+        style=Style(tower.heads, activation, epsilon=epsilon, norm="rms"),
         head=head,
         stem=stem,
         positions=positions,

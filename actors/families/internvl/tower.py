@@ -1,8 +1,9 @@
-"""The vision towers of InternVL 2 to 3.5: 300M with LayerNorm, 6B with RMSNorm.
+"""The vision towers of InternVL 2 to 3.5 and Qianfan-OCR: 300M with LayerNorm, 6B with RMSNorm.
 
 Computes what transformers.models.internvl computes in InternVLVisionModel and
 InternVLMultiModalProjector. There are two schemes of names: `internvl` (repositories whose names
-end in -hf) and `internvl_chat` (the first ones, whose code is not in transformers).
+end in -hf) and `internvl_chat` (the first ones, whose code is not in transformers), which
+`qianfan_ocr` has, too.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ CHAT = InternVLNames(
     qkv_bias="qkv_bias",
     qk_norm="qk_normalization",
 )
+QIANFAN = replace(CHAT, qkv_bias=NATIVE.qkv_bias, qk_norm=NATIVE.qk_norm)
 
 
 def family(spec: ModelSpec) -> Family[TileParts]:
@@ -92,7 +94,7 @@ def family(spec: ModelSpec) -> Family[TileParts]:
 
 
 def names_of(spec: ModelSpec) -> InternVLNames:
-    return NATIVE if spec.family == "internvl" else CHAT
+    return {"internvl": NATIVE, "internvl_chat": CHAT, "qianfan_ocr": QIANFAN}[spec.family]
 
 
 def block_names(spec: ModelSpec) -> BlockNames:

@@ -36,5 +36,3 @@ VISION_DEFAULTS: Mapping[str, Json] = {
         **{"projector_input_dim": 4096, "projector_output_dim": 4096},
     }
 }
-
-REFUSED = {"mllama": "its language model reads rows in cross-attention layers, not in the prompt"}

@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL: transformers.models.qwen2_vl, qwen2_5_vl."""
+"""Qwen2-VL, Qwen2.5-VL and EXAONE 4.5: transformers.models.qwen2_vl, qwen2_5_vl, exaone4_5."""
 
 from __future__ import annotations
 
@@ -29,14 +29,19 @@ def qwen25vl(source: ModelSource) -> ModelSpec:
     return strided_video(in_windows(source), source)
 
 
-def in_windows(source: ModelSource) -> ModelSpec:
+def exaone45(source: ModelSource) -> ModelSpec:
+    """As Qwen2.5-VL, but keys and values are each for several heads of queries."""
+    return strided_video(in_windows(source, "exaone4_5"), source)
+
+
+def in_windows(source: ModelSource, family: str = "qwen2_5_vl") -> ModelSpec:
     vision, processor = source.vision, source.image_processor(CLIP_PIXELS)
     only(vision, {"hidden_act": "silu"}, "vision_config")
     patch, merge = int(vision["patch_size"]), int(vision["spatial_merge_size"])
     window = int(vision["window_size"]) // (patch * merge)
     sizing = WindowedSizing(patch, merge, *pixel_range(processor, *PIXELS), window)
     width = vision["out_hidden_size"]
-    return source.spec("qwen2_5_vl", processor, vision, sizing, width, folder="qwen2_vl")
+    return source.spec(family, processor, vision, sizing, width, folder="qwen2_vl")
 
 
 def strided_video(model: ModelSpec, source: ModelSource) -> ModelSpec:
@@ -54,7 +59,7 @@ def strided_video(model: ModelSpec, source: ModelSource) -> ModelSpec:
     return source.with_video(model, video)
 
 
-MODEL_TYPES = {"qwen2_vl": qwen2vl, "qwen2_5_vl": qwen25vl}
+MODEL_TYPES = {"qwen2_vl": qwen2vl, "qwen2_5_vl": qwen25vl, "exaone4_5": exaone45}
 SHARED: Json = {
     **{"depth": 32, "hidden_size": 3584, "num_heads": 16},
     **{"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
@@ -66,10 +71,9 @@ TOWER_25: Json = SHARED | {
 VISION_DEFAULTS: Mapping[str, Json] = {
     "qwen2_vl": SHARED | {"embed_dim": 1280, "mlp_ratio": 4, "hidden_act": "quick_gelu"},
     "qwen2_5_vl": TOWER_25,
+    "exaone4_5": TOWER_25 | {"num_key_value_heads": 8},
 }
 VIDEO_STYLES = {
     "qwen2_vl": VideoStyle("qwen2_vl"),
     "qwen2_5_vl": VideoStyle("qwen2_5_vl", timed=True),
 }
-
-REFUSED = {"hunyuan_vl": "its merger adds rows that begin, end and break the lines of an image"}

@@ -1,9 +1,10 @@
-"""The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni: no learned positions, one merger.
+"""The vision towers of Qwen2-VL, Qwen2.5-VL, Qwen2.5-Omni and EXAONE 4.5: no learned positions.
 
-Qwen2.5-VL has RMS norms, SwiGLU, and windows in all but a few layers. Its patches arrive window by
-window (WindowedSizing), so that segments are contiguous in both kinds of layers; rows return to
-raster order at the very end. Computes what transformers computes in
-Qwen2VisionTransformerPretrainedModel and Qwen2_5_VisionTransformerPretrainedModel.
+All but Qwen2-VL have RMS norms, SwiGLU, and windows in all but a few layers. Their patches arrive
+window by window (WindowedSizing), so that segments are contiguous in both kinds of layers; rows
+return to raster order at the very end. Computes what transformers computes in
+Qwen2VisionTransformerPretrainedModel, Qwen2_5_VisionTransformerPretrainedModel and
+Exaone4_5_VisionModel.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from torch import Tensor
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import WINDOW, BlocksForm, Style
 from actors.models.layers.patches import Merger
-from actors.models.layers.weights import BlockNames, Dimensions, Weights, affine, expected_blocks
+from actors.models.layers.weights import (
+    BlockNames,
+    Dimensions,
+    Weights,
+    affine,
+    expected_blocks,
+    with_keys_for_each_head,
+)
 from actors.models.packed import CACHED_GRIDS, PackedParts, PackedTower, grids_of
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
@@ -49,6 +57,10 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
         **affine("merger.mlp.0", (tower.merged, tower.merged)),
         **affine("merger.mlp.2", (spec.width, tower.merged)),
     }
+    rows = tower.width + 2 * key_heads(spec) * tower.head_size
+    if rows != 3 * tower.width:
+        for layer in range(tower.depth):
+            expected |= affine(f"blocks.{layer}.attn.qkv", (rows, tower.width))
     kind = PackedTower if names is NAMES else WindowedTower
     return Family(PREFIXES, expected, tower.head_size, parts, kind)
 
@@ -57,6 +69,12 @@ def names_of(spec: ModelSpec) -> BlockNames:
     if spec.family == "qwen2_5_omni":
         return NAMES_OMNI
     return NAMES if spec.family == "qwen2_vl" else NAMES_25
+
+
+def key_heads(spec: ModelSpec) -> int:
+    """Heads of keys, and of values."""
+    heads = dimensions(spec).heads
+    return int(spec.vision["num_key_value_heads"]) if spec.family == "exaone4_5" else heads
 
 
 def dimensions(spec: ModelSpec) -> Dimensions:
@@ -79,7 +97,10 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
     return PackedParts(
         embedding=weights.embedding("patch_embed.proj", spec),
         later=weights.later_embedding("patch_embed.proj", spec),
-        layers=weights.blocks(names_of(spec), tower.depth),
+        layers=[
+            with_keys_for_each_head(layer, tower.heads, key_heads(spec))
+            for layer in weights.blocks(names_of(spec), tower.depth)
+        ],
         style=style,
         head=lambda x, tapped: merger(x),
     )

@@ -145,8 +145,12 @@ def activated(
         x = x * tl.sigmoid(1.702 * x)
     elif ACTIVATION == "swiglu":
         x = x * tl.sigmoid(x)
-    if ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh":
-        x *= tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
+    elif ACTIVATION == "swiglu_10":
+        x = tl.minimum(x, 10.0)
+        x = x * tl.sigmoid(x)
+    if ACTIVATION == "swiglu" or ACTIVATION == "swiglu_10" or ACTIVATION == "geglu_tanh":
+        up = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
+        x *= tl.clamp(up, -10.0, 10.0) if ACTIVATION == "swiglu_10" else up
     return x
 
 
@@ -184,7 +188,7 @@ def quantised(x: Tensor, activation: str = "") -> Fp8Rows:
     """The rows of x, or of its activation, in FP8: x [rows, width], or [rows, 2 x width] for one
     that is gated; each row is contiguous."""
     rows, width = x.shape
-    if activation in ("swiglu", "geglu_tanh"):
+    if activation in ("swiglu", "swiglu_10", "geglu_tanh"):
         width //= 2
     out, early = empty_fp8(x, width), overlaps(x.device, rows)
     first = triton.next_power_of_2(width + 1) // 2
@@ -252,7 +256,13 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def swiglu_kernel(x: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
+def swiglu_kernel(
+    x: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    CLAMPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """BLOCK columns of a row per program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -260,15 +270,18 @@ def swiglu_kernel(x: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.cons
     at = x + row * 2 * width + column
     gate = tl.load(at, mask=inside).to(tl.float32)
     up = tl.load(at + width, mask=inside).to(tl.float32)
+    if CLAMPED:
+        gate, up = tl.minimum(gate, 10.0), tl.clamp(up, -10.0, 10.0)
     result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
     tl.store(out + row * width + column, result, mask=inside)
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """[rows, 2 x width], contiguous, gate before up, to [rows, width]."""
+def swiglu(x: Tensor, *, clamped: bool = False) -> Tensor:
+    """[rows, 2 x width], contiguous, gate before up, to [rows, width]. `clamped`: swiglu_10."""
     rows, width = len(x), x.shape[1] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    swiglu_kernel[(rows, triton.cdiv(width, BLOCK))](x, out, width, BLOCK=BLOCK, num_warps=4)
+    grid = (rows, triton.cdiv(width, BLOCK))
+    swiglu_kernel[grid](x, out, width, CLAMPED=clamped, BLOCK=BLOCK, num_warps=4)
     return out
 
 

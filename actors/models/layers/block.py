@@ -20,7 +20,7 @@ from actors.kernels.attention import Values
 from actors.kernels.gemm import fp8
 from actors.options import BlockForm
 
-Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh"]
+Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu", "swiglu_10", "geglu_tanh"]
 Norm = Literal["layer", "rms"]
 
 WINDOW = "window_"
@@ -313,6 +313,12 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def swiglu_10(x: Tensor) -> Tensor:
+    """As swiglu, of a gate that is at most 10 and an up within 10 of zero (GLM-5-next)."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate.clamp(max=10)) * up.clamp(-10, 10)
+
+
 def geglu_tanh(x: Tensor) -> Tensor:
     """As swiglu."""
     gate, up = x.chunk(2, -1)
@@ -324,6 +330,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "quick_gelu": quick_gelu,
     "swiglu": swiglu,
+    "swiglu_10": swiglu_10,
     "geglu_tanh": geglu_tanh,
 }
 

@@ -13,8 +13,9 @@ its own would take what its GEMM gains.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,8 @@ class FastBlocks:
         self.proj = Gemm([layer.proj.weight for layer in weights], None, "add")
         self.up = gemm(up, "bias")
         self.up_gelu = Gemm(self.up.weights, self.up.biases, "gelu_tanh") if gelu else None
-        self.activate = (ACTIVATIONS | {"swiglu": swiglu})[style.activation]
+        clamped: Callable[[Tensor], Tensor] = partial(swiglu, clamped=True)
+        self.activate = (ACTIVATIONS | {"swiglu": swiglu, "swiglu_10": clamped})[style.activation]
         self.down = gemm(down, "add")
 
     def __call__(

@@ -79,6 +79,22 @@ def reordered(layer: BlockWeights, heads: int, order: Tensor) -> BlockWeights:
     return replace(layer, qkv=replace(layer.qkv, weight=weight, bias=bias))
 
 
+def with_keys_for_each_head(layer: BlockWeights, heads: int, key_heads: int) -> BlockWeights:
+    """The layer whose keys and values, each for several heads of queries, are repeated for them."""
+    if heads == key_heads:
+        return layer
+
+    def repeated(values: Tensor) -> Tensor:
+        query, *shared = values.unflatten(0, (heads + 2 * key_heads, -1)).split(
+            [heads, key_heads, key_heads]
+        )
+        keys = (one.repeat_interleave(heads // key_heads, 0) for one in shared)
+        return torch.cat([query, *keys]).flatten(0, 1)
+
+    qkv = replace(layer.qkv, weight=repeated(layer.qkv.weight), bias=repeated(layer.qkv.bias))
+    return replace(layer, qkv=qkv)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockNames:
     """What a checkpoint calls the parts of a block, after the block's own name."""

@@ -31,7 +31,7 @@ def test_every_family_in_every_mode(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(budgets, "MOST_TOKENS", 200)  # a CPU computes the padding too
+    monkeypatch.setattr(budgets, "MOST_TOKENS", 256)  # a CPU computes the padding too
     file = tmp_path / "figures.json"
     model = str(write_small(tmp_path, preset)) if preset in SMALL else preset
     what = ["--model", model, "--workload", "300x200*2", "--json", str(file)]
@@ -53,7 +53,7 @@ def test_every_family_in_every_mode(
 def test_what_images_of_every_family_take_is_measured_at_start(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budgets, "MOST_TOKENS", 200)
+    monkeypatch.setattr(budgets, "MOST_TOKENS", 256)
     model = str(write_small(tmp_path, preset)) if preset in SMALL else preset
     options = ActorOptions(
         model=ModelOptions(id=model, load_format="dummy", dtype="float32"),

@@ -150,7 +150,8 @@ def test_what_runs_between_gemms_fits(
     half = torch.empty(rows, 36)
     rotate_(bf16(rows, 3, 16, 72), half, half)
     swiglu(bf16(rows, 2 * 3456))
-    assert len(kernels) == 6
+    swiglu(bf16(rows, 2 * 4096), clamped=True)
+    assert len(kernels) == 7
     for kernel in kernels:
         check(kernel, chip, tmp_path)
 
@@ -164,9 +165,9 @@ def test_what_quantises_fits(chip: Chip, rows: int, launched: Launched, tmp_path
         x, by = bf16(rows, width), bf16(width)
         quantised_norm(x, torch.empty(width), by, by, 1e-6, centred=True)
     quantised(bf16(rows, 3, 16, 72)[:, 0].flatten(1))
-    for activation in ("gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh"):
+    for activation in ("gelu_tanh", "gelu", "quick_gelu", "swiglu", "swiglu_10", "geglu_tanh"):
         quantised(bf16(rows, 4352), activation)
-    assert len(kernels) == 8
+    assert len(kernels) == 9
     for kernel in kernels:
         check(kernel, chip, tmp_path)
 

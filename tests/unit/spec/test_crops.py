@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ from actors.errors import CheckpointError
 from actors.families import registry
 from actors.families.deepseek_ocr.tower import order
 from actors.options import GraphOptions, ModelOptions
+from actors.spec.checkpoint import Notes, Preset
 from actors.spec.tiles import StretchedTiles
-from actors.spec.views import CropSizing
+from actors.spec.views import CropSizing, PlainCrops
 from actors.types import Size
 from encoder_service import cli
 from tests.unit.spec.test_tile_spec import CONFIGS, changed
 
+PUBLISHED = Path(__file__).parents[2] / "data" / "published"
 OCR = CropSizing(1024, StretchedTiles(640, 16, 4, max_tiles=9, min_tiles=2))
 
 
@@ -76,6 +80,45 @@ def test_the_preset_is_the_published_model() -> None:
         (272, 544, 1088, 2176, 4352, 8704, 13824),
         (0, 100, 200, 400, 800, 1600, 3200, 6400, 12800),
     )
+
+
+def test_the_second_version_under_both_of_its_names() -> None:
+    """The published files: tests/data/published."""
+    model = registry.read(ModelOptions(id="deepseek-ocr2", load_format="dummy"))
+    facts = json.loads((PUBLISHED / "deepseek-ai--DeepSeek-OCR-2.json").read_text())
+    same = registry.read(ModelOptions(id=model.id), Notes(facts["files"]))
+    assert (model.family, model.width, model.paths) == ("deepseek_ocr2", 1280, ("global", "local"))
+    assert model.sizing == PlainCrops(1024, StretchedTiles(768, 16, 4, max_tiles=6, min_tiles=2))
+    assert replace(same, dummy=True) == model
+    assert model_capacity(GraphOptions(token_budgets=(1024,)), model).budgets == (
+        (256, 512, 1024),
+        (0, 144, 288, 576),
+    )
+
+
+def two(tower: str, **change: Any) -> dict[str, Any]:
+    """A change of the second version's config.json."""
+    vision = Preset("deepseek-ocr2").files["config.json"]["vision_config"]
+    return {"vision_config": vision | {tower: vision[tower] | change}}
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", two("sam_config", window_size=7), "window_size of sam_config"),
+        ("config.json", two("sam_config", mlp_dim=5), "mlp_dim of sam_config"),
+        ("config.json", two("sam_config", image_size=512), "size of the image processor"),
+        ("config.json", two("encoder_config", hidden_act="relu"), "hidden_act of encoder_config"),
+        ("preprocessor_config.json", {"tile_size": 640}, "tile_size of the image processor"),
+        ("preprocessor_config.json", {"crop_to_patches": False}, "crop_to_patches of the image"),
+        ("preprocessor_config.json", {"size": 640}, "size of the image processor: only 1024"),
+    ],
+)
+def test_what_the_second_version_does_not_do_is_refused(
+    tmp_path: Path, file: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        registry.read(changed(tmp_path, "deepseek-ocr2", file, change))
 
 
 def test_the_processor_may_limit_crops(tmp_path: Path) -> None:

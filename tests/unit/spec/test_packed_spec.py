@@ -16,9 +16,11 @@ from actors.spec.checkpoint import Preset
 from actors.spec.sampling import Evenly
 from actors.spec.settings import CLIP_PIXELS
 from actors.spec.sizing import (
+    CanvasSizing,
     CappedSizing,
     EnlargingSizing,
     FillingSizing,
+    LinedSizing,
     NaflexSizing,
     PackedSizing,
     PatchRange,
@@ -29,6 +31,7 @@ from actors.types import ProcessorKwargs
 
 CONFIG, VISION, PROCESSOR = "config.json", "vision_config", "preprocessor_config.json"
 LFM2 = SquareSlices(16, 2, 10, 2, 512, 64, 256, 2.0, thumbnail=True)
+BOTH = "processor_config.json"
 
 
 def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> ModelOptions:
@@ -49,8 +52,12 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("qwen35-27b", "qwen3_5", PackedSizing(16, 2, 65536, 16777216), 5120),
         ("qwen2vl-7b", "qwen2_vl", PackedSizing(14, 2, 3136, 12845056), 3584),
         ("qwen25vl-7b", "qwen2_5_vl", WindowedSizing(14, 2, 3136, 12845056, 4), 3584),
+        ("exaone45-33b", "exaone4_5", WindowedSizing(14, 2, 3136, 1003520, 4), 5120),
         ("glm41v-9b", "glm4v", EnlargingSizing(14, 2, 6272, 4816896), 4096),
         ("glm-ocr", "glm_ocr", EnlargingSizing(14, 2, 6272, 4816896), 1536),
+        ("glm53-flash", "glm5_next", CanvasSizing(14, 2, 12544, 6272000), 4096),
+        ("hunyuan-ocr", "hunyuan_vl", LinedSizing(16, 2, 262144, 4194304), 1024),
+        ("minimax-m3", "minimax_m3", PackedSizing(14, 2, 3136, 451584), 6144),
         ("ernie45vl-28b", "ernie4_5_vl_moe", PackedSizing(14, 2, 3136, 4816896), 2560),
         ("gemma4-31b", "gemma4", FillingSizing(16, 3, 280), 5376),
         ("kimivl-a3b", "kimi_vl", CappedSizing(14, 2, 4096, 512), 2048),
@@ -76,13 +83,36 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
     assert model.sizing == PackedSizing(14, 2, 1, 2)
 
 
+def test_minimax_m3_as_published_and_as_transformers_saves_it(tmp_path: Path) -> None:
+    published = registry.read(changed(tmp_path, "minimax-m3", PROCESSOR, {"size": [672, 672]}))
+    assert published.sizing == PackedSizing(14, 2, 3136, 451584)
+    merge = {"img_token_compression_config": None, "spatial_merge_size": 3}
+    saved = registry.read(changed(tmp_path, "minimax-m3", VISION, merge))
+    assert saved.sizing == PackedSizing(14, 3, 3136, 451584)
+    assert published.kinds == saved.kinds == ("image",)
+
+
 @pytest.mark.parametrize(
     ("preset", "file", "change"),
     [
         ("qwen2vl-7b", VISION, {"hidden_act": "relu"}),
         ("qwen25vl-7b", VISION, {"hidden_act": "gelu"}),
+        ("exaone45-33b", VISION, {"hidden_act": "gelu"}),
         ("glm41v-9b", VISION, {"attention_bias": True}),
         ("glm-ocr", VISION, {"attention_bias": False}),
+        ("glm53-flash", VISION, {"attention_bias": False}),
+        ("glm53-flash", VISION, {"swiglu_limit": 7.0}),
+        ("glm53-flash", BOTH, {"image_processor": {"patch_expand_factor": 2}}),
+        ("glm53-flash", BOTH, {"video_processor": {"patch_expand_factor": 2}}),
+        ("glm53-flash", BOTH, {"video_processor": {"max_duration": 300}}),
+        ("hunyuan-ocr", VISION, {"hidden_act": "gelu_pytorch_tanh"}),
+        ("hunyuan-ocr", VISION, {"interpolate_mode": "bicubic"}),
+        ("hunyuan-ocr", VISION, {"cat_extra_token": 0}),
+        ("hunyuan-ocr", VISION, {"add_patchemb_bias": False}),
+        ("hunyuan-ocr", PROCESSOR, {"temporal_patch_size": 2}),
+        ("minimax-m3", VISION, {"hidden_act": "quick_gelu"}),
+        ("minimax-m3", VISION, {"rope_mode": "2d"}),
+        ("minimax-m3", CONFIG, {"multimodal_projector_bias": False}),
         ("ernie45vl-28b", VISION, {"hidden_act": "gelu"}),
         ("ernie45vl-28b", VISION, {"temporal_merge_size": 4}),
         ("gemma4-31b", VISION, {"hidden_activation": "silu"}),
@@ -126,7 +156,8 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
 def test_what_is_not_computed_is_refused(
     tmp_path: Path, preset: str, file: str, change: dict[str, Any]
 ) -> None:
-    with pytest.raises(CheckpointError, match=f"{next(iter(change))}.*supported"):
+    key = next(iter(next(iter(change.values())) if file == BOTH else change))
+    with pytest.raises(CheckpointError, match=f"{key}.*supported"):
         registry.read(changed(tmp_path, preset, file, change))
 
 

@@ -15,6 +15,7 @@ from actors.spec.checkpoint import Preset
 from actors.spec.tiles import (
     CentredTile,
     CoveringTiles,
+    FilledTiles,
     OverlappingTiles,
     PaddedTiles,
     PartitionedTiles,
@@ -27,6 +28,8 @@ STRETCHED = StretchedTiles(tile_pixels=448, patch_size=14, merge_size=2, max_til
 JANUS = CentredTile(384, 16, 1, 1, 384, cropped=False, class_tokens=0, shortest_pixels=14)
 MOLMO2 = OverlappingTiles(378, 14, 1, 8, window=2, margins=(4, 4))
 PADDED = PaddedTiles(tile_pixels=336, patch_size=14, merge_size=2, max_tiles=16)
+
+QIANFAN: dict[str, Any] = {"model_type": "qianfan_ocr", "vision_config": {}}
 
 
 def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> ModelOptions:
@@ -44,6 +47,7 @@ def changed(folder: Path, preset: str, file: str, change: dict[str, Any]) -> Mod
         ("internvl3-8b", "internvl", STRETCHED, 3584),
         ("internvl3-78b", "internvl_chat", STRETCHED, 8192),
         ("llama4-scout", "llama4", PADDED, 5120),
+        ("llama32-vision-11b", "mllama", FilledTiles(560, 14, 1, 4), 4096),
         ("aya-vision-8b", "aya_vision", StretchedTiles(364, 14, 2, 12, 1), 4096),
         ("command-a-vision", "cohere2_vision", CoveringTiles(512, 16, 2, 12, 1), 12288),
         ("janus-pro-1b", "janus", JANUS, 2048),
@@ -58,6 +62,13 @@ def test_presets(preset: str, family: str, sizing: object, width: int) -> None:
     assert (model.paths, model.deepstack) == (("default",), 0)
     videos = ("video",) if family.startswith(("internvl", "molmo2")) else ()
     assert model.kinds == ("image", *videos)
+
+
+def test_qianfan_ocr_has_the_tiles_of_internvl_and_no_videos(tmp_path: Path) -> None:
+    options = changed(tmp_path, "internvl3-8b", "config.json", QIANFAN)
+    model = registry.read(options)
+    assert (model.family, model.sizing, model.kinds) == ("qianfan_ocr", STRETCHED, ("image",))
+    assert model.vision["attention_bias"]
 
 
 def test_without_a_processor_the_means_are_those_of_imagenet(tmp_path: Path) -> None:
@@ -115,6 +126,12 @@ def adapter(**change: Any) -> dict[str, Any]:
         ),
         ("internvl3-78b", "config.json", {"use_thumbnail": False}, "use_thumbnail"),
         ("internvl3-78b", "config.json", {"select_layer": -4}, "select_layer"),
+        (
+            "internvl3-8b",
+            "config.json",
+            QIANFAN | {"vision_config": {"use_qk_norm": True}},
+            "use_qk_norm",
+        ),
         ("internvl3-78b", "config.json", {"llm_config": {}}, "lacks or misstates 'hidden_size'"),
         ("llama4-scout", PROCESSOR, {"resize_to_max_canvas": True}, "resize_to_max_canvas"),
         ("gemma3-4b", PROCESSOR, {"do_pan_and_scan": True}, "do_pan_and_scan"),
@@ -144,6 +161,8 @@ def adapter(**change: Any) -> dict[str, Any]:
         ("molmo2-4b", CONFIG, adapter(hidden_size=2304), "hidden_size of adapter_config"),
         ("molmo2-4b", CONFIG, adapter(num_key_value_heads=4), "num_key_value_heads of adapter"),
         ("molmo2-4b", CONFIG, adapter(vit_layers=[-3, -28]), "are not of 27 layers"),
+        ("llama32-vision-11b", PROCESSOR, {"max_image_tiles": 2}, "max_image_tiles"),
+        ("llama32-vision-11b", PROCESSOR, {"do_pad": False}, "do_pad"),
     ],
 )
 def test_what_the_tower_does_not_do_is_refused(
@@ -157,7 +176,9 @@ def test_what_the_tower_does_not_do_is_refused(
     ("config", "preset", "budgets"),
     [
         ("internvl.yaml", "internvl3-8b", "256 512 768 1024 1280"),
+        ("qianfan_ocr.yaml", "internvl3-8b", "256 512 768 1024 1280"),
         ("llama4.yaml", "llama4-scout", "144 288 432 576 720"),
+        ("mllama.yaml", "llama32-vision-11b", "6404 12808"),
         ("aya_vision.yaml", "aya-vision-8b", "169 338 507 676 845"),
         ("cohere2_vision.yaml", "command-a-vision", "256 512 768 1024 1280"),
         ("molmo2.yaml", "molmo2-4b", "196 392 588 784 980"),
