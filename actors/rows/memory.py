@@ -23,17 +23,21 @@ from actors.kernels import checked
 from actors.rows.protocol import MemoryHandle
 
 HEADER_BYTES, KEY_BYTES = 4096, 64
-"""A shared memory begins with a header of one page, and that with its key in hexadecimal."""
+"""A shared memory begins with a header of one page, and that with its key in hexadecimal. The rest
+of the header is for whoever shares it."""
 
 
 class RowMemory:
     """Lends blocks of a piece of memory. A block is free again once nobody refers to its tensor;
     views of it do not count. Thread-safe."""
 
-    def __init__(self, memory: Tensor, handle: MemoryHandle | None = None) -> None:
+    def __init__(
+        self, memory: Tensor, handle: MemoryHandle | None = None, header: Tensor | None = None
+    ) -> None:
         """`memory`: uint8. `handle`: None if no other process can open it."""
         self.memory = memory
         self.handle = handle
+        self.header = header
         self._allocator = Allocator(len(memory))
         self._lock = Lock()
         self._stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
@@ -52,9 +56,8 @@ class RowMemory:
         whole = mapped(file, HEADER_BYTES + size_bytes)
         whole[:KEY_BYTES] = torch.frombuffer(bytearray(key.encode()), dtype=torch.uint8)
         where = f"/proc/{os.getpid()}/fd/{file}"
-        made = cls(
-            whole[HEADER_BYTES:], MemoryHandle("shared", where, HEADER_BYTES, size_bytes, key)
-        )
+        handle = MemoryHandle("shared", where, HEADER_BYTES, size_bytes, key)
+        made = cls(whole[HEADER_BYTES:], handle, whole[KEY_BYTES:HEADER_BYTES])
         weakref.finalize(made, os.close, file)
         return made
 
@@ -108,6 +111,7 @@ class OpenedShared(OpenedMemory):
             os.close(file)
         if self.whole[:KEY_BYTES].numpy().tobytes() != handle.check.encode():
             raise OSError(f"{handle.where} is not the memory that was offered")
+        self.header = self.whole[KEY_BYTES:HEADER_BYTES]
         self.memory = self.whole[handle.offset :]
 
     def pin(self, device: torch.device) -> None:

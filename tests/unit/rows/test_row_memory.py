@@ -35,7 +35,6 @@ def test_another_process_reads_rows_in_place() -> None:
     for number, block in enumerate(blocks):
         assert block is not None
         memory.fill(block, torch.full((8, 4), float(number)), torch.bfloat16)
-    import json
 
     handle = json.dumps(asdict(memory.handle))
     block = blocks[2]

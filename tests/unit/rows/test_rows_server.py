@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -332,11 +333,10 @@ def test_a_server_that_dies_midway_or_talks_nonsense_is_lost(tmp_path: Path, sai
         thread = threading.Thread(target=dies)
         thread.start()
         reader = reader_of(RowsPlace(str(path), ""))
+        target = memoryview(bytearray(64))
+        call = partial(reader.read, target=target) if b"size" in said else reader.hold
         with pytest.raises(ConnectionError, match="the connection to the replica was lost"):
-            if b"size" in said:
-                reader.read("x" * 32, memoryview(bytearray(64)))
-            else:
-                reader.hold("x" * 32)
+            call("x" * 32)
         assert not reader.alive
         with pytest.raises(ConnectionError):
             reader.ping()
