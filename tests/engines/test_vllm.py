@@ -37,6 +37,8 @@ NONE = {"image": 0, "video": 0}
 TOWER = {"image": 3, "video": 1}
 LIMITS = {"qwen3_vl": TOWER}
 """vLLM 0.32 and 0.33 drop Qwen3-VL's deepstack features together with its tower."""
+DEVICE_BYTES = 2**16
+"""Of the encoder's memory that vLLM's worker opens: for one image, but not for a resized one."""
 Part = dict[str, Any]
 FILES = {
     "one image": [jpeg(160, 256)],
@@ -76,6 +78,7 @@ def engines(
             "encoder": {"replicas": 1, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
             "router": {"num_cpus": 0.1},
             "ingress": {"num_cpus": 0.1},
+            "references": {"device_bytes": DEVICE_BYTES},
         }
     )
     with ExitStack() as stack:
@@ -206,6 +209,18 @@ def test_vllms_metrics_count_what_was_loaded(engines: Engines) -> None:
     after = metrics(engines.local)
     assert after["loaded_total"] == before["loaded_total"] + 1
     assert after["left_total"] == before["left_total"]
+
+
+def test_rows_are_copied_from_the_encoders_memory_or_received(engines: Engines) -> None:
+    for files, path in (("one image", "ipc"), ("a resized image", "unix")):
+        expected = answer(engines.whole, [shown(file) for file in FILES[files]])
+        before = metrics(engines.language)
+        for _ in range(2):  # the first may be received, before the worker has opened the memory
+            kept = engines.client.encode(FILES[files], dtype="float32", reference=True)
+            assert_same(answer(engines.language, parts(kept)), expected)
+        after = metrics(engines.language)
+        assert after[f"{path}_total"] > before[f"{path}_total"]
+        assert after["http_total"] == 0
 
 
 def metrics(url: str) -> dict[str, float]:
