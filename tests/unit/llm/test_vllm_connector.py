@@ -6,14 +6,16 @@ Within vLLM itself: tests/engines.
 from __future__ import annotations
 
 import asyncio
+import io
 import pickle
 import sys
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -320,6 +322,32 @@ def test_a_vllm_that_cannot_fail_one_request_is_refused(
     monkeypatch.delattr(connector_module.ECConnectorBase, "take_unavailable_requests")
     with pytest.raises(ValueError, match="waits for ever"):
         connector_module.EncoderServiceConnector(config("http://a"), ECConnectorRole.SCHEDULER)
+
+
+def test_for_measurements_an_older_vllm_takes_ids_with_rows_of_width_1(
+    halves: Halves, connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.delattr(connector_module.ECConnectorBase, "take_unavailable_requests")
+    from tests.engines import bench_026, connector_026
+
+    monkeypatch.setattr(
+        connector_module, "EncoderServiceConnector", connector_026.EncoderServiceConnector
+    )
+    scheduler, worker = halves()
+    (kept,), (rows,) = keep(url)
+    assert torch.equal(bits(answered(scheduler, worker, kept=kept)), bits(rows))
+    sent = bench_026.with_rows(kept)
+    assert sent["uuid"] == kept.reference
+    given = torch.load(io.BytesIO(b64decode(sent["image_embeds"]["image_embeds"])))
+    assert given.shape == (kept.tokens, 1)
+    for keys, expected in (
+        ({"image_grid_thw": None, "image_embeds": SimpleNamespace(data=given)}, True),
+        ({"image_grid_thw": None, "image_embeds": SimpleNamespace(data=rows)}, False),
+        ({"image_grid_thw": None, "pixel_values": None}, False),
+        ({"image_grid_thw": None}, True),
+    ):
+        assert scheduler.is_reference(SimpleNamespace(data=keys)) == expected
+    del sys.modules["tests.engines.connector_026"]
 
 
 def test_what_is_counted_for_a_vllm_that_does_not_ask_is_bounded(
