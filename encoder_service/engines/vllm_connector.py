@@ -67,6 +67,8 @@ class PendingFetch:
     """Ids of the requests that still need it."""
     sent: set[str] = field(default_factory=set)
     """Those for which it was sent to the workers."""
+    in_use: bool = False
+    """A step that is under way may still copy it."""
     time: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,7 +168,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
                 here = False
                 continue
             if place.offset + place.length <= num_computed_tokens:
-                self.drop(name, request.request_id)
+                if request.request_id not in self.loading:  # a step counts before it has run
+                    self.drop(name, request.request_id)
                 continue
             fetch = self.fetches.get(name)
             if fetch is None or (fetch.lost and request.request_id not in fetch.sent):
@@ -255,16 +258,16 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             self.drop(feature.identifier, request.request_id, in_use=aborted)
 
     def drop(self, name: str, request_id: str, *, in_use: bool = False) -> None:
-        """Forgets an embedding with the last request that needs it. `in_use`: a step that is under
-        way may still copy it."""
+        """Forgets an embedding with the last request that needs it."""
         fetch = self.fetches.get(name)
         if fetch is None:
             return
+        fetch.in_use |= in_use
         fetch.requests.discard(request_id)
         if not fetch.requests:
             del self.fetches[name]
             source = the(self.source)
-            release = source.release_later if in_use else source.release
+            release = source.release_later if fetch.in_use else source.release
 
             def done(rows: Future[FetchedRows]) -> None:
                 if not rows.cancelled() and not rows.exception():

@@ -482,6 +482,27 @@ def test_rows_that_a_step_may_still_copy_stay_for_a_while(
     until(lambda: encoders.store.held == 0)
 
 
+def test_rows_of_a_step_that_is_scheduled_stay_until_it_has_run(
+    halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_rows, "ABORTED_SECONDS", 0.3)
+    scheduler, worker = halves(encoders.url)
+    (kept,), _ = keep(encoders.url)
+    for _ in range(2):
+        answered(scheduler, worker, kept=kept)
+    until(lambda: encoders.store.held == 0)
+    running, waiting = (Request(name, [kept.reference], kept.tokens) for name in "ab")
+    assert ended(scheduler, running)
+    assert ended(scheduler, waiting)
+    scheduler.update_state_after_alloc(running, 0)
+    assert scheduler.ensure_cache_available(running, kept.tokens), "vLLM counts ahead of its steps"
+    scheduler.request_finished(running)
+    scheduler.request_finished(waiting)
+    time.sleep(0.1)
+    assert encoders.store.held == 1, "the aborted one's step may copy it"
+    until(lambda: encoders.store.held == 0)
+
+
 def test_rows_wait_for_room_in_the_shared_memory(halves: Halves, encoders: Encoders) -> None:
     encoders.store.memory = None
     (kept, _), (rows, _) = keep(encoders.url, 2)
