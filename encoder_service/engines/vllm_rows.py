@@ -44,8 +44,9 @@ THREADS = 32
 """Of fetches, some of which wait for room in the shared memory."""
 ROOM_SECONDS = 1.0
 """If no room is made for this long, those that would make it may be waiting for it themselves."""
-AVOIDED_SECONDS = 60.0
-"""How long the front door is asked for the rows of a replica that cannot be reached."""
+AVOIDED_SECONDS, MOST_AVOIDED = 60.0, 1000
+"""How long the front door is asked for the rows of a replica that cannot be reached, and of how
+many this is known."""
 PING_SECONDS = 15.0
 ABORTED_SECONDS = 30.0
 """How long the rows of a request that was aborted in its first steps stay: a step may copy them."""
@@ -116,7 +117,8 @@ class RowSource:
         self.offers: dict[RowsReader, OfferedMemory] = {}
         self.offered: WeakValueDictionary[int, OfferedMemory] = WeakValueDictionary()
         self.numbers = count(RECEIVED + 1)
-        self.lock = Lock()  # guards connections and offers
+        self.lock = Lock()  # guards connections and offers; never held for long
+        self.connecting = Lock()
         self.line = Lock()  # whoever waits for room is next
         self.turns = Semaphore(FETCHES_AT_ONCE)
         self.closed = Event()
@@ -233,7 +235,7 @@ class RowSource:
         found = self.readers.get(replica)
         if found and found.alive:
             return found
-        with self.lock:
+        with self.connecting:
             found = self.readers.get(replica)
             if found and found.alive:
                 return found
@@ -241,9 +243,12 @@ class RowSource:
                 return None
             found = self._connect(name)
             if found is None:
+                if len(self.avoided) >= MOST_AVOIDED:  # of names that clients made up
+                    self.avoided.clear()
                 self.avoided[replica] = monotonic() + AVOIDED_SECONDS
             else:
-                self.readers[replica] = found
+                with self.lock:
+                    self.readers[replica] = found
             return found
 
     def _connect(self, name: str) -> RowsReader | None:

@@ -9,6 +9,7 @@ import asyncio
 import io
 import pickle
 import sys
+import threading
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
@@ -626,6 +627,34 @@ def test_memory_of_a_replica_that_is_gone_is_closed(halves: Halves, encoders: En
     for _ in range(2):
         answered(scheduler, worker, kept=kept)
     assert set(worker.loader.opened) == {0, 2}
+
+
+def test_a_step_does_not_wait_for_a_replica_that_does_not_answer(
+    halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connecting, go_on = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        connecting.set()
+        go_on.wait(20)
+
+    monkeypatch.setattr(vllm_rows.RowSource, "_connect", hang)
+    monkeypatch.setattr(vllm_rows, "MOST_AVOIDED", 2)
+    scheduler, worker = halves(encoders.url)
+    (kept,), _ = keep(encoders.url)
+    request = Request("r", [kept.reference], kept.tokens)
+    assert not scheduler.ensure_cache_available(request, 0)
+    assert connecting.wait(20)
+    began = time.monotonic()
+    step(scheduler, worker)
+    assert not scheduler.ensure_cache_available(request, 0)
+    assert time.monotonic() - began < 1
+    go_on.set()
+    assert ended(scheduler, request)
+    for number in range(5):
+        assert not ended(scheduler, Request("s", [f"nobody{number}.x"], 4))
+        scheduler.take_unavailable_requests()
+    assert len(scheduler.source.avoided) <= 2
 
 
 def test_replicas_are_pinged(
