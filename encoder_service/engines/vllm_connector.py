@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 AHEAD_BYTES = 2**30
 """`ahead_bytes`: host memory for rows that are received before their requests are scheduled."""
 LOST = "the connection to its replica was lost"
-METADATA = frozenset(("image_grid_thw", "video_grid_thw", "timestamps"))
+METADATA = frozenset(("image_grid_thw", "video_grid_thw", "timestamps", "second_per_grid_ts"))
 """Keys of an item that brings neither rows nor pixels."""
 
 

@@ -40,7 +40,7 @@ NONE = {"image": 0, "video": 0}
 TOWER = {"image": 3, "video": 1}
 LIMITS = {"qwen3_vl": TOWER}
 """vLLM 0.32 and 0.33 drop Qwen3-VL's deepstack features together with its tower."""
-DEVICE_BYTES = 2**16
+DEVICE_BYTES = 100_000
 """Of the encoder's memory that vLLM's worker opens: for one image, but not for a resized one."""
 Part = dict[str, Any]
 FILES = {

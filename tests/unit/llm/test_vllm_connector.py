@@ -294,6 +294,20 @@ def test_what_brings_its_own_rows_or_pixels_is_not_asked_for(halves: Halves) -> 
     assert not scheduler.fetches
 
 
+def test_what_comes_with_a_grid_alone_is_asked_for(connector_module: ModuleType) -> None:
+    """All of content_part's keys for references, and none of those that are rows or pixels."""
+    is_reference = connector_module.EncoderServiceConnector.is_reference
+    for keys in (
+        ["image_grid_thw"],
+        ["video_grid_thw"],
+        ["video_grid_thw", "timestamps"],
+        ["video_grid_thw", "second_per_grid_ts"],
+    ):
+        assert is_reference(SimpleNamespace(data=dict.fromkeys(keys)))
+        assert not is_reference(SimpleNamespace(data=dict.fromkeys([*keys, "video_embeds"])))
+    assert not is_reference(SimpleNamespace(data=None))
+
+
 def test_an_id_that_vllm_replaced_fails_its_request_alone(
     halves: Halves, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
